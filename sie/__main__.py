@@ -1,0 +1,9 @@
+"""Lets `python -m sie` be the command `sie`."""
+
+from __future__ import annotations
+
+import sys
+
+from sie.cli import main
+
+sys.exit(main())

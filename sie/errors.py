@@ -1,0 +1,169 @@
+"""Owns every error a client can be told about, and how one crosses a ring.
+
+    SieError                      code                  status  blame
+    ├─ BadRequest                 INVALID_INPUT         400     client
+    │  ├─ InputTooLong            INPUT_TOO_LONG        400     client (413 when a whole body is over its limit)
+    │  └─ PoisonInput             POISON_INPUT          422     client: this input killed two workers
+    ├─ NotFound                   MODEL_NOT_FOUND       404     client
+    ├─ Overloaded                 QUEUE_FULL            503     ours, retryable
+    ├─ Unavailable                MODEL_LOADING, ...    503     ours, retryable
+    │  └─ WorkerLost              WORKER_LOST           503     ours, retryable
+    ├─ ModelLoadFailed            MODEL_LOAD_FAILED     502     ours, never with Retry-After
+    ├─ DeadlineExceeded           DEADLINE_EXCEEDED     504     ours
+    ├─ ClientGone                 CLIENT_GONE           499     nobody reads the answer
+    └─ Internal                   INFERENCE_ERROR       500     ours
+
+Raise where the fault is known; each dialect translates once. Sources: SIE API reference, sections 9 and 12.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+
+class SieError(Exception):
+    """Report one failed request.
+
+    message is shown to the client. retry_after_s becomes `Retry-After` (whole seconds) when not None.
+    extras are further keys of the dialect's error object (`error_class`, `attempts`, ...).
+    """
+
+    code: ClassVar[str] = "INTERNAL_ERROR"
+    http_status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        http_status: int | None = None,
+        retry_after_s: int | None = None,
+        extras: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        if code is not None:
+            self.code = code  # type: ignore[misc]  # an instance narrows its class's default
+        if http_status is not None:
+            self.http_status = http_status  # type: ignore[misc]
+        self.retry_after_s = retry_after_s
+        self.extras = extras or {}
+
+
+class BadRequest(SieError):
+    """The request itself is wrong; the same bytes will fail again."""
+
+    code = "INVALID_INPUT"
+    http_status = 400
+
+
+class InputTooLong(BadRequest):
+    """A text, item or body is over a limit; the message names the limit."""
+
+    code = "INPUT_TOO_LONG"
+
+
+class PoisonInput(BadRequest):
+    """This input was running each time a worker died, the second time alone."""
+
+    code = "POISON_INPUT"
+    http_status = 422
+
+
+class NotFound(SieError):
+    """No such model (or path)."""
+
+    code = "MODEL_NOT_FOUND"
+    http_status = 404
+
+
+class Overloaded(SieError):
+    """Admission said "not now"; retry_after_s is computed from the queue."""
+
+    code = "QUEUE_FULL"
+    http_status = 503
+    retryable = True
+
+
+class Unavailable(SieError):
+    """The model or the server cannot take work yet, or not any more."""
+
+    code = "MODEL_LOADING"
+    http_status = 503
+    retryable = True
+
+
+class WorkerLost(Unavailable):
+    """The worker died and the work could not be given to another one."""
+
+    code = "WORKER_LOST"
+
+
+class ModelLoadFailed(SieError):
+    """The model's last load failed; extras hold `error_class`, `attempts`, `permanent`."""
+
+    code = "MODEL_LOAD_FAILED"
+    http_status = 502
+
+
+class DeadlineExceeded(SieError):
+    """The request's deadline passed before its answer was there."""
+
+    code = "DEADLINE_EXCEEDED"
+    http_status = 504
+
+
+class ClientGone(SieError):
+    """The client closed its connection; used to end the work, never sent."""
+
+    code = "CLIENT_GONE"
+    http_status = 499
+
+
+class Internal(SieError):
+    """Something of ours failed while the request ran."""
+
+    code = "INFERENCE_ERROR"
+    http_status = 500
+
+
+class WireError(msgspec.Struct, array_like=True, frozen=True):
+    """An error as it crosses a ring or a control channel."""
+
+    kind: str
+    message: str
+    code: str
+    http_status: int
+    retry_after_s: int | None = None
+    extras: dict[str, Any] = {}
+
+
+_KINDS: dict[str, type[SieError]] = {
+    cls.__name__: cls
+    for cls in (
+        SieError, BadRequest, InputTooLong, PoisonInput, NotFound, Overloaded, Unavailable, WorkerLost,
+        ModelLoadFailed, DeadlineExceeded, ClientGone, Internal,
+    )
+}  # fmt: skip
+
+
+def to_wire(error: SieError) -> WireError:
+    """Return `error` as a value that another process can rebuild."""
+    return WireError(
+        type(error).__name__, error.message, error.code, error.http_status, error.retry_after_s, error.extras
+    )
+
+
+def from_wire(wire: WireError) -> SieError:
+    """Rebuild the error that `to_wire` described; an unknown kind becomes `SieError`."""
+    cls = _KINDS.get(wire.kind, SieError)
+    return cls(
+        wire.message,
+        code=wire.code,
+        http_status=wire.http_status,
+        retry_after_s=wire.retry_after_s,
+        extras=dict(wire.extras),
+    )

@@ -1,0 +1,323 @@
+"""Owns every setting: name, type, default, bounds and one line of documentation, each in one place.
+
+A key `max_body_bytes` of the section `limits` is the flag `--max-body-bytes`, the variable `SIE_MAX_BODY_BYTES`, the
+TOML key `max_body_bytes` under `[limits]` and a row of docs/settings.md; names are unique over the whole tree. Order:
+default < file < environment < flag. An unknown or bad key stops the start. Nothing else reads the environment, and
+nothing changes a setting after the start. Imports nothing slow: every `sie` command waits for this file.
+`sie.config_sources` reads the values.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, field
+
+from sie.config_sources import (
+    CONFIG_VARIABLE,
+    Key,
+    SettingsError,
+    Source,
+    describe_key,
+    read_environment,
+    read_file,
+    read_flags,
+)
+
+MIB = 1 << 20
+
+_DEVICES = r"^(auto|cpu(:[1-9][0-9]{0,2})?|cuda(:[0-9]+(,cuda:[0-9]+)*)?)\Z"
+
+
+class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Listening, logging and identity."""
+
+    host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one and logs it.")] = 8080
+    frontends: Annotated[
+        int, Meta(ge=0, le=256, description="HTTP processes; 0 takes one for every four usable cores.")
+    ] = 0
+    backlog: Annotated[int, Meta(ge=128, le=65535, description="Connections the kernel queues for a frontend.")] = 1024
+    name: Annotated[str, Meta(max_length=200, description="Name shown in `/ws/status`; empty takes the host name.")] = (
+        field(default="", name="server_name")
+    )
+    drain_timeout_s: Annotated[
+        float, Meta(ge=0, le=3600, description="Longest time accepted requests get to finish after SIGTERM.")
+    ] = 25.0
+    log_format: Annotated[
+        Literal["text", "json"], Meta(description="Log lines for people or, one object a line, for machines.")
+    ] = "text"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Least important log lines to write.")
+    ] = "info"
+    runtime_dir: Annotated[
+        str,
+        Meta(description="Lock file and control socket; empty takes systemd's, the user's or a temporary directory."),
+    ] = ""
+    machine_profile: Annotated[
+        str, Meta(description="What `X-SIE-MACHINE-PROFILE` must match; empty takes the type of the GPU.")
+    ] = ""
+    pool_name: Annotated[str, Meta(description="Pool this server says it belongs to.")] = ""
+    bundle: Annotated[str, Meta(description="Bundle this server says it serves.")] = ""
+
+
+class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is served, and how it is loaded."""
+
+    preload: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Model to load before the server is ready; repeatable.",
+            extra={"form": "ID[=DIR][@REVISION] or ID=stub:[key=value,...]"},
+        ),
+    ] = field(default=(), name="model")
+    lazy: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Model to load when it is first asked for; repeatable.",
+            extra={"form": "ID[=DIR][@REVISION] or ID=stub:[key=value,...]"},
+        ),
+    ] = field(default=(), name="lazy_model")
+    default_model: Annotated[
+        str, Meta(description="Model for OpenAI requests that name none; empty takes the only able one.")
+    ] = ""
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="Number format of the weights; auto is bfloat16 where the device computes in it."),
+    ] = "auto"
+    cache_dir: Annotated[
+        str, Meta(description="Converted tokenizers; empty takes systemd's, else the user's, cache directory.")
+    ] = ""
+    load_timeout_s: Annotated[float, Meta(ge=1, le=86400, description="Longest time one model's load may take.")] = (
+        900.0
+    )
+    load_retry_s: Annotated[
+        float, Meta(ge=1, le=1800, description="Wait before a failed load may be tried again; doubles each time.")
+    ] = 30.0
+    idle_unload_s: Annotated[
+        float, Meta(ge=0, le=604800, description="Unload a lazy model unused for this long; 0 never does.")
+    ] = 0.0
+
+
+class Devices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where models run: one worker process for each device."""
+
+    devices: Annotated[
+        str,
+        Meta(
+            pattern=_DEVICES,
+            description="Devices to use; cpu:N is N workers that share the cores out.",
+            extra={"form": "auto, cpu, cpu:N, cuda or cuda:0,cuda:1"},
+        ),
+    ] = "auto"
+    threads_per_worker: Annotated[
+        int, Meta(ge=0, le=1024, description="Compute threads of a CPU worker; 0 takes one for each of its cores.")
+    ] = 0
+    resolve_timeout_s: Annotated[
+        float, Meta(ge=1, le=600, description="Longest time `--devices auto` may take to find the devices.")
+    ] = 60.0
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one request may ask for, and how much may wait."""
+
+    max_body_bytes: Annotated[
+        int, Meta(ge=1024, le=256 * MIB, description="Largest request body; over it is 413 INPUT_TOO_LONG.")
+    ] = 34 * MIB
+    max_items: Annotated[
+        int, Meta(ge=1, le=65536, description="Most items in one request; over it is 400, never retryable.")
+    ] = 2048
+    max_item_text_bytes: Annotated[
+        int, Meta(ge=1, le=256 * MIB, description="Largest item, its UTF-8 text and metadata together.")
+    ] = 2 * MIB
+    max_depth: Annotated[int, Meta(ge=4, le=500, description="Deepest nesting of a JSON or msgpack body.")] = 64
+    max_reply_bytes: Annotated[
+        int, Meta(ge=4096, le=1024 * MIB, description="Largest reply, counted as the bytes of its vectors.")
+    ] = 64 * MIB
+    max_queued_tokens: Annotated[
+        int, Meta(ge=1, le=1 << 32, description="Most tokens waiting for one worker; over it is 503 QUEUE_FULL.")
+    ] = 1 << 20
+    request_timeout_s: Annotated[
+        float, Meta(ge=0.001, le=3600, description="Deadline of a request; a header may only lower it.")
+    ] = 60.0
+    body_idle_timeout_s: Annotated[
+        float, Meta(ge=0.1, le=600, description="Longest pause within a request body before its connection is cut.")
+    ] = 15.0
+
+
+class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Shared memory; all of it but `max_large_bytes` is reserved at the start."""
+
+    request_segment_bytes: Annotated[int, Meta(ge=MIB, le=1 << 36, description="Request segment of each frontend.")] = (
+        64 * MIB
+    )
+    reply_segment_bytes: Annotated[
+        int, Meta(ge=MIB, le=1 << 36, description="Reply segment of each pair of worker and frontend.")
+    ] = 32 * MIB
+    large_extent_bytes: Annotated[
+        int, Meta(ge=65536, le=1 << 32, description="A payload over this size gets a segment of its own.")
+    ] = 8 * MIB
+    max_large_bytes: Annotated[
+        int, Meta(ge=0, le=1 << 36, description="All such segments of this server together.")
+    ] = 512 * MIB
+    ring_capacity: Annotated[int, Meta(ge=8, le=65536, description="Descriptors in each ring; a power of two.")] = 4096
+    counter_page_bytes: Annotated[int, Meta(ge=16384, le=64 * MIB, description="Metrics page of each process.")] = (
+        256 * 1024
+    )
+
+
+class Scheduler(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How waiting sequences become steps."""
+
+    max_step_tokens: Annotated[
+        int, Meta(ge=0, le=1 << 24, description="Token budget of a step; 0 takes 4096 on a CPU and 16384 on a GPU.")
+    ] = 0
+    max_step_items: Annotated[int, Meta(ge=1, le=65536, description="Most sequences in a step.")] = 1024
+    max_age_ms: Annotated[
+        float, Meta(ge=0, le=60000, description="Age from which a sequence runs before any that fit better.")
+    ] = 250.0
+
+
+class Supervisor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Starting, watching and restarting the other processes."""
+
+    start_timeout_s: Annotated[
+        float, Meta(ge=1, le=3600, description="Longest time a process may take to start, model loads not counted.")
+    ] = 120.0
+    watchdog_s: Annotated[
+        float, Meta(ge=1, le=3600, description="Time past a step's own allowance after which a worker is killed.")
+    ] = 30.0
+    tick_timeout_s: Annotated[
+        float, Meta(ge=0.5, le=600, description="A frontend that does not answer for this long is killed.")
+    ] = 3.0
+    restart_budget: Annotated[
+        int, Meta(ge=0, le=1000, description="Starts in a row that may fail before the server gives up.")
+    ] = 5
+    restart_window_s: Annotated[
+        float, Meta(ge=1, le=86400, description="Only failed starts of this last period count.")
+    ] = 60.0
+    restart_backoff_s: Annotated[
+        float, Meta(ge=0, le=600, description="Wait after the first failed start; doubles with each.")
+    ] = 0.5
+
+
+class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The live feed at `/ws/status`."""
+
+    interval_ms: Annotated[int, Meta(ge=20, le=60000, description="Time between two frames of `/ws/status`.")] = field(
+        default=200, name="status_interval_ms"
+    )
+    max_watchers: Annotated[int, Meta(ge=0, le=10000, description="Most status connections of one frontend.")] = 64
+
+
+class Testing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """For the project's own tests; never set these in service."""
+
+    enabled: Annotated[bool, Meta(description="Allow fault injection.")] = field(default=False, name="test")
+    failpoints: Annotated[
+        str, Meta(description="Named points at which to fail.", extra={"form": "point=action[@count],..."})
+    ] = ""
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole tree. It encodes with msgspec, so that a process can be handed it."""
+
+    server: Server = Server()
+    models: Models = Models()
+    devices: Devices = Devices()
+    limits: Limits = Limits()
+    memory: Memory = Memory()
+    scheduler: Scheduler = Scheduler()
+    supervisor: Supervisor = Supervisor()
+    status: Status = Status()
+    test: Testing = Testing()
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """Settings together with the source of each, by the name of its key."""
+
+    settings: Settings
+    sources: dict[str, Source]
+
+    def value(self, key: Key) -> Any:
+        """Return the value of `key`."""
+        return getattr(getattr(self.settings, key.section), key.attribute)
+
+
+@functools.cache
+def all_keys() -> tuple[Key, ...]:
+    """Return every setting in the order of the tree."""
+    return tuple(
+        describe_key(section.name, item)
+        for section in msgspec.structs.fields(Settings)
+        for item in msgspec.structs.fields(section.type)
+    )
+
+
+def load_settings(config_file: str | None, environ: Mapping[str, str], flags: Mapping[str, Any]) -> Loaded:
+    """Return the settings that file, environment and flags give together.
+
+    config_file may be None: then `SIE_CONFIG` names it, if set. flags are by key name, text (lists: a sequence of
+    texts) as given on the command line. Raises SettingsError for the first thing that is unknown or wrong.
+    """
+    keys = all_keys()
+    path = config_file or environ.get(CONFIG_VARIABLE)
+    values: dict[str, dict[str, Any]] = {section: {} for section in Settings.__struct_fields__}
+    sources = {key.name: Source("default") for key in keys}
+    layers = (read_file(keys, path) if path else (), read_environment(keys, environ), read_flags(keys, flags))
+    for key, value, source in itertools.chain(*layers):
+        values[key.section][key.attribute] = value
+        sources[key.name] = source
+    for key, directory, source in _system_directories(keys, environ):
+        if not values[key.section].get(key.attribute):
+            values[key.section][key.attribute] = directory
+            sources[key.name] = source
+    sections = {section.name: section.type(**values[section.name]) for section in msgspec.structs.fields(Settings)}
+    settings = Settings(**sections)
+    _check_together(settings, sources)
+    return Loaded(settings, sources)
+
+
+def _system_directories(keys: tuple[Key, ...], environ: Mapping[str, str]) -> Iterator[tuple[Key, str, Source]]:
+    """Yield what an empty directory stands for; systemd's variables may hold several, colon-separated.
+
+    The last resort for runtime_dir lies where every user may write: who makes it must refuse another owner's.
+    """
+    by_name = {key.name: key for key in keys}
+    shared = Path(environ.get("TMPDIR") or "/tmp")  # noqa: S108  # the system's own name for it
+    private_cache = Path(environ.get("HOME") or "/", ".cache")
+    for name, systemd, user, fallback in (
+        ("runtime_dir", "RUNTIME_DIRECTORY", "XDG_RUNTIME_DIR", shared / f"sie-{os.getuid()}"),
+        ("cache_dir", "CACHE_DIRECTORY", "XDG_CACHE_HOME", private_cache / "sie"),
+    ):
+        if environ.get(systemd):
+            yield by_name[name], environ[systemd].split(":")[0], Source("default", systemd)
+        elif environ.get(user):
+            yield by_name[name], f"{environ[user]}/sie", Source("default", user)
+        else:
+            yield by_name[name], str(fallback), Source("default")
+
+
+def _check_together(settings: Settings, sources: Mapping[str, Source]) -> None:
+    """Refuse values that are each allowed but not with one another."""
+    memory, limits, test = settings.memory, settings.limits, settings.test
+    smallest = min(memory.request_segment_bytes, memory.reply_segment_bytes)
+    problems = (
+        ("ring_capacity", memory.ring_capacity & (memory.ring_capacity - 1) != 0, "must be a power of two"),
+        ("large_extent_bytes", memory.large_extent_bytes > smallest, f"must fit into every segment ({smallest} bytes)"),
+        (
+            "max_item_text_bytes",
+            limits.max_item_text_bytes > limits.max_body_bytes,
+            f"must not be over max_body_bytes ({limits.max_body_bytes})",
+        ),
+        ("failpoints", bool(test.failpoints) and not test.enabled, "needs test to be true"),
+    )
+    for name, is_wrong, reason in problems:
+        if is_wrong:
+            raise SettingsError(f"{name} (from {sources[name]}): {reason}")

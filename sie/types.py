@@ -1,0 +1,159 @@
+"""Owns the typed values that cross a layer or a process: model cards, typed requests and replies, extent headers.
+
+Imports nothing of ours; holds no behaviour beyond construction. Extent headers are `array_like` msgspec structs:
+fields are only ever appended. Shapes: n items, t tokens, d dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+ModelState = Literal["available", "loading", "loaded", "unloading", "failed"]
+OutputDtype = Literal["float32", "float16", "int8", "uint8", "binary", "ubinary"]
+OUTPUT_DTYPES: tuple[str, ...] = ("float32", "float16", "int8", "uint8", "binary", "ubinary")
+
+
+class StubOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What follows `stub:` in a model spec, as `key=value` pairs separated by commas."""
+
+    dense: int = 384
+    """Width of the dense vector."""
+    latency_ms: float = 0.0
+    """Time each step takes, whatever its size."""
+    per_token_us: float = 0.0
+    """Further time each token of a step takes."""
+    load_ms: float = 0.0
+    """Time the load takes."""
+    max_tokens: int = 8192
+    """Maximum sequence length; a stub's token is four UTF-8 bytes, and an empty text is one token."""
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about a model that a frontend or a worker needs before its weights are read.
+
+    Written once by `sie.catalog`, sent to every process over its control channel.
+    """
+
+    id: str
+    kind: Literal["encoder", "stub"]
+    directory: str = ""
+    """Absolute path of the checkpoint; empty for a stub."""
+    revision: str | None = None
+    architecture: str = ""
+    inputs: tuple[str, ...] = ("text",)
+    outputs: tuple[str, ...] = ("dense",)
+    dims: dict[str, int] = {}
+    max_sequence_length: int | None = None
+    vocab_size: int = 0
+    tokenizer_file: str = ""
+    """Absolute path of the `tokenizer.json` to use; empty when the worker takes text."""
+    lowercase: bool = False
+    strip: bool = False
+    """Whether texts lose surrounding white space before they are tokenised."""
+    prompts: dict[str, str] = {}
+    """The checkpoint's own prompts, by name (`query`, `document`, ...)."""
+    default_prompt: str | None = None
+    """The prompt put before a text when the request selects none."""
+    similarity: str = "cosine"
+    normalize: bool = False
+    """Whether the checkpoint itself ends in a normalise step."""
+    matryoshka: bool | tuple[int, ...] = False
+    """Which shorter `dimensions` are allowed: none, any, or those listed."""
+    pipeline: tuple[PipelineStep, ...] = ()
+    stub: StubOptions | None = None
+
+
+class PipelineStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of `modules.json` after the transformer: what is done to the hidden states."""
+
+    kind: Literal["pooling", "dense", "normalize", "layer_norm"]
+    directory: str = ""
+    config: dict[str, Any] = {}
+
+
+class EncodeRequest(msgspec.Struct, kw_only=True):
+    """What every embedding dialect decodes to. Exactly one of texts and token_lists is set."""
+
+    model: str
+    texts: list[str] | None = None
+    token_lists: list[list[int]] | None = None
+    ids: list[str | None] = []
+    """Echoed per item; empty when no item had one."""
+    output_types: tuple[str, ...] | None = None
+    output_dtype: str | None = None
+    instruction: str | None = None
+    dimensions: int | None = None
+    options: dict[str, Any] = {}
+    non_text_item: int | None = None
+    """Index of the first item without a text, or with an image, audio, video or document; texts is None then."""
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request's time went, in milliseconds."""
+
+    total_ms: float = 0.0
+    queue_ms: float = 0.0
+    tokenization_ms: float = 0.0
+    inference_ms: float = 0.0
+    postprocessing_ms: float = 0.0
+
+
+class EncodeReply(msgspec.Struct, kw_only=True):
+    """Rows ready to be encoded by a dialect.
+
+    values is a C-contiguous (n, row_bytes) memoryview of unsigned bytes onto a reply extent: valid only until the
+    dialect's encoder returns. dtype is the NumPy code of one element (`<f4`, `<f2`, `|i1`, `|u1`), width the number
+    of elements in a row, dims the model's own width (they differ for binary).
+    """
+
+    model: str
+    ids: list[str | None]
+    num_items: int
+    values: memoryview
+    dtype: str
+    width: int
+    dims: int
+    output_dtype: str
+    input_tokens: int
+    timing: Timing
+
+
+class ArrayRef(msgspec.Struct, array_like=True, frozen=True):
+    """One array of an extent, in C order.
+
+    offset counts bytes from the start of the payload (the first multiple of 64 after the header), a multiple of 64.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
+    """The header of a request extent.
+
+    Arrays: `cu_seqlens` int32 (n + 1,), first 0, the cost of each item in tokens as differences; and `token_ids`
+    int32 (t,), or for a model that takes text `text` uint8 (bytes,) with `text_offsets` int32 (n + 1,).
+    """
+
+    model: str
+    operation: str
+    num_items: int
+    arrays: tuple[ArrayRef, ...]
+    output_dtype: str = "float32"
+    normalize: bool | None = None
+    truncate_dim: int | None = None
+
+
+class ReplyHeader(msgspec.Struct, array_like=True, frozen=True):
+    """The header of a reply extent.
+
+    Arrays: `times` int64 (3,), nanoseconds: when the first step started (CLOCK_MONOTONIC), time in forward passes,
+    time after them; and `dense` (n, width). All that changes from one reply to the next is in the arrays, so the
+    header's bytes are the same for every reply of one shape and are encoded and decoded once.
+    """
+
+    arrays: tuple[ArrayRef, ...]

