@@ -1,0 +1,390 @@
+"""Owns one frontend-worker pair: both rings, the peer's memory, and the socket over which they were exchanged.
+
+Both sides do the same on a fresh SOCK_SEQPACKET pair that the supervisor handed out:
+
+    Offer + fds (segment, ring, bell, credit)   -->    <--   Offer + fds
+    Announce(number, nbytes) + fd of a large segment         before the first descriptor that uses it
+    Retire(number)                                           the segment is gone; the number may come again
+
+End of file on the socket ends the use of the peer (it closed, or died); only a readable pidfd proves that it reads
+nothing any more, so only then its extents may be reclaimed. After `connect` nothing here ever waits.
+
+Releases always find room. Each is one descriptor in the ring that also carries work, so a full ring makes it wait in
+a list here, ahead of all later work. The list is bounded by the peer's extents that this side holds, and it empties
+because the peer drains its ring whatever else it waits for. While it is not empty, watch `credit_fd`.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from collections.abc import Iterable
+
+from sie.shm.large import MAX_SEGMENTS
+from sie.shm.layout import (
+    LAST_KIND,
+    LAYOUT_VERSION,
+    MAX_SEGMENT_NUMBER,
+    OFFSET_MASK,
+    PROLOGUE_BYTES,
+    RELEASE,
+    SEGMENT_SHIFT,
+    Descriptor,
+    ProtocolError,
+)
+from sie.shm.messages import Announce, Message, Offer, Retire, close_all, receive, send
+from sie.shm.ring import RingConsumer, RingProducer
+from sie.shm.segment import Segment, is_dead
+from sie.shm.space import OutboundSpace
+
+
+class PendingAttachment:
+    """An attachment whose own offer is sent and whose peer's offer has not come yet.
+
+    For event loops: wait until `sock_fd` is readable, call `try_finish`. Others call `Attachment.connect`.
+    """
+
+    __slots__ = ("_generation", "_outbound", "_pidfd", "_producer", "_sock", "sock_fd")
+
+    def __init__(
+        self, sock: socket.socket, peer_pidfd: int, generation: int, outbound: OutboundSpace, ring_capacity: int
+    ) -> None:
+        """Create our ring and send our offer. Takes over sock (SOCK_SEQPACKET) and peer_pidfd, also when it raises.
+
+        Raises ReservationError when the ring's memory cannot be had, ConnectionError when the peer has gone.
+        """
+        self._sock = sock
+        self._pidfd = peer_pidfd
+        self._generation = generation
+        self._outbound = outbound
+        self._producer: RingProducer | None = None
+        self.sock_fd = sock.fileno()
+        try:
+            sock.setblocking(False)
+            self._producer = RingProducer.create(ring_capacity)
+            offer = Offer(LAYOUT_VERSION, generation, outbound.nbytes, ring_capacity)
+            if not send(sock, offer, [outbound.fd, *self._producer.fds]):
+                raise ConnectionError("the attachment's socket is in use already")
+        except BaseException:
+            self.close()
+            raise
+
+    def try_finish(self) -> Attachment | None:
+        """Return the attachment, or None while the peer's offer is not there.
+
+        Raises ProtocolError on an offer that does not fit ours, ConnectionError at end of file; both close this.
+        """
+        assert self._producer is not None
+        try:
+            received = receive(self._sock)
+            if received is None:
+                return None
+            message, fds = received
+            peer, consumer = _accept_offer(message, fds, self._generation)
+        except BaseException:
+            self.close()
+            raise
+        pidfd, self._pidfd = self._pidfd, -1
+        return Attachment(
+            sock=self._sock,
+            pidfd=pidfd,
+            generation=self._generation,
+            outbound=self._outbound,
+            producer=self._producer,
+            consumer=consumer,
+            peer=peer,
+        )
+
+    def close(self) -> None:
+        """Give up; does nothing once it is finished or closed."""
+        if self._pidfd < 0:
+            return
+        if self._producer is not None:
+            self._producer.close()
+        self._sock.close()
+        os.close(self._pidfd)
+        self._pidfd = -1
+
+
+class Attachment:
+    """Both directions of one frontend-worker pair, one generation."""
+
+    __slots__ = ("_announced", "_consumer", "_large", "_outbound", "_peer", "_peer_bytes", "_peer_view", "_producer",
+                 "_push", "_releases", "_retired", "_sock", "bell_fd", "credit_fd", "generation", "num_stale",
+                 "pidfd", "sock_fd")  # fmt: skip
+
+    def __init__(
+        self,
+        *,
+        sock: socket.socket,
+        pidfd: int,
+        generation: int,
+        outbound: OutboundSpace,
+        producer: RingProducer,
+        consumer: RingConsumer,
+        peer: Segment,
+    ) -> None:
+        """Take over everything except outbound. Use `connect` or `PendingAttachment`."""
+        self._sock = sock
+        self._outbound = outbound
+        self._producer = producer
+        self._push = producer.push
+        self._consumer = consumer
+        self._peer = peer
+        self._peer_view = peer.view
+        self._peer_bytes = peer.nbytes
+        self._announced: set[int] = set()  # numbers of our large segments that the peer has
+        self._retired: list[int] = []  # numbers that the peer must be told are gone
+        self._large: dict[int, Segment] = {}  # the peer's large segments
+        self._releases: list[tuple[int, ...]] = []  # descriptors waiting for credit
+        outbound.retire_listeners.append(self._retire)
+        self.generation = generation
+        self.num_stale = 0
+        """Descriptors of another generation that `drain` dropped."""
+        self.bell_fd = consumer.bell_fd
+        """Readable: `drain` has something."""
+        self.credit_fd = producer.fds[2]
+        """Readable: a `push` that returned False may succeed."""
+        self.sock_fd = sock.fileno()
+        """Readable: call `read_socket`."""
+        self.pidfd = pidfd
+        """Readable: the peer is dead."""
+
+    @classmethod
+    def connect(
+        cls,
+        sock: socket.socket,
+        peer_pidfd: int,
+        generation: int,
+        outbound: OutboundSpace,
+        ring_capacity: int,
+        *,
+        timeout_s: float,
+    ) -> Attachment:
+        """Exchange offers with the peer and return the attachment. Takes over sock and peer_pidfd in every case.
+
+        Waits at most timeout_s, then raises TimeoutError; otherwise as `PendingAttachment`.
+        """
+        deadline = time.monotonic() + timeout_s
+        pending = PendingAttachment(sock, peer_pidfd, generation, outbound, ring_capacity)
+        poll = select.poll()
+        poll.register(pending.sock_fd, select.POLLIN)
+        poll.register(peer_pidfd, select.POLLIN)
+        while True:
+            attachment = pending.try_finish()
+            if attachment is not None:
+                return attachment
+            left_s = deadline - time.monotonic()
+            ready = poll.poll(max(0.0, left_s) * 1000)
+            if not ready and left_s <= 0:
+                pending.close()
+                raise TimeoutError(f"no offer from the peer within {timeout_s} s")
+            if [fd for fd, _ in ready] == [peer_pidfd]:
+                pending.close()
+                raise ConnectionError("the peer died before its offer")
+
+    def push(  # noqa: PLR0917  # a descriptor's fields in its order; keywords cost 0.1 us here
+        self,
+        kind: int,
+        flags: int,
+        request_id: int,
+        address: int,
+        length: int,
+        deadline_ns: int = 0,
+        num_tokens: int = 0,
+        part: int = 0,
+        parts: int = 1,
+    ) -> bool:
+        """Publish the extent at address, which a lease of `outbound` gave; call `hand_over` on the lease afterwards.
+
+        Returns False, having done nothing, when the ring (or the socket, for a large segment) is full. Never waits.
+        Raises ProtocolError, and ConnectionError when a large segment is announced to a peer that has gone.
+        """
+        if (self._releases or address > OFFSET_MASK) and not self._prepare(address):
+            return False
+        return self._push(
+            kind, flags, self.generation, request_id, address, length, deadline_ns, num_tokens, part, parts
+        )
+
+    def push_release(self, addresses: Iterable[int]) -> int:
+        """Tell the peer that its extents at addresses are not needed any more; return how many still wait.
+
+        The rest is published by a later `flush_releases`, `push`, `push_release` or `drain`; none is ever lost.
+        """
+        generation = self.generation
+        self._releases += [(RELEASE, 0, generation, 0, address, 0, 0, 0, 0, 1) for address in addresses]
+        return self.flush_releases()
+
+    def flush_releases(self) -> int:
+        """Publish the releases that wait for credit; return how many still do. Call it when `credit_fd` is readable."""
+        if self._releases:
+            del self._releases[: self._producer.push_many(self._releases)]
+        return len(self._releases)
+
+    def drain(self) -> list[Descriptor]:
+        """Copy out all descriptors of this generation that the peer published, oldest first. Never waits.
+
+        Raises ProtocolError on a broken doorbell or an unknown kind; then end the attachment.
+        """
+        descriptors = self._consumer.drain()
+        generation = self.generation
+        for descriptor in descriptors:
+            if descriptor[2] != generation or not 0 < descriptor[0] <= LAST_KIND:
+                descriptors = self._checked(descriptors)
+                break
+        if self._releases:
+            self.flush_releases()
+        return descriptors
+
+    def view(self, descriptor: Descriptor) -> memoryview:
+        """Return the peer's extent, read-only, exactly `length` bytes: valid until it is released.
+
+        Raises ProtocolError when the descriptor does not name an aligned extent with a prologue inside a segment.
+        """
+        offset = descriptor[4]
+        length = descriptor[5]
+        end = offset + length
+        if offset & 63 or length < PROLOGUE_BYTES or end > self._peer_bytes:
+            return self._large_view(offset, length)
+        return self._peer_view[offset:end]
+
+    def read_socket(self) -> bool:
+        """Read what came on the socket; False at end of file: do not use the peer any more. Never waits.
+
+        Raises ProtocolError on a message that the protocol does not have here; then end the attachment.
+        """
+        if self._retired:
+            self._tell_retired()
+        try:
+            while (received := receive(self._sock)) is not None:
+                self._apply(*received)
+        except ConnectionError:
+            return False
+        return True
+
+    def peer_is_dead(self) -> bool:
+        """Whether the peer's process has ended, so that extents handed over to it can be reclaimed."""
+        return is_dead(self.pidfd)
+
+    def close(self) -> None:
+        """Unmap the peer's memory and close everything except outbound; a second call does nothing."""
+        if self.pidfd < 0:
+            return
+        self._outbound.retire_listeners.remove(self._retire)
+        self._producer.close()
+        self._consumer.close()
+        self._peer_view = memoryview(b"")
+        self._peer_bytes = 0
+        self._peer.close()
+        for segment in self._large.values():
+            segment.close()
+        self._large.clear()
+        self._sock.close()
+        os.close(self.pidfd)
+        self.bell_fd = self.credit_fd = self.sock_fd = self.pidfd = -1
+
+    def _prepare(self, address: int) -> bool:
+        """Do what must come before a descriptor with this address; False when it cannot be done now."""
+        if self.flush_releases():
+            return False
+        number = address >> SEGMENT_SHIFT
+        return not number or number in self._announced or self._announce(number)
+
+    def _announce(self, number: int) -> bool:
+        """Send a large segment's fd; False when the socket is full."""
+        if not self._tell_retired():
+            return False
+        segment = self._outbound.large.segment(number)
+        # ORDER: before the descriptor that uses the number; the peer reads the socket when it meets one.
+        sent = send(self._sock, Announce(number, segment.nbytes), [segment.fd])
+        if sent:
+            self._announced.add(number)
+        return sent
+
+    def _retire(self, number: int) -> None:
+        """Note that our large segment is gone, and tell the peer if it knew it."""
+        if number in self._announced:
+            self._announced.remove(number)
+            self._retired.append(number)
+            self._tell_retired()
+
+    def _tell_retired(self) -> bool:
+        """Send what waits; False when the socket is full. A peer that has gone needs to hear nothing."""
+        while self._retired:
+            try:
+                if not send(self._sock, Retire(self._retired[0]), []):
+                    return False
+            except ConnectionError:
+                self._retired.clear()
+                return True
+            del self._retired[0]
+        return True
+
+    def _checked(self, descriptors: list[Descriptor]) -> list[Descriptor]:
+        """Drop and count other generations; raise ProtocolError on an unknown kind in ours."""
+        current = [d for d in descriptors if d.generation == self.generation]
+        self.num_stale += len(descriptors) - len(current)
+        for descriptor in current:
+            if not 0 < descriptor.kind <= LAST_KIND:
+                raise ProtocolError(f"a descriptor of kind {descriptor.kind}")
+        return current
+
+    def _large_view(self, address: int, length: int) -> memoryview:
+        """Return an extent of a large segment, after reading the announcements sent before its descriptor."""
+        number, offset = address >> SEGMENT_SHIFT, address & OFFSET_MASK
+        segment = self._peer
+        if number:
+            self.read_socket()
+            found = self._large.get(number)
+            if found is None:
+                raise ProtocolError(f"a descriptor in segment {number}, which was not announced")
+            segment = found
+        if offset & 63 or length < PROLOGUE_BYTES or offset + length > segment.nbytes:
+            raise ProtocolError(f"{length} bytes at {offset} in segment {number} of {segment.nbytes} bytes")
+        return segment.view[offset : offset + length]
+
+    def _apply(self, message: Message, fds: list[int]) -> None:
+        """Map or unmap a large segment of the peer. Takes over fds."""
+        if isinstance(message, Retire):
+            segment = self._large.pop(message.number, None)
+            if segment is None:
+                raise ProtocolError(f"segment {message.number} was retired, but never announced")
+            segment.close()
+            return
+        fits = len(self._large) < MAX_SEGMENTS
+        if isinstance(message, Offer) or not 0 < message.number <= MAX_SEGMENT_NUMBER or not fits:
+            close_all(fds)
+            raise ProtocolError(f"{type(message).__name__} with {len(self._large)} large segments")
+        if message.number in self._large:
+            close_all(fds)
+            raise ProtocolError(f"segment {message.number} was announced twice")
+        self._large[message.number] = Segment.map_peer(fds[0], message.nbytes)
+
+
+def _accept_offer(message: Message, fds: list[int], generation: int) -> tuple[Segment, RingConsumer]:
+    """Map what the peer's offer brought. Takes over fds. Raises ProtocolError."""
+    if not isinstance(message, Offer):
+        close_all(fds)
+        raise ProtocolError(f"{type(message).__name__} came before the offer")
+    ours = (LAYOUT_VERSION, generation)
+    theirs = (message.layout_version, message.generation)
+    if theirs != ours:
+        close_all(fds)
+        raise ProtocolError(f"the peer offers (layout, generation) {theirs}, this side {ours}")
+    segment_fd, *ring_fds = fds
+    try:
+        peer = Segment.map_peer(segment_fd, message.segment_bytes)
+    except BaseException:
+        close_all(ring_fds)
+        raise
+    try:
+        ring_fd, bell_fd, credit_fd = ring_fds
+        return peer, RingConsumer.open(ring_fd, bell_fd, credit_fd, message.ring_capacity)
+    except ValueError as error:
+        peer.close()
+        raise ProtocolError(str(error)) from error
+    except BaseException:
+        peer.close()
+        raise

@@ -1,0 +1,141 @@
+"""Owns how a payload lies in an extent: the prologue with the cancel byte, the typed header, the aligned arrays.
+
+Writing, when the arrays are there:          plan = plan_arrays([("token_ids", "<i4", (t,)), ...])
+                                              length = write_extent(lease.view, encode(header), plan.refs, arrays)
+Writing in place, without a copy:            payload = begin_extent(lease.view, encode(header))
+                                              array_view(payload, plan.refs[0])[:] = ...
+Reading:                                     header, payload = read_extent(attachment.view(descriptor), decoder)
+                                              array_view(payload, header.arrays[0])
+
+An `ArrayRef` is relative to the payload, the first 64-byte multiple after the header, so refs can be part of the
+header that decides where the payload begins. What a peer wrote is checked here, in copies that it cannot change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any, Final, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from sie.shm.layout import PROLOGUE, PROLOGUE_BYTES, ProtocolError, round_up
+from sie.types import ArrayRef
+
+MAX_HEADER_BYTES: Final = 1 << 20
+MAX_DIMENSIONS: Final = 8
+
+DTYPES: Final[dict[str, np.dtype[Any]]] = {
+    code: np.dtype(code)
+    for code in ("|b1", "|i1", "|u1", "<i2", "<u2", "<f2", "<i4", "<u4", "<f4", "<i8", "<u8", "<f8")
+}
+"""Element types that may cross a process, by NumPy code: plain numbers, never objects."""
+
+HeaderT = TypeVar("HeaderT")
+
+
+class ArrayPlan(NamedTuple):
+    """Where arrays will lie: one ref for each, and the bytes of the payload up to the end of the last one."""
+
+    refs: tuple[ArrayRef, ...]
+    nbytes: int
+
+
+def plan_arrays(arrays: Iterable[tuple[str, str, tuple[int, ...]]]) -> ArrayPlan:
+    """Place arrays, each a (name, dtype, shape), behind each other; dtype is a key of DTYPES."""
+    refs: list[ArrayRef] = []
+    end = 0
+    for name, dtype, shape in arrays:
+        offset = round_up(end)
+        end = offset + DTYPES[dtype].itemsize * prod(shape)
+        refs.append(ArrayRef(name, dtype, shape, offset))
+    return ArrayPlan(tuple(refs), end)
+
+
+def extent_bytes(header_bytes: int, payload_bytes: int) -> int:
+    """Return the bytes to lease for a header and a payload of these sizes."""
+    return round_up(PROLOGUE_BYTES + header_bytes) + payload_bytes
+
+
+def begin_extent(view: memoryview, header: bytes) -> memoryview:
+    """Write prologue and header, not cancelled, and return the writable payload, 64-byte aligned, up to view's end.
+
+    Raises ValueError when view is too small or header is over MAX_HEADER_BYTES.
+    """
+    end = PROLOGUE_BYTES + len(header)
+    start = (end + 63) & ~63
+    if start > len(view) or len(header) > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {len(header)} bytes does not fit in an extent of {len(view)} bytes")
+    PROLOGUE.pack_into(view, 0, 0, len(header))
+    view[PROLOGUE_BYTES:end] = header
+    return view[start:]
+
+
+def write_extent(view: memoryview, header: bytes, refs: Sequence[ArrayRef], arrays: Sequence[NDArray[Any]]) -> int:
+    """Write a whole extent and return its length, for the descriptor.
+
+    refs are those of the `plan_arrays` that made the header; arrays have their shapes, in the same order.
+    """
+    payload = begin_extent(view, header)
+    end = 0
+    for ref, array in zip(refs, arrays, strict=True):
+        target = array_view(payload, ref)
+        target[...] = array
+        end = ref.offset + target.nbytes
+    return len(view) - len(payload) + end
+
+
+def read_extent(view: memoryview, decoder: msgspec.msgpack.Decoder[HeaderT]) -> tuple[HeaderT, memoryview]:
+    """Return the header and the payload's view of an extent that a peer wrote. Raises ProtocolError."""
+    total = len(view)
+    if total < PROLOGUE_BYTES:
+        raise ProtocolError(f"an extent of {total} bytes has no prologue")
+    header_bytes: int = PROLOGUE.unpack_from(view)[1]
+    end = PROLOGUE_BYTES + header_bytes
+    if end > total or header_bytes > MAX_HEADER_BYTES:
+        raise ProtocolError(f"a header of {header_bytes} bytes in an extent of {total} bytes")
+    # Decoded from a copy: a parser must not read bytes that change under it.
+    header = bytes(view[PROLOGUE_BYTES:end])
+    try:
+        return decoder.decode(header), view[(end + 63) & ~63 :]
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"a header that cannot be decoded: {type(error).__name__}") from error
+
+
+def array_view(payload: memoryview, ref: ArrayRef) -> NDArray[Any]:
+    """Return the array that ref names, without a copy: read-only exactly if payload is.
+
+    It aliases the extent and is valid only while the lease is. Raises ProtocolError when the ref does not lie inside
+    the payload, is not aligned, or has a dtype that is not in DTYPES.
+    """
+    dtype = DTYPES.get(ref.dtype)
+    if dtype is None or len(ref.shape) > MAX_DIMENSIONS:
+        raise ProtocolError(f"an array of {len(ref.shape)} dimensions and dtype {ref.dtype[:16]!r}")
+    count = 1
+    for size in ref.shape:
+        if size < 0:
+            raise ProtocolError(f"an array with a dimension of {size}")
+        count *= size
+    offset = ref.offset
+    if offset < 0 or offset & 63 or offset + count * dtype.itemsize > len(payload):
+        raise ProtocolError(f"an array of shape {ref.shape} at {offset} in a payload of {len(payload)} bytes")
+    try:
+        if not count:
+            return np.empty(ref.shape, dtype)
+        # frombuffer, not ndarray(buffer=...): only it keeps the mapping from being closed under the array.
+        flat = np.frombuffer(payload, dtype, count, offset)
+        return flat if len(ref.shape) == 1 else flat.reshape(ref.shape)
+    except ValueError as error:
+        raise ProtocolError(f"an array of shape {ref.shape}") from error
+
+
+def set_cancelled(view: memoryview) -> None:
+    """Ask the peer not to run this extent. Only the extent's owner writes, before the lease ends."""
+    view[0] = 1
+
+
+def is_cancelled(view: memoryview) -> bool:
+    """Whether the owner of this extent has cancelled it; too late once its step was planned."""
+    return view[0] != 0

@@ -1,0 +1,207 @@
+"""Owns every operating system call on shared memory: reserve, seal, map, and the question whether it will fit.
+
+A segment is a memfd: it has no name that could leak, be guessed or be removed by somebody else, it does not depend on
+the size of /dev/shm, and it is gone with its last user however that user died. Every page is reserved before the
+first use, because a write to a page that cannot be had is a SIGBUS and not an exception.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import select
+from pathlib import Path
+from typing import Final
+
+from sie.shm.layout import ProtocolError
+
+F_SEAL_FUTURE_WRITE: Final = 0x10
+"""Linux 5.1; missing from `fcntl` up to Python 3.13."""
+
+_SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_OWNER_SEALS: Final = _SIZE_SEALS | F_SEAL_FUTURE_WRITE
+_NO_SPACE: Final = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT})
+_EMPTY: Final = memoryview(b"")
+
+
+class ReservationError(Exception):
+    """The memory that was asked for cannot be had; the message names the bytes needed."""
+
+    def __init__(self, message: str, needed_bytes: int) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+
+
+class Segment:
+    """One mapped block of shared memory.
+
+    view is a memoryview of unsigned bytes over all of it: writable for its owner, read-only for a peer. fd is its
+    owner's descriptor, to be sent to peers, and -1 for a peer. Views that callers made must not be used after `close`.
+    """
+
+    __slots__ = ("_map", "fd", "nbytes", "view")
+
+    def __init__(self, fd: int, nbytes: int, *, writable: bool) -> None:
+        prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self._map: mmap.mmap | None = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=prot)
+        self.fd = fd
+        self.nbytes = nbytes
+        self.view = memoryview(self._map)
+
+    @classmethod
+    def create(cls, name: str, nbytes: int, *, reopenable: bool = False) -> Segment:
+        """Reserve nbytes of zeroed memory, map it writable and seal it against every other writer.
+
+        name is only a label in /proc. With reopenable, a later process may map it writable again (`reopen`).
+        Raises ReservationError when the memory cannot be had.
+        """
+        if nbytes <= 0:
+            raise ValueError(f"a segment needs at least one byte, not {nbytes}")
+        fd = os.memfd_create(f"sie-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+            segment = cls(fd, nbytes, writable=True)
+            # ORDER: after our own mapping; FUTURE_WRITE forbids every writable mapping made later, also ours.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS if reopenable else _OWNER_SEALS)
+        except OSError as error:
+            os.close(fd)
+            if error.errno in _NO_SPACE:
+                reason = os.strerror(error.errno)
+                raise ReservationError(f"cannot reserve {nbytes} bytes for {name}: {reason}", nbytes) from error
+            raise
+        return segment
+
+    @classmethod
+    def map_peer(cls, fd: int, nbytes: int) -> Segment:
+        """Map a peer's segment read-only, after checking that nobody can shrink it or write to it through fd.
+
+        Closes fd in every case: the mapping is enough. Raises ProtocolError.
+        """
+        try:
+            _check_seals(fd, _OWNER_SEALS)
+            _check_size(fd, nbytes)
+            segment = cls(fd, nbytes, writable=False)
+        finally:
+            os.close(fd)
+        segment.fd = -1
+        return segment
+
+    @classmethod
+    def reopen(cls, fd: int, *, writable: bool) -> Segment:
+        """Map a segment that was created `reopenable`; its size is the file's. Closes fd when it raises."""
+        try:
+            _check_seals(fd, _SIZE_SEALS)
+            return cls(fd, os.fstat(fd).st_size, writable=writable)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def read_only_fd(self) -> int:
+        """Return a new descriptor of the same memory that cannot be mapped writable; the caller closes it."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Unmap and close; a second call does nothing. Memory that a view still shows stays mapped until it goes."""
+        if self._map is None:
+            return
+        mapped, self._map = self._map, None
+        view, self.view = self.view, _EMPTY
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        try:
+            view.release()
+            mapped.close()
+        except BufferError:
+            # An array of the caller is still alive. It holds the mapping, which goes with it.
+            return
+
+
+def _check_seals(fd: int, wanted: int) -> None:
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise ProtocolError("the peer's memory is not a memfd that can be sealed") from error
+    if seals & wanted != wanted:
+        raise ProtocolError(f"the peer's memory has seals {seals:#x}, {wanted:#x} are needed")
+
+
+def _check_size(fd: int, nbytes: int) -> None:
+    size = os.fstat(fd).st_size
+    if size != nbytes or nbytes <= 0:
+        raise ProtocolError(f"the peer's memory has {size} bytes, {nbytes} were announced")
+
+
+def is_dead(pidfd: int) -> bool:
+    """Whether the process of a pidfd has ended; only then can its peers use again what it was reading."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def doorbell() -> int:
+    """Return a new non-blocking eventfd with count 0."""
+    return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+
+def check_reservation(total_bytes: int, *, proc: Path = Path("/proc"), sysfs: Path = Path("/sys/fs/cgroup")) -> None:
+    """Raise ReservationError when total_bytes more would not fit in free memory or in this control group's limit.
+
+    Call it once at start with the sum of all segments: a control group over its limit kills instead of refusing.
+    """
+    limits = [("available memory", _available_bytes(proc)), *_cgroup_headroom(proc, sysfs)]
+    for name, free_bytes in limits:
+        if free_bytes is not None and total_bytes > free_bytes:
+            raise ReservationError(
+                f"shared memory needs {total_bytes} bytes, but {name} leaves {max(free_bytes, 0)} bytes", total_bytes
+            )
+
+
+def _available_bytes(proc: Path) -> int | None:
+    """Return MemAvailable, or None where the kernel does not say."""
+    for line in _read_lines(proc / "meminfo"):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_headroom(proc: Path, sysfs: Path) -> list[tuple[str, int]]:
+    """Return (limit's name, bytes left under it) for this process's control group and all its parents."""
+    found: list[tuple[str, int]] = []
+    for line in _read_lines(proc / "self" / "cgroup"):
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            root, names = sysfs, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root = sysfs / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        group = root / path.lstrip("/")
+        for directory in (group, *group.parents):
+            headroom = _group_headroom(directory, *names)
+            if headroom is not None:
+                found.append((names[0], headroom))
+            if directory == root:
+                break
+    return found
+
+
+def _group_headroom(directory: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
+    """Return limit - usage + what the kernel can drop at once, or None without a limit."""
+    limit = _read_lines(directory / limit_name)
+    usage = _read_lines(directory / usage_name)
+    if not limit or not usage or not limit[0].isdigit():
+        return None
+    cache = [line.split()[1] for line in _read_lines(directory / "memory.stat") if line.startswith(cache_name + " ")]
+    return int(limit[0]) - int(usage[0]) + (int(cache[0]) if cache else 0)
+
+
+def _read_lines(path: Path) -> list[str]:
+    """Return the file's lines, none when it cannot be read."""
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,79 @@
+"""Owns all memory that this process writes for its peers: a main segment of extents, and the large segments.
+
+A frontend has one space for all workers, so that work can be given to another worker from the same bytes; a worker
+has one per frontend, so that a frontend that stopped reading blocks only itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from sie.shm.large import LargeBudget, LargePool
+from sie.shm.layout import OFFSET_MASK
+from sie.shm.pool import ExtentPool, Lease, end_released
+from sie.shm.segment import Segment
+
+LARGE_EXTENT_BYTES: Final = 8 << 20
+"""Payloads over this size get a segment of their own."""
+
+
+class OutboundSpace:
+    """Leases on memory that peers map read-only."""
+
+    __slots__ = ("_large_extent_bytes", "_segment", "large", "pool", "retire_listeners")
+
+    def __init__(self, segment: Segment, budget: LargeBudget, large_extent_bytes: int) -> None:
+        self._segment = segment
+        self._large_extent_bytes = large_extent_bytes
+        self.retire_listeners: list[Callable[[int], None]] = []
+        """Called with the number of each large segment that is given up; each attachment adds itself."""
+        self.pool = ExtentPool(segment.view)
+        self.large = LargePool("reply", budget, self._retired)
+
+    @classmethod
+    def create(
+        cls, name: str, segment_bytes: int, budget: LargeBudget, *, large_extent_bytes: int = LARGE_EXTENT_BYTES
+    ) -> OutboundSpace:
+        """Reserve a segment of segment_bytes, a multiple of 64. Raises ReservationError."""
+        return cls(Segment.create(name, segment_bytes), budget, large_extent_bytes)
+
+    @property
+    def fd(self) -> int:
+        """The main segment's fd."""
+        return self._segment.fd
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the main segment."""
+        return self._segment.nbytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the main segment that are not leased."""
+        return self.pool.free_bytes
+
+    @property
+    def num_leased(self) -> int:
+        """Leases that have not ended, in the main segment and in large ones."""
+        return self.pool.num_leased + self.large.num_leased
+
+    def lease(self, nbytes: int) -> Lease | None:
+        """Return a lease on at least nbytes, or None when there is no room: an ordinary answer."""
+        if nbytes > self._large_extent_bytes:
+            return self.large.lease(nbytes)
+        return self.pool.lease(nbytes)
+
+    def end_released(self, address: int) -> Lease:
+        """End the lease that a peer's RELEASE names, and return it. ProtocolError if it was not handed over."""
+        return end_released(self.large if address > OFFSET_MASK else self.pool, address)
+
+    def close(self) -> None:
+        """Give all memory back. Only when every peer is proven dead, or this process ends."""
+        self.large.close()
+        self.pool.close()
+        self._segment.close()
+
+    def _retired(self, number: int) -> None:
+        for listener in self.retire_listeners:
+            listener(number)
