@@ -1,0 +1,4 @@
+"""Owns the HTTP side of the server: bytes to typed requests, admission, and typed replies to bytes.
+
+Never imports torch, transformers or `sie.workers`.
+"""

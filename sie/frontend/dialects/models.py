@@ -1,0 +1,98 @@
+"""Owns the bodies of `/v1/models`, one object that readers of the SIE, OpenAI and Anthropic forms all understand.
+
+A card is SIE's ModelInfo plus OpenAI's `id, object, created, owned_by` plus Anthropic's `type, display_name`.
+Source: SIE API reference, section 14.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from sie.errors import SieError
+from sie.types import ModelCard, ModelState
+
+OWNER = "sie"
+
+_to_json = msgspec.json.Encoder().encode
+
+
+def model_info(
+    card: ModelCard,
+    state: ModelState = "available",
+    last_error: dict[str, Any] | None = None,
+    created: int = 0,
+) -> dict[str, Any]:
+    """Return one model as the list shows it.
+
+    last_error is null or `{code, message, attempts, permanent}`; created is in seconds since 1970.
+    """
+    return {
+        "id": card.id,
+        "object": "model",
+        "created": created,
+        "owned_by": OWNER,
+        "type": "model",
+        "display_name": card.id,
+        "name": card.id,
+        "inputs": list(card.inputs),
+        "outputs": list(card.outputs),
+        "dims": dict(card.dims),
+        "loaded": state == "loaded",
+        "max_sequence_length": card.max_sequence_length,
+        "profiles": {"default": _profile(card)},
+        "state": state,
+        "last_error": last_error,
+        "revision": card.revision,
+        "capabilities": None,
+        "routing": {"policy": None, "upstream_kind": None},
+    }
+
+
+def _profile(card: ModelCard) -> dict[str, Any]:
+    return {
+        "is_default": True,
+        "output_types": list(card.outputs),
+        "output_similarity": card.similarity,
+        "identity": None,
+        "remote_contract_sha256": None,
+        "remote_execution_sha256": None,
+        "runtime_instance_id": None,
+    }
+
+
+def models_body(infos: Sequence[dict[str, Any]], default: str | None = None) -> bytes:
+    """Return the list; default, the id that a request without a model gets, is an entry of `data` only."""
+    data = [*infos, *({**info, "id": "default"} for info in infos if info["id"] == default)]
+    return _to_json(
+        {
+            "object": "list",
+            "data": data,
+            "has_more": False,
+            "first_id": data[0]["id"] if data else None,
+            "last_id": data[-1]["id"] if data else None,
+            "models": list(infos),
+        }
+    )
+
+
+def model_body(info: dict[str, Any]) -> bytes:
+    """Return one model's own body."""
+    return _to_json(info)
+
+
+def model_not_found_body(error: SieError) -> bytes:
+    """Return the 404 of `/v1/models/{id}`: `detail` for SIE clients and `error` for the others."""
+    return _to_json(
+        {
+            "detail": {"code": error.code, "message": error.message, **error.extras},
+            "error": {
+                "message": error.message,
+                "type": "invalid_request_error",
+                "param": "model",
+                "code": "model_not_found",
+            },
+        }
+    )

