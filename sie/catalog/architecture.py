@@ -1,0 +1,48 @@
+"""Owns the questions about a checkpoint that only transformers can answer, without running any of its code.
+
+Imports transformers when called, never when imported: only the prepare helper and a loading worker call it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from sie.catalog.files import refuse
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def read_model_config(model_id: str, directory: str) -> PretrainedConfig:
+    """Return the configuration of a checkpoint, as the class that transformers itself has for its model_type.
+
+    `auto_map`, which names Python files of the checkpoint, is dropped before anything sees it. Raises
+    ModelLoadFailed for a model_type that transformers does not know.
+    Source: fault sheet S5 (three CVEs of code that ran although it was not trusted).
+    """
+    from transformers import CONFIG_MAPPING
+
+    config: dict[str, Any] = msgspec.json.decode(Path(directory, "config.json").read_bytes())
+    remote = config.pop("auto_map", None)
+    model_type = str(config.get("model_type", ""))
+    if model_type not in CONFIG_MAPPING:
+        code = " and needs code of its own (auto_map), which is never run" if remote else ""
+        raise refuse(model_id, f"model_type {model_type!r} is not known to this transformers{code}")
+    return CONFIG_MAPPING[model_type].from_dict(config)
+
+
+def text_encoder_class(model_id: str, config: PretrainedConfig) -> type[Any]:
+    """Return the auto class that builds the text encoder of a configuration. Raises ModelLoadFailed when there is none."""
+    from transformers import AutoModel, AutoModelForTextEncoding
+    from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING
+
+    if getattr(config, "is_encoder_decoder", False):
+        # AutoModel would build the decoder too, and want its inputs.
+        if type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING:
+            return AutoModelForTextEncoding
+    elif type(config) in MODEL_MAPPING:
+        return AutoModel
+    raise refuse(model_id, f"transformers has no text encoder for model_type {config.model_type!r}")

@@ -1,0 +1,156 @@
+"""Owns how a checkpoint's directory becomes a model card, without reading a weight or importing a library for it.
+
+Reads sentence-transformers directories (2 to 6) and bare Hugging Face ones, and does with their settings what
+sentence-transformers 6.2 does; what cannot be done exactly is refused, with the file and the value in the message.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sie.catalog.files import Checkpoint, open_checkpoint, refuse
+from sie.catalog.modules import Pipeline, default_pipeline, read_pipeline
+from sie.catalog.spec import ModelSpec
+from sie.catalog.weights import check_weights
+from sie.types import ModelCard
+
+_TRANSFORMER_CONFIGS = tuple(
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+_TEXT_MODALITY = {"method": "forward", "method_output_name": "last_hidden_state"}
+_HARMLESS_TOKENIZER_KEYS = {"model_max_length", "padding_side", "use_fast", "trust_remote_code"}
+_NO_LIMIT = 10**9  # transformers writes 1e30 for "unlimited"
+_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
+
+
+def read_card(spec: ModelSpec, directory: str) -> ModelCard:
+    """Read the model card of a checkpoint's directory.
+
+    The card's directory is the transformer's own folder. tokenizer_file is empty when the checkpoint has no
+    tokenizer.json: then `sie.catalog.prepare` makes one. Raises ModelLoadFailed, with `error_class` CONFIG for what
+    will never be served and STORAGE for what may be repaired on disk.
+    """
+    checkpoint = open_checkpoint(spec.id, directory)
+    modules = checkpoint.read_json("modules.json")
+    folder = _transformer_folder(modules)
+    transformer = checkpoint.folder(folder) if folder else checkpoint
+    config = _read_config(transformer, is_bare=modules is None)
+    hidden_size = _hidden_size(transformer, config)
+    pipeline = (
+        default_pipeline(config, hidden_size) if modules is None else read_pipeline(checkpoint, modules, hidden_size)
+    )
+    check_weights(transformer)
+    return _card(spec, checkpoint, transformer, config, pipeline)
+
+
+def _card(
+    spec: ModelSpec, checkpoint: Checkpoint, transformer: Checkpoint, config: dict[str, Any], pipeline: Pipeline
+) -> ModelCard:
+    settings = _transformer_settings(transformer)
+    tokenizer = transformer.find("tokenizer.json")
+    sentence = checkpoint.read_object("config_sentence_transformers.json")
+    if sentence.get("truncate_dim") is not None:
+        raise refuse(spec.id, "truncate_dim in config_sentence_transformers.json cannot be run; ask for `dimensions`")
+    prompts = {str(name): str(text or "") for name, text in (sentence.get("prompts") or {}).items()}
+    default = sentence.get("default_prompt_name")
+    if default is not None and default not in prompts:
+        raise refuse(spec.id, f"default_prompt_name {default!r} is not one of its prompts")
+    return ModelCard(
+        id=spec.id,
+        kind="encoder",
+        directory=str(transformer.root),
+        revision=spec.revision,
+        architecture=str((config.get("architectures") or [config["model_type"]])[0]),
+        dims={"dense": pipeline.dims},
+        max_sequence_length=_max_sequence_length(transformer, config, settings),
+        vocab_size=int(config["vocab_size"]),
+        tokenizer_file=str(tokenizer) if tokenizer else "",
+        lowercase=bool(settings.get("do_lower_case", False)),
+        prompts=prompts,
+        default_prompt=prompts[default] if default is not None else None,
+        similarity=sentence.get("similarity_fn_name") or "cosine",
+        normalize=pipeline.normalize,
+        matryoshka=_matryoshka(config) or _matryoshka(sentence),
+        pipeline=pipeline.steps,
+    )
+
+
+def _transformer_folder(modules: Any) -> str:
+    """Return the folder that `modules.json` gives its first module; `read_pipeline` judges the rest."""
+    first = modules[0] if isinstance(modules, list) and modules else {}
+    return str(first.get("path", "")).rstrip("/") if isinstance(first, dict) else ""
+
+
+def _read_config(transformer: Checkpoint, *, is_bare: bool) -> dict[str, Any]:
+    config = transformer.read_object("config.json")
+    if not isinstance(config.get("model_type"), str):
+        raise refuse(transformer.id, "there is no config.json with a model_type")
+    if transformer.find("adapter_config.json") is not None:
+        raise refuse(transformer.id, "it is an adapter (adapter_config.json), not a whole model")
+    architecture = str((config.get("architectures") or [""])[0])
+    if is_bare and architecture.endswith(_HEADS):
+        raise refuse(transformer.id, f"{architecture} is not a text encoder")
+    if not isinstance(config.get("vocab_size"), int) or "vision_config" in config or "audio_config" in config:
+        raise refuse(transformer.id, f"{architecture or config['model_type']} is not a text encoder")
+    return config
+
+
+def _hidden_size(transformer: Checkpoint, config: dict[str, Any]) -> int:
+    # Names of the same width in families that predate `hidden_size`.
+    for key in ("hidden_size", "d_model", "dim", "n_embd"):
+        if isinstance(config.get(key), int):
+            return config[key]
+    raise refuse(transformer.id, "config.json has no hidden_size")
+
+
+def _transformer_settings(transformer: Checkpoint) -> dict[str, Any]:
+    """Return `sentence_bert_config.json`, or its older name, after refusing what would change the vectors."""
+    settings: dict[str, Any] = next(filter(None, map(transformer.read_object, _TRANSFORMER_CONFIGS)), {})
+    task = settings.get("transformer_task", "feature-extraction")
+    if task != "feature-extraction":
+        raise refuse(transformer.id, f"its transformer_task is {task!r}; only 'feature-extraction' can be run")
+    if (settings.get("modality_config") or {}).get("text", _TEXT_MODALITY) != _TEXT_MODALITY:
+        raise refuse(transformer.id, "its modality_config reads text in a way that cannot be run")
+    for key in (
+        "query_length",
+        "document_length",
+        "query_expansion",
+        "processing_kwargs",
+        "config_kwargs",
+        "config_args",
+    ):
+        if settings.get(key):
+            raise refuse(transformer.id, f"sentence_bert_config.json sets {key}, which cannot be run")
+    unknown = set(_tokenizer_settings(settings)) - _HARMLESS_TOKENIZER_KEYS
+    if unknown:
+        raise refuse(transformer.id, f"sentence_bert_config.json gives its tokenizer {sorted(unknown)}")
+    return settings
+
+
+def _tokenizer_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    return settings.get("processor_kwargs") or settings.get("tokenizer_args") or {}
+
+
+def _max_sequence_length(transformer: Checkpoint, config: dict[str, Any], settings: dict[str, Any]) -> int | None:
+    """Return the limit in tokens, special ones included; None means none.
+
+    Source: sentence_transformers 6.2 base/modules/transformer.py: an explicit limit is taken as it is, else the
+    tokenizer's own, lowered to max_position_embeddings (-1 means none there).
+    """
+    tokenizer = transformer.read_object("tokenizer_config.json")
+    limit = _tokenizer_settings(settings).get("model_max_length", settings.get("max_seq_length"))
+    if limit is None:
+        limit = tokenizer.get("model_max_length", tokenizer.get("max_len")) or _NO_LIMIT
+        positions = config.get("max_position_embeddings", config.get("n_positions", -1))
+        limit = min(limit, positions) if isinstance(positions, int) and positions != -1 else limit
+    if not isinstance(limit, int | float) or limit < 1:
+        raise refuse(transformer.id, f"its maximum sequence length is {limit!r}")
+    return int(limit) if limit < _NO_LIMIT else None
+
+
+def _matryoshka(config: dict[str, Any]) -> bool | tuple[int, ...]:
+    listed = config.get("matryoshka_dimensions")
+    if isinstance(listed, list) and listed:
+        return tuple(int(width) for width in listed)
+    return bool(config.get("is_matryoshka", False))

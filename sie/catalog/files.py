@@ -1,0 +1,89 @@
+"""Owns reading a checkpoint's small files, and that none of its files lies outside it.
+
+A directory is taken as it is on disk. A symbolic link may lead elsewhere beneath the directory; in the hub's cache
+layout (`models--X/snapshots/REVISION`, whose files are links to `models--X/blobs`), beneath the repository's folder.
+Source: fault sheet S31.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sie.errors import ModelLoadFailed
+
+_MAX_JSON_BYTES = 16 << 20
+
+
+def refuse(model_id: str, reason: str, error_class: str = "CONFIG") -> ModelLoadFailed:
+    """Return the error of a checkpoint that will not be served. CONFIG is permanent, STORAGE is tried again."""
+    return ModelLoadFailed(f"Model '{model_id}' cannot be loaded: {reason}", extras={"error_class": error_class})
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """A model's directory: absolute, existing, and the only place its files are read from."""
+
+    id: str
+    root: Path
+    boundary: Path
+    """What every file's real path must be beneath."""
+
+    def find(self, name: str) -> Path | None:
+        """Return the path of a file or folder of the checkpoint, or None when it has none of that name.
+
+        Raises ModelLoadFailed when it lies outside the checkpoint.
+        """
+        path = self.root / name
+        try:
+            real = path.resolve()
+            outside = not real.is_relative_to(self.boundary)
+            if not outside and not real.exists():
+                return None
+        except OSError as error:
+            raise refuse(self.id, f"{name}: {error.strerror}", "STORAGE") from error
+        if outside:
+            raise refuse(self.id, f"{name} leads out of the model's directory")
+        return path
+
+    def folder(self, name: str) -> Checkpoint:
+        """Return a folder of the checkpoint as one of its own, with the same boundary."""
+        path = self.find(name)
+        if path is None or not path.is_dir():
+            raise refuse(self.id, f"there is no directory {name}")
+        return Checkpoint(self.id, path, self.boundary)
+
+    def read_json(self, name: str) -> Any:
+        """Return the decoded JSON of a file, or None when there is no such file."""
+        path = self.find(name)
+        if path is None:
+            return None
+        try:
+            if path.stat().st_size > _MAX_JSON_BYTES:
+                raise refuse(self.id, f"{name} is over {_MAX_JSON_BYTES} bytes")
+            return msgspec.json.decode(path.read_bytes())
+        except OSError as error:
+            raise refuse(self.id, f"{name}: {error.strerror}", "STORAGE") from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise refuse(self.id, f"{name} is not valid JSON: {error}") from error
+
+    def read_object(self, name: str) -> dict[str, Any]:
+        """Return the JSON object of a file, empty when there is no such file."""
+        value = self.read_json(name)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise refuse(self.id, f"{name} is not a JSON object")
+        return value
+
+
+def open_checkpoint(model_id: str, directory: str) -> Checkpoint:
+    """Return the checkpoint in a directory. Raises ModelLoadFailed when there is none."""
+    root = Path(directory).absolute()
+    if not root.is_dir():
+        raise refuse(model_id, f"there is no directory {root}", "STORAGE")
+    boundary = root.resolve()
+    if boundary.parent.name == "snapshots" and boundary.parent.parent.name.startswith("models--"):
+        boundary = boundary.parent.parent
+    return Checkpoint(model_id, root, boundary)

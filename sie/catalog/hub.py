@@ -1,0 +1,148 @@
+"""Owns downloads: a spec without a directory becomes a complete, verified snapshot in the hub's own cache.
+
+The library resumes cut downloads and compares sizes; it does not compare hashes, so that is done here, once for each
+revision. Only files that can be read without running them are fetched. `HF_HUB_OFFLINE`, `HF_ENDPOINT`, `HF_TOKEN`
+and `HF_HOME` are the library's and mean what they always do.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from sie.catalog.files import refuse
+from sie.catalog.spec import ModelSpec
+
+Progress = Callable[[float, str], None]
+"""Takes the fraction that is done, 0 to 1, and what is being done."""
+
+ALLOWED = ["*.safetensors", "*.json", "*.txt", "*.model"]
+IGNORED = ["onnx/*", "openvino/*", "coreml/*", "runs/*", "checkpoint-*/*"]
+_DIGESTS = {64: "sha256", 40: "sha1"}  # a blob is named by its LFS or by its git hash
+_CHUNK_BYTES = 1 << 20
+_STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOTDIR}
+
+
+def fetch(spec: ModelSpec, on_progress: Progress) -> str:
+    """Return the directory of the model's snapshot, downloading what is not there.
+
+    A revision that is not a commit is asked for at the hub; when the hub cannot be reached, what the cache has of it
+    is used. Raises ModelLoadFailed with `error_class` GATED, NOT_FOUND, NETWORK, TIMEOUT, STORAGE, CONFIG or UNKNOWN.
+    """
+    from huggingface_hub import snapshot_download
+
+    on_progress(0.0, "asking the hub")
+    try:
+        directory = snapshot_download(
+            spec.id,
+            revision=spec.revision,
+            allow_patterns=ALLOWED,
+            ignore_patterns=IGNORED,
+            tqdm_class=_progress_bar(on_progress),
+        )
+    except Exception as error:
+        raise refuse(spec.id, _first_line(error), classify(error)) from error
+    _verify(spec, Path(directory), on_progress)
+    return directory
+
+
+def classify(error: BaseException) -> str:
+    """Return the `error_class` of what a download raised. Source: SIE API reference, section 12."""
+    from huggingface_hub import errors as hub
+
+    if isinstance(error, hub.LocalEntryNotFoundError) and error.__cause__ is not None:
+        return classify(error.__cause__)  # "not in the cache either": the cause says why the hub did not help
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    names = {base.__name__ for base in type(error).__mro__}
+    if isinstance(error, hub.GatedRepoError) or (status in (401, 403) and "RepositoryNotFoundError" not in names):
+        return "GATED"
+    if isinstance(error, hub.RepositoryNotFoundError | hub.RevisionNotFoundError | hub.RemoteEntryNotFoundError):
+        return "NOT_FOUND"
+    if isinstance(error, hub.HFValidationError):
+        return "CONFIG"
+    if isinstance(error, TimeoutError) or "TimeoutException" in names:
+        return "TIMEOUT"
+    if isinstance(error, OSError) and error.errno in _STORAGE_ERRNOS:
+        return "STORAGE"
+    if isinstance(error, hub.HfHubHTTPError | hub.LocalEntryNotFoundError | ConnectionError) or _is_transport(error):
+        return "NETWORK"
+    return "NETWORK" if "Consistency check failed" in str(error) else "UNKNOWN"
+
+
+def _is_transport(error: BaseException) -> bool:
+    """Tell an error of the library's HTTP client, whose package has had several names."""
+    return any(base.__module__.partition(".")[0].startswith("httpx") for base in type(error).__mro__)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _progress_bar(on_progress: Progress) -> type[Any]:
+    """Return a tqdm class that reports bytes instead of drawing."""
+    from huggingface_hub.utils import tqdm
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs.update(file=io.StringIO(), disable=False)
+            super().__init__(*args, **kwargs)
+
+        def display(self, *args: Any, **kwargs: Any) -> None:
+            if self.unit == "B" and self.total:
+                on_progress(min(self.n / self.total, 1.0), "downloading")
+
+    return Bar
+
+
+def _verify(spec: ModelSpec, snapshot: Path, on_progress: Progress) -> None:
+    """Compare every file with the hash that names its blob; what is wrong is deleted, so that the next try gets it.
+
+    A marker beside the snapshots says that this was done for a revision.
+    """
+    marker = snapshot.parent.parent / ".sie-verified" / snapshot.name
+    files = list(_blobs(snapshot))
+    listed = "\n".join(sorted(f"{link.relative_to(snapshot)} {blob.name}" for link, blob in files))
+    try:
+        if marker.exists() and marker.read_text() == listed:
+            return
+        for number, (link, blob) in enumerate(files):
+            on_progress(number / len(files), "verifying")
+            if _hash(blob, _DIGESTS[len(blob.name)]) != blob.name:
+                blob.unlink()
+                link.unlink()
+                raise refuse(spec.id, f"{link.name} did not match its hash and was deleted", "NETWORK")
+    except OSError as error:
+        raise refuse(spec.id, f"{error.filename}: {error.strerror}", "STORAGE") from error
+    _write_marker(marker, listed)
+
+
+def _write_marker(marker: Path, text: str) -> None:
+    try:
+        marker.parent.mkdir(exist_ok=True)
+        marker.write_text(text)
+    except OSError:
+        return  # a read-only cache is verified at each start
+
+
+def _blobs(snapshot: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield (link, blob) of each file whose blob is named by a hash."""
+    for link in sorted(snapshot.rglob("*")):
+        if link.is_symlink():
+            blob = link.resolve()
+            if len(blob.name) in _DIGESTS and blob.is_file():
+                yield link, blob
+
+
+def _hash(blob: Path, algorithm: str) -> str:
+    """Return the hexadecimal hash: SHA-256 of the content, or SHA-1 as git hashes a file."""
+    digest = hashlib.new(algorithm, usedforsecurity=algorithm == "sha256")
+    if algorithm == "sha1":
+        digest.update(b"blob %d\0" % blob.stat().st_size)
+    with blob.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,139 @@
+"""Owns how `modules.json` becomes a pipeline: what happens to the hidden states after the transformer.
+
+Follows sentence-transformers 2 to 6. A module that is not run exactly as there is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from sie.catalog.files import Checkpoint, refuse
+from sie.catalog.weights import check_weights
+from sie.types import PipelineStep
+
+POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+_LEGACY_POOLING = {  # the order is that of the concatenated vectors
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_PREFIX = "sentence_transformers."
+_SENTENCE_KEYS = {"module_input_name": "sentence_embedding", "module_output_name": "sentence_embedding"}
+
+
+class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
+    """What `modules.json` says; a last normalise is kept apart, because a request may turn it off."""
+
+    transformer: str
+    """Folder of the transformer, relative to the checkpoint; empty for the checkpoint itself."""
+    steps: tuple[PipelineStep, ...]
+    dims: int
+    normalize: bool
+
+
+def read_pipeline(checkpoint: Checkpoint, modules: Any, hidden_size: int) -> Pipeline:
+    """Read the modules of a sentence-transformers checkpoint. hidden_size is the transformer's own width."""
+    names = _module_names(checkpoint, modules)
+    if not names or names[0][0] != "Transformer":
+        first = names[0][0] if names else "nothing"
+        raise refuse(checkpoint.id, f"modules.json begins with {first}; only a Transformer can be run")
+    steps: list[PipelineStep] = []
+    dims = hidden_size
+    for name, folder in names[1:]:
+        if name == "Dropout":  # does nothing outside training
+            continue
+        step, dims = _read_step(checkpoint, name, folder, dims)
+        steps.append(step)
+    if [step.kind for step in steps].count("pooling") != 1 or steps[0].kind != "pooling":
+        raise refuse(checkpoint.id, "modules.json must have exactly one Pooling, directly after the Transformer")
+    normalize = steps[-1].kind == "normalize"
+    return Pipeline(
+        transformer=names[0][1], steps=tuple(steps[:-1] if normalize else steps), dims=dims, normalize=normalize
+    )
+
+
+def default_pipeline(config: dict[str, Any], hidden_size: int) -> Pipeline:
+    """Return what sentence-transformers does with a bare checkpoint: mean, or the last token of a causal one."""
+    architectures = config.get("architectures") or [""]
+    causal = str(architectures[0]).endswith("ForCausalLM") and config.get("is_causal", True)
+    pooling = PipelineStep(kind="pooling", config={"modes": ["lasttoken" if causal else "mean"]})
+    return Pipeline(transformer="", steps=(pooling,), dims=hidden_size, normalize=False)
+
+
+def _module_names(checkpoint: Checkpoint, modules: Any) -> list[tuple[str, str]]:
+    """Return (class name, folder) of each entry."""
+    if not isinstance(modules, list) or not all(isinstance(entry, dict) for entry in modules):
+        raise refuse(checkpoint.id, "modules.json is not a list of modules")
+    names: list[tuple[str, str]] = []
+    for entry in modules:
+        kind, folder = str(entry.get("type", "")), str(entry.get("path", ""))
+        if not kind.startswith(_PREFIX):
+            raise refuse(checkpoint.id, f"modules.json names {kind!r}, which is code of its own")
+        names.append((kind.rpartition(".")[2], folder.rstrip("/")))
+    return names
+
+
+def _read_step(checkpoint: Checkpoint, name: str, folder: str, dims: int) -> tuple[PipelineStep, int]:
+    """Return one step and the width after it."""
+    config = checkpoint.read_object(f"{folder}/config.json")
+    directory = str(checkpoint.root / folder)
+    if name == "Pooling":
+        modes = _pooling_modes(checkpoint, config, dims)
+        return PipelineStep(kind="pooling", config={"modes": modes}), dims * len(modes)
+    if name not in ("Dense", "LayerNorm", "Normalize"):
+        raise refuse(checkpoint.id, f"modules.json names the module {name}, which cannot be run")
+    for key, only in _SENTENCE_KEYS.items():
+        if (config.get(key) or only) != only:
+            raise refuse(checkpoint.id, f"{folder}: {key} {config[key]!r}; only {only!r} can be run")
+    if name == "Normalize":
+        return PipelineStep(kind="normalize"), dims
+    check_weights(checkpoint, folder)
+    if name == "LayerNorm":
+        _check_width(checkpoint, folder, "dimension", config, dims)
+        return PipelineStep(kind="layer_norm", directory=directory, config={"dimension": dims}), dims
+    _check_width(checkpoint, folder, "in_features", config, dims)
+    step = PipelineStep(kind="dense", directory=directory, config=_dense_config(checkpoint, folder, config))
+    return step, int(config["out_features"])
+
+
+def _pooling_modes(checkpoint: Checkpoint, config: dict[str, Any], dims: int) -> list[str]:
+    if not config.get("include_prompt", True):
+        raise refuse(checkpoint.id, "its pooling leaves the prompt out (include_prompt: false), which cannot be run")
+    width = config.get("embedding_dimension", config.get("word_embedding_dimension", dims))
+    if width != dims:
+        raise refuse(checkpoint.id, f"its pooling expects {width} dimensions, the transformer has {dims}")
+    modes = config.get("pooling_mode")
+    if modes is None:
+        modes = [mode for key, mode in _LEGACY_POOLING.items() if config.get(key, False)] or ["mean"]
+    modes = [modes] if isinstance(modes, str) else list(modes)
+    for mode in modes:
+        if mode not in POOLING_MODES:
+            raise refuse(checkpoint.id, f"pooling mode {mode!r} is not one of {', '.join(POOLING_MODES)}")
+    return modes
+
+
+def _check_width(checkpoint: Checkpoint, folder: str, key: str, config: dict[str, Any], dims: int) -> None:
+    if config.get(key) != dims:
+        raise refuse(checkpoint.id, f"{folder}: {key} is {config.get(key)!r}, but {dims} dimensions arrive")
+
+
+def _dense_config(checkpoint: Checkpoint, folder: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Return in_features, out_features, bias, use_residual and activation (a class name in torch.nn)."""
+    width = config.get("out_features")
+    if not isinstance(width, int) or width < 1:
+        raise refuse(checkpoint.id, f"{folder}: out_features is {width!r}")
+    activation = config.get("activation_function", "torch.nn.modules.activation.Tanh")
+    if not isinstance(activation, str) or not activation.startswith("torch.nn.modules."):
+        raise refuse(checkpoint.id, f"{folder}: activation {activation!r} is code of its own")
+    return {
+        "in_features": config["in_features"],
+        "out_features": width,
+        "bias": bool(config.get("bias", True)),
+        "use_residual": bool(config.get("use_residual", False)),
+        "activation": activation.rpartition(".")[2],
+    }

@@ -1,0 +1,101 @@
+"""Owns the helper process that turns a spec into a card: `python -m sie.catalog.prepare REQUEST`.
+
+A process of its own because it may take minutes, use the network and import transformers; the supervisor does none
+of these. REQUEST is a `Request` as JSON. Standard output carries JSON lines: any number of `Report`, then one `Ready`
+or `Failed`; the exit status is 0 after Ready and 1 after Failed. All else that is printed goes to standard error.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import BinaryIO
+
+import msgspec
+
+from sie.catalog.architecture import read_model_config
+from sie.catalog.directory import read_card
+from sie.catalog.files import open_checkpoint
+from sie.catalog.hub import Progress, fetch
+from sie.catalog.spec import ModelSpec
+from sie.catalog.stub import stub_card
+from sie.catalog.tokenizer import convert_tokenizer
+from sie.errors import Internal, SieError, WireError, to_wire
+from sie.types import ModelCard
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What to prepare. cache_dir is where converted tokenizers are kept."""
+
+    spec: ModelSpec
+    cache_dir: str
+
+
+class Report(msgspec.Struct, frozen=True, tag="report"):
+    """How far it is: fraction 0 to 1, and what is being done."""
+
+    fraction: float
+    text: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The last line of a success."""
+
+    card: ModelCard
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The last line of a failure. extras hold `error_class`."""
+
+    error: WireError
+
+
+Message = Report | Ready | Failed
+
+
+def prepare(request: Request, on_progress: Progress) -> ModelCard:
+    """Return the card of a model whose files are all on this machine, tokenizer included; downloads what is not.
+
+    Raises ModelLoadFailed.
+    """
+    spec = request.spec
+    if spec.stub is not None:
+        return stub_card(spec)
+    directory = spec.directory or fetch(spec, on_progress)
+    card = read_card(spec, directory)
+    if "auto_map" in open_checkpoint(card.id, card.directory).read_object("config.json"):
+        on_progress(1.0, "checking the architecture")
+        read_model_config(card.id, card.directory)
+    if not card.tokenizer_file:
+        on_progress(1.0, "converting the tokenizer")
+        path = convert_tokenizer(card.id, card.directory, request.cache_dir)
+        card = msgspec.structs.replace(card, tokenizer_file=path)
+    return card
+
+
+def main(arguments: list[str]) -> int:
+    """Run the helper; returns its exit status."""
+    # Libraries print; only our lines may reach the reader of standard output.
+    lines = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    try:
+        request = msgspec.json.decode(arguments[0], type=Request)
+        card = prepare(request, lambda fraction, text: _send(lines, Report(fraction, text)))
+    except SieError as error:
+        _send(lines, Failed(to_wire(error)))
+        return 1
+    except Exception as error:  # the reader must get a last line whatever happened
+        reason = f"{type(error).__name__}: {error}"
+        _send(lines, Failed(to_wire(Internal(reason, extras={"error_class": "UNKNOWN"}))))
+        return 1
+    _send(lines, Ready(card))
+    return 0
+
+
+def _send(lines: BinaryIO, message: Message) -> None:
+    lines.write(msgspec.json.encode(message) + b"\n")
+    lines.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

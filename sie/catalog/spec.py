@@ -1,0 +1,108 @@
+"""Owns the text form of a model spec: `ID[=DIR][@REVISION]` and `ID=stub:[key=value,...]`.
+
+Pure: never touches the file system, so a spec reads the same in every process.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+
+import msgspec
+
+from sie.errors import BadRequest
+from sie.types import StubOptions
+
+SPEC_FORM = "ID[=DIRECTORY][@REVISION] or ID=stub:[key=value,...]"
+STUB_PREFIX = "stub:"
+MAX_ID_CHARS = 256
+MAX_STUB_DENSE = 65_536
+
+_ID = re.compile(r"[A-Za-z0-9._/-]+")
+_REVISION = re.compile(r"[A-Za-z0-9._/-]+")
+_STUB_MINIMUM = {"dense": 1, "max_tokens": 1}
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one served model comes from: a directory, a stub, or (neither set) the hub's repository `id`."""
+
+    id: str
+    directory: str | None = None
+    revision: str | None = None
+    stub: StubOptions | None = None
+
+
+def parse_model_spec(text: str) -> ModelSpec:
+    """Parse one `--model` value.
+
+    A directory may hold `@`: only what follows its last `@` and has no slash is a revision.
+    Raises BadRequest that quotes the value and names the accepted form.
+    """
+    head, equals, source = text.partition("=")
+    if not equals:
+        model_id, at, revision = head.partition("@")
+        return ModelSpec(id=_checked_id(model_id, text), revision=_checked_revision(revision, text) if at else None)
+    model_id = _checked_id(head, text)
+    if source.startswith(STUB_PREFIX):
+        return ModelSpec(id=model_id, stub=_parse_stub(source.removeprefix(STUB_PREFIX), text))
+    directory, at, revision = source.rpartition("@")
+    if not at or "/" in revision:
+        directory, at, revision = source, "", ""
+    if not directory:
+        raise BadRequest(f"model spec {text!r} has no directory after '='; the form is {SPEC_FORM}")
+    return ModelSpec(id=model_id, directory=directory, revision=_checked_revision(revision, text) if at else None)
+
+
+def check_model_id(model_id: str) -> None:
+    """Raise BadRequest unless `model_id` is a name that is safe in a path, a log and a label.
+
+    Source: fault sheet S31 (path traversal through model names).
+    """
+    if not model_id or len(model_id) > MAX_ID_CHARS:
+        raise BadRequest(f"a model id has 1 to {MAX_ID_CHARS} characters")
+    if ":" in model_id:
+        raise BadRequest(f"model id {model_id!r} names a profile after ':'; profiles are not served by this version")
+    if not _ID.fullmatch(model_id):
+        raise BadRequest(f"model id {model_id!r} may only contain letters, digits and '.', '_', '/', '-'")
+    if any(part in ("", ".", "..") for part in model_id.split("/")):
+        raise BadRequest(f"model id {model_id!r} may not start or end with '/', nor have an empty, '.' or '..' part")
+
+
+def _checked_id(model_id: str, text: str) -> str:
+    if model_id.startswith(("/", "./", "../", "~")):
+        raise BadRequest(f"model spec {text!r} is a path without an id; write ID={model_id}")
+    try:
+        check_model_id(model_id)
+    except BadRequest as error:
+        raise BadRequest(f"model spec {text!r}: {error.message}; the form is {SPEC_FORM}") from None
+    return model_id
+
+
+def _checked_revision(revision: str, text: str) -> str:
+    if not _REVISION.fullmatch(revision) or ".." in revision:
+        raise BadRequest(f"model spec {text!r}: {revision!r} is not a revision; the form is {SPEC_FORM}")
+    return revision
+
+
+def _parse_stub(options: str, text: str) -> StubOptions:
+    pairs: dict[str, str] = {}
+    for pair in filter(None, options.split(",")):
+        key, equals, value = pair.partition("=")
+        if key not in StubOptions.__struct_fields__:
+            near = difflib.get_close_matches(key, StubOptions.__struct_fields__, n=1, cutoff=0.0)
+            raise BadRequest(f"model spec {text!r}: unknown stub option {key!r}; did you mean {near[0]!r}?")
+        if not equals or key in pairs:
+            raise BadRequest(f"model spec {text!r}: stub option {key!r} wants exactly one value, as {key}=VALUE")
+        pairs[key] = value
+    try:
+        stub = msgspec.convert(pairs, StubOptions, strict=False)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"model spec {text!r}: {error}") from None
+    for key in pairs:
+        value, least = getattr(stub, key), _STUB_MINIMUM.get(key, 0)
+        if not math.isfinite(value) or value < least:
+            raise BadRequest(f"model spec {text!r}: stub option {key!r} is {value}, but must be at least {least}")
+    if stub.dense > MAX_STUB_DENSE:
+        raise BadRequest(f"model spec {text!r}: stub option 'dense' is {stub.dense}, the most is {MAX_STUB_DENSE}")
+    return stub

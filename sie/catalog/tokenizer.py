@@ -1,0 +1,62 @@
+"""Owns `tokenizer.json` for checkpoints that have none: transformers converts what they do have, once.
+
+The result lies in the cache under a hash of everything it was made from, so it is never stale and frontends, which
+read only `tokenizer.json`, need no other library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+from sie.catalog.files import refuse
+
+_SOURCES = ("*.json", "*.txt", "*.model", "*.tiktoken")
+_FOLDER = "tokenizers"
+
+
+def convert_tokenizer(model_id: str, directory: str, cache_dir: str) -> str:
+    """Return the path of a `tokenizer.json` made from a checkpoint's slow tokenizer.
+
+    Imports transformers unless the cache has it. Raises ModelLoadFailed, with `error_class` DEPENDENCY when a library
+    that the conversion needs is not installed.
+    """
+    path = Path(cache_dir, _FOLDER, f"{_fingerprint(directory)}.json")
+    if path.is_file():
+        return str(path)
+    text = _convert(model_id, directory)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            file.write(text)
+        Path(file.name).replace(path)  # ORDER: after the last byte; a reader sees the whole file or none
+    except OSError as error:
+        raise refuse(model_id, f"its tokenizer cannot be written to {path}: {error.strerror}", "STORAGE") from error
+    return str(path)
+
+
+def _fingerprint(directory: str) -> str:
+    digest = hashlib.blake2b(version("transformers").encode(), digest_size=16)
+    for path in sorted({path for pattern in _SOURCES for path in Path(directory).glob(pattern)}):
+        content = path.read_bytes()
+        digest.update(b"\0%s\0%d\0" % (os.fsencode(path.name), len(content)))
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _convert(model_id: str, directory: str) -> str:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except ImportError as error:
+        raise refuse(model_id, f"its tokenizer cannot be converted: {error}", "DEPENDENCY") from error
+    except Exception as error:  # each family fails in its own way on files it does not find
+        raise refuse(model_id, f"there is no tokenizer.json, and none can be made: {error}") from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.get_vocab_size() == 0:
+        raise refuse(model_id, "there is no tokenizer.json, and its tokenizer cannot be converted")
+    return backend.to_str()

@@ -1,0 +1,296 @@
+"""Owns the control channel: the messages between the supervisor and its children, and the socket that carries them.
+
+One SOCK_SEQPACKET connection per child: a datagram is one message, with any file descriptors beside it (SCM_RIGHTS).
+A child connects to the supervisor's 0600 socket and says `Hello`; all else follows from there. End of file means that
+the other side is gone. Nothing here decides anything: the supervisor's and the children's own files do.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+import struct
+from typing import Any, Literal
+
+import msgspec
+
+from sie.errors import WireError
+from sie.settings import Settings
+from sie.types import ModelCard, ModelState
+
+MAX_MESSAGE_BYTES = 4 << 20
+"""Upper bound of one message; a hundred model cards take about 200 KiB."""
+MAX_FDS = 250
+"""The kernel passes at most 253 descriptors in one message."""
+Role = Literal["frontend", "worker"]
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """What a child is told on its command line, as JSON: where to connect, and who it is."""
+
+    control_path: str
+    supervisor_pid: int
+    role: Role
+    slot: int
+    incarnation: int
+    host: str = ""
+    port: int = 0
+    backlog: int = 1024
+    log_format: str = "text"
+    log_level: str = "info"
+    device: str = "cpu"
+    cores: tuple[int, ...] = ()
+    max_large_bytes: int = 0
+    """This process's share of the setting of that name."""
+    started_s: float = 0.0
+    """When the server started, Unix time."""
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """Child to supervisor, first on every connection."""
+
+    role: Role
+    slot: int
+    incarnation: int
+
+
+class Configure(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to child, in answer to `Hello`.
+
+    File descriptors: the child's own counter page; for a worker also its in-flight page; for a frontend every
+    process's counter page after its own.
+    """
+
+    settings: Settings
+
+
+class Attach(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to both ends of a new attachment. Descriptors: one end of a socketpair, the peer's pidfd."""
+
+    peer_slot: int
+    generation: int
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """Child to supervisor: a frontend accepts connections; a worker runs its loop."""
+
+
+class LoadModel(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to supervisor: a request came for a model that is not loaded."""
+
+    model: str
+
+
+class Load(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to worker: load this model beside the step loop."""
+
+    card: ModelCard
+
+
+class Unload(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to worker: finish what is queued for this model, then free it."""
+
+    model: str
+
+
+class ModelReport(msgspec.Struct, tag=True, frozen=True):
+    """Worker to supervisor: a model changed state here, or its load moved on."""
+
+    model: str
+    state: ModelState
+    device: str = ""
+    memory_bytes: int = 0
+    dtype: str = ""
+    progress: float | None = None
+    detail: str = ""
+    error: WireError | None = None
+
+
+class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One model as every frontend sees it.
+
+    recovering: it was loaded, its workers died, and they are being restarted; its requests wait.
+    """
+
+    card: ModelCard
+    state: ModelState
+    recovering: bool = False
+    workers: tuple[int, ...] = ()
+    device: str = ""
+    memory_bytes: int = 0
+    error: WireError | None = None
+
+
+class Models(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to frontend: all models, whenever one changed."""
+
+    entries: tuple[ModelEntry, ...]
+    ready: bool
+    reason: str = ""
+    workers: tuple[WorkerEntry, ...] = ()
+
+
+class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker slot as the status page shows it."""
+
+    slot: int
+    device: str
+    pid: int
+    state: Literal["starting", "ready", "dead"]
+    restarts: int
+
+
+class WorkerDown(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to frontend: a worker died; its last ring contents may be read, then its work goes elsewhere.
+
+    suspects are this frontend's request ids that ran in the fatal step, when the death may have been their doing.
+    """
+
+    slot: int
+    generation: int
+    suspects: tuple[int, ...]
+
+
+class Quarantine(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to supervisor, and from there to every frontend: this input killed two workers."""
+
+    digest: bytes
+
+
+class Touch(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to supervisor: these models answered requests since the last touch (for idle unloading)."""
+
+    models: tuple[str, ...]
+
+
+class Ping(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to frontend: answer with the same number from the event loop."""
+
+    number: int
+
+
+class Pong(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to supervisor: the event loop is alive."""
+
+    number: int
+
+
+class Drain(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to child: accept nothing new; finish what was accepted."""
+
+
+class Drained(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to supervisor: nothing accepted is left."""
+
+
+Message = (
+    Hello | Configure | Attach | Ready | LoadModel | Load | Unload | ModelReport | Models | WorkerDown | Quarantine
+    | Touch | Ping | Pong | Drain | Drained
+)  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+class ChannelClosed(ConnectionError):
+    """The other side is gone, or sent what is no message."""
+
+
+class Channel:
+    """One end of a control connection. `try_receive` never waits; `send` waits at most send_timeout_s for room."""
+
+    def __init__(self, sock: socket.socket, send_timeout_s: float = 5.0) -> None:
+        self._sock = sock
+        self._send_timeout_s = send_timeout_s
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE_BYTES)
+        sock.setblocking(False)  # with a time-out, Python would wait in spite of MSG_DONTWAIT
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor, for a loop to watch."""
+        return self._sock.fileno()
+
+    def send(self, message: Message, fds: list[int] | None = None) -> None:
+        """Send one message with copies of fds. Raises ChannelClosed when the peer is gone or does not read."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        data = _encoder.encode(message)
+        try:
+            self._sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            self._send_with_patience(data, rights)
+        except OSError as error:
+            raise ChannelClosed(f"cannot send {type(message).__name__}: {error}") from error
+
+    def _send_with_patience(self, data: bytes, rights: list[Any]) -> None:
+        if not self._wait(select.POLLOUT, self._send_timeout_s):
+            raise ChannelClosed(f"the peer read nothing for {self._send_timeout_s:g} s")
+        try:
+            self._sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
+        except OSError as error:
+            raise ChannelClosed(f"cannot send: {error}") from error
+
+    def try_receive(self) -> tuple[Message, list[int]] | None:
+        """Return the next message and its descriptors (now owned by the caller), or None when none waits.
+
+        Raises ChannelClosed at the end of file.
+        """
+        space = socket.CMSG_SPACE(MAX_FDS * 4)
+        try:
+            data, rights, flags, _ = self._sock.recvmsg(MAX_MESSAGE_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+        fds = _fds_of(rights)
+        try:
+            if not data:
+                raise ChannelClosed("end of file")
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                raise ChannelClosed("a control message was cut")
+            return _decoder.decode(data), fds
+        except (msgspec.DecodeError, ChannelClosed) as error:
+            for fd in fds:
+                os.close(fd)
+            raise ChannelClosed(str(error)) from error
+
+    def receive(self, timeout_s: float) -> tuple[Message, list[int]]:
+        """Wait for one message. Raises ChannelClosed at the end of file and TimeoutError when none came."""
+        received = self.try_receive()
+        if received is None and self._wait(select.POLLIN, timeout_s):
+            received = self.try_receive()
+        if received is None:
+            raise TimeoutError(f"no control message within {timeout_s} s")
+        return received
+
+    def _wait(self, event: int, timeout_s: float) -> bool:
+        poll = select.poll()
+        poll.register(self._sock, event)
+        return bool(poll.poll(timeout_s * 1000))
+
+    def close(self) -> None:
+        """Close the socket; the peer sees the end of file."""
+        self._sock.close()
+
+
+def connect(launch: Launch) -> Channel:
+    """Connect a child to its supervisor and say hello."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.connect(launch.control_path)
+    channel = Channel(sock)
+    channel.send(Hello(launch.role, launch.slot, launch.incarnation))
+    return channel
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """Return (pid, uid) of the process at the other end, as the kernel recorded them at connect."""
+    pid, uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
+
+
+def _fds_of(rights: list[tuple[int, int, bytes]]) -> list[int]:
+    fds = array.array("i")
+    for level, kind, data in rights:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return list(fds)

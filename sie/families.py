@@ -1,0 +1,237 @@
+"""Owns the name, type, labels, buckets and help of every metric family, so that writers and readers cannot disagree.
+
+Frontends, workers and the supervisor write samples of these families into their own counter page; any frontend adds
+them up. The first seven are the wire contract (SIE API reference, section 14): their names, types, labels and buckets
+never change. The `http_*` families count every dialect (generation API reference, section 11). All else is ours.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Kind = Literal["counter", "gauge", "histogram"]
+Merge = Literal["sum", "max"]
+
+
+class Family(msgspec.Struct, frozen=True, kw_only=True):
+    """One metric family.
+
+    name is the sample's name on the page (counters end in `_total`); labels are in the order they are written;
+    bounds are a histogram's upper bounds without +Inf; merge says how gauges of several processes become one.
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    bounds: tuple[float, ...] = ()
+    merge: Merge = "sum"
+
+    def label_pairs(self, *values: str) -> tuple[tuple[str, str], ...]:
+        """Return the label tuple of one sample. Raises ValueError when the number of values is wrong."""
+        return tuple(zip(self.labels, values, strict=True))
+
+
+_DURATION_BOUNDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_HTTP_DURATION_BOUNDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 1200.0,
+)  # fmt: skip
+_HTTP_BODY_BOUNDS = (
+    128.0, 512.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0, 1048576.0, 4194304.0, 16777216.0, 52428800.0, 104857600.0,
+)  # fmt: skip
+_STEP_DURATION_BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_STEP_TOKEN_BOUNDS = tuple(float(1 << power) for power in range(4, 17))
+_LAG_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_GPU_LABELS = ("device", "index", "name", "gpu_type", "uuid")
+
+REQUESTS = Family(
+    name="sie_requests_total",
+    kind="counter",
+    help="Requests answered, by model, endpoint and status (success, error, queue_full).",
+    labels=("model", "endpoint", "status"),
+)
+REQUEST_DURATION = Family(
+    name="sie_request_duration_seconds",
+    kind="histogram",
+    help="Time of a request by phase (total, queue, tokenize, inference); a phase that took no time is left out.",
+    labels=("model", "endpoint", "phase"),
+    bounds=_DURATION_BOUNDS,
+)
+BATCH_SIZE = Family(
+    name="sie_batch_size",
+    kind="histogram",
+    help="Sequences of one model that ran in one step.",
+    labels=("model",),
+    bounds=tuple(float(1 << power) for power in range(11)),
+)
+TOKENS_PROCESSED = Family(
+    name="sie_tokens_processed_total",
+    kind="counter",
+    help="Tokens that went through a model.",
+    labels=("model",),
+)
+QUEUE_DEPTH = Family(
+    name="sie_queue_depth",
+    kind="gauge",
+    help="Sequences that wait in the workers for a step.",
+    labels=("model",),
+)
+MODEL_LOADED = Family(
+    name="sie_model_loaded",
+    kind="gauge",
+    help="1 while the model is loaded on a device of this kind, else 0.",
+    labels=("model", "device"),
+    merge="max",
+)
+MODEL_MEMORY = Family(
+    name="sie_model_memory_bytes",
+    kind="gauge",
+    help="Memory that the model's weights take, summed over its workers.",
+    labels=("model", "device"),
+)
+REFUSALS = Family(
+    name="sie_refusals_total",
+    kind="counter",
+    help="Requests refused before any work, by reason.",
+    labels=("reason",),
+)
+WORKER_RESTARTS = Family(
+    name="sie_worker_restarts_total",
+    kind="counter",
+    help="Times a worker was started again after it died.",
+    labels=("worker",),
+)
+STEP_DURATION = Family(
+    name="sie_step_duration_seconds",
+    kind="histogram",
+    help="Time of one step; its rate of growth is the share of time in which the worker is busy.",
+    labels=("worker",),
+    bounds=_STEP_DURATION_BOUNDS,
+)
+STEP_TOKENS = Family(
+    name="sie_step_tokens",
+    kind="histogram",
+    help="Tokens of one step.",
+    labels=("worker",),
+    bounds=_STEP_TOKEN_BOUNDS,
+)
+EXTENTS_IN_USE = Family(
+    name="sie_extents_in_use",
+    kind="gauge",
+    help="Shared-memory extents under a lease, by segment kind (request, reply).",
+    labels=("segment",),
+)
+LOOP_LAG = Family(
+    name="sie_event_loop_lag_seconds",
+    kind="histogram",
+    help="How late the frontends' event loops ran a timer.",
+    bounds=_LAG_BOUNDS,
+)
+LOOP_LAG_LATEST = Family(
+    name="sie_event_loop_lag_latest_seconds",
+    kind="gauge",
+    help="The latest event-loop lag of the slowest frontend.",
+    merge="max",
+)
+STATUS_WATCHERS = Family(
+    name="sie_status_watchers",
+    kind="gauge",
+    help="Open /ws/status connections.",
+)
+HTTP_REQUESTS = Family(
+    name="http_requests_total",
+    kind="counter",
+    help="HTTP requests of every dialect, by route.",
+    labels=("method", "path", "model", "status"),
+)
+HTTP_DURATION = Family(
+    name="http_request_duration_seconds",
+    kind="histogram",
+    help="Time from a request's headers to the end of its response.",
+    labels=("method", "path", "model", "status"),
+    bounds=_HTTP_DURATION_BOUNDS,
+)
+HTTP_BODY = Family(
+    name="http_request_body_bytes",
+    kind="histogram",
+    help="Size of request bodies.",
+    labels=("method", "path", "model"),
+    bounds=_HTTP_BODY_BOUNDS,
+)
+DROPPED = Family(
+    name="sie_metrics_dropped_total",
+    kind="counter",
+    help="Series that are counted nowhere because a counter page was full.",
+)
+GPU_UTILIZATION = Family(
+    name="sie_gpu_utilization_percent",
+    kind="gauge",
+    help="Share of time in which a kernel ran; absent where the device does not report it (MIG).",
+    labels=_GPU_LABELS,
+    merge="max",
+)
+GPU_MEMORY_USED = Family(
+    name="sie_gpu_memory_used_bytes",
+    kind="gauge",
+    help="Device memory in use by all processes.",
+    labels=_GPU_LABELS,
+    merge="max",
+)
+GPU_MEMORY_TOTAL = Family(
+    name="sie_gpu_memory_total_bytes",
+    kind="gauge",
+    help="Device memory.",
+    labels=_GPU_LABELS,
+    merge="max",
+)
+GPU_TEMPERATURE = Family(
+    name="sie_gpu_temperature_celsius",
+    kind="gauge",
+    help="Temperature of the device.",
+    labels=_GPU_LABELS,
+    merge="max",
+)
+GPU_UP = Family(
+    name="sie_gpu_up",
+    kind="gauge",
+    help="1 while the device answers its driver, 0 once it is lost.",
+    labels=_GPU_LABELS,
+    merge="max",
+)
+GPU_SAMPLED = Family(
+    name="sie_gpu_sample_timestamp_seconds",
+    kind="gauge",
+    help="Unix time of the device's latest complete sample; an old one means that the driver's call is stuck.",
+    labels=_GPU_LABELS,
+    merge="max",
+)
+
+FAMILIES: tuple[Family, ...] = (
+    REQUESTS,
+    REQUEST_DURATION,
+    BATCH_SIZE,
+    TOKENS_PROCESSED,
+    QUEUE_DEPTH,
+    MODEL_LOADED,
+    MODEL_MEMORY,
+    REFUSALS,
+    WORKER_RESTARTS,
+    STEP_DURATION,
+    STEP_TOKENS,
+    EXTENTS_IN_USE,
+    LOOP_LAG,
+    LOOP_LAG_LATEST,
+    STATUS_WATCHERS,
+    HTTP_REQUESTS,
+    HTTP_DURATION,
+    HTTP_BODY,
+    DROPPED,
+    GPU_UTILIZATION,
+    GPU_MEMORY_USED,
+    GPU_MEMORY_TOTAL,
+    GPU_TEMPERATURE,
+    GPU_UP,
+    GPU_SAMPLED,
+)

@@ -1,0 +1,115 @@
+"""Owns the reading of a request body: its limits, its truncation, and how long it may stall.
+
+Granian bounds neither size nor time, and a body that its client cut short looks complete when it is iterated, so the
+length is compared with what was announced. Read through `BodyReader.read` only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Protocol
+
+from sie.errors import BadRequest, ClientGone, InputTooLong, SieError
+
+_WHOLE_BYTES = 256 * 1024
+"""Up to here a body of known length is taken in one call; larger ones chunk by chunk."""
+
+
+class Headers(Protocol):
+    """The part of Granian's header map that is used here."""
+
+    def get(self, name: str, /) -> str | None: ...
+
+
+class HttpProtocol(Protocol):
+    """The part of Granian's RSGI protocol that is used here."""
+
+    def __call__(self) -> Any: ...
+    def __aiter__(self) -> Any: ...
+
+
+class Reading:
+    """One body on its way: the task that waits for it, and when it last moved."""
+
+    __slots__ = ("last_ns", "task", "timed_out")
+
+    def __init__(self, task: asyncio.Task[Any], now_ns: int) -> None:
+        self.task = task
+        self.last_ns = now_ns
+        self.timed_out = False
+
+
+class BodyReader:
+    """Reads bodies for one process and ends those that stall."""
+
+    def __init__(self, max_body_bytes: int, idle_timeout_s: float) -> None:
+        self._max_bytes = max_body_bytes
+        self._idle_ns = int(idle_timeout_s * 1e9)
+        self._idle_s = idle_timeout_s
+        self._readings: set[Reading] = set()
+
+    async def read(self, headers: Headers, protocol: HttpProtocol) -> bytes:
+        """Return the whole body.
+
+        Raises InputTooLong (413) over max_body_bytes, BadRequest for a malformed or cut body, SieError 408 when it
+        stalls for body_idle_timeout_s, ClientGone when the client left.
+        """
+        length = self._announced(headers)
+        task = asyncio.current_task()
+        assert task is not None
+        reading = Reading(task, time.monotonic_ns())
+        self._readings.add(reading)
+        try:
+            if length is not None and length <= _WHOLE_BYTES:
+                return await protocol()
+            return await self._read_chunks(reading, protocol, length)
+        except asyncio.CancelledError:
+            if not reading.timed_out:
+                raise
+            task.uncancel()
+            raise SieError(
+                f"the request body made no progress for {self._idle_s:g} s (body_idle_timeout_s)",
+                code="REQUEST_TIMEOUT",
+                http_status=408,
+            ) from None
+        except RuntimeError as error:  # Granian's ProtocolClosed: the client closed its connection
+            raise ClientGone("the client left while its body was read") from error
+        finally:
+            self._readings.discard(reading)
+
+    def end_stalled(self, now_ns: int) -> None:
+        """Cancel the reads that made no progress for too long; called by the process's tick."""
+        for reading in self._readings:
+            if now_ns - reading.last_ns > self._idle_ns and not reading.timed_out:
+                reading.timed_out = True
+                reading.task.cancel()
+
+    def _announced(self, headers: Headers) -> int | None:
+        """Return Content-Length, or None for a chunked body, having refused what is too long or ambiguous."""
+        announced = headers.get("content-length")
+        if announced is None:
+            return None if headers.get("transfer-encoding") is not None else 0
+        if headers.get("transfer-encoding") is not None:
+            raise BadRequest("Content-Length and Transfer-Encoding cannot both be given")
+        if not announced.isascii() or not announced.isdigit():
+            raise BadRequest("Content-Length is not a number")
+        length = int(announced) if len(announced) < 20 else self._max_bytes + 1  # noqa: PLR2004  # 2^64 has 20 digits
+        if length > self._max_bytes:
+            raise self._too_long()
+        return length
+
+    async def _read_chunks(self, reading: Reading, protocol: HttpProtocol, length: int | None) -> bytes:
+        body = bytearray()
+        async for chunk in protocol:
+            if chunk:
+                reading.last_ns = time.monotonic_ns()
+                body += chunk
+                if len(body) > self._max_bytes:
+                    raise self._too_long()
+        if length is not None and len(body) != length:
+            raise ClientGone("the client left while its body was read")
+        return bytes(body)
+
+    def _too_long(self) -> InputTooLong:
+        return InputTooLong(f"The request body is over max_body_bytes ({self._max_bytes})", http_status=413)

@@ -1,0 +1,351 @@
+"""Owns every request between a dialect and the workers: submit, reply, resubmit after a death, give up in time.
+
+Dialects know only `submit` and the `Reply` that its future brings. A request's bytes lie in this frontend's own
+segment, so that a worker's death costs time and not the answer: what it had not answered goes, from the same bytes,
+to a live worker, or waits in `held` for the restart, until its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from numpy.typing import NDArray
+
+from sie.control import ModelEntry, Quarantine
+from sie.errors import DeadlineExceeded, Internal, PoisonInput, SieError, Unavailable, WireError, from_wire
+from sie.frontend import admission
+from sie.frontend.links import Pending, Reply, WorkerLink
+from sie.frontend.placement import choose_worker
+from sie.logs import get_logger
+from sie.settings import Settings
+from sie.shm.attach import Attachment
+from sie.shm.extent import extent_bytes, plan_arrays, read_extent, set_cancelled, write_extent
+from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
+from sie.shm.space import OutboundSpace
+from sie.types import WorkHeader
+
+_log = get_logger(__name__)
+_header_encoder = msgspec.msgpack.Encoder()
+_error_decoder = msgspec.msgpack.Decoder(WireError)
+_MAX_STRIKES = 2
+_QUARANTINE_S = 600.0
+_RATE_WEIGHT = 0.2
+
+
+class ShmEngine:
+    """The engine of one frontend process. Everything runs on its event loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        space: OutboundSpace,
+        find_model: Callable[[str], ModelEntry | None],
+        send: Callable[[Quarantine], None],
+    ) -> None:
+        self._limits = settings.limits
+        self._max_per_link = settings.memory.ring_capacity // 2
+        self._space = space
+        self._find_model = find_model
+        self._send = send
+        self._links: dict[int, WorkerLink] = {}
+        self._dying: dict[int, WorkerLink] = {}
+        self._held: dict[int, Pending] = {}
+        self._ids = itertools.count(1)
+        self._quarantined: dict[bytes, float] = {}
+        self._tokens_done = 0
+        self._rate_at_ns = time.monotonic_ns()
+        self.tokens_per_s = 0.0
+        """How fast answers come back, smoothed; what `Retry-After` is computed from."""
+
+    # --- asking ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_pending(self) -> int:
+        """Requests that a worker has, or that wait for one."""
+        return len(self._held) + sum(len(link.pending) for link in self._all_links())
+
+    @property
+    def num_extents(self) -> int:
+        """Request extents under a lease."""
+        return self._space.num_leased
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens submitted and not answered, over all workers."""
+        return sum(link.outstanding_tokens for link in self._links.values())
+
+    def check_open(self) -> None:
+        """Refuse a request before its body is read when no worker could take even one token more.
+
+        Raises Overloaded.
+        """
+        links = self._links
+        if links and all(link.outstanding_tokens >= self._limits.max_queued_tokens for link in links.values()):
+            raise self._overloaded("the queue holds max_queued_tokens")
+
+    def submit(
+        self,
+        header: WorkHeader,
+        arrays: Sequence[tuple[str, NDArray[Any]]],
+        num_tokens: int,
+        deadline_ns: int,
+    ) -> Pending:
+        """Hand one request to a worker and return its record; await `pending.future` for the Reply.
+
+        arrays are what the header's operation needs, by name; header.arrays is filled in here. Raises Overloaded when
+        memory or the queue is full, PoisonInput for a quarantined input, Unavailable when no worker has the model.
+        """
+        plan = plan_arrays([(name, array.dtype.str, array.shape) for name, array in arrays])
+        encoded = _header_encoder.encode(msgspec.structs.replace(header, arrays=plan.refs))
+        lease = self._space.lease(extent_bytes(len(encoded), plan.nbytes))
+        if lease is None:
+            raise self._overloaded("request memory is full")
+        with lease:
+            length = write_extent(lease.view, encoded, plan.refs, [array for _, array in arrays])
+            now_ns = time.monotonic_ns()
+            future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+            pending = Pending(next(self._ids), header.model, lease, length, num_tokens, deadline_ns, now_ns, future)
+            if self._quarantined and self._is_quarantined(pending):
+                raise _poison()
+            link = self._choose(pending)
+            if link is None:
+                self._hold(pending)
+            elif not link.try_submit(pending):
+                raise self._overloaded("the ring is full")
+            lease.hand_over(pending.request_id)
+        return pending
+
+    def _choose(self, pending: Pending) -> WorkerLink | None:
+        """Return the worker for a new request, or None when it has to wait for one that is being restarted."""
+        candidates = self._candidates(pending.model)
+        if not candidates:
+            return None
+        slot = choose_worker((link.slot, link.outstanding_tokens) for link in candidates)
+        link = self._links[slot] if slot is not None else candidates[0]
+        admission.check_queue(
+            link.outstanding_tokens, pending.num_tokens, self._limits.max_queued_tokens, self.tokens_per_s
+        )
+        if len(link.pending) >= self._max_per_link:
+            raise self._overloaded("the ring is full")
+        return link
+
+    def _candidates(self, model: str) -> list[WorkerLink]:
+        entry = self._find_model(model)
+        workers = entry.workers if entry is not None else ()
+        return [link for slot in workers if (link := self._links.get(slot)) is not None]
+
+    def _hold(self, pending: Pending) -> None:
+        entry = self._find_model(pending.model)
+        if entry is None or not (entry.recovering or entry.workers):
+            raise Unavailable(f"Model '{pending.model}' is not loaded", code="MODEL_NOT_LOADED")
+        held_tokens = sum(other.num_tokens for other in self._held.values()) if self._held else 0
+        admission.check_queue(held_tokens, pending.num_tokens, self._limits.max_queued_tokens, self.tokens_per_s)
+        self._held[pending.request_id] = pending
+
+    def _overloaded(self, reason: str) -> SieError:
+        return admission.overloaded(reason, self.queued_tokens, self.tokens_per_s)
+
+    # --- giving up ------------------------------------------------------------------------------------------------
+
+    def abandon(self, pending: Pending, error: SieError) -> None:
+        """End the client's wait with an error and tell the worker not to run it; the lease stays with the worker."""
+        if not pending.future.done():
+            pending.future.set_exception(error)
+        if self._held.pop(pending.request_id, None) is not None:
+            pending.lease.end()
+        elif pending.link is not None and pending.request_id in pending.link.pending:
+            set_cancelled(pending.lease.view)
+
+    def expire(self, now_ns: int) -> None:
+        """Abandon what is past its deadline, and measure how fast answers come back."""
+        for pending in self._all_pending():
+            if pending.deadline_ns <= now_ns and not pending.future.done():
+                self.abandon(pending, DeadlineExceeded("the request's deadline passed before its answer was there"))
+        elapsed_s = (now_ns - self._rate_at_ns) / 1e9
+        if elapsed_s >= 0.5:
+            rate = self._tokens_done / elapsed_s
+            if rate or self.queued_tokens:
+                self.tokens_per_s += _RATE_WEIGHT * (rate - self.tokens_per_s) if self.tokens_per_s else rate
+            self._tokens_done, self._rate_at_ns = 0, now_ns
+
+    def _all_links(self) -> list[WorkerLink]:
+        return [*self._links.values(), *self._dying.values()]
+
+    def _all_pending(self) -> list[Pending]:
+        pending = list(self._held.values())
+        for link in self._all_links():
+            pending += link.pending.values()
+        return pending
+
+    # --- workers come and go --------------------------------------------------------------------------------------
+
+    def attach(self, slot: int, attachment: Attachment) -> None:
+        """Start to use a worker. Its replies are read whenever its bell rings."""
+        link = WorkerLink(slot, attachment)
+        self._links[slot] = link
+        loop = asyncio.get_running_loop()
+        loop.add_reader(attachment.bell_fd, self._on_bell, link)
+        loop.add_reader(attachment.sock_fd, self._on_socket, link)
+        self.place_held()
+
+    def place_held(self) -> None:
+        """Give waiting requests to workers that have their model now; call when models or workers changed."""
+        for pending in list(self._held.values()):
+            candidates = [link for link in self._candidates(pending.model) if len(link.pending) < self._max_per_link]
+            slot = choose_worker((link.slot, link.outstanding_tokens) for link in candidates)
+            if slot is not None and self._links[slot].try_submit(pending):
+                del self._held[pending.request_id]
+
+    def fail_held(self) -> None:
+        """End the wait of requests whose model will not come back."""
+        for pending in list(self._held.values()):
+            entry = self._find_model(pending.model)
+            if entry is None or not (entry.recovering or entry.workers):
+                self.abandon(pending, Unavailable(f"Model '{pending.model}' was lost with its worker", code="WORKER_LOST"))
+
+    def _on_socket(self, link: WorkerLink) -> None:
+        """Read announcements; at the end of file give it no more work, and wait for word of its death."""
+        try:
+            if link.attachment.read_socket():
+                return
+        except ProtocolError as error:
+            _log.error("worker-%d broke the protocol: %s", link.slot, error)
+        asyncio.get_running_loop().remove_reader(link.attachment.sock_fd)
+        if self._links.get(link.slot) is link:
+            del self._links[link.slot]
+            self._dying[link.generation] = link
+
+    def bury(self, slot: int, generation: int, suspects: tuple[int, ...]) -> None:
+        """Take back the work of a worker that is proven dead, and give it to others.
+
+        ORDER: its ring is drained a last time first, since what it has answered must not run again.
+        """
+        link = self._dying.pop(generation, None)
+        if link is None:
+            link = self._links.get(slot)
+            if link is None or link.generation != generation:
+                return
+            del self._links[slot]
+        self._on_bell(link)
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(link.attachment.bell_fd)
+        loop.remove_reader(link.attachment.sock_fd)
+        link.is_alive = False
+        orphans, link.pending = list(link.pending.values()), {}
+        for pending in orphans:
+            self._rehome(pending, pending.request_id in suspects)
+        # Replies already handed out keep the mapping alive through their views; the rest goes now.
+        link.attachment.close()
+
+    def _rehome(self, pending: Pending, is_suspect: bool) -> None:
+        if pending.future.done():
+            pending.lease.end()
+            return
+        if is_suspect and self._strike(pending):
+            pending.future.set_exception(_poison())
+            pending.lease.end()
+            return
+        pending.link = None
+        self._held[pending.request_id] = pending
+
+    def _strike(self, pending: Pending) -> bool:
+        """Count a death against a request; return whether that makes it refused everywhere.
+
+        The first time it ran among others, so any of them may be to blame: each goes on alone.
+        """
+        pending.num_strikes += 1
+        if pending.num_strikes < _MAX_STRIKES:
+            pending.flags |= FLAG_ALONE
+            return False
+        self._send(Quarantine(_digest(pending)))
+        return True
+
+    def quarantine(self, digest: bytes) -> None:
+        """Refuse this input from now on: it killed two workers, the second time alone."""
+        now_s = time.monotonic()
+        self._quarantined = {key: until for key, until in self._quarantined.items() if until > now_s}
+        self._quarantined[digest] = now_s + _QUARANTINE_S
+        for pending in [held for held in self._held.values() if held.num_strikes and _digest(held) == digest]:
+            self.abandon(pending, _poison())
+
+    def _is_quarantined(self, pending: Pending) -> bool:
+        until_s = self._quarantined.get(_digest(pending))
+        return until_s is not None and until_s > time.monotonic()
+
+    # --- replies --------------------------------------------------------------------------------------------------
+
+    def _on_bell(self, link: WorkerLink) -> None:
+        try:
+            for descriptor in link.attachment.drain():
+                self._on_descriptor(link, descriptor)
+        except ProtocolError as error:
+            # Nothing the worker says can be trusted now; its requests wait for the supervisor to end it.
+            _log.error("worker-%d broke the protocol: %s", link.slot, error)
+            asyncio.get_running_loop().remove_reader(link.attachment.bell_fd)
+            self._links.pop(link.slot, None)
+            self._dying[link.generation] = link
+
+    def _on_descriptor(self, link: WorkerLink, descriptor: Descriptor) -> None:
+        if descriptor.kind not in (REPLY, ERROR):
+            if descriptor.kind == 5:
+                raise ProtocolError("a worker released an extent: only replies end a request's lease")
+            raise ProtocolError(f"a worker sent kind {descriptor.kind}")
+        pending = link.settle(descriptor.request_id)
+        if pending is None:
+            raise ProtocolError(f"a reply to request {descriptor.request_id}, which is not outstanding")
+        self._tokens_done += pending.num_tokens
+        reply = None
+        if descriptor.length:
+            reply = Reply(link, pending, descriptor.offset, link.attachment.view(descriptor))
+        retry = descriptor.kind == ERROR and reply is not None and self._try_elsewhere(reply, pending)
+        if retry:
+            return
+        pending.lease.end()
+        if pending.future.done() or reply is None:
+            self._drop(pending, reply)
+        elif descriptor.kind == REPLY:
+            pending.future.set_result(reply)
+        else:
+            pending.future.set_exception(_read_error(reply))
+
+    def _try_elsewhere(self, reply: Reply, pending: Pending) -> bool:
+        """Hold a request again that met a worker without its model (a restart or an unload crossed it on the way)."""
+        header, _ = read_extent(reply.view, _error_decoder)
+        entry = self._find_model(pending.model)
+        if header.code != "MODEL_NOT_LOADED" or entry is None or not entry.recovering or pending.future.done():
+            return False
+        reply.release()
+        pending.link = None
+        self._held[pending.request_id] = pending
+        return True
+
+    def _drop(self, pending: Pending, reply: Reply | None) -> None:
+        if reply is not None:
+            reply.release()
+        if not pending.future.done():
+            pending.future.set_exception(DeadlineExceeded("the worker dropped the request at its deadline"))
+
+
+def _read_error(reply: Reply) -> SieError:
+    try:
+        wire, _ = read_extent(reply.view, _error_decoder)
+        return from_wire(wire)
+    except ProtocolError:
+        return Internal("the worker's error could not be read")
+    finally:
+        reply.release()
+
+
+def _poison() -> PoisonInput:
+    return PoisonInput("This input was running when a worker died, twice; it is refused")
+
+
+def _digest(pending: Pending) -> bytes:
+    """Return the identity of a request's input: its header and arrays, without the prologue's cancel byte."""
+    return hashlib.blake2b(pending.lease.view[8 : pending.length], digest_size=16).digest()

@@ -1,0 +1,111 @@
+"""Owns the frontend's end of one attachment: work out, replies in, and what is outstanding on that worker."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from sie.shm.attach import Attachment
+from sie.shm.layout import SUBMIT
+from sie.shm.pool import Lease
+
+
+class Pending:
+    """One submitted request until its terminal reply.
+
+    The lease outlives the client: a time-out or a disconnect ends the future, but only a terminal descriptor, or the
+    worker's proven death, ends the lease. num_strikes counts workers that died in a step with this request in it.
+    """
+
+    __slots__ = (
+        "deadline_ns", "flags", "future", "lease", "length", "link", "model", "num_strikes", "num_tokens", "request_id",
+        "submitted_ns",
+    )  # fmt: skip
+
+    def __init__(
+        self, request_id: int, model: str, lease: Lease, length: int, num_tokens: int, deadline_ns: int, now_ns: int,
+        future: asyncio.Future[Reply],
+    ) -> None:  # fmt: skip
+        self.request_id = request_id
+        self.model = model
+        self.lease = lease
+        self.length = length
+        self.num_tokens = num_tokens
+        self.deadline_ns = deadline_ns
+        self.submitted_ns = now_ns
+        self.future = future
+        self.link: WorkerLink | None = None
+        self.num_strikes = 0
+        self.flags = 0
+
+
+class Reply:
+    """A terminal reply's extent, read-only. `release` gives it back to the worker, once, after its bytes were copied."""
+
+    __slots__ = ("_address", "_link", "pending", "view")
+
+    def __init__(self, link: WorkerLink, pending: Pending, address: int, view: memoryview) -> None:
+        self._link = link
+        self._address = address
+        self.pending = pending
+        self.view = view
+
+    def release(self) -> None:
+        """Let the worker use the extent again."""
+        self.view = _EMPTY
+        self._link.release(self._address)
+
+
+class WorkerLink:
+    """One worker, as the engine sees it."""
+
+    def __init__(self, slot: int, attachment: Attachment) -> None:
+        self.slot = slot
+        self.attachment = attachment
+        self.pending: dict[int, Pending] = {}
+        self.outstanding_tokens = 0
+        self.is_alive = True
+        self._releases: list[int] = []
+        self._flush_due = False
+
+    @property
+    def generation(self) -> int:
+        """The number of this attachment; unique over all attachments of the server."""
+        return self.attachment.generation
+
+    def try_submit(self, pending: Pending) -> bool:
+        """Push one request; False when the ring is full."""
+        pushed = self.attachment.push(
+            SUBMIT, pending.flags, pending.request_id, pending.lease.address, pending.length,
+            pending.deadline_ns, pending.num_tokens,
+        )  # fmt: skip
+        if pushed:
+            pending.link = self
+            self.pending[pending.request_id] = pending
+            self.outstanding_tokens += pending.num_tokens
+        return pushed
+
+    def settle(self, request_id: int) -> Pending | None:
+        """Take a request off the books; None for an id that is not outstanding here."""
+        pending = self.pending.pop(request_id, None)
+        if pending is not None:
+            self.outstanding_tokens -= pending.num_tokens
+        return pending
+
+    def release(self, address: int) -> None:
+        """Give a reply's extent back at the end of this turn of the event loop, together with others."""
+        if not self.is_alive:
+            return
+        self._releases.append(address)
+        if not self._flush_due:
+            self._flush_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_due = False
+        releases, self._releases = self._releases, []
+        if self.is_alive and releases:
+            self.attachment.push_release(releases)
+
+
+_EMPTY: Final = memoryview(b"")

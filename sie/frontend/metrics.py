@@ -1,0 +1,224 @@
+"""Owns a frontend's counters, and the Prometheus page that adds up the counters of every process.
+
+The values live in shared counter pages (`sie.shm.pages`) that outlive the process which writes them, so a sum never
+falls when a process is replaced. Families are defined in `sie.families`; records of any other name are not shown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from sie import families
+from sie.families import FAMILIES, Family
+from sie.shm.pages import CounterPage, Labels, Record
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""What `render` returns. Version 0.0.4 is the one every scraper reads; our names need nothing newer."""
+
+UNKNOWN_MODEL = "unknown"
+"""The model label of every request for a model that the catalogue does not know: labels stay bounded."""
+
+Merged = dict[str, dict[Labels, list[float]]]
+"""Family name to label tuple to values: one value, or for a histogram its sum and the count of each bucket."""
+
+_Observe = Callable[[float], None]
+_BY_NAME: dict[str, Family] = {family.name: family for family in FAMILIES}
+_PHASES = ("total", "queue", "tokenize", "inference")
+
+
+class FrontendMetrics:
+    """The counters of one frontend process.
+
+    known_models is asked once for each new combination of labels; a live view of the catalogue is right.
+    """
+
+    def __init__(self, page: CounterPage, known_models: Container[str]) -> None:
+        self._page = page
+        self._known_models = known_models
+        self._requests: dict[tuple[str, str, str], tuple[_Observe, ...]] = {}
+        self._http: dict[tuple[str, str, str, int], tuple[_Observe, ...]] = {}
+        self._refusals: dict[str, _Observe] = {}
+        self._lag = page.histogram(families.LOOP_LAG.name, (), families.LOOP_LAG.bounds)
+        self._lag_latest = page.gauge(families.LOOP_LAG_LATEST.name, ())
+        self._watchers = page.gauge(families.STATUS_WATCHERS.name, ())
+        self._extents = page.gauge(families.EXTENTS_IN_USE.name, families.EXTENTS_IN_USE.label_pairs("request"))
+
+    def record_request(
+        self,
+        model: str,
+        endpoint: str,
+        status: str,
+        total_s: float,
+        *,
+        queue_s: float = 0.0,
+        tokenize_s: float = 0.0,
+        inference_s: float = 0.0,
+    ) -> None:
+        """Count one inference request and its phases; a phase of zero seconds is not observed.
+
+        endpoint is encode, score, extract or embeddings; status is success, error or queue_full.
+        """
+        handles = self._requests.get((model, endpoint, status))
+        if handles is None:
+            handles = self._request_handles(model, endpoint, status)
+        count, total, queue, tokenize, inference = handles
+        count(1.0)
+        if total_s:
+            total(total_s)
+        if queue_s:
+            queue(queue_s)
+        if tokenize_s:
+            tokenize(tokenize_s)
+        if inference_s:
+            inference(inference_s)
+
+    def record_http(
+        self, method: str, route: str, model: str, status: int, *, duration_s: float, body_bytes: int
+    ) -> None:
+        """Count one HTTP request. route is a template from the route table, never a client's path."""
+        handles = self._http.get((method, route, model, status))
+        if handles is None:
+            handles = self._http_handles(method, route, model, status)
+        count, duration, body = handles
+        count(1.0)
+        duration(duration_s)
+        body(body_bytes)
+
+    def record_refusal(self, reason: str) -> None:
+        """Count one request that was refused before any work; reason is one of our own error codes."""
+        add = self._refusals.get(reason)
+        if add is None:
+            counter = self._page.counter(families.REFUSALS.name, families.REFUSALS.label_pairs(reason))
+            add = self._refusals[reason] = counter.add
+        add(1.0)
+
+    def record_loop_lag(self, lag_s: float) -> None:
+        """Publish by how much the event loop was late for a timer."""
+        self._lag.observe(lag_s)
+        self._lag_latest.set(lag_s)
+
+    def set_extents_in_use(self, num_extents: int) -> None:
+        """Publish how many request extents are under a lease."""
+        self._extents.set(num_extents)
+
+    def set_watchers(self, num_watchers: int) -> None:
+        """Publish how many status connections this process holds."""
+        self._watchers.set(num_watchers)
+
+    def _request_handles(self, model: str, endpoint: str, status: str) -> tuple[_Observe, ...]:
+        label = self._model_label(model)
+        count = self._page.counter(families.REQUESTS.name, families.REQUESTS.label_pairs(label, endpoint, status))
+        family = families.REQUEST_DURATION
+        phases = (
+            self._page.histogram(family.name, family.label_pairs(label, endpoint, phase), family.bounds).observe
+            for phase in _PHASES
+        )
+        handles = (count.add, *phases)
+        if label == model:  # names that clients make up must not fill the cache either
+            self._requests[model, endpoint, status] = handles
+        return handles
+
+    def _http_handles(self, method: str, route: str, model: str, status: int) -> tuple[_Observe, ...]:
+        label = self._model_label(model)
+        labels = (method, route, label)
+        page, code = self._page, str(status)
+        count = page.counter(families.HTTP_REQUESTS.name, families.HTTP_REQUESTS.label_pairs(*labels, code))
+        family = families.HTTP_DURATION
+        duration = page.histogram(family.name, family.label_pairs(*labels, code), family.bounds)
+        body = page.histogram(families.HTTP_BODY.name, families.HTTP_BODY.label_pairs(*labels), families.HTTP_BODY.bounds)
+        handles = (count.add, duration.observe, body.observe)
+        if label == model:
+            self._http[method, route, model, status] = handles
+        return handles
+
+    def _model_label(self, model: str) -> str:
+        """Return the label for this model; "" stays "", for routes that name no model."""
+        return model if not model or model in self._known_models else UNKNOWN_MODEL
+
+
+def merge(pages: Iterable[CounterPage]) -> Merged:
+    """Add up the records of all pages: counters and histograms by sum, gauges as their family says.
+
+    A histogram without observations is left out, as is a gauge whose value is NaN ("not reported"). Raises
+    ProtocolError on a broken page: a sum without it would be wrong.
+    """
+    merged: Merged = {family.name: {} for family in FAMILIES}
+    num_dropped = 0
+    for page in pages:
+        num_dropped += page.dropped
+        for record in page.records():
+            family = _BY_NAME.get(record.name)
+            if family is not None:
+                _merge_record(merged[record.name], family, record)
+    merged[families.DROPPED.name][()] = [num_dropped]
+    return merged
+
+
+def _merge_record(samples: dict[Labels, list[float]], family: Family, record: Record) -> None:
+    empty = not any(record.buckets) if family.kind == "histogram" else math.isnan(record.value)
+    if empty:
+        return
+    known = samples.get(record.labels)
+    if known is None:
+        samples[record.labels] = [record.value, *record.buckets]
+    elif family.merge == "max":
+        known[0] = max(known[0], record.value)
+    else:
+        known[0] += record.value
+        for position, count in enumerate(record.buckets, start=1):
+            known[position] += count
+
+
+def render(pages: Iterable[CounterPage]) -> bytes:
+    """Return the Prometheus text page over all processes; every family has its TYPE and HELP before its first sample."""
+    merged = merge(pages)
+    registry = CollectorRegistry()
+    registry.register(_Collected([_to_prometheus(family, merged[family.name]) for family in FAMILIES]))
+    return generate_latest(registry)
+
+
+class _Collected(Collector):
+    """Hands finished families to prometheus_client, which owns the text format and its escaping."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
+
+
+def _to_prometheus(family: Family, samples: dict[Labels, list[float]]) -> Metric:
+    if family.kind == "histogram":
+        histogram = HistogramMetricFamily(family.name, family.help, labels=family.labels)
+        for labels, values in samples.items():
+            buckets = list(zip(_le_texts(family), cumulative(values), strict=True))
+            histogram.add_metric(_label_values(labels), buckets, sum_value=values[0])
+        return histogram
+    factory = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+    metric = factory(family.name, family.help, labels=family.labels)
+    for labels, values in samples.items():
+        metric.add_metric(_label_values(labels), values[0])
+    return metric
+
+
+def cumulative(values: Sequence[float]) -> list[float]:
+    """Return a histogram's cumulative counts, +Inf last, from its merged values (sum, then the count of each bucket)."""
+    counts: list[float] = []
+    total = 0.0
+    for count in values[1:]:
+        total += count
+        counts.append(total)
+    return counts
+
+
+def _label_values(labels: Labels) -> list[str]:
+    return [value for _, value in labels]
+
+
+def _le_texts(family: Family) -> list[str]:
+    return [repr(bound) for bound in family.bounds] + ["+Inf"]

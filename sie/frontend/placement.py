@@ -1,0 +1,14 @@
+"""Decides which worker takes a request. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def choose_worker(outstanding: Iterable[tuple[int, int]]) -> int | None:
+    """Return the slot with the fewest outstanding tokens, the lowest one of equals; None when there is none.
+
+    outstanding: (slot, tokens submitted and not yet answered) of every worker that may take the request.
+    """
+    best = min(outstanding, key=lambda entry: (entry[1], entry[0]), default=None)
+    return None if best is None else best[0]

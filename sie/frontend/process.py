@@ -1,0 +1,341 @@
+"""Owns one frontend process beside HTTP: its control channel, its memory, its attachments and its clock.
+
+Everything runs on Granian's event loop, except the few calls that `connect` makes before that loop runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from sie import __version__, control, process
+from sie.control import Channel, ChannelClosed, Launch, Models
+from sie.errors import BadRequest, ClientGone, SieError
+from sie.frontend.body import BodyReader
+from sie.frontend.dialects.openai import DEFAULT_MODEL
+from sie.frontend.encode import Encoder
+from sie.frontend.engine import ShmEngine
+from sie.frontend.links import Pending
+from sie.frontend.metrics import FrontendMetrics, merge
+from sie.frontend.models import ModelTable
+from sie.frontend.status import ServerFacts, StatusInputs, build_status, encode_frame, process_owner
+from sie.frontend.status_hub import StatusHub
+from sie.logs import get_logger
+from sie.settings import Settings
+from sie.shm.attach import Attachment, PendingAttachment
+from sie.shm.large import LargeBudget
+from sie.shm.layout import ProtocolError
+from sie.shm.pages import CounterPage
+from sie.shm.space import OutboundSpace
+
+_log = get_logger(__name__)
+_CONFIGURE_TIMEOUT_S: Final = 10.0
+_ATTACH_TIMEOUT_S: Final = 30.0
+_TICK_S: Final = 0.02
+_WATCH_AFTER_NS: Final = 50_000_000
+"""A request that waited this long gets a watcher of its client's connection; most are answered before."""
+_TOUCH_S: Final = 5.0
+_MS_PER_DAY: Final = 86_400_000
+
+
+class FrontendProcess:
+    """What the handlers share."""
+
+    def __init__(
+        self, launch: Launch, settings: Settings, channel: Channel, pages: list[CounterPage],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:  # fmt: skip
+        self.settings = settings
+        self.pages = pages
+        self.is_draining = False
+        self._launch = launch
+        self._loop = loop
+        self._channel = channel
+        self._pool = ThreadPoolExecutor(2, "tokenize")
+        self.models = ModelTable(self._pool, self._ask_load)
+        memory = settings.memory
+        budget = LargeBudget(launch.max_large_bytes)
+        self._space = OutboundSpace.create(
+            "request", memory.request_segment_bytes, budget, large_extent_bytes=memory.large_extent_bytes
+        )
+        self.engine = ShmEngine(settings, self._space, self.models.find, self._send)
+        self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool)
+        self.bodies = BodyReader(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
+        self.metrics = FrontendMetrics(pages[0], self.models)
+        self.status = StatusHub(
+            self._frame,
+            interval_s=settings.status.interval_ms / 1e3,
+            max_watchers=settings.status.max_watchers,
+            watchers_on_host=self._count_watchers,
+            publish_watchers=self.metrics.set_watchers,
+        )
+        self._facts = _facts(settings, launch)
+        self._unwatched: deque[tuple[Pending, Any]] = deque()
+        self._asked_load: dict[str, float] = {}
+        self._timeout_ns = int(settings.limits.request_timeout_s * 1e9)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._attaching: dict[int, tuple[int, PendingAttachment]] = {}
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `/readyz` is green."""
+        return self.models.is_ready and not self.is_draining
+
+    # --- what handlers ask ----------------------------------------------------------------------------------------
+
+    def timeout_ns(self, header: str | None) -> int:
+        """Return a request's time limit; `X-SIE-Timeout-Ms` may only lower the setting. Raises BadRequest."""
+        if header is None:
+            return self._timeout_ns
+        if not header.isascii() or not header.isdigit() or not 1 <= int(header[:12]) <= _MS_PER_DAY:
+            raise BadRequest("Header 'X-SIE-Timeout-Ms' must be a whole number of milliseconds, at least 1")
+        return min(self._timeout_ns, int(header) * 1_000_000)
+
+    def check_machine_profile(self, wanted: str | None) -> None:
+        """Refuse a request that asks for another machine. Source: SIE API reference, section 12."""
+        if wanted is None:
+            return
+        own = self.settings.server.machine_profile or self._gpu_type()
+        if not own or wanted.lower() != own.lower():
+            raise BadRequest(
+                f"This server's machine profile is {own or 'not set'!r}, not {wanted!r}",
+                extras={"requested_profile": wanted, "worker_identity": own},
+            )
+
+    def default_model(self, output: str) -> str | None:
+        """Return the model for requests that name none: the setting's, else the only one able; None without."""
+        if self.settings.models.default_model:
+            return self.settings.models.default_model
+        able = [name for name, entry in self.models.entries.items() if output in entry.card.outputs]
+        return able[0] if len(able) == 1 else None
+
+    def resolve_default(self, model: str, output: str) -> str:
+        """Return the id that `default`, or no id, stands for. Raises NotFound naming the able models."""
+        if model != DEFAULT_MODEL or model in self.models.entries:
+            return model
+        default = self.default_model(output)
+        if default is None:
+            able = [name for name, entry in self.models.entries.items() if output in entry.card.outputs]
+            raise SieError(
+                f"No default model; name one of: {', '.join(able)}", code="MODEL_NOT_FOUND", http_status=404
+            )
+        return default
+
+    def watch_client(self, pending: Pending, protocol: Any) -> None:
+        """See to it that the work is given up when its client leaves before the answer is there."""
+        self._unwatched.append((pending, protocol))
+
+    # --- the supervisor -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to listen to the supervisor; called before the event loop runs."""
+        self._loop.add_reader(self._channel.fileno(), self._on_control)
+        self._loop.call_soon(lambda: self._spawn(self._run_clock()))
+        self._loop.call_soon(lambda: self._spawn(self._say_ready()))
+
+    def close(self) -> None:
+        """End what the process holds; nothing is in flight any more."""
+        self.status.close()
+        self._channel.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _spawn(self, work: Any) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _send(self, message: control.Message) -> None:
+        with contextlib.suppress(ChannelClosed):  # its end of file ends this process from `_on_control`
+            self._channel.send(message)
+
+    def _ask_load(self, model: str) -> None:
+        """Ask for a load, at most once a second for each model."""
+        now_s = time.monotonic()
+        if now_s - self._asked_load.get(model, 0.0) >= 1.0:
+            self._asked_load[model] = now_s
+            self._send(control.LoadModel(model))
+
+    def _on_control(self) -> None:
+        try:
+            while (received := self._channel.try_receive()) is not None:
+                self._on_message(*received)
+        except ChannelClosed:
+            _log.warning("the supervisor is gone: stopping")
+            os._exit(1)  # an orphan must not answer; Granian would wait for what is in flight
+
+    def _on_message(self, message: control.Message, fds: list[int]) -> None:
+        match message:
+            case Models():
+                self.models.update(message)
+                self.engine.place_held()
+                self.engine.fail_held()
+            case control.Attach(slot, generation):
+                self._attach(slot, generation, fds)
+            case control.WorkerDown(slot, generation, suspects):
+                self._end_attaching(generation)
+                self.engine.bury(slot, generation, suspects)
+                self.engine.place_held()
+            case control.Quarantine(digest):
+                self.engine.quarantine(digest)
+            case control.Ping(number):
+                self._send(control.Pong(number))
+            case control.Drain():
+                self.is_draining = True
+                self.status.close()
+            case _:
+                _log.warning("unexpected control message %s", type(message).__name__)
+
+    def _attach(self, slot: int, generation: int, fds: list[int]) -> None:
+        """Send our offer and go on; the worker answers when its step is done."""
+        try:
+            pending = PendingAttachment(
+                socket.socket(fileno=fds[0]), fds[1], generation, self._space, self.settings.memory.ring_capacity
+            )
+        except OSError as error:
+            _log.warning("worker-%d cannot be attached: %s", slot, error)
+            return
+        self._attaching[generation] = (slot, pending)
+        self._loop.add_reader(pending.sock_fd, self._finish_attach, generation)
+
+    def _finish_attach(self, generation: int) -> None:
+        slot, pending = self._attaching[generation]
+        try:
+            attachment: Attachment | None = pending.try_finish()
+        except (OSError, ProtocolError) as error:
+            _log.warning("worker-%d did not attach: %s", slot, error)
+            self._loop.remove_reader(pending.sock_fd)
+            del self._attaching[generation]
+            return
+        if attachment is not None:
+            self._loop.remove_reader(pending.sock_fd)
+            del self._attaching[generation]
+            self.engine.attach(slot, attachment)
+
+    def _end_attaching(self, generation: int) -> None:
+        found = self._attaching.pop(generation, None)
+        if found is not None:
+            self._loop.remove_reader(found[1].sock_fd)
+            found[1].close()
+
+    async def _say_ready(self) -> None:
+        """Tell the supervisor once our listener answers; Granian opens it at about the time the loop starts."""
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(self._launch.host, self._launch.port)
+            except OSError:
+                await asyncio.sleep(0.01)
+                continue
+            writer.close()
+            self._send(control.Ready())
+            return
+
+    # --- the clock ------------------------------------------------------------------------------------------------
+
+    async def _run_clock(self) -> None:
+        """Every tick: deadlines, stalled bodies, clients that left, event-loop lag; and now and then the rest."""
+        touched_s = time.monotonic()
+        while True:
+            due_s = time.monotonic() + _TICK_S
+            await asyncio.sleep(_TICK_S)
+            now_ns = time.monotonic_ns()
+            self.metrics.record_loop_lag(max(0.0, now_ns / 1e9 - due_s))
+            self.metrics.set_extents_in_use(self.engine.num_extents)
+            self.engine.expire(now_ns)
+            self.bodies.end_stalled(now_ns)
+            self._watch_the_waiting(now_ns)
+            if now_ns / 1e9 - touched_s >= _TOUCH_S:
+                touched_s = now_ns / 1e9
+                if self.models.used:
+                    self._send(control.Touch(tuple(self.models.used)))
+                    self.models.used.clear()
+
+    def _watch_the_waiting(self, now_ns: int) -> None:
+        unwatched = self._unwatched
+        while unwatched and (unwatched[0][0].future.done() or now_ns - unwatched[0][0].submitted_ns > _WATCH_AFTER_NS):
+            pending, protocol = unwatched.popleft()
+            if not pending.future.done():
+                self._spawn(self._await_disconnect(pending, protocol))
+
+    async def _await_disconnect(self, pending: Pending, protocol: Any) -> None:
+        gone = asyncio.ensure_future(protocol.client_disconnect())
+        try:
+            await asyncio.wait((gone, pending.future), return_when=asyncio.FIRST_COMPLETED)
+            if not pending.future.done():
+                self.engine.abandon(pending, ClientGone("the client left before its answer was there"))
+        finally:
+            gone.cancel()
+
+    # --- status ---------------------------------------------------------------------------------------------------
+
+    def _frame(self) -> str:
+        inputs = StatusInputs(
+            server=self._facts,
+            ready=self.is_ready,
+            models=tuple(self.models.entries.values()),
+            workers=self.models.workers,
+            metrics=merge(self.pages),
+            saturated=self._is_saturated(),
+            reason="draining" if self.is_draining else self.models.reason,
+        )
+        return encode_frame(build_status(inputs, time.time()))
+
+    def _is_saturated(self) -> bool:
+        try:
+            self.engine.check_open()
+        except SieError:
+            return True
+        return False
+
+    def _count_watchers(self) -> int:
+        merged = merge(self.pages)
+        return int(sum(values[0] for values in merged["sie_status_watchers"].values()))
+
+    def _gpu_type(self) -> str:
+        for page in self.pages:
+            for record in page.records():
+                for key, value in record.labels:
+                    if key == "gpu_type":
+                        return value
+        return ""
+
+
+def _facts(settings: Settings, launch: Launch) -> ServerFacts:
+    user, working_dir = process_owner()
+    return ServerFacts(
+        name=settings.server.name or socket.gethostname(),
+        version=__version__,
+        pid=launch.supervisor_pid,
+        started_s=launch.started_s,
+        user=user,
+        working_dir=working_dir,
+        machine_profile=settings.server.machine_profile,
+        pool_name=settings.server.pool_name,
+        bundle=settings.server.bundle,
+        max_batch_requests=settings.scheduler.max_step_items,
+    )
+
+
+def connect(launch: Launch) -> Callable[[asyncio.AbstractEventLoop], FrontendProcess]:
+    """Return what joins the supervisor from Granian's child process, once that has its event loop."""
+
+    def join(loop: asyncio.AbstractEventLoop) -> FrontendProcess:
+        process.die_with_parent()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        channel = control.connect(launch)
+        message, fds = channel.receive(_CONFIGURE_TIMEOUT_S)
+        if not isinstance(message, control.Configure):
+            raise ChannelClosed(f"expected Configure, got {type(message).__name__}")
+        pages = [CounterPage.open(fd, writable=index == 0) for index, fd in enumerate(fds)]
+        frontend = FrontendProcess(launch, message.settings, channel, pages, loop)
+        frontend.start()
+        return frontend
+
+    return join

@@ -1,0 +1,55 @@
+"""Owns the route table: which method and path means what. Pure. Paths come percent-decoded, so `%2F` is a slash."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Route(NamedTuple):
+    """One row: handler names a method of the app; endpoint is the metrics' word for an inference route."""
+
+    template: str
+    method: str
+    handler: str
+    envelope: str = "sie"
+    endpoint: str = ""
+
+
+class Match(NamedTuple):
+    """The route of a request; model is the path's tail for the templates that end in `{model}`."""
+
+    route: Route
+    model: str = ""
+
+
+ROUTES: tuple[Route, ...] = (
+    Route("/v1/encode/{model}", "POST", "encode", endpoint="encode"),
+    Route("/v1/embeddings", "POST", "embeddings", "openai", "embeddings"),
+    Route("/v1/models", "GET", "list_models"),
+    Route("/v1/models/{model}", "GET", "show_model"),
+    Route("/healthz", "GET", "healthz"),
+    Route("/readyz", "GET", "readyz"),
+    Route("/health", "GET", "health"),
+    Route("/metrics", "GET", "metrics"),
+    Route("/", "GET", "home"),
+)
+WS_STATUS = "/ws/status"
+_TAIL = "{model}"
+_EXACT = {route.template: route for route in ROUTES if not route.template.endswith(_TAIL)}
+_PREFIXES = tuple((route.template[: -len(_TAIL)], route) for route in ROUTES if route.template.endswith(_TAIL))
+
+
+def match(path: str) -> Match | None:
+    """Return the route of a path, or None for an unknown one; the caller compares the method."""
+    route = _EXACT.get(path)
+    if route is not None:
+        return Match(route)
+    for prefix, candidate in _PREFIXES:
+        if path.startswith(prefix):
+            return Match(candidate, path[len(prefix) :])
+    return None
+
+
+def redirect_of(path: str) -> str | None:
+    """Return where a path without its tail is sent (307), as the reference does for `/v1/encode`."""
+    return next((prefix for prefix, _ in _PREFIXES if path == prefix[:-1] and path not in _EXACT), None)

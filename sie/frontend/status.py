@@ -1,0 +1,222 @@
+"""Owns the frame of `/ws/status`: what this server does right now. Pure, but for `process_owner`.
+
+`sie.frontend.status_hub` sends it. Wire rules: SIE API reference, section 14. Where its readers disagree on a key, the
+frame has both.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+from typing import Any
+
+import msgspec
+
+from sie import families
+from sie.control import ModelEntry, WorkerEntry
+from sie.frontend.metrics import Merged, cumulative
+from sie.shm.pages import Labels
+
+GPU_STALE_AFTER_S = 5.0
+"""A GPU sample older than this is marked stale: the driver's call is stuck, or its worker is."""
+
+
+class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What does not change while the server runs. started_s is Unix time; pid is the supervisor's."""
+
+    name: str
+    version: str
+    pid: int
+    started_s: float
+    user: str = ""
+    working_dir: str = ""
+    machine_profile: str = ""
+    pool_name: str = ""
+    bundle: str = ""
+    bundle_config_hash: str = ""
+    max_batch_requests: int = 64
+    memory_threshold_pct: float = 95.0
+
+
+class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a frame is made of. reason says why the server is not ready."""
+
+    server: ServerFacts
+    ready: bool
+    models: tuple[ModelEntry, ...]
+    workers: tuple[WorkerEntry, ...]
+    metrics: Merged
+    saturated: bool = False
+    reason: str = ""
+
+
+def process_owner() -> tuple[str, str]:
+    """Return (user name, working directory) of this process; the user's number where the name is not known."""
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # containers run under numbers that no file names
+        user = str(os.getuid())
+    return user, os.getcwd()
+
+
+def build_status(inputs: StatusInputs, now_s: float) -> dict[str, Any]:
+    """Return one frame. now_s is Unix time.
+
+    Beyond the reference's fields: `reason`, `workers`, `outcomes` (requests by status), `refusals` (by reason),
+    `worker_restarts`, `extents_in_use`, `event_loop_lag_s`, and `uuid`, `healthy`, `stale` of each GPU.
+    """
+    server, metrics = inputs.server, inputs.metrics
+    gpus = _gpus(metrics, server.memory_threshold_pct, now_s)
+    gpu_type = gpus[0]["gpu_type"] if gpus else ""
+    return {
+        "timestamp": now_s,
+        "ready": inputs.ready,
+        "reason": inputs.reason,
+        "name": server.name,
+        "machine_profile": server.machine_profile or gpu_type,
+        "pool_name": server.pool_name,
+        "gpu": gpu_type,
+        "gpu_count": len(gpus),
+        "bundle": server.bundle,
+        "bundle_config_hash": server.bundle_config_hash,
+        "loaded_models": [entry.card.id for entry in inputs.models if entry.state == "loaded"],
+        "max_batch_requests": server.max_batch_requests,
+        "saturated": inputs.saturated,
+        "server": {
+            "version": server.version,
+            "uptime_seconds": max(0, int(now_s - server.started_s)),
+            "user": server.user,
+            "working_dir": server.working_dir,
+            "pid": server.pid,
+        },
+        "gpus": gpus,
+        "models": _models(inputs.models, metrics),
+        "workers": [_worker(entry, metrics) for entry in inputs.workers],
+        "counters": {
+            family.name.removesuffix("_total"): _sum_by(metrics, family, "model")
+            for family in (families.REQUESTS, families.TOKENS_PROCESSED)
+        },
+        "histograms": {
+            family.name: _histograms(metrics, family) for family in (families.REQUEST_DURATION, families.BATCH_SIZE)
+        },
+        "outcomes": _sum_by(metrics, families.REQUESTS, "status"),
+        "refusals": _sum_by(metrics, families.REFUSALS, "reason"),
+        "worker_restarts": sum(_sum_by(metrics, families.WORKER_RESTARTS, "worker").values()),
+        "extents_in_use": _sum_by(metrics, families.EXTENTS_IN_USE, "segment"),
+        "event_loop_lag_s": metrics[families.LOOP_LAG_LATEST.name].get((), [0.0])[0],
+    }
+
+
+def _gpus(metrics: Merged, threshold_pct: float, now_s: float) -> list[dict[str, Any]]:
+    """Return the devices in the order of their index. Source of each: the gauges of `sie.workers.telemetry`."""
+    totals = metrics[families.GPU_MEMORY_TOTAL.name]
+    # A total of zero is the record of a device that this worker slot had before its restart.
+    present = sorted((labels for labels, values in totals.items() if values[0] > 0), key=_gpu_order)
+    return [_gpu(metrics, labels, threshold_pct, now_s) for labels in present]
+
+
+def _gpu_order(labels: Labels) -> tuple[int, str]:
+    names = dict(labels)
+    return int(names["index"]), names["uuid"]
+
+
+def _gpu(metrics: Merged, labels: Labels, threshold_pct: float, now_s: float) -> dict[str, Any]:
+    def value(family: families.Family) -> float | None:
+        values = metrics[family.name].get(labels)
+        return None if values is None else values[0]
+
+    names = dict(labels)
+    utilization = _whole(value(families.GPU_UTILIZATION))
+    return {
+        "device": names["device"],
+        "index": int(names["index"]),
+        "name": names["name"],
+        "gpu_type": names["gpu_type"],
+        "uuid": names["uuid"],
+        "utilization_pct": utilization,
+        "utilization_percent": utilization,
+        "memory_used_bytes": _whole(value(families.GPU_MEMORY_USED)),
+        "memory_total_bytes": _whole(value(families.GPU_MEMORY_TOTAL)),
+        "memory_threshold_pct": threshold_pct,
+        "temperature_c": _whole(value(families.GPU_TEMPERATURE)),
+        "healthy": value(families.GPU_UP) == 1,
+        "stale": now_s - (value(families.GPU_SAMPLED) or 0.0) > GPU_STALE_AFTER_S,
+    }
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def _models(entries: tuple[ModelEntry, ...], metrics: Merged) -> list[dict[str, Any]]:
+    waiting = _sum_by(metrics, families.QUEUE_DEPTH, "model")
+    models = [_model(entry, int(waiting.get(entry.card.id, 0))) for entry in entries]
+    return sorted(models, key=lambda model: (-model["memory_bytes"], model["name"]))
+
+
+def _model(entry: ModelEntry, num_waiting: int) -> dict[str, Any]:
+    card = entry.card
+    return {
+        "name": card.id,
+        "state": entry.state,
+        "device": entry.device or None,
+        "memory_bytes": entry.memory_bytes,
+        "config": {
+            "hf_id": None if card.kind == "stub" else card.id,
+            "adapter": card.architecture or card.kind,
+            "inputs": card.inputs,
+            "outputs": card.outputs,
+            "dims": card.dims,
+            "max_sequence_length": card.max_sequence_length,
+        },
+        # One queue, counted in items: the reference's readers know it by two names.
+        "queue_depth": num_waiting,
+        "queue_pending_items": num_waiting,
+        "recovering": entry.recovering,
+        "error": entry.error.message if entry.error else None,
+    }
+
+
+def _worker(entry: WorkerEntry, metrics: Merged) -> dict[str, Any]:
+    """Return one worker slot; the growth of busy_seconds over time is the share of time in which it computes."""
+    labels = families.STEP_DURATION.label_pairs(str(entry.slot))
+    steps = metrics[families.STEP_DURATION.name].get(labels, [0.0])
+    tokens = metrics[families.STEP_TOKENS.name].get(labels, [0.0])
+    return {
+        "slot": entry.slot,
+        "device": entry.device,
+        "pid": entry.pid,
+        "state": entry.state,
+        "restarts": entry.restarts,
+        "busy_seconds": steps[0],
+        "num_steps": int(sum(steps[1:])),
+        "num_tokens": int(tokens[0]),
+    }
+
+
+def _sum_by(metrics: Merged, family: families.Family, label: str) -> dict[str, float]:
+    """Add up a family's samples over all its labels but this one."""
+    sums: dict[str, float] = {}
+    for labels, values in metrics[family.name].items():
+        key = dict(labels)[label]
+        sums[key] = sums.get(key, 0.0) + values[0]
+    return sums
+
+
+def _histograms(metrics: Merged, family: families.Family) -> dict[str, dict[str, list[float]]]:
+    """Return cumulative counts by model, without +Inf; of a family with phases only `total`. Source: section 14."""
+    sums: dict[str, list[float]] = {}
+    for labels, values in metrics[family.name].items():
+        names = dict(labels)
+        if names.get("phase", "total") != "total":
+            continue
+        known = sums.get(names["model"])
+        sums[names["model"]] = values if known is None else [a + b for a, b in zip(known, values, strict=True)]
+    return {
+        model: {"buckets": list(family.bounds), "counts": cumulative(values)[:-1]} for model, values in sums.items()
+    }
+
+
+def encode_frame(frame: dict[str, Any]) -> str:
+    """Return the frame as the JSON text that goes to every watcher."""
+    return msgspec.json.encode(frame).decode()

@@ -1,0 +1,81 @@
+"""The supervisor: starts, watches, restarts and drains the other processes. Never imports torch, serves no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from sie.catalog.directory import read_card
+from sie.catalog.spec import ModelSpec
+from sie.catalog.stub import stub_card
+from sie.errors import SieError
+from sie.logs import configure
+from sie.model_list import check_models
+from sie.progress import Progress
+from sie.settings import Loaded, Settings
+from sie.shm.segment import ReservationError, check_reservation
+from sie.supervisor.devices import resolve_devices
+from sie.supervisor.host import StartError, make_runtime_dir, reserve_port, take_lock, usable_cores
+from sie.supervisor.server import Supervisor
+from sie.types import ModelCard
+
+_CORES_PER_FRONTEND = 4
+
+
+def main(loaded: Loaded) -> int:
+    """Serve until SIGTERM or SIGINT and return the exit status. Raises StartError for what stops a start."""
+    settings = loaded.settings
+    server = settings.server
+    configure(server.log_format, server.log_level, "supervisor")
+    models = _read_models(loaded)
+    with reserve_port(server.host, server.port) as held:
+        port = held.getsockname()[1]
+        base = Path(server.runtime_dir)
+        runtime_dir = make_runtime_dir(base)
+        lock = take_lock(base, port)
+        try:
+            places = resolve_devices(settings.devices.devices, settings.devices.resolve_timeout_s)
+            num_frontends = server.frontends or max(1, len(usable_cores()) // _CORES_PER_FRONTEND)
+            _check_memory(settings, num_frontends, len(places))
+            progress = Progress(sys.stderr, server.log_format)
+            supervisor = Supervisor(settings, models, places, num_frontends, runtime_dir, port, progress)
+            return asyncio.run(supervisor.run())
+        except ReservationError as error:
+            raise StartError(f"shared memory: {error}") from error
+        finally:
+            os.close(lock)
+
+
+def _read_models(loaded: Loaded) -> list[tuple[ModelSpec, bool, ModelCard | None]]:
+    """Return (spec, whether to load before readiness, card) of every model that settings name.
+
+    The card of a model that has to be fetched or converted first is None. Raises StartError for a model that can
+    never be served.
+    """
+    models: list[tuple[ModelSpec, bool, ModelCard | None]] = []
+    for spec, start in check_models(loaded).values():
+        try:
+            card = _read_local_card(spec)
+        except SieError as error:
+            raise StartError(f"{'model' if start == 'preload' else 'lazy_model'}: {error.message}") from error
+        models.append((spec, start == "preload", card))
+    return models
+
+
+def _read_local_card(spec: ModelSpec) -> ModelCard | None:
+    if spec.stub is not None:
+        return stub_card(spec)
+    card = None if spec.directory is None else read_card(spec, spec.directory)
+    return card if card is not None and card.tokenizer_file else None
+
+
+def _check_memory(settings: Settings, num_frontends: int, num_workers: int) -> None:
+    """Refuse a start whose shared memory the host does not have, naming the bytes."""
+    memory = settings.memory
+    pairs = num_frontends * num_workers
+    rings = 2 * pairs * memory.ring_capacity * 64
+    pages = (1 + num_frontends + num_workers) * memory.counter_page_bytes
+    total = num_frontends * memory.request_segment_bytes + pairs * memory.reply_segment_bytes + rings + pages
+    check_reservation(total)

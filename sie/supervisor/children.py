@@ -1,0 +1,96 @@
+"""Owns one child process: its command line, its life, and the descriptors that stand for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from typing import Literal
+
+import msgspec
+
+from sie.control import Channel, Launch, Role
+from sie.supervisor.devices import WorkerSlot
+from sie.supervisor.restart import StartHistory
+
+ChildState = Literal["waiting", "starting", "ready", "gone"]
+_MODULES = {"frontend": "sie.frontend.main", "worker": "sie.workers.main"}
+
+
+class Child:
+    """One slot: a frontend or a worker, whatever process fills it now.
+
+    waiting: no process, one will be started. starting: it has not said ready. gone: given up or stopped for good.
+    peer_pid and peer_pidfd name the process that shares memory: a frontend's Granian child, else the process itself.
+    """
+
+    def __init__(self, role: Role, slot: int, place: WorkerSlot) -> None:
+        self.role: Role = role
+        self.slot = slot
+        self.place = place
+        self.state: ChildState = "waiting"
+        self.incarnation = 0
+        self.num_restarts = 0
+        self.history = StartHistory()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.pidfd = -1
+        self.channel: Channel | None = None
+        self.peer_pid = 0
+        self.peer_pidfd = -1
+        self.started_s = 0.0
+        self.ping_number = 0
+        self.pong_s = 0.0
+
+    @property
+    def name(self) -> str:
+        """`frontend-0`, `worker-1`: how logs and metrics call this slot."""
+        return f"{self.role}-{self.slot}"
+
+    def start(self, launch: Launch, num_threads: int, now_s: float) -> None:
+        """Start the process. It gets its own process group, so that Ctrl-C at a terminal reaches only us."""
+        self.incarnation = launch.incarnation
+        self.state = "starting"
+        self.started_s = now_s
+        command = [sys.executable, "-m", _MODULES[self.role], msgspec.json.encode(launch).decode()]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, env=_environment(num_threads), process_group=0
+        )
+        self.pidfd = os.pidfd_open(self.process.pid)
+
+    def adopt(self, channel: Channel, pid: int) -> None:
+        """Take the control connection that this slot's process opened."""
+        self.channel = channel
+        self.peer_pid = pid
+        self.peer_pidfd = os.pidfd_open(pid)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process if it still runs."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL the process and, for a frontend, the Granian child that shares our memory."""
+        for pidfd in (self.peer_pidfd, self.pidfd):
+            if pidfd >= 0:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+    def reap(self) -> int:
+        """Collect the dead process, close what stood for it, and return its exit status (negative: a signal)."""
+        assert self.process is not None
+        status = self.process.wait()
+        for fd in (self.pidfd, self.peer_pidfd):
+            if fd >= 0:
+                os.close(fd)
+        if self.channel is not None:
+            self.channel.close()
+        self.process, self.channel, self.pidfd, self.peer_pidfd = None, None, -1, -1
+        return status
+
+
+def _environment(num_threads: int) -> dict[str, str]:
+    """Return the child's environment. Thread pools must be sized before the libraries that own them are imported."""
+    threads = {name: str(num_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    return {**os.environ, **threads, "TOKENIZERS_PARALLELISM": "false"}

@@ -1,0 +1,81 @@
+"""Turns the setting `devices` into one worker slot per device. Asks about GPUs in a helper process with a time limit."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import msgspec
+
+from sie.supervisor.host import StartError, share_cores, usable_cores
+
+_PROBE = """
+import json
+def count():
+    try:
+        import pynvml
+        pynvml.nvmlInit()
+        if pynvml.nvmlDeviceGetCount() == 0:
+            return 0
+    except Exception:
+        return 0
+    import torch
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+print(json.dumps(count()))
+"""
+# NVML answers in milliseconds whether there is a GPU at all; only then is it worth importing torch.
+
+
+class WorkerSlot(msgspec.Struct, frozen=True):
+    """One worker to run: its device (`cpu`, `cuda:0`) and the cores it is pinned to (none: not pinned)."""
+
+    device: str
+    cores: tuple[int, ...] = ()
+
+
+def resolve_devices(setting: str, timeout_s: float) -> list[WorkerSlot]:
+    """Return the worker slots that `setting` asks for: auto, cpu, cpu:N, cuda, or a list such as cuda:0,cuda:1.
+
+    Raises StartError naming the setting when its form is wrong or a GPU it names is not there.
+    """
+    if setting == "auto":
+        num_gpus = _count_gpus(timeout_s)
+        return _gpu_slots(list(range(num_gpus))) if num_gpus else _cpu_slots(1)
+    if match := re.fullmatch(r"cpu(?::([1-9]\d*))?", setting):
+        return _cpu_slots(int(match[1] or 1))
+    if not re.fullmatch(r"cuda|cuda:\d+(,cuda:\d+)*", setting):
+        raise StartError(f"devices: {setting!r} is none of auto, cpu, cpu:N, cuda, or a list such as cuda:0,cuda:1")
+    num_gpus = _count_gpus(timeout_s)
+    wanted = list(range(num_gpus)) if setting == "cuda" else [int(part[5:]) for part in setting.split(",")]
+    missing = [i for i in wanted if i >= num_gpus]
+    if missing or not wanted:
+        raise StartError(f"devices: {setting!r} was asked for, but this host has {num_gpus} usable CUDA devices")
+    if len(set(wanted)) != len(wanted):
+        raise StartError(f"devices: {setting!r} names a device twice")
+    return _gpu_slots(wanted)
+
+
+def _cpu_slots(num_workers: int) -> list[WorkerSlot]:
+    return [WorkerSlot("cpu", share) for share in share_cores(usable_cores(), num_workers)]
+
+
+def _gpu_slots(indices: list[int]) -> list[WorkerSlot]:
+    shares = share_cores(usable_cores(), len(indices))
+    return [WorkerSlot(f"cuda:{i}", share) for i, share in zip(indices, shares, strict=True)]
+
+
+def _count_gpus(timeout_s: float) -> int:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROBE], capture_output=True, timeout=timeout_s, check=True, text=True
+        )
+        return int(json.loads(done.stdout.splitlines()[-1]))
+    except subprocess.TimeoutExpired as error:
+        raise StartError(
+            f"devices: the GPU driver did not answer within {timeout_s:g} s (resolve_timeout_s); "
+            "set devices to cpu to start without it"
+        ) from error
+    except (subprocess.CalledProcessError, ValueError, IndexError) as error:
+        raise StartError(f"devices: asking for GPUs failed: {error}; set devices to cpu to start without") from error

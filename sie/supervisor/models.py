@@ -1,0 +1,157 @@
+"""Owns what the supervisor knows of each model: who asked for it, which workers have it, when to load and unload.
+
+Decides and records only; the server sends the messages. Times are seconds on a monotonic clock, passed in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from sie.catalog.spec import ModelSpec
+from sie.control import ModelEntry, ModelReport
+from sie.errors import WireError
+from sie.types import ModelCard, ModelState
+
+_MAX_RETRY_S = 1800.0
+_PERMANENT_ATTEMPTS = 8
+_PERMANENT_CLASSES = frozenset({"GATED", "NOT_FOUND", "DEPENDENCY", "CONFIG"})
+# SIE API reference, section 12: the cool-down doubles per attempt up to 1,800 s; eight attempts are enough.
+
+
+class Record(msgspec.Struct):
+    """One model. card is None until a hub model was fetched; wanted means that workers should have it loaded."""
+
+    spec: ModelSpec
+    preload: bool
+    card: ModelCard | None = None
+    wanted: bool = False
+    preparing: bool = False
+    was_loaded: bool = False
+    reports: dict[int, ModelReport] = {}
+    error: WireError | None = None
+    num_attempts: int = 0
+    retry_at_s: float = 0.0
+    last_used_s: float = 0.0
+
+
+class ModelBook:
+    """Every model of this server, in the order in which they were named."""
+
+    def __init__(self, retry_s: float) -> None:
+        self._retry_s = retry_s
+        self.records: dict[str, Record] = {}
+
+    def add(self, spec: ModelSpec, preload: bool, card: ModelCard | None) -> Record:
+        """Make a model known."""
+        record = self.records[spec.id] = Record(spec, preload, card, wanted=preload)
+        return record
+
+    def want(self, model: str, now_s: float) -> Record | None:
+        """Note that a request came for a model. Return its record when a load has to start now, else None."""
+        record = self.records.get(model)
+        if record is None:
+            return None
+        record.last_used_s = now_s
+        if record.wanted or now_s < record.retry_at_s:
+            return None
+        record.wanted = True
+        record.error = None
+        return record
+
+    def touch(self, models: tuple[str, ...], now_s: float) -> None:
+        """Note that these models answered requests just now."""
+        for model in models:
+            if model in self.records:
+                self.records[model].last_used_s = now_s
+
+    def report(self, slot: int, report: ModelReport, now_s: float) -> None:
+        """Take a worker's word on one of its models."""
+        record = self.records.get(report.model)
+        if record is None:
+            return
+        if report.state == "available":
+            record.reports.pop(slot, None)
+        else:
+            record.reports[slot] = report
+        if report.state == "loaded":
+            record.was_loaded, record.error, record.num_attempts = True, None, 0
+            record.last_used_s = max(record.last_used_s, now_s)
+        elif report.state == "failed" and report.error is not None:
+            self.fail(record, report.error, now_s)
+
+    def fail(self, record: Record, error: WireError, now_s: float) -> None:
+        """Record a failed load, and when it may be tried again."""
+        record.num_attempts += 1
+        error_class = str(error.extras.get("error_class", "UNKNOWN"))
+        permanent = error_class in _PERMANENT_CLASSES or record.num_attempts >= _PERMANENT_ATTEMPTS
+        extras: dict[str, Any] = {
+            **error.extras, "error_class": error_class, "attempts": record.num_attempts, "permanent": permanent,
+        }  # fmt: skip
+        record.error = msgspec.structs.replace(error, code="MODEL_LOAD_FAILED", http_status=502, extras=extras)
+        cooldown_s = min(self._retry_s * 2 ** (record.num_attempts - 1), _MAX_RETRY_S)
+        record.retry_at_s = float("inf") if permanent else now_s + cooldown_s
+        record.wanted = record.preparing = False
+
+    def forget_worker(self, slot: int) -> None:
+        """Drop what a dead worker had loaded."""
+        for record in self.records.values():
+            record.reports.pop(slot, None)
+
+    def idle(self, idle_s: float, now_s: float) -> list[Record]:
+        """Return the lazy models that are loaded everywhere they are wanted and were not used for idle_s."""
+        return [
+            record
+            for record in self.records.values()
+            if record.wanted
+            and not record.preload
+            and record.reports
+            and all(report.state == "loaded" for report in record.reports.values())
+            and now_s - record.last_used_s > idle_s
+        ]
+
+    def release(self, record: Record) -> None:
+        """Stop wanting a model: it is about to be unloaded."""
+        record.wanted = record.was_loaded = False
+
+    def is_ready(self) -> bool:
+        """Return whether every model to load before readiness is loaded on a live worker."""
+        return not self.missing()
+
+    def missing(self) -> list[str]:
+        """Return the models that readiness still waits for."""
+        return [name for name, record in self.records.items() if record.preload and not _loaded_on(record)]
+
+    def entries(self) -> tuple[ModelEntry, ...]:
+        """Return all models as frontends see them."""
+        return tuple(_entry(record) for record in self.records.values())
+
+
+def _loaded_on(record: Record) -> tuple[int, ...]:
+    return tuple(sorted(slot for slot, report in record.reports.items() if report.state == "loaded"))
+
+
+def _entry(record: Record) -> ModelEntry:
+    workers = _loaded_on(record)
+    reports = list(record.reports.values())
+    return ModelEntry(
+        card=record.card or ModelCard(id=record.spec.id, kind="encoder", revision=record.spec.revision),
+        state=_state(record, bool(workers)),
+        recovering=record.wanted and record.was_loaded and not workers,
+        workers=workers,
+        device=next((report.device for report in reports if report.state == "loaded"), ""),
+        memory_bytes=sum(report.memory_bytes for report in reports if report.state == "loaded"),
+        error=record.error,
+    )
+
+
+def _state(record: Record, is_loaded: bool) -> ModelState:
+    states = {report.state for report in record.reports.values()}
+    if is_loaded and record.wanted:
+        return "loaded"
+    if "unloading" in states or (is_loaded and not record.wanted):
+        return "unloading"
+    if record.wanted or "loading" in states:
+        return "loading"
+    return "failed" if record.error is not None else "available"

@@ -1,0 +1,37 @@
+"""Decides when a dead child is started again. Pure: the caller passes the time."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """How often a child may die before it was ever ready, and how long to wait between such tries."""
+
+    budget: int
+    window_s: float
+    backoff_s: float
+    max_backoff_s: float = 30.0
+
+
+class StartHistory(msgspec.Struct):
+    """When starts of one slot failed, oldest first, in seconds on a monotonic clock."""
+
+    failed_at_s: list[float] = []
+
+
+def plan_restart(policy: RestartPolicy, history: StartHistory, was_ready: bool, now_s: float) -> float | None:
+    """Return the seconds to wait before the next start, or None to give the slot up.
+
+    A death in service restarts at once and forgets earlier failures. Only starts that died before they were ready
+    count against the budget, and each doubles the wait.
+    """
+    if was_ready:
+        history.failed_at_s.clear()
+        return 0.0
+    history.failed_at_s[:] = [at for at in history.failed_at_s if at > now_s - policy.window_s]
+    history.failed_at_s.append(now_s)
+    num_failed = len(history.failed_at_s)
+    if num_failed > policy.budget:
+        return None
+    return min(policy.backoff_s * 2 ** (num_failed - 1), policy.max_backoff_s)

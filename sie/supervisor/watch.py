@@ -1,0 +1,75 @@
+"""Judges who hangs and whose fault a death was. Pure but for one kernel counter, read when a worker dies.
+
+Hung means: now > started + allowed + watchdog, from what the worker publishes before each step; `allowed` grows with
+the step's size. Intervals in which the supervisor's own tick came late are forgiven, so a starved machine kills nobody.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Literal
+
+from sie.shm.inflight import InflightStatus
+
+_LATE_TICK_S = 0.5
+_DUMP_S = 0.5
+"""Time between SIGABRT, on which the worker prints its stacks, and SIGKILL."""
+
+Verdict = Literal["fine", "abort", "kill"]
+
+
+class Watch:
+    """What the supervisor remembers between ticks."""
+
+    def __init__(self, watchdog_s: float) -> None:
+        self._watchdog_s = watchdog_s
+        self._last_tick_s = 0.0
+        self._forgiven_s: dict[int, tuple[int, float]] = {}  # by slot: of which step, how many seconds
+        self._aborted_s: dict[int, float] = {}
+        self._num_oom_kills = count_oom_kills()
+
+    def tick(self, now_s: float) -> float:
+        """Note a tick; return by how many seconds it came late, when that is so much that nobody's silence counts."""
+        gap_s = now_s - self._last_tick_s if self._last_tick_s else 0.0
+        self._last_tick_s = now_s
+        return gap_s if gap_s > _LATE_TICK_S else 0.0
+
+    def judge_worker(self, slot: int, status: InflightStatus, now_s: float, late_s: float) -> Verdict:
+        """Say what to do about a worker, from its status page. late_s is what `tick` returned."""
+        if slot in self._aborted_s:
+            return "kill" if now_s - self._aborted_s[slot] > _DUMP_S else "fine"
+        if status.phase == "idle":
+            return "fine"
+        step, forgiven_s = self._forgiven_s.get(slot, (status.step_seq, 0.0))
+        forgiven_s = late_s + (forgiven_s if step == status.step_seq else 0.0)
+        self._forgiven_s[slot] = (status.step_seq, forgiven_s)
+        over_s = now_s - (status.started_ns + status.allowed_ns) / 1e9 - forgiven_s
+        if over_s <= self._watchdog_s:
+            return "fine"
+        self._aborted_s[slot] = now_s
+        return "abort"
+
+    def blames_input(self, status: int, slot: int) -> bool:
+        """Return whether a death may be the doing of what was running.
+
+        A SIGKILL that was neither ours nor the kernel's for want of memory came from outside, and says nothing about
+        the input; every other death may.
+        """
+        num_oom_kills, before = count_oom_kills(), self._num_oom_kills
+        self._num_oom_kills = num_oom_kills
+        return status != -signal.SIGKILL or slot in self._aborted_s or num_oom_kills > before
+
+    def forget(self, slot: int) -> None:
+        """Start afresh with a slot's next process."""
+        self._aborted_s.pop(slot, None)
+        self._forgiven_s.pop(slot, None)
+
+
+def count_oom_kills() -> int:
+    """Return how many processes the kernel killed for want of memory since boot; 0 where it does not say."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

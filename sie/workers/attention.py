@@ -1,0 +1,173 @@
+"""Owns the one attention function under which every transformers model runs packed.
+
+Registered with `AttentionInterface`, it gets each layer's queries, keys and values as one row of t tokens and keeps
+sequences apart by the step's boundaries. No function is registered with `AttentionMaskInterface`: for an unknown
+name transformers builds no mask at all (masking_utils._preprocess_mask_arguments), where a registered function that
+returns None would still cost a look at the position ids, and on a GPU a synchronisation, in every step.
+
+The boundaries travel beside the model, not through it: keyword arguments are dropped on the way by some families.
+They are thread-local, because a load probes its model in one thread while another runs the step loop.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from sie.workers.batch import Run
+
+NAME = "sie_packed"
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "cache")
+
+
+class NotPackableError(Exception):
+    """A layer asks for something that packed attention does not compute; the model runs in rectangles instead."""
+
+
+class Boundaries:
+    """Where the sequences of the running step begin, on its device, and how many layers asked.
+
+    cu_seqlens (n + 1,) int32 on the device of the step. Masks are made once a step, not once a layer.
+    """
+
+    def __init__(self, cu_seqlens: Tensor, runs: Sequence[Run], max_length: int) -> None:
+        self.cu_seqlens = cu_seqlens
+        self.runs = runs
+        self.max_length = max_length
+        self.num_calls = 0
+        self._masks: dict[tuple[int, int, bool], Tensor] = {}
+
+    def band_mask(self, length: int, window: int, causal: bool) -> Tensor:
+        """Return the (length, length) bool mask of the tokens closer than window, True where attended."""
+        key = (length, window, causal)
+        if key not in self._masks:
+            ones = torch.ones(length, length, dtype=torch.bool, device=self.cu_seqlens.device)
+            self._masks[key] = ones.tril(0 if causal else window - 1).triu(1 - window)
+        return self._masks[key]
+
+
+class _Rule(NamedTuple):
+    """What one layer attends to within a sequence; window None reaches all of it."""
+
+    scaling: float | None
+    causal: bool
+    window: int | None
+
+
+_running = threading.local()
+
+
+@contextmanager
+def packed_step(boundaries: Boundaries) -> Iterator[Boundaries]:
+    """Give this thread's forward passes their sequence boundaries."""
+    _running.boundaries = boundaries
+    try:
+        yield boundaries
+    finally:
+        _running.boundaries = None
+
+
+def register() -> None:
+    """Make the function known to transformers as `sie_packed`. Doing it again changes nothing."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend within each sequence of the running step.
+
+    query (1, h, t, d), key and value (1, h_kv, t, d), h a multiple of h_kv. Returns (1, t, h, d). sliding_window
+    lets a token attend to those less than so many positions away, before it or on both sides.
+    Source: transformers 5.23 modeling_flash_attention_utils._process_flash_attention_kwargs for what the values mean.
+    """
+    boundaries: Boundaries | None = getattr(_running, "boundaries", None)
+    unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    if boundaries is None or attention_mask is not None or unsupported or query.shape[0] != 1:
+        raise NotPackableError(", ".join(unsupported) or "not a packed step")
+    boundaries.num_calls += 1
+    reaches_all = sliding_window is None or sliding_window >= boundaries.max_length
+    rule = _Rule(scaling, _is_causal(module, is_causal), None if reaches_all else sliding_window)
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        attended = _attend_varlen(query[0], key[0], value[0], boundaries, rule)
+    else:
+        attended = _attend_runs(query[0], key[0], value[0], boundaries, rule)
+    return attended.unsqueeze(0), None
+
+
+def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
+    """As the library: the argument, else a config that says "bidirectional", else the layer's own word."""
+    if is_causal is not None:
+        return is_causal
+    if getattr(getattr(module, "config", None), "is_causal", None) is False:
+        return False
+    return bool(getattr(module, "is_causal", True))
+
+
+def _attend_runs(query: Tensor, key: Tensor, value: Tensor, boundaries: Boundaries, rule: _Rule) -> Tensor:
+    """Attend run by run: sequences of one length are a rectangle already. Takes (h, t, d), returns (t, h, d)."""
+    out = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
+    grouped = key.shape[0] != query.shape[0]
+    for start, count, length in boundaries.runs:
+        mask = None
+        if rule.window is not None and rule.window < length:
+            mask = boundaries.band_mask(length, rule.window, rule.causal)
+        tokens = slice(start, start + count * length)
+        part = scaled_dot_product_attention(
+            _rectangle(query, tokens, count),
+            _rectangle(key, tokens, count),
+            _rectangle(value, tokens, count),
+            attn_mask=mask,
+            is_causal=rule.causal and mask is None,
+            scale=rule.scaling,
+            enable_gqa=grouped,
+        )
+        out[tokens].unflatten(0, (count, length)).copy_(part.transpose(1, 2))
+    return out
+
+
+def _rectangle(states: Tensor, tokens: slice, count: int) -> Tensor:
+    """View (h, t, d) as the (count, h, length, d) of one run."""
+    return states[:, tokens].unflatten(1, (count, -1)).transpose(0, 1)
+
+
+def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, boundaries: Boundaries, rule: _Rule) -> Tensor:
+    """Attend in one kernel (CUDA, half precision only). Takes (h, t, d), returns (t, h, d)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    reach = -1 if rule.window is None else rule.window - 1
+    arguments: dict[str, Any] = {"scale": rule.scaling}
+    parameters = inspect.signature(varlen_attn).parameters
+    if "window_size" in parameters:
+        arguments["window_size"] = (reach, 0 if rule.causal else reach)
+    elif rule.window is None:  # torch 2.10 had is_causal and no window
+        arguments["is_causal"] = rule.causal
+    else:
+        raise NotPackableError("this torch has no sliding window in varlen_attn")
+    if key.shape[0] != query.shape[0]:
+        if "enable_gqa" in parameters:
+            arguments["enable_gqa"] = True
+        else:
+            repeats = query.shape[0] // key.shape[0]
+            key, value = key.repeat_interleave(repeats, 0), value.repeat_interleave(repeats, 0)
+    cu_seqlens, longest = boundaries.cu_seqlens, boundaries.max_length
+    rows = (states.transpose(0, 1) for states in (query, key, value))
+    return varlen_attn(*rows, cu_seqlens, cu_seqlens, longest, longest, **arguments)

@@ -1,0 +1,64 @@
+"""Owns the packing of a step: sequences back to back in one row, without padding.
+
+Pure NumPy. Sequences are put in order of length, so that those of equal length are one contiguous run of the row:
+attention without a variable-length kernel then works on plain views, and `order` leads back to the caller's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Run(NamedTuple):
+    """Sequences of equal length that lie side by side: tokens start .. start + count * length of the row."""
+
+    start: int
+    count: int
+    length: int
+
+
+class PackedBatch(NamedTuple):
+    """n sequences, t tokens. Row i of an answer belongs to item order[i] of the step."""
+
+    input_ids: NDArray[np.int64]
+    """(t,)"""
+    position_ids: NDArray[np.int64]
+    """(t,): 0, 1, ... within each sequence."""
+    cu_seqlens: NDArray[np.int32]
+    """(n + 1,): where each sequence begins; first 0, last t."""
+    order: NDArray[np.intp]
+    """(n,)"""
+    runs: tuple[Run, ...]
+    max_length: int
+
+
+def pack_sequences(token_ids: Sequence[NDArray[np.integer]]) -> PackedBatch:
+    """Pack the token ids of a step, each (t_i,) of any integer type.
+
+    Copies; nothing of the input is kept. Raises ValueError when there is no sequence or an empty one.
+    """
+    lengths = np.fromiter(map(len, token_ids), dtype=np.int32, count=len(token_ids))
+    if not len(lengths) or not lengths.all():
+        raise ValueError("a step has at least one sequence, and each at least one token")
+    order = np.argsort(lengths, kind="stable")
+    lengths = lengths[order]
+    cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=cu_seqlens[1:])
+    input_ids = np.concatenate([token_ids[i] for i in order], dtype=np.int64)
+    position_ids = np.arange(len(input_ids), dtype=np.int64) - np.repeat(cu_seqlens[:-1], lengths)
+    return PackedBatch(input_ids, position_ids, cu_seqlens, order, _runs(lengths.tolist()), int(lengths[-1]))
+
+
+def _runs(lengths: list[int]) -> tuple[Run, ...]:
+    runs: list[Run] = []
+    start = 0
+    for length, group in groupby(lengths):
+        count = sum(1 for _ in group)
+        runs.append(Run(start, count, length))
+        start += count * length
+    return tuple(runs)

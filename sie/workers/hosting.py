@@ -1,0 +1,122 @@
+"""Owns the models of one worker: loads them on a thread beside the step loop, one at a time, and lets them go.
+
+The loop never waits for a load. A finished one waits in a queue and rings an eventfd; `collect` takes it over in the
+loop's own thread, so a model's state changes only between steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from sie.control import ModelReport
+from sie.errors import Internal, SieError, WireError, to_wire
+from sie.logs import get_logger
+from sie.types import ModelCard, ModelState
+from sie.workers.runners import Runner
+
+_log = get_logger(__name__)
+
+Build = Callable[[ModelCard, Callable[[float, str], None]], Runner]
+"""Returns a ready runner for a card, reporting (fraction, text) on the way."""
+
+
+class Hosted(msgspec.Struct):
+    """One model of this worker. runner is there exactly while state is loaded or unloading."""
+
+    card: ModelCard
+    state: ModelState
+    runner: Runner | None = None
+
+
+class Host:
+    """All models of this worker. Everything but the load itself happens in the loop's thread."""
+
+    def __init__(self, device: str, build: Build, send_report: Callable[[ModelReport], None]) -> None:
+        self.device = device
+        self._build = build
+        self._send = send_report
+        self._wanted: queue.SimpleQueue[ModelCard | None] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[ModelReport | tuple[ModelCard, Runner]] = queue.SimpleQueue()
+        self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.models: dict[str, Hosted] = {}
+        threading.Thread(target=self._load_forever, name="load", daemon=True).start()
+
+    def load(self, card: ModelCard) -> None:
+        """Start loading a model, unless it is loading or loaded."""
+        hosted = self.models.get(card.id)
+        if hosted is not None and hosted.state in ("loading", "loaded"):
+            return
+        self.models[card.id] = Hosted(card, "loading")
+        self._send(ModelReport(card.id, "loading", self.device))
+        self._wanted.put(card)
+
+    def runner(self, model: str) -> Runner | None:
+        """Return the runner that takes new work for a model, or None while it is not loaded."""
+        hosted = self.models.get(model)
+        return hosted.runner if hosted is not None and hosted.state == "loaded" else None
+
+    def start_unload(self, model: str) -> None:
+        """Take no new work for a model; `finish_unload` frees it once nothing of it waits."""
+        hosted = self.models.get(model)
+        if hosted is not None and hosted.state == "loaded":
+            hosted.state = "unloading"
+            self._send(ModelReport(model, "unloading", self.device))
+
+    def unloading(self) -> list[str]:
+        """Return the models that `finish_unload` still has to free."""
+        return [name for name, hosted in self.models.items() if hosted.state == "unloading"]
+
+    def finish_unload(self, model: str) -> None:
+        """Free a model."""
+        del self.models[model]
+        gc.collect()
+        self._send(ModelReport(model, "available", self.device))
+
+    def collect(self) -> list[Hosted]:
+        """Take over finished loads and pass progress on; return the models that are newly loaded."""
+        os.eventfd_read(self.event_fd)
+        loaded: list[Hosted] = []
+        while not self._news.empty():
+            news = self._news.get()
+            if isinstance(news, ModelReport):
+                if news.state == "failed":
+                    self.models.pop(news.model, None)
+                self._send(news)
+                continue
+            card, runner = news
+            hosted = self.models[card.id] = Hosted(card, "loaded", runner)
+            loaded.append(hosted)
+            dtype = str(getattr(runner, "dtype", ""))
+            self._send(ModelReport(card.id, "loaded", self.device, runner.memory_bytes, dtype))
+        return loaded
+
+    def _load_forever(self) -> None:
+        while (card := self._wanted.get()) is not None:
+            try:
+                runner = self._build(card, lambda fraction, text, card=card: self._progress(card, fraction, text))
+            except BaseException as error:  # a load must never take the worker's other models with it
+                _log.exception("loading %s failed", card.id)
+                self._tell(ModelReport(card.id, "failed", self.device, error=_load_error(card, error)))
+            else:
+                self._tell((card, runner))
+
+    def _progress(self, card: ModelCard, fraction: float, text: str) -> None:
+        self._tell(ModelReport(card.id, "loading", self.device, progress=fraction, detail=text))
+
+    def _tell(self, news: ModelReport | tuple[ModelCard, Runner]) -> None:
+        self._news.put(news)
+        os.eventfd_write(self.event_fd, 1)
+
+
+def _load_error(card: ModelCard, error: BaseException) -> WireError:
+    if isinstance(error, SieError):
+        return to_wire(error)
+    kind = "OOM" if isinstance(error, MemoryError) or "out of memory" in str(error) else "UNKNOWN"
+    reason = f"{type(error).__name__} while loading; the server's log has the details"
+    return to_wire(Internal(f"Model '{card.id}': {reason}", extras={"error_class": kind}))

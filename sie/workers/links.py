@@ -1,0 +1,77 @@
+"""Owns the worker's end of one attachment: the frontend's requests in, this worker's reply memory out."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+
+from sie.control import Attach
+from sie.settings import Settings
+from sie.shm.attach import Attachment
+from sie.shm.large import LargeBudget
+from sie.shm.layout import Descriptor
+from sie.shm.pool import Lease
+from sie.shm.space import OutboundSpace
+
+_ATTACH_TIMEOUT_S = 5.0
+
+
+class FrontendLink:
+    """One frontend, as the step loop sees it."""
+
+    def __init__(self, message: Attach, fds: list[int], settings: Settings, budget: LargeBudget) -> None:
+        """Exchange memory with the frontend. Raises OSError or ProtocolError when that fails in time."""
+        self.slot = message.peer_slot
+        memory = settings.memory
+        self._space = OutboundSpace.create(
+            f"reply-{self.slot}", memory.reply_segment_bytes, budget, large_extent_bytes=memory.large_extent_bytes
+        )
+        self._unsent: deque[tuple[int, int, Lease | None, int]] = deque()
+        try:
+            self.attachment = Attachment.connect(
+                socket.socket(fileno=fds[0]), fds[1], message.generation, self._space, memory.ring_capacity,
+                timeout_s=_ATTACH_TIMEOUT_S,
+            )  # fmt: skip
+        except BaseException:
+            self._space.close()
+            raise
+
+    @property
+    def num_leased(self) -> int:
+        """Reply extents that the frontend has not given back."""
+        return self._space.num_leased
+
+    def view(self, descriptor: Descriptor) -> memoryview:
+        """Return the read-only extent that a descriptor names. Raises ProtocolError."""
+        return self.attachment.view(descriptor)
+
+    def lease(self, nbytes: int) -> Lease | None:
+        """Return room for a reply, or None when there is none now."""
+        return self._space.lease(nbytes)
+
+    def reply(self, kind: int, request_id: int, lease: Lease | None, length: int) -> None:
+        """Send a terminal descriptor; without credit it waits here, behind earlier ones, for the next release."""
+        self._unsent.append((kind, request_id, lease, length))
+        self.flush()
+
+    def flush(self) -> bool:
+        """Send what waited for credit; return whether nothing waits any more."""
+        while self._unsent:
+            kind, request_id, lease, length = self._unsent[0]
+            if not self.attachment.push(kind, 0, request_id, lease.address if lease else 0, length):
+                return False
+            if lease is not None:
+                lease.hand_over(request_id)
+            self._unsent.popleft()
+        return True
+
+    def release(self, descriptor: Descriptor) -> None:
+        """End the lease on a reply that the frontend has read. Raises ProtocolError for one it never had."""
+        self._space.end_released(descriptor.offset)
+        if self._unsent:
+            self.flush()
+
+    def close(self) -> None:
+        """Unmap the frontend's memory and free ours; only when its process is dead or has detached."""
+        self.attachment.close()
+        self._space.close()

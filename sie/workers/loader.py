@@ -1,0 +1,97 @@
+"""Owns how a card becomes an encoder: weights from safetensors, the proof of packing, progress on the way.
+
+Runs in a thread beside the step loop. The only import of transformers in a worker is behind this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from sie.catalog.architecture import read_model_config, text_encoder_class
+from sie.catalog.files import refuse
+from sie.types import ModelCard
+from sie.workers.device import DtypeSetting, choose_dtype, resolve_device
+from sie.workers.probe import choose_execution
+from sie.workers.runners.encode import Backbone, EncodeRunner
+from sie.workers.runners.head import Head
+
+Progress = Callable[[float, str], None]
+"""Takes the fraction that is done, 0 to 1, and what is being done."""
+
+
+def load_encoder(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress) -> EncodeRunner:
+    """Return an encoder that is ready for its first step. device_name as in `device.resolve_device`.
+
+    Raises ModelLoadFailed, with `error_class` CONFIG for a checkpoint that can never be served and STORAGE for one
+    whose files are damaged or gone; BadRequest for a device or dtype that is not there.
+    """
+    device = resolve_device(device_name)
+    dtype = choose_dtype(dtype_setting, device)
+    dtype_name = str(dtype).removeprefix("torch.")
+    on_progress(0.1, "reading weights")
+    try:
+        model = _read_model(card)
+        head = Head(card.id, card.pipeline, device)
+    except OSError as error:
+        raise refuse(card.id, str(error), "STORAGE") from error
+    except SafetensorError as error:
+        raise refuse(card.id, f"its safetensors file is damaged: {error}", "STORAGE") from error
+    on_progress(0.6, f"converting weights to {dtype_name} on {device}")
+    _convert(model, dtype, device)
+    on_progress(0.8, "comparing packed with single sequences")
+    backbone = Backbone(model, device)
+    execution = choose_execution(card.id, backbone)
+    on_progress(1.0, "packed" if execution.packed else "in rectangles of equal length")
+    return EncodeRunner(card, backbone, head, execution, dtype_name)
+
+
+def _read_model(card: ModelCard) -> PreTrainedModel:
+    """Build the transformer on the CPU in float32.
+
+    In float32 because from_pretrained sets torch's default dtype, for the whole process, to what it is asked for:
+    with any other one, a step that runs meanwhile would compute in the wrong format.
+    """
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    config = read_model_config(card.id, card.directory)
+    model, report = text_encoder_class(card.id, config).from_pretrained(
+        card.directory,
+        config=config,
+        dtype=torch.float32,
+        use_safetensors=True,
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    _check_complete(card, report)
+    return model.eval().requires_grad_(False)
+
+
+def _check_complete(card: ModelCard, report: dict[str, Any]) -> None:
+    """Refuse weights that transformers had to make up: it only warns."""
+    missing = sorted(name for name in report["missing_keys"] if not name.startswith("pooler."))  # its output is unused
+    wrong = sorted(str(key) for key in report["mismatched_keys"])
+    if missing or wrong:
+        some = ", ".join((missing + wrong)[:5])
+        raise refuse(card.id, f"{len(missing) + len(wrong)} weights are missing or of the wrong shape: {some}")
+
+
+def _convert(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
+    """Move the model and convert its weights.
+
+    Its buffers stay as they are (rotary frequencies lose too much in 16 bits), and so do the weights that the
+    architecture itself wants kept in float32.
+    """
+    kept = set(model._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        kept |= set(model._keep_in_fp32_modules or ())
+    for name, weight in model.named_parameters():
+        if not kept.intersection(name.split(".")):
+            weight.data = weight.data.to(device, dtype)
+    model.config.dtype = dtype
+    model.to(device)

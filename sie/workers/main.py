@@ -1,0 +1,90 @@
+"""Starts a worker: pinned before anything that makes threads is imported, then the step loop until the end."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import msgspec
+
+from sie import control, process
+from sie.control import ChannelClosed, Configure, Launch, Ready
+from sie.logs import configure, get_logger
+from sie.settings import Settings
+from sie.shm.large import LargeBudget
+from sie.shm.inflight import InflightPage
+from sie.shm.pages import CounterPage
+from sie.types import ModelCard
+from sie.workers.hosting import Host
+from sie.workers.loop import Loop
+from sie.workers.runners import Runner
+from sie.workers.scheduler import Budget
+from sie.workers.telemetry import WorkerMetrics
+
+_log = get_logger(__name__)
+_CONFIGURE_TIMEOUT_S = 10.0
+_CPU_STEP_TOKENS = 1024
+"""On a CPU the linear layers are as fast at 256 tokens as at 2,048; a smaller step keeps a newcomer's wait short."""
+_GPU_STEP_TOKENS = 16384
+
+
+def main() -> int:
+    """Run one worker process; the launch record is the only argument."""
+    launch = msgspec.json.decode(sys.argv[1], type=Launch)
+    process.die_with_parent(launch.supervisor_pid)
+    process.dump_stacks_on_abort()
+    process.pin_to(launch.cores)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _exit)
+    configure(launch.log_format, launch.log_level, f"worker-{launch.slot}")  # type: ignore[arg-type]
+    try:
+        channel = control.connect(launch)
+        message, fds = channel.receive(_CONFIGURE_TIMEOUT_S)
+    except (OSError, ChannelClosed) as error:
+        _log.error("no supervisor: %s", error)
+        return 1
+    assert isinstance(message, Configure)
+    settings = message.settings
+    metrics = WorkerMetrics(CounterPage.open(fds[0], writable=True), str(launch.slot))
+    host = Host(launch.device, _builder(launch, settings), channel.send)
+    page = InflightPage.open(fds[1], writable=True)
+    large = LargeBudget(launch.max_large_bytes)
+    loop = Loop(settings, channel, host, page, metrics, _budget(launch, settings), large)
+    channel.send(Ready())
+    loop.run()
+    return 0
+
+
+def _exit(_signal: int, _frame: FrameType | None) -> None:
+    sys.exit(0)
+
+
+def _budget(launch: Launch, settings: Settings) -> Budget:
+    default = _CPU_STEP_TOKENS if launch.device == "cpu" else _GPU_STEP_TOKENS
+    scheduler = settings.scheduler
+    return Budget(
+        max_tokens=scheduler.max_step_tokens or default,
+        max_items=scheduler.max_step_items,
+        max_age_ns=int(scheduler.max_age_ms * 1e6),
+    )
+
+
+def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callable[[float, str], None]], Runner]:
+    """Return what loads a model. Torch is imported by the first model that needs it; stubs never do."""
+
+    def build(card: ModelCard, progress: Callable[[float, str], None]) -> Runner:
+        if card.kind == "stub":
+            from sie.workers.runners.stub import StubRunner  # noqa: PLC0415  # each kind imports only its own
+
+            return StubRunner(card)
+        from sie.workers.loader import load_encoder  # noqa: PLC0415  # imports torch
+
+        return load_encoder(card, launch.device, settings.models.dtype, progress)
+
+    return build
+
+
+if __name__ == "__main__":
+    sys.exit(main())

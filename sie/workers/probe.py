@@ -1,0 +1,75 @@
+"""Owns the proof, made once a load, that a model runs packed and that packing changes nothing.
+
+The library's own attention, one sequence at a time, is the oracle. No family is known by name: whether packing works
+and where positions begin is found by trying.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sie.catalog.files import refuse
+from sie.workers import attention
+from sie.workers.batch import pack_sequences
+from sie.workers.runners.encode import Backbone, Execution
+
+_log = logging.getLogger(__name__)
+_LENGTHS = (5, 37, 5, 160, 1, 23)
+_MAX_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+# Mean relative distance of a token's hidden state; a token that saw another sequence is off by far more.
+
+
+def choose_execution(model_id: str, backbone: Backbone) -> Execution:
+    """Run the model both ways and return how it is to be run from now on; leaves it set up for that.
+
+    Raises ModelLoadFailed when the model does not even run under the library's own attention, or gives values that
+    are not finite in this format.
+    """
+    model = backbone.model
+    batch = pack_sequences(_probe_sequences(backbone))
+    own = model.config._attn_implementation
+    with torch.inference_mode():
+        expected = backbone.run_rectangles(batch)
+        if not torch.isfinite(expected).all():
+            raise refuse(model_id, f"its values overflow in {expected.dtype}; choose another dtype")
+        attention.register()
+        try:
+            model.set_attn_implementation(attention.NAME)
+            for offset in _position_offsets(backbone):
+                hidden, num_calls = backbone.run_packed(batch, offset)
+                every_layer = num_calls >= model.config.num_hidden_layers
+                if every_layer and _difference(hidden, expected) < _MAX_DIFFERENCE[expected.dtype]:
+                    return Execution(packed=True, position_offset=offset)
+            reason = "packed results differ"
+        except Exception as error:  # whatever a foreign architecture raises, the other way still works
+            reason = f"{type(error).__name__}: {error}"
+        model.set_attn_implementation(own)
+    _log.info("%s runs in rectangles of equal length: %s", model_id, reason)
+    return Execution(packed=False)
+
+
+def _probe_sequences(backbone: Backbone) -> list[NDArray[np.int32]]:
+    """Return the same tokens at every load; the padding token is left out, for some families skip its position."""
+    random = np.random.default_rng(0)
+    padding = backbone.model.config.pad_token_id
+    ids = np.array([i for i in range(min(backbone.vocab_size, 30_000)) if i != padding], dtype=np.int32)
+    longest = backbone.max_positions or max(_LENGTHS)
+    return [random.choice(ids, min(length, longest)) for length in _LENGTHS]
+
+
+def _position_offsets(backbone: Backbone) -> list[int]:
+    """Return where a family may count its positions from: 0, or behind the padding row."""
+    padding = getattr(backbone.model.config, "pad_token_id", None)
+    return [0] if padding is None else [0, padding + 1]
+
+
+def _difference(hidden: Tensor, expected: Tensor) -> float:
+    if hidden.shape != expected.shape:
+        return float("inf")
+    distance = (hidden.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1).clamp_min(1e-9)
+    return float(distance.mean())

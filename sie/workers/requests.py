@@ -1,0 +1,200 @@
+"""Owns a request's life in the worker: read from its extent, given a reply extent, filled row by row, answered.
+
+A request gets exactly one terminal descriptor: REPLY, or ERROR (with length 0 when its client cancelled it).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Final, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from sie.errors import SieError, to_wire
+from sie.shm.extent import array_view, begin_extent, extent_bytes, is_cancelled, plan_arrays, read_extent
+from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
+from sie.shm.pool import Lease
+from sie.types import ReplyHeader, WorkHeader
+
+_decoder = msgspec.msgpack.Decoder(WorkHeader)
+_encoder = msgspec.msgpack.Encoder()
+_TIMES: Final = struct.Struct("<3q")
+
+
+class Link(Protocol):
+    """The attachment that a request came by: where its extent is read and its reply goes."""
+
+    slot: int
+
+    def view(self, descriptor: Descriptor) -> memoryview:
+        """Return the read-only extent that a descriptor names."""
+        ...
+
+    def lease(self, nbytes: int) -> Lease | None:
+        """Return room for a reply, or None when there is none now."""
+        ...
+
+    def reply(self, kind: int, request_id: int, lease: Lease | None, length: int) -> None:
+        """Send a terminal descriptor; the lease is the peer's from here."""
+        ...
+
+
+class ReplyLayout(NamedTuple):
+    """The bytes that are the same for every reply of one shape, and where its rows lie."""
+
+    header: bytes
+    row_bytes: int
+    rows_offset: int
+    nbytes: int
+
+
+@lru_cache(maxsize=4096)
+def reply_layout(num_items: int, code: str, width: int) -> ReplyLayout:
+    """Return the layout of a reply of num_items rows of width elements of dtype `code`."""
+    plan = plan_arrays([("times", "<i8", (3,)), ("dense", code, (num_items, width))])
+    header = _encoder.encode(ReplyHeader(plan.refs))
+    row_bytes = np.dtype(code).itemsize * width
+    return ReplyLayout(header, row_bytes, plan.refs[1].offset, extent_bytes(len(header), plan.nbytes))
+
+
+class Request:
+    """One submitted extent while this worker has it.
+
+    inputs is what the runner takes, one entry for each item: arrays (t_i,) int32 or UTF-8 text, aliasing the extent;
+    costs are their tokens.
+    """
+
+    __slots__ = (
+        "_layout", "_lease", "_payload", "_view", "costs", "deadline_ns", "ended", "header", "inference_ns",
+        "inflight_entry", "inputs", "is_alone", "link", "num_left", "postprocessing_ns", "request_id", "started_ns",
+    )  # fmt: skip
+
+    def __init__(self, link: Link, descriptor: Descriptor) -> None:
+        """Read the extent. Raises ProtocolError when it is not what the layout allows."""
+        self.link = link
+        self.request_id = descriptor.request_id
+        self.inflight_entry = (link.slot, descriptor.request_id, b"")
+        self.deadline_ns = descriptor.deadline_ns
+        self.is_alone = bool(descriptor.flags & FLAG_ALONE)
+        self._view = link.view(descriptor)
+        self.header, payload = read_extent(self._view, _decoder)
+        self.costs, self.inputs = _read_inputs(self.header, payload)
+        self.num_left = self.header.num_items
+        self.started_ns = self.inference_ns = self.postprocessing_ns = 0
+        self.ended = False
+        self._lease: Lease | None = None
+        self._layout: ReplyLayout | None = None
+        self._payload = memoryview(b"")
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the frontend has set the cancel byte."""
+        return is_cancelled(self._view)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether room for the reply was found."""
+        return self._lease is not None
+
+    def try_start(self, code: str, width: int, now_ns: int) -> bool:
+        """Lease the reply extent for rows of width elements of dtype `code`; False when there is no room now."""
+        layout = reply_layout(self.header.num_items, code, width)
+        lease = self.link.lease(layout.nbytes)
+        if lease is None:
+            return False
+        self._lease, self._layout = lease, layout
+        self._payload = begin_extent(lease.view, layout.header)
+        self.started_ns = now_ns
+        return True
+
+    def put_row(self, index: int, row: memoryview) -> None:
+        """Copy one finished row (bytes) to its place in the reply extent."""
+        assert self._layout is not None
+        row_bytes = self._layout.row_bytes
+        start = self._layout.rows_offset + index * row_bytes
+        self._payload[start : start + row_bytes] = row
+        self.num_left -= 1
+
+    def answer(self) -> None:
+        """Send the reply; every row is in its place."""
+        assert self._lease is not None
+        assert self._layout is not None
+        _TIMES.pack_into(self._payload, 0, self.started_ns, self.inference_ns, self.postprocessing_ns)
+        self._end(REPLY, self._lease, self._layout.nbytes)
+
+    def cancel(self) -> None:
+        """Acknowledge that the client gave up, or that its deadline passed: nobody waits for these rows."""
+        self._give_back()
+        self._end(ERROR, None, 0)
+
+    def fail(self, error: SieError) -> None:
+        """Send an error instead of rows."""
+        self._give_back()
+        send_error(self.link, self.request_id, error)
+        self.ended = True
+
+    def drop(self) -> None:
+        """Forget the request: its frontend is gone."""
+        self.ended = True
+        self._lease = None
+
+    def _give_back(self) -> None:
+        if self._lease is not None:
+            self._lease.end()
+            self._lease = None
+
+    def _end(self, kind: int, lease: Lease | None, length: int) -> None:
+        self.ended = True
+        self._lease = None
+        self._payload = memoryview(b"")
+        self.link.reply(kind, self.request_id, lease, length)
+
+
+def send_error(link: Link, request_id: int, error: SieError) -> None:
+    """Answer a request with an error; when there is not even room for that, with a bare cancellation."""
+    header = _encoder.encode(to_wire(error))
+    lease = link.lease(extent_bytes(len(header), 0))
+    if lease is None:
+        link.reply(ERROR, request_id, None, 0)
+        return
+    begin_extent(lease.view, header)
+    link.reply(ERROR, request_id, lease, extent_bytes(len(header), 0))
+
+
+def _read_inputs(header: WorkHeader, payload: memoryview) -> tuple[list[int], Sequence[Any]]:
+    arrays = {ref.name: array_view(payload, ref) for ref in header.arrays}
+    costs = _lengths(arrays.get("cu_seqlens"), header.num_items)
+    if "token_ids" in arrays:
+        return costs, _split(arrays["token_ids"], costs)
+    text, offsets = arrays.get("text"), arrays.get("text_offsets")
+    if text is None or text.dtype != np.uint8 or text.ndim != 1:
+        raise ProtocolError("a request with neither token_ids nor text")
+    return costs, _split(text, _lengths(offsets, header.num_items))
+
+
+def _lengths(bounds: NDArray[Any] | None, num_items: int) -> list[int]:
+    """Return the differences of an (n + 1,) int32 array that starts at 0 and never falls."""
+    if bounds is None or bounds.dtype != np.int32 or bounds.shape != (num_items + 1,) or num_items < 1:
+        raise ProtocolError("a request whose item bounds are not (n + 1,) int32")
+    values: list[int] = bounds.tolist()
+    lengths = [end - start for start, end in zip(values, values[1:], strict=False)]
+    if values[0] != 0 or min(lengths) < 0:
+        raise ProtocolError("a request whose item bounds do not rise from 0")
+    return lengths
+
+
+def _split(data: NDArray[Any], lengths: list[int]) -> list[NDArray[Any]]:
+    if data.ndim != 1 or sum(lengths) != len(data):
+        raise ProtocolError(f"items of {sum(lengths)} elements in an array of shape {data.shape}")
+    if len(lengths) == 1:
+        return [data]
+    pieces: list[NDArray[Any]] = []
+    start = 0
+    for length in lengths:
+        pieces.append(data[start : start + length])
+        start += length
+    return pieces

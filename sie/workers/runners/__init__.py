@@ -1,0 +1,47 @@
+"""Owns what the step loop may ask of a loaded model, whatever kind it is.
+
+A runner turns one step's inputs into rows and knows nothing of rings, requests or output types: the loop passes its
+rows on to `sie.workers.runners.quantise.finish_rows`, once per request. It is called from one thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sie.types import ModelCard
+
+
+class TokenRunner(Protocol):
+    """A model that reads token ids."""
+
+    takes: Literal["tokens"]
+    card: ModelCard
+    memory_bytes: int
+
+    def run_tokens(self, token_ids: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:
+        """Return (n, d) float32 rows, C order, the caller's to keep; the checkpoint's last normalise not applied.
+
+        Each item is (t_i,) with t_i >= 1 and at most the card's maximum. Raises BadRequest for an id outside the
+        vocabulary.
+        """
+        ...
+
+
+class TextRunner(Protocol):
+    """A model that reads UTF-8 text."""
+
+    takes: Literal["text"]
+    card: ModelCard
+    memory_bytes: int
+
+    def run_texts(self, texts: Sequence[bytes | memoryview]) -> NDArray[np.float32]:
+        """Return (n, d) float32 rows, C order, the caller's to keep."""
+        ...
+
+
+Runner = TokenRunner | TextRunner
+"""What a loaded model is to the loop; `takes` says which of the two."""

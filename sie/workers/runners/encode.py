@@ -1,0 +1,124 @@
+"""Owns the runner of an encoder: token ids of a step in, one float32 row a text out, nothing padded.
+
+Two ways lead to the same hidden states. Packed: the whole step is one row, under `sie.workers.attention`. In
+rectangles: sequences of equal length form a batch without a mask, for architectures whose attention does not go
+through the registry. `sie.workers.probe` says which one a model takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from sie.errors import BadRequest, InputTooLong
+from sie.types import ModelCard
+from sie.workers.attention import Boundaries, packed_step
+from sie.workers.batch import PackedBatch, pack_sequences
+from sie.workers.runners.head import Head
+
+
+class Execution(msgspec.Struct, frozen=True):
+    """How a model runs a step, as its probe found out."""
+
+    packed: bool
+    position_offset: int = 0
+    """What its first token's position is (RoBERTa and its kin count from padding_idx + 1); packed only."""
+
+
+class Backbone:
+    """A transformer that turns a packed batch into packed hidden states, whatever way it runs inside."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.model = model
+        self.device = device
+        self.vocab_size: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator, union-attr]
+        self.max_positions = _max_positions(model)
+
+    def run(self, batch: PackedBatch, execution: Execution) -> Tensor:
+        """Return (t, d) hidden states in the model's format, in the batch's order."""
+        return self.run_packed(batch, execution.position_offset)[0] if execution.packed else self.run_rectangles(batch)
+
+    def run_packed(self, batch: PackedBatch, position_offset: int) -> tuple[Tensor, int]:
+        """Run the step as one row; return (t, d) and how often a layer attended."""
+        boundaries = Boundaries(self._move(batch.cu_seqlens), batch.runs, batch.max_length)
+        positions = batch.position_ids + position_offset if position_offset else batch.position_ids
+        with packed_step(boundaries):
+            hidden = self.model(
+                input_ids=self._move(batch.input_ids)[None], position_ids=self._move(positions)[None]
+            ).last_hidden_state
+        return hidden[0], boundaries.num_calls
+
+    def run_rectangles(self, batch: PackedBatch) -> Tensor:
+        """Run each length's sequences as a batch of their own, with the library's own attention and positions."""
+        parts: list[Tensor] = []
+        for start, count, length in batch.runs:
+            rectangle = batch.input_ids[start : start + count * length].reshape(count, length)
+            parts.append(self.model(input_ids=self._move(rectangle)).last_hidden_state.flatten(0, 1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _move(self, array: NDArray[np.integer]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+class EncodeRunner:
+    """A loaded encoder. Built by `sie.workers.loader`; used by one thread at a time."""
+
+    takes: Literal["tokens"] = "tokens"
+
+    def __init__(self, card: ModelCard, backbone: Backbone, head: Head, execution: Execution, dtype: str) -> None:
+        self.card = card
+        self.execution = execution
+        self.dtype = dtype
+        """Format of the weights: float32, bfloat16 or float16."""
+        self._backbone = backbone
+        self._head = head
+        weights = {tensor.data_ptr(): tensor.nbytes for tensor in backbone.model.parameters()}
+        self.memory_bytes = sum(weights.values()) + head.memory_bytes
+
+    def run_tokens(self, token_ids: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:
+        """Return (n, d) float32 rows, the caller's to keep; the checkpoint's last normalise is not applied.
+
+        Each item is (t_i,), t_i >= 1. Raises BadRequest for an id that is not in the vocabulary and InputTooLong for
+        a sequence with more tokens than the model has positions: on a GPU either would end the process.
+        """
+        if not len(token_ids):
+            return np.empty((0, self.card.dims["dense"]), dtype=np.float32)
+        batch = pack_sequences(token_ids)
+        self._check(batch)
+        with torch.inference_mode():
+            hidden = self._backbone.run(batch, self.execution)
+            cu_seqlens = torch.from_numpy(batch.cu_seqlens).to(hidden.device)
+            rows = self._head(hidden, cu_seqlens).cpu().numpy()
+        answer = np.empty_like(rows)
+        answer[batch.order] = rows
+        return answer
+
+    def _check(self, batch: PackedBatch) -> None:
+        lowest, highest = int(batch.input_ids.min()), int(batch.input_ids.max())
+        if lowest < 0 or highest >= self._backbone.vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise BadRequest(f"token id {wrong} is not in the vocabulary of {self._backbone.vocab_size}")
+        limit = self._backbone.max_positions
+        if limit is not None and batch.max_length > limit:
+            raise InputTooLong(f"{batch.max_length} tokens; model '{self.card.id}' has {limit} positions")
+
+
+def _max_positions(model: nn.Module) -> int | None:
+    """Return how many tokens the table of learned positions reaches, None for a model without one.
+
+    A table with a padding row is counted from behind that row, as RoBERTa does.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and ("position" in name or name.endswith("wpe")):
+            unused = 0 if module.padding_idx is None else module.padding_idx + 1
+            return module.num_embeddings - unused
+    return None

@@ -1,0 +1,169 @@
+"""Decides what the next step runs. Pure: no clock, no torch, no I/O; the same state gives the same step.
+
+There are no timers. Whenever the device is free, the loop asks for a step from what waits at that moment, so a lone
+item starts at once and batches form by themselves while the device is busy.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+
+class Waiting(msgspec.Struct, eq=False):
+    """One item of one request, waiting for a step.
+
+    request is the loop's own record and opaque here; index is the item's row in it. alone: its request was running
+    when a worker died, so it shares no step with others.
+    """
+
+    request: Any
+    index: int
+    num_tokens: int
+    arrival_ns: int
+    deadline_ns: int
+    alone: bool = False
+
+
+class Budget(msgspec.Struct, frozen=True, kw_only=True):
+    """The bounds of one step. A single item may exceed max_tokens: it then runs by itself."""
+
+    max_tokens: int
+    max_items: int
+    max_age_ns: int
+    """An item that waited longer goes before every shorter one."""
+    window_items: int = 1024
+    """Only the oldest so many items of a model are compared, which bounds the cost of a plan."""
+
+
+class Step(msgspec.Struct, frozen=True):
+    """What to run now: items of one model, and those whose deadline passed while they waited."""
+
+    model: str
+    items: list[Waiting]
+    num_tokens: int
+    expired: list[Waiting]
+
+
+class State:
+    """All waiting items, by model in order of arrival, and how much each model was served.
+
+    num_served counts tokens; a model that starts to wait again begins at the least served of those that wait, so a
+    quiet model does not save up a claim and a busy one cannot starve it.
+    """
+
+    def __init__(self) -> None:
+        self.queues: dict[str, deque[Waiting]] = {}
+        self.num_served: dict[str, int] = {}
+        self.num_waiting_tokens = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.queues)
+
+    def add(self, model: str, item: Waiting) -> None:
+        """Queue one item behind all others of its model."""
+        queue = self.queues.get(model)
+        if queue is None:
+            self._enter(model)
+            queue = self.queues[model]
+        queue.append(item)
+        self.num_waiting_tokens += item.num_tokens
+
+    def _enter(self, model: str) -> None:
+        least = min((self.num_served[name] for name in self.queues), default=0)
+        self.num_served[model] = max(self.num_served.get(model, 0), least)
+        self.queues[model] = deque()
+
+    def remove(self, step: Step) -> None:
+        """Take a step's items out of the queue and charge its model for them."""
+        queue = self.queues[step.model]
+        gone = {id(item) for item in step.items}
+        gone.update(id(item) for item in step.expired)
+        kept: list[Waiting] = []
+        while gone:
+            item = queue.popleft()
+            if id(item) in gone:
+                gone.discard(id(item))
+                self.num_waiting_tokens -= item.num_tokens
+            else:
+                kept.append(item)
+        queue.extendleft(reversed(kept))
+        if not queue:
+            del self.queues[step.model]
+        self.num_served[step.model] += step.num_tokens
+
+    def put_back(self, model: str, items: list[Waiting]) -> None:
+        """Return items that could not run (no room for their reply) to the front, in order."""
+        if model not in self.queues:
+            self._enter(model)
+        self.queues[model].extendleft(reversed(items))
+        self.num_waiting_tokens += sum(item.num_tokens for item in items)
+
+    def drop(self, model: str) -> list[Waiting]:
+        """Remove and return everything that waits for a model."""
+        items = list(self.queues.pop(model, ()))
+        self.num_waiting_tokens -= sum(item.num_tokens for item in items)
+        return items
+
+    def drop_where(self, is_gone: Any) -> list[Waiting]:
+        """Remove and return the items for whose request `is_gone(request)` holds (their client's process died)."""
+        gone: list[Waiting] = []
+        for model, queue in list(self.queues.items()):
+            gone.extend(item for item in queue if is_gone(item.request))
+            kept = deque(item for item in queue if not is_gone(item.request))
+            if kept:
+                self.queues[model] = kept
+            else:
+                del self.queues[model]
+        self.num_waiting_tokens -= sum(item.num_tokens for item in gone)
+        return gone
+
+
+def plan_step(state: State, budget: Budget, now_ns: int) -> Step | None:
+    """Choose the next step, or None when nothing waits. Changes nothing: `State.remove` applies the step.
+
+    The least served model goes next. Of its oldest items those past their deadline are named as expired; the rest
+    are taken whole if they fit, else those that waited longer than max_age_ns in order of arrival, then the shortest,
+    which keeps lengths in a step alike and a short text's wait short.
+    """
+    if not state.queues:
+        return None
+    model = min(state.queues, key=state.num_served.__getitem__)
+    window = list(islice(state.queues[model], budget.window_items))
+    expired = [item for item in window if item.deadline_ns <= now_ns]
+    live = [item for item in window if item.deadline_ns > now_ns] if expired else window
+    chosen = _choose(live, budget, now_ns) if live else []
+    return Step(model, chosen, sum(item.num_tokens for item in chosen), expired)
+
+
+def _choose(live: list[Waiting], budget: Budget, now_ns: int) -> list[Waiting]:
+    head = live[0]
+    if head.alone:
+        return _fill([item for item in live if item.request is head.request], budget)
+    together = [item for item in live if not item.alone]
+    if len(together) <= budget.max_items and sum(item.num_tokens for item in together) <= budget.max_tokens:
+        return together
+    overdue_ns = now_ns - budget.max_age_ns
+    overdue = [item for item in together if item.arrival_ns < overdue_ns]
+    recent = [item for item in together if item.arrival_ns >= overdue_ns]
+    recent.sort(key=_by_length)
+    return _fill(overdue + recent, budget)
+
+
+def _by_length(item: Waiting) -> int:
+    return item.num_tokens
+
+
+def _fill(ordered: list[Waiting], budget: Budget) -> list[Waiting]:
+    """Take items in order until the next one does not fit; the first always does."""
+    chosen: list[Waiting] = []
+    num_tokens = 0
+    for item in ordered:
+        num_tokens += item.num_tokens
+        if chosen and (num_tokens > budget.max_tokens or len(chosen) == budget.max_items):
+            break
+        chosen.append(item)
+    return chosen

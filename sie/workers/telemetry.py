@@ -1,0 +1,259 @@
+"""Owns what a worker publishes about itself: its counters, and its GPU as NVML sees it.
+
+All of it goes into the worker's own counter page, where the frontends read it. NVML calls can block for seconds, so
+they run on a thread of their own; nothing here ever waits for that thread, and a sample that did not finish is seen
+by its reader as an old `sie_gpu_sample_timestamp_seconds`. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from sie import families
+from sie.shm.pages import CounterPage, Gauge
+
+log = logging.getLogger(__name__)
+
+_KNOWN_GPU_WORDS = frozenset(
+    "t4 l4 l20 l40 l40s a2 a10 a10g a16 a30 a40 a100 v100 p100 h20 h100 h200 gh200 b100 b200 b300 gb200 gb300".split()
+)
+_GIB = 1 << 30
+_DOWN_INTERVALS = 10
+"""A lost device is asked again this many intervals later: each question to it can cost the driver seconds."""
+
+
+class WorkerMetrics:
+    """The counters of one worker. Calls cost about a microsecond; models must be ones the catalogue knows."""
+
+    def __init__(self, page: CounterPage, worker: str) -> None:
+        self._page = page
+        self._step_duration = page.histogram(
+            families.STEP_DURATION.name, families.STEP_DURATION.label_pairs(worker), families.STEP_DURATION.bounds
+        )
+        self._step_tokens = page.histogram(
+            families.STEP_TOKENS.name, families.STEP_TOKENS.label_pairs(worker), families.STEP_TOKENS.bounds
+        )
+        self._extents = page.gauge(families.EXTENTS_IN_USE.name, families.EXTENTS_IN_USE.label_pairs("reply"))
+        self._batches: dict[str, tuple[Callable[[float], None], Callable[[float], None]]] = {}
+        self._queues: dict[str, Gauge] = {}
+
+    def observe_step(self, duration_s: float, num_tokens: int) -> None:
+        """Count one step of the loop, whatever models it ran."""
+        self._step_duration.observe(duration_s)
+        self._step_tokens.observe(num_tokens)
+
+    def observe_batch(self, model: str, num_sequences: int, num_tokens: int) -> None:
+        """Count one model's share of a step."""
+        handles = self._batches.get(model)
+        if handles is None:
+            handles = self._batches[model] = self._batch_handles(model)
+        observe_size, add_tokens = handles
+        observe_size(num_sequences)
+        add_tokens(num_tokens)
+
+    def set_queue_depth(self, model: str, num_sequences: int) -> None:
+        """Publish how many sequences of this model wait for a step."""
+        gauge = self._queues.get(model)
+        if gauge is None:
+            labels = families.QUEUE_DEPTH.label_pairs(model)
+            gauge = self._queues[model] = self._page.gauge(families.QUEUE_DEPTH.name, labels)
+        gauge.set(num_sequences)
+
+    def set_model(self, model: str, device: str, *, loaded: bool, memory_bytes: int) -> None:
+        """Publish whether this model is loaded here, and what its weights take."""
+        self._page.gauge(families.MODEL_LOADED.name, families.MODEL_LOADED.label_pairs(model, device)).set(loaded)
+        self._page.gauge(families.MODEL_MEMORY.name, families.MODEL_MEMORY.label_pairs(model, device)).set(memory_bytes)
+
+    def set_extents_in_use(self, num_extents: int) -> None:
+        """Publish how many reply extents are under a lease, over all frontends."""
+        self._extents.set(num_extents)
+
+    def _batch_handles(self, model: str) -> tuple[Callable[[float], None], Callable[[float], None]]:
+        labels = families.BATCH_SIZE.label_pairs(model)
+        size = self._page.histogram(families.BATCH_SIZE.name, labels, families.BATCH_SIZE.bounds)
+        tokens = self._page.counter(families.TOKENS_PROCESSED.name, families.TOKENS_PROCESSED.label_pairs(model))
+        return size.observe, tokens.add
+
+
+class GpuIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """Which physical device (or MIG slice) a worker runs on; CUDA's index says nothing to NVML, uuid and bus id do."""
+
+    index: int
+    name: str
+    uuid: str
+    """As the driver prints it but without `GPU-` or `MIG-`; empty when CUDA does not tell."""
+    pci_bus_id: str
+    """`domain:bus:device.0` in hex; empty when CUDA does not tell."""
+    memory_total_bytes: int
+
+
+class DeviceProperties(Protocol):
+    """The part of `torch.cuda.get_device_properties(i)` that names a device."""
+
+    name: str
+    total_memory: int
+
+
+def gpu_identity(index: int, properties: DeviceProperties) -> GpuIdentity:
+    """Return the identity of CUDA device `index`; older torch releases lack uuid or bus id, which are then empty."""
+    uuid = str(getattr(properties, "uuid", ""))
+    bus = getattr(properties, "pci_bus_id", None)
+    domain, device = getattr(properties, "pci_domain_id", 0), getattr(properties, "pci_device_id", 0)
+    return GpuIdentity(
+        index=index,
+        name=properties.name,
+        uuid=uuid.removeprefix("GPU-").removeprefix("MIG-"),
+        pci_bus_id="" if bus is None else f"{domain:08x}:{bus:02x}:{device:02x}.0",
+        memory_total_bytes=properties.total_memory,
+    )
+
+
+def gpu_type(name: str, memory_total_bytes: int) -> str:
+    """Return the machine-profile word of a device (`l4`, `a100-80gb`, `h100`, ...), or `unknown`.
+
+    An A100's two sizes are told apart by the size in its name, else by its memory. Source: SIE API reference, 14.
+    """
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    known = next((word for word in words if word in _KNOWN_GPU_WORDS), "unknown")
+    if known != "a100":
+        return known
+    if "40gb" in words or "80gb" in words:
+        return "a100-40gb" if "40gb" in words else "a100-80gb"
+    return "a100-80gb" if memory_total_bytes > 60 * _GIB else "a100-40gb"
+
+
+class GpuTelemetry:
+    """Samples one GPU into the counter page from a thread of its own.
+
+    nvml is the `pynvml` module, or a stand-in with the same functions. The gauges exist from construction on, so that
+    a device is listed before its first sample; a value the device does not report is NaN.
+    """
+
+    def __init__(
+        self,
+        page: CounterPage,
+        gpu: GpuIdentity,
+        *,
+        nvml: Any = None,
+        interval_s: float = 1.0,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        labels = (f"cuda:{gpu.index}", str(gpu.index), gpu.name, gpu_type(gpu.name, gpu.memory_total_bytes), gpu.uuid)
+
+        def gauge(family: families.Family, value: float) -> Gauge:
+            handle = page.gauge(family.name, family.label_pairs(*labels))
+            handle.set(value)
+            return handle
+
+        self._gpu = gpu
+        self._nvml = nvml
+        self._interval_s = interval_s
+        self._wall_clock = wall_clock
+        self._utilization = gauge(families.GPU_UTILIZATION, math.nan)
+        self._memory_used = gauge(families.GPU_MEMORY_USED, math.nan)
+        self._memory_total = gauge(families.GPU_MEMORY_TOTAL, gpu.memory_total_bytes)
+        self._temperature = gauge(families.GPU_TEMPERATURE, math.nan)
+        self._up = gauge(families.GPU_UP, 1)
+        self._sampled = gauge(families.GPU_SAMPLED, 0)
+        self._handle: Any = None
+        self._parent: Any = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> bool:
+        """Start sampling; return False, with no thread, when the module is not installed."""
+        if self._nvml is None:
+            try:
+                self._nvml = importlib.import_module("pynvml")
+            except ImportError:
+                log.warning("pynvml is not installed: no GPU telemetry")
+                return False
+        # A daemon, because a call stuck in the driver must not hold the process at its exit.
+        self._thread = threading.Thread(target=self._run, name="gpu-telemetry", daemon=True)
+        self._thread.start()
+        return True
+
+    def stop(self, timeout_s: float = 1.0) -> bool:
+        """Ask the thread to end; return whether it did within the time, which a stuck driver call prevents."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            return not self._thread.is_alive()
+        return True
+
+    def _run(self) -> None:
+        wait_s, was_up = 0.0, True
+        while not self._stop.wait(wait_s):
+            try:
+                self._try_sample()
+            except (self._nvml.NVMLError_LibraryNotFound, self._nvml.NVMLError_DriverNotLoaded) as error:
+                log.warning("no GPU telemetry: %s", error)
+                return
+            except self._nvml.NVMLError as error:
+                if was_up:
+                    log.error("cuda:%d does not answer its driver: %s", self._gpu.index, error)
+                self._publish_down()
+                was_up, wait_s = False, _DOWN_INTERVALS * self._interval_s
+            else:
+                if not was_up:
+                    log.warning("cuda:%d answers its driver again", self._gpu.index)
+                was_up, wait_s = True, self._interval_s
+
+    def _try_sample(self) -> None:
+        """Publish one complete sample. Raises NVMLError when the device does not answer."""
+        nvml = self._nvml
+        if self._handle is None:
+            nvml.nvmlInit()
+            self._find_handle()
+        try:
+            memory = nvml.nvmlDeviceGetMemoryInfo(self._handle)
+            used, total = float(memory.used), float(memory.total)
+        except nvml.NVMLError_NotSupported:  # unified memory: the device answers, but has no memory of its own
+            used, total = math.nan, float(self._gpu.memory_total_bytes)
+        utilization = self._read(lambda: nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
+        temperature = self._read(lambda: nvml.nvmlDeviceGetTemperature(self._parent, nvml.NVML_TEMPERATURE_GPU))
+        self._memory_used.set(used)
+        self._memory_total.set(total)
+        self._utilization.set(utilization)
+        self._temperature.set(temperature)
+        self._up.set(1)
+        self._sampled.set(self._wall_clock())  # last: a reader takes this as "all of the above is complete"
+
+    def _read(self, call: Callable[[], float]) -> float:
+        try:
+            return float(call())
+        except self._nvml.NVMLError:
+            return math.nan
+
+    def _find_handle(self) -> None:
+        """Find the device by what CUDA and NVML agree on. A MIG slice's temperature is its parent's."""
+        nvml, gpu = self._nvml, self._gpu
+        if not gpu.uuid:
+            self._handle = self._parent = nvml.nvmlDeviceGetHandleByPciBusId(gpu.pci_bus_id)
+            return
+        try:
+            self._handle = self._parent = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{gpu.uuid}")
+        except nvml.NVMLError_NotFound:
+            handle = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{gpu.uuid}")
+            self._parent = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+            self._handle = handle
+
+    def _publish_down(self) -> None:
+        for gauge in (self._utilization, self._memory_used, self._temperature):
+            gauge.set(math.nan)
+        self._up.set(0)
+        self._sampled.set(self._wall_clock())
+        self._handle = None
+        try:
+            self._nvml.nvmlShutdown()  # so that the next attempt opens the driver anew
+        except self._nvml.NVMLError:
+            log.debug("nvmlShutdown failed after the device was lost")
