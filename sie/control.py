@@ -194,7 +194,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
-class ChannelClosed(ConnectionError):
+class ChannelClosedError(ConnectionError):
     """The other side is gone, or sent what is no message."""
 
 
@@ -212,7 +212,7 @@ class Channel:
         return self._sock.fileno()
 
     def send(self, message: Message, fds: list[int] | None = None) -> None:
-        """Send one message with copies of fds. Raises ChannelClosed when the peer is gone or does not read."""
+        """Send one message with copies of fds. Raises ChannelClosedError when the peer is gone or does not read."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         data = _encoder.encode(message)
         try:
@@ -220,20 +220,20 @@ class Channel:
         except BlockingIOError:
             self._send_with_patience(data, rights)
         except OSError as error:
-            raise ChannelClosed(f"cannot send {type(message).__name__}: {error}") from error
+            raise ChannelClosedError(f"cannot send {type(message).__name__}: {error}") from error
 
     def _send_with_patience(self, data: bytes, rights: list[Any]) -> None:
         if not self._wait(select.POLLOUT, self._send_timeout_s):
-            raise ChannelClosed(f"the peer read nothing for {self._send_timeout_s:g} s")
+            raise ChannelClosedError(f"the peer read nothing for {self._send_timeout_s:g} s")
         try:
             self._sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
         except OSError as error:
-            raise ChannelClosed(f"cannot send: {error}") from error
+            raise ChannelClosedError(f"cannot send: {error}") from error
 
     def try_receive(self) -> tuple[Message, list[int]] | None:
         """Return the next message and its descriptors (now owned by the caller), or None when none waits.
 
-        Raises ChannelClosed at the end of file.
+        Raises ChannelClosedError at the end of file.
         """
         space = socket.CMSG_SPACE(MAX_FDS * 4)
         try:
@@ -241,21 +241,21 @@ class Channel:
         except BlockingIOError:
             return None
         except OSError as error:
-            raise ChannelClosed(str(error)) from error
+            raise ChannelClosedError(str(error)) from error
         fds = _fds_of(rights)
         try:
             if not data:
-                raise ChannelClosed("end of file")
+                raise ChannelClosedError("end of file")
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-                raise ChannelClosed("a control message was cut")
+                raise ChannelClosedError("a control message was cut")
             return _decoder.decode(data), fds
-        except (msgspec.DecodeError, ChannelClosed) as error:
+        except (msgspec.DecodeError, ChannelClosedError) as error:
             for fd in fds:
                 os.close(fd)
-            raise ChannelClosed(str(error)) from error
+            raise ChannelClosedError(str(error)) from error
 
     def receive(self, timeout_s: float) -> tuple[Message, list[int]]:
-        """Wait for one message. Raises ChannelClosed at the end of file and TimeoutError when none came."""
+        """Wait for one message. Raises ChannelClosedError at the end of file and TimeoutError when none came."""
         received = self.try_receive()
         if received is None and self._wait(select.POLLIN, timeout_s):
             received = self.try_receive()

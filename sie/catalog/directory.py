@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
-from sie.catalog.modules import Pipeline, default_pipeline, read_pipeline
+from sie.catalog.modules import Pipeline, default_pipeline, read_modules, read_pipeline
 from sie.catalog.spec import ModelSpec
 from sie.catalog.weights import check_weights
 from sie.types import ModelCard
@@ -19,6 +21,9 @@ _TRANSFORMER_CONFIGS = tuple(
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 _TEXT_MODALITY = {"method": "forward", "method_output_name": "last_hidden_state"}
+_CHANGES_VECTORS = (
+    "query_length", "document_length", "query_expansion", "processing_kwargs", "config_kwargs", "config_args",
+)  # fmt: skip
 _HARMLESS_TOKENIZER_KEYS = {"model_max_length", "padding_side", "use_fast", "trust_remote_code"}
 _NO_LIMIT = 10**9  # transformers writes 1e30 for "unlimited"
 _HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
@@ -32,8 +37,8 @@ def read_card(spec: ModelSpec, directory: str) -> ModelCard:
     will never be served and STORAGE for what may be repaired on disk.
     """
     checkpoint = open_checkpoint(spec.id, directory)
-    modules = checkpoint.read_json("modules.json")
-    folder = _transformer_folder(modules)
+    modules = read_modules(checkpoint)
+    folder = modules[0].folder if modules else ""
     transformer = checkpoint.folder(folder) if folder else checkpoint
     config = _read_config(transformer, is_bare=modules is None)
     hidden_size = _hidden_size(transformer, config)
@@ -44,16 +49,48 @@ def read_card(spec: ModelSpec, directory: str) -> ModelCard:
     return _card(spec, checkpoint, transformer, config, pipeline)
 
 
+class _TransformerSettings(msgspec.Struct):
+    """`sentence_bert_config.json`: how the transformer reads text."""
+
+    transformer_task: str = "feature-extraction"
+    max_seq_length: int | None = None
+    do_lower_case: bool = False
+    modality_config: dict[str, Any] | None = None
+    processor_kwargs: dict[str, Any] | None = None
+    tokenizer_args: dict[str, Any] | None = None
+    """The older name of processor_kwargs."""
+    config_kwargs: dict[str, Any] | None = None
+    config_args: dict[str, Any] | None = None
+    processing_kwargs: dict[str, Any] | None = None
+    query_length: int | None = None
+    document_length: int | None = None
+    query_expansion: dict[str, Any] | None = None
+
+    @property
+    def tokenizer_settings(self) -> dict[str, Any]:
+        """What the tokenizer is built with."""
+        return self.processor_kwargs or self.tokenizer_args or {}
+
+
+class _SentenceSettings(msgspec.Struct):
+    """`config_sentence_transformers.json`: how the whole model is used."""
+
+    prompts: dict[str, str | None] | None = None
+    default_prompt_name: str | None = None
+    similarity_fn_name: str | None = None
+    truncate_dim: int | None = None
+
+
 def _card(
     spec: ModelSpec, checkpoint: Checkpoint, transformer: Checkpoint, config: dict[str, Any], pipeline: Pipeline
 ) -> ModelCard:
     settings = _transformer_settings(transformer)
     tokenizer = transformer.find("tokenizer.json")
-    sentence = checkpoint.read_object("config_sentence_transformers.json")
-    if sentence.get("truncate_dim") is not None:
+    sentence = checkpoint.read_json("config_sentence_transformers.json", _SentenceSettings) or _SentenceSettings()
+    if sentence.truncate_dim is not None:
         raise refuse(spec.id, "truncate_dim in config_sentence_transformers.json cannot be run; ask for `dimensions`")
-    prompts = {str(name): str(text or "") for name, text in (sentence.get("prompts") or {}).items()}
-    default = sentence.get("default_prompt_name")
+    prompts = {name: text or "" for name, text in (sentence.prompts or {}).items()}
+    default = sentence.default_prompt_name
     if default is not None and default not in prompts:
         raise refuse(spec.id, f"default_prompt_name {default!r} is not one of its prompts")
     return ModelCard(
@@ -66,20 +103,14 @@ def _card(
         max_sequence_length=_max_sequence_length(transformer, config, settings),
         vocab_size=int(config["vocab_size"]),
         tokenizer_file=str(tokenizer) if tokenizer else "",
-        lowercase=bool(settings.get("do_lower_case", False)),
+        lowercase=settings.do_lower_case,
         prompts=prompts,
         default_prompt=prompts[default] if default is not None else None,
-        similarity=sentence.get("similarity_fn_name") or "cosine",
+        similarity=sentence.similarity_fn_name or "cosine",
         normalize=pipeline.normalize,
-        matryoshka=_matryoshka(config) or _matryoshka(sentence),
+        matryoshka=_matryoshka(config),
         pipeline=pipeline.steps,
     )
-
-
-def _transformer_folder(modules: Any) -> str:
-    """Return the folder that `modules.json` gives its first module; `read_pipeline` judges the rest."""
-    first = modules[0] if isinstance(modules, list) and modules else {}
-    return str(first.get("path", "")).rstrip("/") if isinstance(first, dict) else ""
 
 
 def _read_config(transformer: Checkpoint, *, is_bare: bool) -> dict[str, Any]:
@@ -104,42 +135,31 @@ def _hidden_size(transformer: Checkpoint, config: dict[str, Any]) -> int:
     raise refuse(transformer.id, "config.json has no hidden_size")
 
 
-def _transformer_settings(transformer: Checkpoint) -> dict[str, Any]:
+def _transformer_settings(transformer: Checkpoint) -> _TransformerSettings:
     """Return `sentence_bert_config.json`, or its older name, after refusing what would change the vectors."""
-    settings: dict[str, Any] = next(filter(None, map(transformer.read_object, _TRANSFORMER_CONFIGS)), {})
-    task = settings.get("transformer_task", "feature-extraction")
-    if task != "feature-extraction":
-        raise refuse(transformer.id, f"its transformer_task is {task!r}; only 'feature-extraction' can be run")
-    if (settings.get("modality_config") or {}).get("text", _TEXT_MODALITY) != _TEXT_MODALITY:
+    found = (transformer.read_json(name, _TransformerSettings) for name in _TRANSFORMER_CONFIGS)
+    settings = next((settings for settings in found if settings is not None), _TransformerSettings())
+    if settings.transformer_task != "feature-extraction":
+        raise refuse(transformer.id, f"its transformer_task is {settings.transformer_task!r}; only encoders can be run")
+    if (settings.modality_config or {}).get("text", _TEXT_MODALITY) != _TEXT_MODALITY:
         raise refuse(transformer.id, "its modality_config reads text in a way that cannot be run")
-    for key in (
-        "query_length",
-        "document_length",
-        "query_expansion",
-        "processing_kwargs",
-        "config_kwargs",
-        "config_args",
-    ):
-        if settings.get(key):
+    for key in _CHANGES_VECTORS:
+        if getattr(settings, key):
             raise refuse(transformer.id, f"sentence_bert_config.json sets {key}, which cannot be run")
-    unknown = set(_tokenizer_settings(settings)) - _HARMLESS_TOKENIZER_KEYS
+    unknown = settings.tokenizer_settings.keys() - _HARMLESS_TOKENIZER_KEYS
     if unknown:
         raise refuse(transformer.id, f"sentence_bert_config.json gives its tokenizer {sorted(unknown)}")
     return settings
 
 
-def _tokenizer_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    return settings.get("processor_kwargs") or settings.get("tokenizer_args") or {}
-
-
-def _max_sequence_length(transformer: Checkpoint, config: dict[str, Any], settings: dict[str, Any]) -> int | None:
+def _max_sequence_length(transformer: Checkpoint, config: dict[str, Any], settings: _TransformerSettings) -> int | None:
     """Return the limit in tokens, special ones included; None means none.
 
     Source: sentence_transformers 6.2 base/modules/transformer.py: an explicit limit is taken as it is, else the
     tokenizer's own, lowered to max_position_embeddings (-1 means none there).
     """
     tokenizer = transformer.read_object("tokenizer_config.json")
-    limit = _tokenizer_settings(settings).get("model_max_length", settings.get("max_seq_length"))
+    limit = settings.tokenizer_settings.get("model_max_length", settings.max_seq_length)
     if limit is None:
         limit = tokenizer.get("model_max_length", tokenizer.get("max_len")) or _NO_LIMIT
         positions = config.get("max_position_embeddings", config.get("n_positions", -1))
@@ -151,6 +171,6 @@ def _max_sequence_length(transformer: Checkpoint, config: dict[str, Any], settin
 
 def _matryoshka(config: dict[str, Any]) -> bool | tuple[int, ...]:
     listed = config.get("matryoshka_dimensions")
-    if isinstance(listed, list) and listed:
-        return tuple(int(width) for width in listed)
+    if listed:
+        return tuple(map(int, listed))
     return bool(config.get("is_matryoshka", False))

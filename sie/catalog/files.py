@@ -8,13 +8,14 @@ Source: fault sheet S31.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from sie.errors import ModelLoadFailed
 
 _MAX_JSON_BYTES = 16 << 20
+T = TypeVar("T")
 
 
 def refuse(model_id: str, reason: str, error_class: str = "CONFIG") -> ModelLoadFailed:
@@ -54,28 +55,23 @@ class Checkpoint(msgspec.Struct, frozen=True):
             raise refuse(self.id, f"there is no directory {name}")
         return Checkpoint(self.id, path, self.boundary)
 
-    def read_json(self, name: str) -> Any:
-        """Return the decoded JSON of a file, or None when there is no such file."""
+    def read_json(self, name: str, form: type[T]) -> T | None:
+        """Return the JSON of a file in the given form, or None when there is no such file."""
         path = self.find(name)
         if path is None:
             return None
         try:
             if path.stat().st_size > _MAX_JSON_BYTES:
                 raise refuse(self.id, f"{name} is over {_MAX_JSON_BYTES} bytes")
-            return msgspec.json.decode(path.read_bytes())
+            return msgspec.json.decode(path.read_bytes(), type=form)
         except OSError as error:
             raise refuse(self.id, f"{name}: {error.strerror}", "STORAGE") from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise refuse(self.id, f"{name} is not valid JSON: {error}") from error
+            raise refuse(self.id, f"{name} cannot be read: {error}") from error
 
     def read_object(self, name: str) -> dict[str, Any]:
         """Return the JSON object of a file, empty when there is no such file."""
-        value = self.read_json(name)
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            raise refuse(self.id, f"{name} is not a JSON object")
-        return value
+        return self.read_json(name, dict[str, Any]) or {}
 
 
 def open_checkpoint(model_id: str, directory: str) -> Checkpoint:

@@ -33,11 +33,12 @@ def fetch(spec: ModelSpec, on_progress: Progress) -> str:
     A revision that is not a commit is asked for at the hub; when the hub cannot be reached, what the cache has of it
     is used. Raises ModelLoadFailed with `error_class` GATED, NOT_FOUND, NETWORK, TIMEOUT, STORAGE, CONFIG or UNKNOWN.
     """
-    from huggingface_hub import snapshot_download
+    import huggingface_hub
 
     on_progress(0.0, "asking the hub")
     try:
-        directory = snapshot_download(
+        download: Callable[..., str] = huggingface_hub.snapshot_download  # pyright: ignore[reportUnknownMemberType]
+        directory = download(
             spec.id,
             revision=spec.revision,
             allow_patterns=ALLOWED,
@@ -89,7 +90,7 @@ def _progress_bar(on_progress: Progress) -> type[Any]:
     class Bar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.update(file=io.StringIO(), disable=False)
-            super().__init__(*args, **kwargs)
+            super().__init__(*args, **kwargs)  # pyright: ignore[reportUnknownMemberType]  # tqdm has no types
 
         def display(self, *args: Any, **kwargs: Any) -> None:
             if self.unit == "B" and self.total:

@@ -26,35 +26,56 @@ _PREFIX = "sentence_transformers."
 _SENTENCE_KEYS = {"module_input_name": "sentence_embedding", "module_output_name": "sentence_embedding"}
 
 
+class Module(msgspec.Struct, frozen=True):
+    """One entry of `modules.json`."""
+
+    type: str
+    path: str = ""
+
+    @property
+    def name(self) -> str:
+        """The class's own name; the package it lies in has changed over the years."""
+        return self.type.rpartition(".")[2]
+
+    @property
+    def folder(self) -> str:
+        """Where its files are, relative to the checkpoint; empty for the checkpoint itself."""
+        return self.path.rstrip("/")
+
+
 class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
     """What `modules.json` says; a last normalise is kept apart, because a request may turn it off."""
 
-    transformer: str
-    """Folder of the transformer, relative to the checkpoint; empty for the checkpoint itself."""
     steps: tuple[PipelineStep, ...]
     dims: int
     normalize: bool
 
 
-def read_pipeline(checkpoint: Checkpoint, modules: Any, hidden_size: int) -> Pipeline:
+def read_modules(checkpoint: Checkpoint) -> list[Module] | None:
+    """Return what `modules.json` lists, None for a bare checkpoint. Raises ModelLoadFailed for code of its own."""
+    modules = checkpoint.read_json("modules.json", list[Module])
+    for module in modules or ():
+        if not module.type.startswith(_PREFIX):
+            raise refuse(checkpoint.id, f"modules.json names {module.type!r}, which is code of its own")
+    return modules
+
+
+def read_pipeline(checkpoint: Checkpoint, modules: list[Module], hidden_size: int) -> Pipeline:
     """Read the modules of a sentence-transformers checkpoint. hidden_size is the transformer's own width."""
-    names = _module_names(checkpoint, modules)
-    if not names or names[0][0] != "Transformer":
-        first = names[0][0] if names else "nothing"
+    if not modules or modules[0].name != "Transformer":
+        first = modules[0].name if modules else "nothing"
         raise refuse(checkpoint.id, f"modules.json begins with {first}; only a Transformer can be run")
     steps: list[PipelineStep] = []
     dims = hidden_size
-    for name, folder in names[1:]:
-        if name == "Dropout":  # does nothing outside training
+    for module in modules[1:]:
+        if module.name == "Dropout":  # does nothing outside training
             continue
-        step, dims = _read_step(checkpoint, name, folder, dims)
+        step, dims = _read_step(checkpoint, module.name, module.folder, dims)
         steps.append(step)
     if [step.kind for step in steps].count("pooling") != 1 or steps[0].kind != "pooling":
         raise refuse(checkpoint.id, "modules.json must have exactly one Pooling, directly after the Transformer")
     normalize = steps[-1].kind == "normalize"
-    return Pipeline(
-        transformer=names[0][1], steps=tuple(steps[:-1] if normalize else steps), dims=dims, normalize=normalize
-    )
+    return Pipeline(steps=tuple(steps[:-1] if normalize else steps), dims=dims, normalize=normalize)
 
 
 def default_pipeline(config: dict[str, Any], hidden_size: int) -> Pipeline:
@@ -62,20 +83,7 @@ def default_pipeline(config: dict[str, Any], hidden_size: int) -> Pipeline:
     architectures = config.get("architectures") or [""]
     causal = str(architectures[0]).endswith("ForCausalLM") and config.get("is_causal", True)
     pooling = PipelineStep(kind="pooling", config={"modes": ["lasttoken" if causal else "mean"]})
-    return Pipeline(transformer="", steps=(pooling,), dims=hidden_size, normalize=False)
-
-
-def _module_names(checkpoint: Checkpoint, modules: Any) -> list[tuple[str, str]]:
-    """Return (class name, folder) of each entry."""
-    if not isinstance(modules, list) or not all(isinstance(entry, dict) for entry in modules):
-        raise refuse(checkpoint.id, "modules.json is not a list of modules")
-    names: list[tuple[str, str]] = []
-    for entry in modules:
-        kind, folder = str(entry.get("type", "")), str(entry.get("path", ""))
-        if not kind.startswith(_PREFIX):
-            raise refuse(checkpoint.id, f"modules.json names {kind!r}, which is code of its own")
-        names.append((kind.rpartition(".")[2], folder.rstrip("/")))
-    return names
+    return Pipeline(steps=(pooling,), dims=hidden_size, normalize=False)
 
 
 def _read_step(checkpoint: Checkpoint, name: str, folder: str, dims: int) -> tuple[PipelineStep, int]:

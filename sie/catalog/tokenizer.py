@@ -9,12 +9,15 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from sie.catalog.files import refuse
 
 _SOURCES = ("*.json", "*.txt", "*.model", "*.tiktoken")
+_VOCABULARIES = ("*vocab*", "*.model", "*.tiktoken")
 _FOLDER = "tokenizers"
 
 
@@ -48,15 +51,19 @@ def _fingerprint(directory: str) -> str:
 
 
 def _convert(model_id: str, directory: str) -> str:
+    if not any(path for pattern in _VOCABULARIES for path in Path(directory).glob(pattern)):
+        # Without one transformers makes a tokenizer that knows only special tokens.
+        raise refuse(model_id, "there is neither a tokenizer.json nor a vocabulary to make one from")
     from transformers import AutoTokenizer
 
+    load: Callable[..., Any] = AutoTokenizer.from_pretrained  # pyright: ignore
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        tokenizer = load(directory, local_files_only=True, trust_remote_code=False)
     except ImportError as error:
         raise refuse(model_id, f"its tokenizer cannot be converted: {error}", "DEPENDENCY") from error
     except Exception as error:  # each family fails in its own way on files it does not find
         raise refuse(model_id, f"there is no tokenizer.json, and none can be made: {error}") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or backend.get_vocab_size() == 0:
-        raise refuse(model_id, "there is no tokenizer.json, and its tokenizer cannot be converted")
+    if backend is None:
+        raise refuse(model_id, f"there is no tokenizer.json, and a {type(tokenizer).__name__} cannot become one")
     return backend.to_str()

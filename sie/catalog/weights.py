@@ -5,9 +5,18 @@ Source: fault sheet S4 and S32.
 
 from __future__ import annotations
 
+import msgspec
+
 from sie.catalog.files import Checkpoint, refuse
+from sie.errors import ModelLoadFailed
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.h5", "*.msgpack")
+
+
+class _Index(msgspec.Struct):
+    """What `model.safetensors.index.json` says: the file of each weight."""
+
+    weight_map: dict[str, str] = {}
 
 
 def check_weights(checkpoint: Checkpoint, folder: str = "") -> None:
@@ -16,24 +25,25 @@ def check_weights(checkpoint: Checkpoint, folder: str = "") -> None:
     index_name = f"{prefix}model.safetensors.index.json"
     if checkpoint.find(f"{prefix}model.safetensors") is not None:
         return
-    if checkpoint.find(index_name) is None:
-        _refuse_missing(checkpoint, folder)
-    shards = checkpoint.read_object(index_name).get("weight_map")
-    if not isinstance(shards, dict) or not shards:
-        raise refuse(checkpoint.id, f"{index_name} has no weight_map")
-    for shard in sorted({str(name) for name in shards.values()}):
+    index = checkpoint.read_json(index_name, _Index)
+    if index is None:
+        raise _missing(checkpoint, folder)
+    if not index.weight_map:
+        raise refuse(checkpoint.id, f"{index_name} names no weights")
+    for shard in sorted(set(index.weight_map.values())):
         if "/" in shard or not shard.endswith(".safetensors"):
             raise refuse(checkpoint.id, f"{index_name} names {shard!r}, which is not a safetensors file beside it")
         if checkpoint.find(prefix + shard) is None:
             raise refuse(checkpoint.id, f"{prefix}{shard} is missing", "STORAGE")
 
 
-def _refuse_missing(checkpoint: Checkpoint, folder: str) -> None:
+def _missing(checkpoint: Checkpoint, folder: str) -> ModelLoadFailed:
+    """Return the error of a folder without weights, which names what it has instead."""
     where = checkpoint.root / folder
     pickled = sorted({path.name for pattern in _PICKLED for path in where.glob(pattern)})
     place = f" in {folder}" if folder else ""
     if pickled:
-        raise refuse(
+        return refuse(
             checkpoint.id, f"only pickled weights{place} ({', '.join(pickled)}); convert them to model.safetensors"
         )
-    raise refuse(checkpoint.id, f"there is no model.safetensors{place}; pickled weights are neither fetched nor read")
+    return refuse(checkpoint.id, f"there is no model.safetensors{place}; pickled weights are neither fetched nor read")

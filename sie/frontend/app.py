@@ -276,7 +276,12 @@ class App:
         self._respond(exchange, error.http_status, headers, body, error)
 
     def _respond(
-        self, exchange: Exchange, status: int, headers: list[tuple[str, str]], body: bytes, error: SieError | None = None
+        self,
+        exchange: Exchange,
+        status: int,
+        headers: list[tuple[str, str]],
+        body: bytes,
+        error: SieError | None = None,
     ) -> None:
         if self._process.is_draining and _CLOSE not in headers:
             headers = [*headers, _CLOSE]
@@ -293,7 +298,7 @@ class App:
         )  # fmt: skip
         if error is not None and error.retryable:
             metrics.record_refusal(error.code)
-        if route is None or not route.endpoint or status == 405:  # noqa: PLR2004
+        if route is None or not route.endpoint or status == 405:
             return
         outcome = "success" if error is None else "queue_full" if isinstance(error, Overloaded) else "error"
         model = exchange.known_model or "unknown"

@@ -94,7 +94,7 @@ class BodyReader:
             raise BadRequest("Content-Length and Transfer-Encoding cannot both be given")
         if not announced.isascii() or not announced.isdigit():
             raise BadRequest("Content-Length is not a number")
-        length = int(announced) if len(announced) < 20 else self._max_bytes + 1  # noqa: PLR2004  # 2^64 has 20 digits
+        length = int(announced) if len(announced) < 20 else self._max_bytes + 1  # 2^64 has 20 digits
         if length > self._max_bytes:
             raise self._too_long()
         return length

@@ -86,9 +86,7 @@ def _count(request: EncodeRequest) -> int:
     return len(request.texts if request.texts is not None else request.token_lists or ())
 
 
-def _prepare(
-    entry: ModelEntry, request: EncodeRequest, tokenizer: Tokenizer | None
-) -> list[tuple[str, NDArray[Any]]]:
+def _prepare(entry: ModelEntry, request: EncodeRequest, tokenizer: Tokenizer | None) -> list[tuple[str, NDArray[Any]]]:
     """Return the arrays of a request's extent, the items' bounds first. Runs on the loop or on a thread."""
     if request.token_lists is not None:
         if tokenizer is None:
@@ -150,7 +148,7 @@ def _rows_of(header: bytes) -> tuple[str, int, int, int, int]:
     Every reply of one shape has the same header, so a busy server decodes none. Raises ProtocolError.
     """
     for ref in _decoder.decode(header).arrays:
-        if ref.name == "dense" and len(ref.shape) == 2 and min(ref.shape) > 0 and ref.offset >= 0:  # noqa: PLR2004
+        if ref.name == "dense" and len(ref.shape) == 2 and min(ref.shape) > 0 and ref.offset >= 0:
             num_items, width = ref.shape
             return ref.dtype, num_items, width, ref.offset, num_items * width * np.dtype(ref.dtype).itemsize
     raise ProtocolError("a reply without rows")

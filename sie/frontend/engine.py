@@ -108,9 +108,16 @@ class ShmEngine:
             raise self._overloaded("request memory is full")
         with lease:
             length = write_extent(lease.view, encoded, plan.refs, [array for _, array in arrays])
-            now_ns = time.monotonic_ns()
-            future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-            pending = Pending(next(self._ids), header.model, lease, length, num_tokens, deadline_ns, now_ns, future)
+            pending = Pending(
+                next(self._ids),
+                header.model,
+                lease=lease,
+                length=length,
+                num_tokens=num_tokens,
+                deadline_ns=deadline_ns,
+                submitted_ns=time.monotonic_ns(),
+                future=asyncio.get_running_loop().create_future(),
+            )
             if self._quarantined and self._is_quarantined(pending):
                 raise _poison()
             link = self._choose(pending)
@@ -207,7 +214,9 @@ class ShmEngine:
         for pending in list(self._held.values()):
             entry = self._find_model(pending.model)
             if entry is None or not (entry.recovering or entry.workers):
-                self.abandon(pending, Unavailable(f"Model '{pending.model}' was lost with its worker", code="WORKER_LOST"))
+                self.abandon(
+                    pending, Unavailable(f"Model '{pending.model}' was lost with its worker", code="WORKER_LOST")
+                )
 
     def _on_socket(self, link: WorkerLink) -> None:
         """Read announcements; at the end of file give it no more work, and wait for word of its death."""

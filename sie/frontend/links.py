@@ -23,16 +23,24 @@ class Pending:
     )  # fmt: skip
 
     def __init__(
-        self, request_id: int, model: str, lease: Lease, length: int, num_tokens: int, deadline_ns: int, now_ns: int,
+        self,
+        request_id: int,
+        model: str,
+        *,
+        lease: Lease,
+        length: int,
+        num_tokens: int,
+        deadline_ns: int,
+        submitted_ns: int,
         future: asyncio.Future[Reply],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.request_id = request_id
         self.model = model
         self.lease = lease
         self.length = length
         self.num_tokens = num_tokens
         self.deadline_ns = deadline_ns
-        self.submitted_ns = now_ns
+        self.submitted_ns = submitted_ns
         self.future = future
         self.link: WorkerLink | None = None
         self.num_strikes = 0

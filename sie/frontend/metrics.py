@@ -28,6 +28,7 @@ Merged = dict[str, dict[Labels, list[float]]]
 
 _Observe = Callable[[float], None]
 _BY_NAME: dict[str, Family] = {family.name: family for family in FAMILIES}
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _PHASES = ("total", "queue", "tokenize", "inference")
 
 
@@ -80,7 +81,10 @@ class FrontendMetrics:
     def record_http(
         self, method: str, route: str, model: str, status: int, *, duration_s: float, body_bytes: int
     ) -> None:
-        """Count one HTTP request. route is a template from the route table, never a client's path."""
+        """Count one HTTP request. route is a template from the route table, never a client's path.
+
+        A method that no route knows is counted as OTHER.
+        """
         handles = self._http.get((method, route, model, status))
         if handles is None:
             handles = self._http_handles(method, route, model, status)
@@ -125,14 +129,17 @@ class FrontendMetrics:
 
     def _http_handles(self, method: str, route: str, model: str, status: int) -> tuple[_Observe, ...]:
         label = self._model_label(model)
-        labels = (method, route, label)
+        verb = method if method in _METHODS else "OTHER"
+        labels = (verb, route, label)
         page, code = self._page, str(status)
         count = page.counter(families.HTTP_REQUESTS.name, families.HTTP_REQUESTS.label_pairs(*labels, code))
         family = families.HTTP_DURATION
         duration = page.histogram(family.name, family.label_pairs(*labels, code), family.bounds)
-        body = page.histogram(families.HTTP_BODY.name, families.HTTP_BODY.label_pairs(*labels), families.HTTP_BODY.bounds)
+        body = page.histogram(
+            families.HTTP_BODY.name, families.HTTP_BODY.label_pairs(*labels), families.HTTP_BODY.bounds
+        )
         handles = (count.add, duration.observe, body.observe)
-        if label == model:
+        if label == model and verb == method:
             self._http[method, route, model, status] = handles
         return handles
 
@@ -209,7 +216,7 @@ def _to_prometheus(family: Family, samples: dict[Labels, list[float]]) -> Metric
 def cumulative(values: Sequence[float]) -> list[float]:
     """Return a histogram's cumulative counts, +Inf last, from its merged values (sum, then the count of each bucket)."""
     counts: list[float] = []
-    total = 0.0
+    total: float = 0
     for count in values[1:]:
         total += count
         counts.append(total)

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from sie import __version__, control, process
-from sie.control import Channel, ChannelClosed, Launch, Models
+from sie.control import Channel, ChannelClosedError, Launch, Models
 from sie.errors import BadRequest, ClientGone, SieError
 from sie.frontend.body import BodyReader
 from sie.frontend.dialects.openai import DEFAULT_MODEL
@@ -124,9 +124,7 @@ class FrontendProcess:
         default = self.default_model(output)
         if default is None:
             able = [name for name, entry in self.models.entries.items() if output in entry.card.outputs]
-            raise SieError(
-                f"No default model; name one of: {', '.join(able)}", code="MODEL_NOT_FOUND", http_status=404
-            )
+            raise SieError(f"No default model; name one of: {', '.join(able)}", code="MODEL_NOT_FOUND", http_status=404)
         return default
 
     def watch_client(self, pending: Pending, protocol: Any) -> None:
@@ -153,7 +151,7 @@ class FrontendProcess:
         task.add_done_callback(self._tasks.discard)
 
     def _send(self, message: control.Message) -> None:
-        with contextlib.suppress(ChannelClosed):  # its end of file ends this process from `_on_control`
+        with contextlib.suppress(ChannelClosedError):  # its end of file ends this process from `_on_control`
             self._channel.send(message)
 
     def _ask_load(self, model: str) -> None:
@@ -167,7 +165,7 @@ class FrontendProcess:
         try:
             while (received := self._channel.try_receive()) is not None:
                 self._on_message(*received)
-        except ChannelClosed:
+        except ChannelClosedError:
             _log.warning("the supervisor is gone: stopping")
             os._exit(1)  # an orphan must not answer; Granian would wait for what is in flight
 
@@ -332,7 +330,7 @@ def connect(launch: Launch) -> Callable[[asyncio.AbstractEventLoop], FrontendPro
         channel = control.connect(launch)
         message, fds = channel.receive(_CONFIGURE_TIMEOUT_S)
         if not isinstance(message, control.Configure):
-            raise ChannelClosed(f"expected Configure, got {type(message).__name__}")
+            raise ChannelClosedError(f"expected Configure, got {type(message).__name__}")
         pages = [CounterPage.open(fd, writable=index == 0) for index, fd in enumerate(fds)]
         frontend = FrontendProcess(launch, message.settings, channel, pages, loop)
         frontend.start()

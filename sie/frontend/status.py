@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pwd
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -56,7 +57,7 @@ def process_owner() -> tuple[str, str]:
         user = pwd.getpwuid(os.getuid()).pw_name
     except KeyError:  # containers run under numbers that no file names
         user = str(os.getuid())
-    return user, os.getcwd()
+    return user, str(Path.cwd())
 
 
 def build_status(inputs: StatusInputs, now_s: float) -> dict[str, Any]:

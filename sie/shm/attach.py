@@ -382,9 +382,6 @@ def _accept_offer(message: Message, fds: list[int], generation: int) -> tuple[Se
     try:
         ring_fd, bell_fd, credit_fd = ring_fds
         return peer, RingConsumer.open(ring_fd, bell_fd, credit_fd, message.ring_capacity)
-    except ValueError as error:
-        peer.close()
-        raise ProtocolError(str(error)) from error
     except BaseException:
         peer.close()
         raise

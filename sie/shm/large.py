@@ -28,15 +28,15 @@ class LargeBudget:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.used_bytes = 0
-        self._pools: list[LargePool] = []
+        self._pools: dict[LargePool, None] = {}
 
     def join(self, pool: LargePool) -> None:
         """Let a pool charge this budget, and give up its idle segments when another one needs their bytes."""
-        self._pools.append(pool)
+        self._pools[pool] = None
 
     def leave(self, pool: LargePool) -> None:
-        """Forget a pool that has closed."""
-        self._pools.remove(pool)
+        """Forget a pool that has closed; a second time does nothing."""
+        self._pools.pop(pool, None)
 
     def retire_idle(self) -> bool:
         """Make one pool give up a segment that it only keeps; False when there is none."""

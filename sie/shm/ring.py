@@ -29,11 +29,9 @@ _iter_unpack = DESCRIPTOR.iter_unpack
 _as_descriptor: Callable[[tuple[int, ...]], Descriptor] = partial(tuple.__new__, Descriptor)  # pyright: ignore[reportUnknownMemberType]
 
 
-def check_capacity(capacity: int) -> int:
-    """Return capacity when it is a power of two from 2 to 65,536; raise ValueError otherwise."""
-    if not 2 <= capacity <= 1 << 16 or capacity & (capacity - 1):
-        raise ValueError(f"a ring's capacity is a power of two from 2 to 65536, not {capacity}")
-    return capacity
+def is_capacity(capacity: int) -> bool:
+    """Whether a ring can have this many descriptors: a power of two from 2 to 65,536."""
+    return 2 <= capacity <= 1 << 16 and not capacity & (capacity - 1)
 
 
 class RingProducer:
@@ -54,7 +52,9 @@ class RingProducer:
     @classmethod
     def create(cls, capacity: int) -> RingProducer:
         """Return an empty ring of capacity descriptors, a power of two. Raises ReservationError."""
-        segment = Segment.create("ring", check_capacity(capacity) * DESCRIPTOR_BYTES)
+        if not is_capacity(capacity):
+            raise ValueError(f"a ring's capacity is a power of two from 2 to 65536, not {capacity}")
+        segment = Segment.create("ring", capacity * DESCRIPTOR_BYTES)
         return cls(segment, doorbell(), doorbell())
 
     @property
@@ -159,10 +159,11 @@ class RingConsumer:
     def open(cls, ring_fd: int, bell_fd: int, credit_fd: int, capacity: int) -> RingConsumer:
         """Map the ring of a producer that announced capacity. Takes over all three fds.
 
-        Raises ProtocolError when the memory is not sealed or has another size, ValueError on a bad capacity.
+        Raises ProtocolError when the memory is not sealed or has another size, or capacity is none a ring can have.
         """
         try:
-            segment = Segment.map_peer(ring_fd, check_capacity(capacity) * DESCRIPTOR_BYTES)
+            # A capacity that cannot be has no bytes, which no memory fits.
+            segment = Segment.map_peer(ring_fd, capacity * DESCRIPTOR_BYTES if is_capacity(capacity) else 0)
         except BaseException:
             close(bell_fd)
             close(credit_fd)

@@ -59,6 +59,8 @@ class Segment:
         """
         if nbytes <= 0:
             raise ValueError(f"a segment needs at least one byte, not {nbytes}")
+        # The kernel would take every page it has for a reservation that cannot be met, before it says no or kills.
+        check_reservation(nbytes)
         fd = os.memfd_create(f"sie-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(fd, 0, nbytes)

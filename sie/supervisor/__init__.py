@@ -40,8 +40,20 @@ def main(loaded: Loaded) -> int:
             num_frontends = server.frontends or max(1, len(usable_cores()) // _CORES_PER_FRONTEND)
             _check_memory(settings, num_frontends, len(places))
             progress = Progress(sys.stderr, server.log_format)
-            supervisor = Supervisor(settings, models, places, num_frontends, runtime_dir, port, progress)
-            return asyncio.run(supervisor.run())
+
+            async def serve() -> int:
+                supervisor = Supervisor(
+                    settings,
+                    models=models,
+                    places=places,
+                    num_frontends=num_frontends,
+                    runtime_dir=runtime_dir,
+                    port=port,
+                    progress=progress,
+                )
+                return await supervisor.run()
+
+            return asyncio.run(serve())
         except ReservationError as error:
             raise StartError(f"shared memory: {error}") from error
         finally:

@@ -54,7 +54,7 @@ class Child:
         self.state = "starting"
         self.started_s = now_s
         command = [sys.executable, "-m", _MODULES[self.role], msgspec.json.encode(launch).decode()]
-        self.process = subprocess.Popen(
+        self.process = subprocess.Popen(  # noqa: S603  # our own interpreter, module and launch record
             command, stdin=subprocess.DEVNULL, env=_environment(num_threads), process_group=0
         )
         self.pidfd = os.pidfd_open(self.process.pid)

@@ -169,5 +169,7 @@ def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, boundaries: Bounda
             repeats = query.shape[0] // key.shape[0]
             key, value = key.repeat_interleave(repeats, 0), value.repeat_interleave(repeats, 0)
     cu_seqlens, longest = boundaries.cu_seqlens, boundaries.max_length
-    rows = (states.transpose(0, 1) for states in (query, key, value))
-    return varlen_attn(*rows, cu_seqlens, cu_seqlens, longest, longest, **arguments)
+    query, key, value = (states.transpose(0, 1) for states in (query, key, value))
+    attended = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **arguments)
+    assert isinstance(attended, Tensor)  # a pair only with return_aux
+    return attended

@@ -94,4 +94,4 @@ def _convert(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -
         if not kept.intersection(name.split(".")):
             weight.data = weight.data.to(device, dtype)
     model.config.dtype = dtype
-    model.to(device)
+    torch.nn.Module.to(model, device)

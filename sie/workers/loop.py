@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie import control
-from sie.control import Channel, ChannelClosed
+from sie.control import Channel, ChannelClosedError
 from sie.errors import Internal, SieError, Unavailable
 from sie.logs import get_logger
 from sie.settings import Settings
-from sie.shm.layout import RELEASE, SUBMIT, Descriptor, ProtocolError
-from sie.shm.large import LargeBudget
 from sie.shm.inflight import InflightPage
+from sie.shm.large import LargeBudget
+from sie.shm.layout import RELEASE, SUBMIT, Descriptor, ProtocolError
 from sie.types import ModelCard
 from sie.workers.hosting import Host
 from sie.workers.links import FrontendLink
@@ -45,6 +45,7 @@ class Loop:
     def __init__(
         self,
         settings: Settings,
+        *,
         channel: Channel,
         host: Host,
         page: InflightPage,
@@ -79,14 +80,14 @@ class Loop:
                     self._apply(step)
                 if not self._state:
                     self._settle()
-        except ChannelClosed:
+        except ChannelClosedError:
             _log.debug("the supervisor closed the control channel")
 
     # --- what comes in --------------------------------------------------------------------------------------------
 
     def _idle_wait_s(self) -> float:
         """Return how long to wait for news; replies without credit are tried again soon."""
-        return _IDLE_WAIT_S if all([link.flush() for link in self._links.values()]) else _CREDIT_WAIT_S
+        return _IDLE_WAIT_S if all(link.flush() for link in self._links.values()) else _CREDIT_WAIT_S
 
     def _watch(self, fd: int, handler: Callable[[], None]) -> None:
         self._handlers[fd] = handler
@@ -255,7 +256,7 @@ class Loop:
     def _put(
         self, items: list[Waiting], members: list[int], finished: NDArray[np.generic], ran_ns: int, took_ns: int
     ) -> None:
-        data = memoryview(finished.reshape(-1).view(np.uint8))
+        data = memoryview(finished).cast("B")
         row_bytes = len(data) // len(members)
         touched: dict[int, Request] = {}
         for place, row in enumerate(members):

@@ -10,11 +10,11 @@ from types import FrameType
 import msgspec
 
 from sie import control, process
-from sie.control import ChannelClosed, Configure, Launch, Ready
+from sie.control import ChannelClosedError, Configure, Launch, Ready
 from sie.logs import configure, get_logger
 from sie.settings import Settings
-from sie.shm.large import LargeBudget
 from sie.shm.inflight import InflightPage
+from sie.shm.large import LargeBudget
 from sie.shm.pages import CounterPage
 from sie.types import ModelCard
 from sie.workers.hosting import Host
@@ -42,7 +42,7 @@ def main() -> int:
     try:
         channel = control.connect(launch)
         message, fds = channel.receive(_CONFIGURE_TIMEOUT_S)
-    except (OSError, ChannelClosed) as error:
+    except (OSError, ChannelClosedError) as error:
         _log.error("no supervisor: %s", error)
         return 1
     assert isinstance(message, Configure)
@@ -50,8 +50,15 @@ def main() -> int:
     metrics = WorkerMetrics(CounterPage.open(fds[0], writable=True), str(launch.slot))
     host = Host(launch.device, _builder(launch, settings), channel.send)
     page = InflightPage.open(fds[1], writable=True)
-    large = LargeBudget(launch.max_large_bytes)
-    loop = Loop(settings, channel, host, page, metrics, _budget(launch, settings), large)
+    loop = Loop(
+        settings,
+        channel=channel,
+        host=host,
+        page=page,
+        metrics=metrics,
+        budget=_budget(launch, settings),
+        large=LargeBudget(launch.max_large_bytes),
+    )
     channel.send(Ready())
     loop.run()
     return 0
@@ -76,10 +83,10 @@ def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callabl
 
     def build(card: ModelCard, progress: Callable[[float, str], None]) -> Runner:
         if card.kind == "stub":
-            from sie.workers.runners.stub import StubRunner  # noqa: PLC0415  # each kind imports only its own
+            from sie.workers.runners.stub import StubRunner  # each kind imports only its own
 
             return StubRunner(card)
-        from sie.workers.loader import load_encoder  # noqa: PLC0415  # imports torch
+        from sie.workers.loader import load_encoder  # imports torch
 
         return load_encoder(card, launch.device, settings.models.dtype, progress)
 

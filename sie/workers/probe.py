@@ -32,7 +32,7 @@ def choose_execution(model_id: str, backbone: Backbone) -> Execution:
     """
     model = backbone.model
     batch = pack_sequences(_probe_sequences(backbone))
-    own = model.config._attn_implementation
+    own = model.config._attn_implementation or "eager"
     with torch.inference_mode():
         expected = backbone.run_rectangles(batch)
         if not torch.isfinite(expected).all():

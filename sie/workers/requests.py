@@ -5,6 +5,7 @@ A request gets exactly one terminal descriptor: REPLY, or ERROR (with length 0 w
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
@@ -181,7 +182,7 @@ def _lengths(bounds: NDArray[Any] | None, num_items: int) -> list[int]:
     if bounds is None or bounds.dtype != np.int32 or bounds.shape != (num_items + 1,) or num_items < 1:
         raise ProtocolError("a request whose item bounds are not (n + 1,) int32")
     values: list[int] = bounds.tolist()
-    lengths = [end - start for start, end in zip(values, values[1:], strict=False)]
+    lengths = [end - start for start, end in itertools.pairwise(values)]
     if values[0] != 0 or min(lengths) < 0:
         raise ProtocolError("a request whose item bounds do not rise from 0")
     return lengths

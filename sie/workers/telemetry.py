@@ -23,9 +23,10 @@ from sie.shm.pages import CounterPage, Gauge
 
 log = logging.getLogger(__name__)
 
-_KNOWN_GPU_WORDS = frozenset(
-    "t4 l4 l20 l40 l40s a2 a10 a10g a16 a30 a40 a100 v100 p100 h20 h100 h200 gh200 b100 b200 b300 gb200 gb300".split()
-)
+_KNOWN_GPU_WORDS = frozenset({
+    "t4", "p100", "v100", "a2", "a10", "a10g", "a16", "a30", "a40", "a100", "l4", "l20", "l40", "l40s",
+    "h20", "h100", "h200", "gh200", "b100", "b200", "b300", "gb200", "gb300",
+})  # fmt: skip
 _GIB = 1 << 30
 _DOWN_INTERVALS = 10
 """A lost device is asked again this many intervals later: each question to it can cost the driver seconds."""
@@ -177,7 +178,7 @@ class GpuTelemetry:
             except ImportError:
                 log.warning("pynvml is not installed: no GPU telemetry")
                 return False
-        # A daemon, because a call stuck in the driver must not hold the process at its exit.
+        # A daemon: a call stuck in the driver must not hold the process at its exit
         self._thread = threading.Thread(target=self._run, name="gpu-telemetry", daemon=True)
         self._thread.start()
         return True
@@ -187,8 +188,12 @@ class GpuTelemetry:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
-            return not self._thread.is_alive()
-        return True
+        return not self.is_sampling
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
 
     def _run(self) -> None:
         wait_s, was_up = 0.0, True
@@ -200,7 +205,7 @@ class GpuTelemetry:
                 return
             except self._nvml.NVMLError as error:
                 if was_up:
-                    log.error("cuda:%d does not answer its driver: %s", self._gpu.index, error)
+                    log.error("cuda:%d does not answer its driver: %s", self._gpu.index, error)  # noqa: TRY400  # its message says all
                 self._publish_down()
                 was_up, wait_s = False, _DOWN_INTERVALS * self._interval_s
             else:

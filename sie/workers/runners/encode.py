@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from sie.errors import BadRequest, InputTooLong
 from sie.types import ModelCard
@@ -34,10 +35,10 @@ class Execution(msgspec.Struct, frozen=True):
 class Backbone:
     """A transformer that turns a packed batch into packed hidden states, whatever way it runs inside."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         self.model = model
         self.device = device
-        self.vocab_size: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator, union-attr]
+        self.vocab_size: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]  # an Embedding
         self.max_positions = _max_positions(model)
 
     def run(self, batch: PackedBatch, execution: Execution) -> Tensor:

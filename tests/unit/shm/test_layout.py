@@ -33,7 +33,7 @@ def test_value_wider_than_its_field_is_refused() -> None:
 
 
 def test_plain_kinds_are_the_enumerated_ones() -> None:
-    assert [layout.SUBMIT, layout.REPLY, layout.ERROR, layout.TOKENS, layout.RELEASE] == list(layout.Kind)
+    assert list(layout.Kind) == [layout.SUBMIT, layout.REPLY, layout.ERROR, layout.TOKENS, layout.RELEASE]
 
 
 @pytest.mark.parametrize(("nbytes", "rounded"), [(0, 0), (1, 64), (64, 64), (65, 128)])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,6 @@ import pytest
 
 from sie.shm.layout import ProtocolError
 from sie.shm.segment import ReservationError, Segment, check_reservation, is_dead
-
-
-def _num_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def test_peer_sees_what_the_owner_writes_after_it_mapped() -> None:
@@ -71,21 +68,21 @@ def test_another_size_than_announced_is_refused(announced: int) -> None:
     owner.close()
 
 
-def test_refused_memory_leaves_no_descriptor_open() -> None:
-    before = _num_fds()
+def test_refused_memory_leaves_no_descriptor_open(num_fds: Callable[[], int]) -> None:
+    before = num_fds()
     with pytest.raises(ProtocolError):
         Segment.map_peer(os.memfd_create("unsealed"), 4096)
 
-    assert _num_fds() == before
+    assert num_fds() == before
 
 
-def test_closed_segment_leaves_no_descriptor_open_and_can_be_closed_again() -> None:
-    before = _num_fds()
+def test_closed_segment_leaves_no_descriptor_open_and_can_be_closed_again(num_fds: Callable[[], int]) -> None:
+    before = num_fds()
     owner = Segment.create("t", 4096)
     owner.close()
     owner.close()
 
-    assert _num_fds() == before
+    assert num_fds() == before
 
 
 def test_array_stays_readable_after_its_segment_closed() -> None:

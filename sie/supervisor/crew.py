@@ -1,0 +1,272 @@
+"""Owns the children: starts them, takes their control connections, pairs their memory, and starts the dead again.
+
+What a message or a death means for models and clients is not decided here: `CrewEvents` hears of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from sie import control, families
+from sie.control import Channel, ChannelClosedError, Message
+from sie.logs import get_logger
+from sie.settings import Settings
+from sie.shm.inflight import InflightPage, InflightStatus
+from sie.shm.pages import CounterPage
+from sie.supervisor.children import Child
+from sie.supervisor.devices import WorkerSlot
+from sie.supervisor.restart import RestartPolicy, plan_restart
+
+_log = get_logger(__name__)
+_HELLO_TIMEOUT_S = 1.0
+
+
+class CrewEvents(Protocol):
+    """What the crew tells whoever runs it."""
+
+    def on_joined(self, child: Child) -> None:
+        """A child is connected and configured."""
+        ...
+
+    def on_message(self, child: Child, message: Message) -> None:
+        """A child said something."""
+        ...
+
+    def on_worker_death(self, worker: Child, status: int, running: InflightStatus) -> tuple[tuple[int, int], ...]:
+        """Judge a worker's death by its exit status; return the (frontend, request id) that may be to blame."""
+        ...
+
+    def on_changed(self) -> None:
+        """A child died, or was given up."""
+        ...
+
+    def on_given_up(self, role: control.Role) -> None:
+        """No child of this role is left, and none will be started."""
+        ...
+
+
+class Crew:
+    """All children of one server, and the pages that outlive them."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        places: list[WorkerSlot],
+        num_frontends: int,
+        launch: control.Launch,
+        events: CrewEvents,
+    ) -> None:
+        """Launch is what every child is told, but for who it is."""
+        self._settings = settings
+        self._events = events
+        self._launch = launch
+        self.workers = [Child("worker", slot, place) for slot, place in enumerate(places)]
+        self.frontends = [Child("frontend", slot, WorkerSlot("")) for slot in range(num_frontends)]
+        page_bytes = settings.memory.counter_page_bytes
+        self._page = CounterPage.create(page_bytes)
+        self._pages = {child.name: CounterPage.create(page_bytes) for child in self.all}
+        self._inflight = [InflightPage.create(settings.scheduler.max_step_items) for _ in self.workers]
+        self._pairs: dict[tuple[int, int], int] = {}
+        self._num_generations = 0
+        self._loop = asyncio.get_running_loop()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._death = asyncio.Event()
+        self.is_draining = False
+        """Once set, no frontend is started again; workers are, since accepted requests wait for them."""
+        self.is_stopping = False
+        """Once set, no child is started again."""
+
+    @property
+    def all(self) -> list[Child]:
+        """Workers, then frontends."""
+        return [*self.workers, *self.frontends]
+
+    def open(self) -> None:
+        """Listen for control connections on a 0600 socket, and start everybody."""
+        path = Path(self._launch.control_path)
+        self._listener.bind(str(path))
+        path.chmod(0o600)
+        self._listener.listen(64)
+        self._listener.setblocking(False)
+        self._loop.add_reader(self._listener, self._on_connect)
+        for child in self.all:
+            self._start(child)
+
+    def close(self) -> None:
+        """Stop listening; every child is gone."""
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+
+    async def until_gone(self, children: list[Child], timeout_s: float) -> None:
+        """Wait until none of these children has a process, or the time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while any(child.process is not None for child in children):
+                    self._death.clear()
+                    await self._death.wait()
+
+    def running(self, worker: Child) -> InflightStatus:
+        """Return what a worker says it is doing."""
+        return self._inflight[worker.slot].read()
+
+    def send(self, child: Child, message: Message, fds: list[int] | None = None) -> None:
+        """Send to a child that is connected; one that does not read is killed, and restarted like any other death."""
+        if child.channel is None:
+            return
+        try:
+            child.channel.send(message, fds)
+        except ChannelClosedError as error:
+            _log.warning("%s does not read its control channel: %s", child.name, error)
+            child.kill()
+
+    def send_all(self, children: Iterable[Child], message: Message) -> None:
+        """Send to each of these children."""
+        for child in children:
+            self.send(child, message)
+
+    # --- birth ----------------------------------------------------------------------------------------------------
+
+    def _start(self, child: Child) -> None:
+        if self.is_stopping:
+            child.state = "gone"
+            return
+        launch = msgspec.structs.replace(
+            self._launch,
+            role=child.role,
+            slot=child.slot,
+            incarnation=child.incarnation + 1,
+            device=child.place.device,
+            cores=child.place.cores,
+        )
+        child.start(launch, self._num_threads(child), time.monotonic())
+        self._loop.add_reader(child.pidfd, self._on_death, child)
+
+    def _num_threads(self, child: Child) -> int:
+        if child.role == "frontend":
+            return 1
+        return self._settings.devices.threads_per_worker or max(1, len(child.place.cores))
+
+    def _on_connect(self) -> None:
+        sock, _ = self._listener.accept()
+        pid, uid = control.peer_credentials(sock)
+        channel = Channel(sock)
+        try:
+            hello, fds = channel.receive(_HELLO_TIMEOUT_S)
+        except (ChannelClosedError, TimeoutError):
+            channel.close()
+            return
+        for fd in fds:
+            os.close(fd)
+        child = self._child_that_says(hello) if uid == os.getuid() else None
+        if child is None:
+            _log.warning("refused a control connection of pid %d, uid %d", pid, uid)
+            channel.close()
+            return
+        child.adopt(channel, pid)
+        self._loop.add_reader(channel.fileno(), self._on_readable, child)
+        self._configure(child)
+        self._events.on_joined(child)
+
+    def _child_that_says(self, hello: Message) -> Child | None:
+        if not isinstance(hello, control.Hello):
+            return None
+        slots = self.workers if hello.role == "worker" else self.frontends
+        for child in slots[hello.slot : hello.slot + 1]:
+            if child.process is not None and child.channel is None and child.incarnation == hello.incarnation:
+                return child
+        return None
+
+    def _configure(self, child: Child) -> None:
+        own = self._pages[child.name]
+        if child.role == "worker":
+            self.send(child, control.Configure(self._settings), [own.fd, self._inflight[child.slot].fd])
+        else:
+            others = [self._page, *(page for page in self._pages.values() if page is not own)]
+            read_only = [page.read_only_fd() for page in others]
+            self.send(child, control.Configure(self._settings), [own.fd, *read_only])
+            for fd in read_only:
+                os.close(fd)
+        for worker in [child] if child.role == "worker" else self.workers:
+            for frontend in [child] if child.role == "frontend" else self.frontends:
+                if worker.channel is not None and frontend.channel is not None:
+                    self._attach(frontend, worker)
+
+    def _attach(self, frontend: Child, worker: Child) -> None:
+        """Hand both ends of a fresh socketpair out; from there the two exchange their memory by themselves."""
+        self._num_generations += 1
+        generation = self._pairs[frontend.slot, worker.slot] = self._num_generations
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
+            self.send(frontend, control.Attach(worker.slot, generation), [ours.fileno(), worker.peer_pidfd])
+            self.send(worker, control.Attach(frontend.slot, generation), [theirs.fileno(), frontend.peer_pidfd])
+
+    def _on_readable(self, child: Child) -> None:
+        channel = child.channel
+        try:
+            while channel is not None and channel is child.channel and (received := channel.try_receive()) is not None:
+                message, fds = received
+                for fd in fds:
+                    os.close(fd)
+                self._events.on_message(child, message)
+        except ChannelClosedError:
+            if channel is not None and channel is child.channel:
+                self._loop.remove_reader(channel.fileno())
+                child.kill()
+
+    # --- death ----------------------------------------------------------------------------------------------------
+
+    def _on_death(self, child: Child) -> None:
+        self._loop.remove_reader(child.pidfd)
+        if child.channel is not None:
+            self._loop.remove_reader(child.channel.fileno())
+        was_ready = child.state == "ready"
+        child.kill()
+        status = child.reap()
+        is_final = self.is_stopping or (self.is_draining and child.role == "frontend")
+        child.state = "gone" if is_final else "waiting"
+        if child.role == "worker":
+            self._bury(child, status)
+        if not is_final:
+            _log.warning("%s ended with status %d", child.name, status)
+            self._plan_restart(child, was_ready)
+        self._death.set()
+        self._events.on_changed()
+
+    def _bury(self, worker: Child, status: int) -> None:
+        """Tell the frontends that the worker's ring may be read a last time, and which requests may be to blame."""
+        page = self._inflight[worker.slot]
+        suspects = self._events.on_worker_death(worker, status, page.read())
+        page.reset()
+        for frontend in self.frontends:
+            generation = self._pairs.pop((frontend.slot, worker.slot), None)
+            if generation is not None:
+                ids = tuple(request_id for slot, request_id in suspects if slot == frontend.slot)
+                self.send(frontend, control.WorkerDown(worker.slot, generation, ids))
+
+    def _plan_restart(self, child: Child, was_ready: bool) -> None:
+        s = self._settings.supervisor
+        policy = RestartPolicy(budget=s.restart_budget, window_s=s.restart_window_s, backoff_s=s.restart_backoff_s)
+        delay_s = plan_restart(policy, child.history, was_ready, time.monotonic())
+        if delay_s is None:
+            child.state = "gone"
+            _log.error("%s failed to start %d times in a row: given up (restart_budget)", child.name, policy.budget + 1)
+            if all(sibling.state == "gone" for sibling in self.all if sibling.role == child.role):
+                self._events.on_given_up(child.role)
+            return
+        child.num_restarts += 1
+        if child.role == "worker":
+            labels = families.WORKER_RESTARTS.label_pairs(str(child.slot))
+            self._page.counter(families.WORKER_RESTARTS.name, labels).add(1)
+        if delay_s:
+            self._loop.call_later(delay_s, self._start, child)
+        else:
+            self._start(child)

@@ -1,0 +1,229 @@
+"""The prepare helper as the supervisor sees it: a process, a hub on loopback, lines on standard output."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from sie.catalog.hub import classify
+from sie.catalog.prepare import Failed, Message, Ready, Report, Request
+from sie.catalog.spec import ModelSpec, parse_model_spec
+from tests.unit.fake_hub import COMMIT, FakeHub
+
+CONFIG = {"model_type": "bert", "architectures": ["BertModel"], "hidden_size": 32, "vocab_size": 100}
+FILES = {
+    "config.json": json.dumps(CONFIG).encode(),
+    "tokenizer.json": b"{}",
+    "tokenizer_config.json": b'{"model_max_length": 64}',
+    "model.safetensors": bytes(range(256)) * 4096,
+    "modules.json": json.dumps(
+        [
+            {"path": "", "type": "sentence_transformers.models.Transformer"},
+            {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+        ]
+    ).encode(),
+    "1_Pooling/config.json": b'{"pooling_mode": "cls"}',
+    "pytorch_model.bin": b"pickle",
+    "modeling_evil.py": b"raise SystemExit",
+    "onnx/model.onnx": b"onnx",
+    "onnx/config.json": b"{}",
+    "README.md": b"# model",
+}
+FETCHED = {name for name in FILES if name.endswith((".json", ".safetensors")) and not name.startswith("onnx/")}
+SPEC = ModelSpec(id="org/model", revision="main")
+
+Prepare = Callable[..., Message]
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    with FakeHub(dict(FILES)) as hub:
+        yield hub
+
+
+@pytest.fixture
+def prepare(tmp_path: Path) -> Prepare:
+    """Return a function that runs the helper and returns its last message, after checking all of them."""
+
+    def run(spec: ModelSpec, hub: FakeHub | None = None, **environment: str) -> Message:
+        request = msgspec.json.encode(Request(spec=spec, cache_dir=str(tmp_path / "cache"))).decode()
+        kept = {key: os.environ[key] for key in ("PATH", "HOME", "PYTHONPATH") if key in os.environ}
+        settings = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "*"}
+        if hub is not None:
+            settings["HF_ENDPOINT"] = hub.url
+        result = subprocess.run(
+            [sys.executable, "-m", "sie.catalog.prepare", request],
+            env={**kept, **settings, **environment},
+            cwd=Path(__file__).parents[3],
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+        messages = [msgspec.json.decode(line, type=Message) for line in result.stdout.splitlines()]
+        assert messages, result.stderr.decode()
+        assert all(isinstance(message, Report) for message in messages[:-1])
+        assert result.returncode == (0 if isinstance(messages[-1], Ready) else 1)
+        return messages[-1]
+
+    return run
+
+
+def _directory(message: Message) -> Path:
+    assert isinstance(message, Ready), message
+    return Path(message.card.directory)
+
+
+def _error_class(message: Message) -> str:
+    assert isinstance(message, Failed), message
+    return message.error.extras["error_class"]
+
+
+def test_model_is_fetched_without_what_could_run(hub: FakeHub, prepare: Prepare) -> None:
+    directory = _directory(prepare(SPEC, hub))
+    assert directory.name == COMMIT
+    assert hub.downloads() == FETCHED
+    assert {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()} == FETCHED
+    assert (directory / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+def test_cached_model_starts_while_the_hub_is_down(hub: FakeHub, prepare: Prepare) -> None:
+    first = prepare(SPEC, hub)
+    hub.stop()
+    assert _directory(prepare(SPEC, hub)) == _directory(first)
+
+
+def test_offline_tries_no_socket(hub: FakeHub, prepare: Prepare) -> None:
+    first = prepare(SPEC, hub)
+    hub.requests.clear()
+    assert _directory(prepare(SPEC, hub, HF_HUB_OFFLINE="1")) == _directory(first)
+    assert hub.requests == []
+
+
+def test_cut_download_is_resumed(hub: FakeHub, prepare: Prepare) -> None:
+    hub.cut_once = {"model.safetensors"}
+    content = hub.files["model.safetensors"] = hub.served["model.safetensors"] = os.urandom(24 << 20)
+    directory = _directory(prepare(SPEC, hub))
+    assert (directory / "model.safetensors").read_bytes() == content
+    # The library writes chunks of 10 MiB; the cut came after 12.
+    assert [wanted for _, _, wanted in hub.requests if wanted] == ["bytes=10485760-"]
+
+
+def test_wrong_bytes_are_never_served(hub: FakeHub, prepare: Prepare) -> None:
+    right = hub.served["model.safetensors"]
+    hub.served["model.safetensors"] = b"\0" * len(right)
+    assert _error_class(prepare(SPEC, hub)) == "NETWORK"
+    hub.served["model.safetensors"] = right
+    directory = _directory(prepare(SPEC, hub))
+    assert (directory / "model.safetensors").read_bytes() == right
+
+
+@pytest.mark.parametrize(
+    ("refusal", "error_class"),
+    [
+        ((403, "GatedRepo"), "GATED"),
+        ((404, "RepoNotFound"), "NOT_FOUND"),
+        ((404, "RevisionNotFound"), "NOT_FOUND"),
+    ],
+)
+def test_refusal_of_the_hub_has_its_class(
+    hub: FakeHub, prepare: Prepare, refusal: tuple[int, str], error_class: str
+) -> None:
+    hub.refusal = refusal
+    assert _error_class(prepare(SPEC, hub)) == error_class
+
+
+def test_hub_that_is_down_has_its_class(hub: FakeHub, prepare: Prepare) -> None:
+    hub.stop()
+    assert _error_class(prepare(SPEC, hub)) == "NETWORK"
+
+
+@pytest.mark.parametrize(
+    ("error", "error_class"),
+    [
+        (TimeoutError("slow"), "TIMEOUT"),
+        (OSError(errno.ENOSPC, "No space left on device"), "STORAGE"),
+        (PermissionError(errno.EACCES, "Permission denied"), "STORAGE"),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), "NETWORK"),
+        (OSError("Consistency check failed: file should be of size 1"), "NETWORK"),
+        (RuntimeError("?"), "UNKNOWN"),
+    ],
+)
+def test_error_of_a_download_has_its_class(error: Exception, error_class: str) -> None:
+    assert classify(error) == error_class
+
+
+def test_stub_needs_no_file(prepare: Prepare) -> None:
+    message = prepare(parse_model_spec("a=stub:dense=8"))
+    assert isinstance(message, Ready)
+    assert message.card.dims == {"dense": 8}
+
+
+def test_directory_without_weights_is_an_error_of_the_model(prepare: Prepare, tmp_path: Path) -> None:
+    assert _error_class(prepare(ModelSpec(id="a", directory=str(tmp_path)))) == "CONFIG"
+
+
+def test_broken_request_is_an_error_line() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "sie.catalog.prepare", "{}"],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert isinstance(msgspec.json.decode(result.stdout, type=Message), Failed)
+
+
+@pytest.mark.parametrize(("model_type", "runs"), [("bert", True), ("bert-of-mine", False)])
+def test_remote_code_is_never_run(
+    write_files: Any, prepare: Prepare, tmp_path: Path, model_type: str, runs: bool
+) -> None:
+    canary = tmp_path / "canary"
+    remote = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model", "AutoTokenizer": ["evil.T", "evil.T"]}
+    files = {
+        "config.json": {**CONFIG, "model_type": model_type, "auto_map": remote},
+        "tokenizer_config.json": {"auto_map": remote},
+        "evil.py": f"open({str(canary)!r}, 'w').write('ran')".encode(),
+    }
+    message = prepare(ModelSpec(id="a", directory=str(write_files(files))))
+    assert isinstance(message, Ready) is runs
+    if not runs:
+        assert _error_class(message) == "CONFIG"
+        assert "auto_map" in message.error.message  # type: ignore[union-attr]
+    assert not canary.exists()
+
+
+VOCABULARY = "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nhello\nworld\n##s"
+
+
+def test_slow_tokenizer_is_converted_once(write_files: Any, prepare: Prepare, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    files = {
+        "tokenizer.json": None,
+        "vocab.txt": VOCABULARY.encode(),
+        "tokenizer_config.json": {"tokenizer_class": "BertTokenizer", "do_lower_case": True},
+    }
+    spec = ModelSpec(id="a", directory=str(write_files(files)))
+    message = prepare(spec)
+    assert isinstance(message, Ready), message
+    path = Path(message.card.tokenizer_file)
+    assert path.is_relative_to(tmp_path / "cache")
+    assert Tokenizer.from_file(str(path)).encode("Hello worlds").ids == [2, 5, 6, 7, 3]
+    written = path.stat().st_mtime_ns
+    assert prepare(spec) == message
+    assert path.stat().st_mtime_ns == written
+
+
+def test_checkpoint_without_any_tokenizer_is_refused(write_files: Any, prepare: Prepare) -> None:
+    message = prepare(ModelSpec(id="a", directory=str(write_files({"tokenizer.json": None}))))
+    assert _error_class(message) == "CONFIG"

@@ -1,0 +1,42 @@
+"""The page at `/`: self-contained, and its policy allows exactly what is in it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+
+from sie.frontend import dashboard
+
+
+def policy():
+    directives = dict(dashboard.headers())["content-security-policy"].split("; ")
+    return {name: rest for name, _, rest in (directive.partition(" ") for directive in directives)}
+
+
+def test_policy_names_the_hash_of_each_inline_block_and_nothing_looser():
+    text = dashboard.page().decode()
+    for tag in ("script", "style"):
+        (block,) = re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(block.encode()).digest()).decode()
+        assert policy()[f"{tag}-src"] == f"'sha256-{digest}'"
+    assert policy()["default-src"] == "'none'"
+    assert "unsafe" not in str(policy())
+
+
+def test_page_refers_to_no_other_host_and_needs_no_inline_attribute():
+    text = dashboard.page().decode().replace("http://www.w3.org/2000/svg", "")
+    assert not re.findall(r"https?://", text)
+    markup = re.sub(r"<(script|style)>.*?</\1>", "", text, flags=re.DOTALL)
+    assert not re.findall(r"\s(?:on\w+|style)=", markup)
+
+
+def test_page_never_turns_text_into_markup():
+    assert not re.findall(rb"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", dashboard.page())
+
+
+def test_page_is_html_that_is_not_sniffed():
+    headers = dict(dashboard.headers())
+    assert headers["content-type"] == "text/html; charset=utf-8"
+    assert headers["x-content-type-options"] == "nosniff"
+    assert dashboard.page().startswith(b"<!doctype html>")

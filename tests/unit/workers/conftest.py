@@ -1,0 +1,123 @@
+"""Checkpoints with few random weights, in the form in which real ones are published."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from sie.types import ModelCard
+
+WORDS = [f"w{i}" for i in range(200)]
+SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
+COMMON = {
+    "vocab_size": len(SPECIAL) + len(WORDS),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
+LEARNED = {"max_position_embeddings": 300, "type_vocab_size": 1}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "bert": {**LEARNED, "type_vocab_size": 2, "pad_token_id": 0},
+    "roberta": LEARNED,
+    "xlm-roberta": LEARNED,
+    "mpnet": LEARNED,
+    "modernbert": {"local_attention": 8, "max_position_embeddings": 300, "cls_token_id": 0, "sep_token_id": 2},
+    "qwen2": {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
+    "gemma3_text": {
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "use_bidirectional_attention": True,
+        "query_pre_attn_scalar": 8,
+    },
+}
+MakeCheckpoint = Callable[..., Path]
+
+
+def save_tokenizer(directory: Path, max_length: int) -> None:
+    """Write a tokenizer with one token a word, between `<s>` and `</s>`."""
+    vocabulary = {token: number for number, token in enumerate(SPECIAL + WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=max_length,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        cls_token="<s>",
+        sep_token="</s>",
+    ).save_pretrained(directory)
+
+
+@pytest.fixture
+def make_checkpoint(tmp_path: Path) -> MakeCheckpoint:
+    """Return a function that writes a checkpoint of a family and returns its directory."""
+
+    def make(family: str, *, max_length: int = 128, name: str = "model", **changes: Any) -> Path:
+        torch.manual_seed(0)
+        config = transformers.CONFIG_MAPPING[family](**{**COMMON, **FAMILIES[family], **changes})
+        model = transformers.AutoModel.from_config(config)
+        with torch.no_grad():
+            for weight in model.parameters():
+                # Far from the usual 0.02: a wrong mask or position must be seen in the result.
+                weight.add_(torch.randn_like(weight) * 0.2)
+        directory = tmp_path / name
+        model.save_pretrained(directory)
+        save_tokenizer(directory, max_length)
+        return directory
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tokenize() -> Callable[[ModelCard, list[str]], list[np.ndarray]]:
+    """Return a function that gives the token ids of texts as a frontend would."""
+
+    def run(card: ModelCard, texts: list[str]) -> list[np.ndarray]:
+        tokenizer = Tokenizer.from_file(card.tokenizer_file)
+        tokenizer.no_padding()
+        if card.max_sequence_length is None:
+            tokenizer.no_truncation()
+        else:
+            tokenizer.enable_truncation(card.max_sequence_length)
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in tokenizer.encode_batch(texts)]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def reference() -> Callable[..., np.ndarray]:
+    """Return sentence-transformers' own vectors for texts, in float32 on the CPU."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sentence_transformers import SentenceTransformer
+
+    def run(directory: Path, texts: list[str], **options: Any) -> np.ndarray:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = SentenceTransformer(str(directory), device="cpu", local_files_only=True)
+            if type(model.tokenizer).__name__ == "Qwen2Tokenizer":
+                # It would cut these words into bytes: transformers picks a tokenizer's class by the model's family.
+                model[0].processor = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+            return np.asarray(model.encode(texts, batch_size=3, **options))
+
+    return run

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import hashlib
+import time
+
+import numpy as np
+import pytest
+
+from sie.catalog.spec import parse_model_spec
+from sie.catalog.stub import stub_card
+from sie.errors import Internal
+from sie.types import ModelCard
+from sie.workers.runners.stub import StubRunner
+
+
+def _runner(options: str = "") -> StubRunner:
+    return StubRunner(stub_card(parse_model_spec(f"a=stub:{options}")))
+
+
+@pytest.mark.parametrize("dense", [1, 7, 384, 1000])
+def test_value_is_signed_shake_byte_over_127(dense: int) -> None:
+    text = "grün 🌲".encode()
+    rows = _runner(f"dense={dense}").run_texts([text, memoryview(b"")])
+    digest = hashlib.shake_256(text).digest(dense)
+    expected = [(byte - 256 if byte > 127 else byte) / 127 for byte in digest]
+    assert rows.shape == (2, dense)
+    assert rows.dtype == np.float32
+    np.testing.assert_array_equal(rows[0], np.array(expected, dtype=np.float32))
+    assert rows[1, 0] == np.float32(np.frombuffer(hashlib.shake_256(b"").digest(1), np.int8)[0] / 127)
+
+
+def test_row_does_not_depend_on_its_neighbours() -> None:
+    texts = [f"text {i}".encode() for i in range(9)]
+    runner = _runner()
+    alone = np.concatenate([runner.run_texts([text]) for text in texts])
+    np.testing.assert_array_equal(runner.run_texts(texts), alone)
+
+
+def test_no_texts_give_no_rows() -> None:
+    assert _runner("dense=5").run_texts([]).shape == (0, 5)
+
+
+def test_step_takes_its_latency_and_its_tokens() -> None:
+    runner = _runner("latency_ms=20,per_token_us=1000")
+    started = time.monotonic()
+    runner.run_texts([b"x" * 80, b""])
+    assert time.monotonic() - started >= 0.020 + 21 * 0.001
+
+
+def test_load_takes_its_time() -> None:
+    started = time.monotonic()
+    _runner("load_ms=30")
+    assert time.monotonic() - started >= 0.030
+
+
+def test_card_of_an_encoder_is_refused() -> None:
+    with pytest.raises(Internal):
+        StubRunner(ModelCard(id="a", kind="encoder"))
