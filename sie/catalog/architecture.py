@@ -31,7 +31,7 @@ def read_model_config(model_id: str, directory: str) -> PretrainedConfig:
     if model_type not in CONFIG_MAPPING:
         code = " and needs code of its own (auto_map), which is never run" if remote else ""
         raise refuse(model_id, f"model_type {model_type!r} is not known to this transformers{code}")
-    return CONFIG_MAPPING[model_type].from_dict(config)
+    return CONFIG_MAPPING[model_type].from_dict(config)  # pyright: ignore[reportUnknownMemberType]
 
 
 def text_encoder_class(model_id: str, config: PretrainedConfig) -> type[Any]:

@@ -37,8 +37,7 @@ def fetch(spec: ModelSpec, on_progress: Progress) -> str:
 
     on_progress(0.0, "asking the hub")
     try:
-        download: Callable[..., str] = huggingface_hub.snapshot_download  # pyright: ignore[reportUnknownMemberType]
-        directory = download(
+        directory = huggingface_hub.snapshot_download(  # pyright: ignore[reportUnknownMemberType]
             spec.id,
             revision=spec.revision,
             allow_patterns=ALLOWED,
@@ -84,17 +83,29 @@ def _first_line(error: BaseException) -> str:
 
 
 def _progress_bar(on_progress: Progress) -> type[Any]:
-    """Return a tqdm class that reports bytes instead of drawing."""
+    """Return a tqdm class that reports each new percent of the bytes instead of drawing.
+
+    Only `update` reports: a bar that the library forgot to close draws once more when it is collected.
+    """
     from huggingface_hub.utils import tqdm
 
     class Bar(tqdm):
+        percent = -1
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.update(file=io.StringIO(), disable=False)
             super().__init__(*args, **kwargs)  # pyright: ignore[reportUnknownMemberType]  # tqdm has no types
 
         def display(self, *args: Any, **kwargs: Any) -> None:
-            if self.unit == "B" and self.total:
-                on_progress(min(self.n / self.total, 1.0), "downloading")
+            pass
+
+        def update(self, n: float | None = 1) -> bool | None:
+            updated = super().update(n)
+            percent = int(100 * self.n / self.total) if self.unit == "B" and self.total else -1
+            if percent > self.percent:
+                self.percent = percent
+                on_progress(min(percent / 100, 1.0), "downloading")
+            return updated
 
     return Bar
 

@@ -56,7 +56,7 @@ def _convert(model_id: str, directory: str) -> str:
         raise refuse(model_id, "there is neither a tokenizer.json nor a vocabulary to make one from")
     from transformers import AutoTokenizer
 
-    load: Callable[..., Any] = AutoTokenizer.from_pretrained  # pyright: ignore
+    load: Callable[..., Any] = AutoTokenizer.from_pretrained  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     try:
         tokenizer = load(directory, local_files_only=True, trust_remote_code=False)
     except ImportError as error:

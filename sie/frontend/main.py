@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
+from typing import Any, cast
 
 import msgspec
 from granian.constants import HTTPModes, Interfaces, Loops
@@ -22,10 +24,11 @@ _MIN_BACKPRESSURE = 65_536
 """Granian's own bound counts connections, idle ones too; admission is ours, so it must not be the first to act."""
 
 
-def load_app(launch: Launch) -> App:
+def load_app(launch: Launch) -> Callable[..., Any]:
     """Return the app; Granian calls this in the child."""
     configure(launch.log_format, launch.log_level, f"frontend-{launch.slot}")  # type: ignore[arg-type]
-    return App(connect(launch))
+    # Granian looks for `__rsgi__` and its kin before it thinks of calling what it is given.
+    return cast("Callable[..., Any]", App(connect(launch)))
 
 
 def main() -> int:

@@ -256,7 +256,7 @@ class Loop:
     def _put(
         self, items: list[Waiting], members: list[int], finished: NDArray[np.generic], ran_ns: int, took_ns: int
     ) -> None:
-        data = memoryview(finished).cast("B")
+        data = finished.data.cast("B")
         row_bytes = len(data) // len(members)
         touched: dict[int, Request] = {}
         for place, row in enumerate(members):
