@@ -213,7 +213,7 @@ class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     interval_ms: Annotated[int, Meta(ge=20, le=60000, description="Time between two frames of `/ws/status`.")] = field(
         default=200, name="status_interval_ms"
     )
-    max_watchers: Annotated[int, Meta(ge=0, le=10000, description="Most status connections of one frontend.")] = 64
+    max_watchers: Annotated[int, Meta(ge=0, le=10000, description="Most status connections of this host.")] = 64
 
 
 class Testing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -60,6 +60,7 @@ def _read_model(card: ModelCard) -> PreTrainedModel:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     config = read_model_config(card.id, card.directory)
+    config.use_cache = False  # a decoder would keep keys and values that nobody reads
     model, report = text_encoder_class(card.id, config).from_pretrained(
         card.directory,
         config=config,

@@ -52,9 +52,11 @@ class Loop:
         metrics: WorkerMetrics,
         budget: Budget,
         large: LargeBudget,
+        on_loaded: Callable[[ModelCard], None],
     ) -> None:
         self._settings = settings
         self._large = large
+        self._tell_loaded = on_loaded
         self._channel = channel
         self._host = host
         self._page = page
@@ -123,6 +125,7 @@ class Loop:
             card, runner = hosted.card, hosted.runner
             assert runner is not None
             self._metrics.set_model(card.id, self._host.device, loaded=True, memory_bytes=runner.memory_bytes)
+            self._tell_loaded(card)
 
     def _attach(self, message: control.Attach, fds: list[int]) -> None:
         old = self._links.get(message.peer_slot)

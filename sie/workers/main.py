@@ -21,7 +21,7 @@ from sie.workers.hosting import Host
 from sie.workers.loop import Loop
 from sie.workers.runners import Runner
 from sie.workers.scheduler import Budget
-from sie.workers.telemetry import WorkerMetrics
+from sie.workers.telemetry import GpuTelemetry, WorkerMetrics, gpu_identity
 
 _log = get_logger(__name__)
 _CONFIGURE_TIMEOUT_S = 10.0
@@ -47,7 +47,8 @@ def main() -> int:
         return 1
     assert isinstance(message, Configure)
     settings = message.settings
-    metrics = WorkerMetrics(CounterPage.open(fds[0], writable=True), str(launch.slot))
+    counters = CounterPage.open(fds[0], writable=True)
+    metrics = WorkerMetrics(counters, str(launch.slot))
     host = Host(launch.device, _builder(launch, settings), channel.send)
     page = InflightPage.open(fds[1], writable=True)
     loop = Loop(
@@ -58,10 +59,30 @@ def main() -> int:
         metrics=metrics,
         budget=_budget(launch, settings),
         large=LargeBudget(launch.max_large_bytes),
+        on_loaded=_gpu_telemetry_starter(launch, counters),
     )
     channel.send(Ready())
     loop.run()
     return 0
+
+
+def _gpu_telemetry_starter(launch: Launch, counters: CounterPage) -> Callable[[ModelCard], None]:
+    """Return what starts to sample this worker's GPU with the first model that uses it.
+
+    Not before: torch tells which device it is, and a worker of stubs never imports torch.
+    """
+    started: list[GpuTelemetry] = []
+
+    def start(card: ModelCard) -> None:
+        if started or card.kind == "stub" or not launch.device.startswith("cuda"):
+            return
+        import torch
+
+        index = int(launch.device.partition(":")[2] or 0)
+        started.append(GpuTelemetry(counters, gpu_identity(index, torch.cuda.get_device_properties(index))))
+        started[0].start()
+
+    return start
 
 
 def _exit(_signal: int, _frame: FrameType | None) -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections import namedtuple
+from typing import NamedTuple
 
 import pytest
 
 from sie.frontend.status_hub import StatusHub
 
 DEADLINE_S = 5.0
-Message = namedtuple("Message", ["kind", "data"])
+
+
+class Message(NamedTuple):
+    kind: int
+    data: bytes | str
+
+
 CLOSE = Message(0, "")
 
 
@@ -76,6 +82,12 @@ def run(scenario):
     asyncio.run(bounded())
 
 
+async def eventually(condition):
+    """Wait until the condition holds; the deadline is the scenario's."""
+    while not condition():  # noqa: ASYNC110  # what is waited for sets no event that a test could see
+        await asyncio.sleep(0.001)
+
+
 async def end(task, socket):
     socket.incoming.put_nowait(CLOSE)
     await task
@@ -108,13 +120,12 @@ def test_a_tick_builds_one_frame_however_many_watch():
 
 def test_nothing_is_built_while_nobody_watches():
     async def scenario():
-        frames = Frames()
+        frames, scenario_task = Frames(), asyncio.current_task()
         hub, socket = make_hub(frames), FakeSocket()
         task = asyncio.create_task(hub.serve(socket))
         await socket.sent.get()
         await end(task, socket)
-        while asyncio.all_tasks() - {asyncio.current_task()}:  # the ticker ends by itself
-            await asyncio.sleep(0.001)
+        await eventually(lambda: not asyncio.all_tasks() - {scenario_task})  # the ticker ends by itself
         built = frames.num_built
         second = FakeSocket()
         task = asyncio.create_task(hub.serve(second))
@@ -164,8 +175,7 @@ def test_a_watcher_that_reads_nothing_is_dropped_and_its_neighbour_goes_on():
         await slow_task
         assert slow.closed == [None]
         before = quick.sent.qsize()
-        while quick.sent.qsize() < before + 3:
-            await asyncio.sleep(0.001)
+        await eventually(lambda: quick.sent.qsize() >= before + 3)
         await end(quick_task, quick)
 
     run(scenario)
@@ -215,8 +225,7 @@ def test_a_frame_that_cannot_be_built_is_logged_once_and_watchers_stay(caplog):
         frames.fail = True
         hub, socket = make_hub(frames), FakeSocket()
         task = asyncio.create_task(hub.serve(socket))
-        while frames.num_built < 4:
-            await asyncio.sleep(0.001)
+        await eventually(lambda: frames.num_built >= 4)
         frames.fail = False
         assert (await socket.sent.get()).startswith("frame ")
         await end(task, socket)
