@@ -159,6 +159,12 @@ class Quarantine(msgspec.Struct, tag=True, frozen=True):
     digest: bytes
 
 
+class PeerFault(msgspec.Struct, tag=True, frozen=True):
+    """Child to supervisor: the peer in this slot broke the shared-memory protocol; only its death makes things whole."""
+
+    slot: int
+
+
 class Touch(msgspec.Struct, tag=True, frozen=True):
     """Frontend to supervisor: these models answered requests since the last touch (for idle unloading)."""
 
@@ -187,7 +193,7 @@ class Drained(msgspec.Struct, tag=True, frozen=True):
 
 Message = (
     Hello | Configure | Attach | Ready | LoadModel | Load | Unload | ModelReport | Models | WorkerDown | Quarantine
-    | Touch | Ping | Pong | Drain | Drained
+    | PeerFault | Touch | Ping | Pong | Drain | Drained
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -188,7 +188,7 @@ class App:
         process.engine.check_open()
 
     async def _read(self, exchange: Exchange) -> bytes:
-        body = await self._process.bodies.read(exchange.headers, exchange.protocol)
+        body = await self._process.bodies.read(exchange.headers, exchange.protocol, exchange.deadline_ns)
         exchange.body_bytes = len(body)
         return body
 

@@ -51,7 +51,7 @@ class Encoder:
         began_ns = time.monotonic_ns()
         header = WorkHeader(
             entry.card.id, "encode", _count(request), (), request.output_dtype or "float32",
-            request.options.get("normalize"), request.dimensions,
+            _wants_normalize(request, entry), request.dimensions,
         )  # fmt: skip
         self._check_reply_size(header, entry)
         arrays = self._try_prepare(entry, request)
@@ -80,6 +80,12 @@ class Encoder:
                 f"The reply would hold {nbytes} bytes of vectors, over max_reply_bytes ({self._limits.max_reply_bytes}); "
                 "split the request"
             )
+
+
+def _wants_normalize(request: EncodeRequest, entry: ModelEntry) -> bool | None:
+    """Return what the request wants, None for the model's own way; a vector that is cut gets unit length again."""
+    is_cut = request.dimensions is not None and request.dimensions < entry.card.dims["dense"]
+    return True if is_cut else request.options.get("normalize")
 
 
 def _count(request: EncodeRequest) -> int:

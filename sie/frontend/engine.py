@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from numpy.typing import NDArray
 
-from sie.control import ModelEntry, Quarantine
+from sie.control import ModelEntry, PeerFault, Quarantine
 from sie.errors import DeadlineExceeded, Internal, PoisonInput, SieError, Unavailable, WireError, from_wire
 from sie.frontend import admission
 from sie.frontend.links import Pending, Reply, WorkerLink
@@ -25,13 +25,14 @@ from sie.frontend.placement import choose_worker
 from sie.logs import get_logger
 from sie.settings import Settings
 from sie.shm.attach import Attachment
-from sie.shm.extent import extent_bytes, plan_arrays, read_extent, set_cancelled, write_extent
+from sie.shm.extent import array_view, extent_bytes, plan_arrays, read_extent, set_cancelled, write_extent
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
 from sie.shm.space import OutboundSpace
 from sie.types import WorkHeader
 
 _log = get_logger(__name__)
 _header_encoder = msgspec.msgpack.Encoder()
+_work_decoder = msgspec.msgpack.Decoder(WorkHeader)
 _error_decoder = msgspec.msgpack.Decoder(WireError)
 _MAX_STRIKES = 2
 _QUARANTINE_S = 600.0
@@ -46,7 +47,7 @@ class ShmEngine:
         settings: Settings,
         space: OutboundSpace,
         find_model: Callable[[str], ModelEntry | None],
-        send: Callable[[Quarantine], None],
+        send: Callable[[Quarantine | PeerFault], None],
     ) -> None:
         self._limits = settings.limits
         self._max_per_link = settings.memory.ring_capacity // 2
@@ -224,8 +225,22 @@ class ShmEngine:
             if link.attachment.read_socket():
                 return
         except ProtocolError as error:
-            _log.error("worker-%d broke the protocol: %s", link.slot, error)
+            self._accuse(link, error)
+            return
         asyncio.get_running_loop().remove_reader(link.attachment.sock_fd)
+        self._set_aside(link)
+
+    def _accuse(self, link: WorkerLink, error: ProtocolError) -> None:
+        """Believe nothing that this worker says any more; its requests wait until the supervisor has ended it."""
+        _log.error("worker-%d broke the protocol: %s", link.slot, error)
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(link.attachment.bell_fd)
+        loop.remove_reader(link.attachment.sock_fd)
+        self._set_aside(link)
+        self._send(PeerFault(link.slot))
+
+    def _set_aside(self, link: WorkerLink) -> None:
+        """Give a worker no more work, and wait for word of its death."""
         if self._links.get(link.slot) is link:
             del self._links[link.slot]
             self._dying[link.generation] = link
@@ -241,7 +256,10 @@ class ShmEngine:
             if link is None or link.generation != generation:
                 return
             del self._links[slot]
-        self._on_bell(link)
+        try:
+            self._drain(link)
+        except ProtocolError as error:
+            _log.error("worker-%d died while it wrote: %s", slot, error)
         loop = asyncio.get_running_loop()
         loop.remove_reader(link.attachment.bell_fd)
         loop.remove_reader(link.attachment.sock_fd)
@@ -291,19 +309,16 @@ class ShmEngine:
 
     def _on_bell(self, link: WorkerLink) -> None:
         try:
-            for descriptor in link.attachment.drain():
-                self._on_descriptor(link, descriptor)
+            self._drain(link)
         except ProtocolError as error:
-            # Nothing the worker says can be trusted now; its requests wait for the supervisor to end it.
-            _log.error("worker-%d broke the protocol: %s", link.slot, error)
-            asyncio.get_running_loop().remove_reader(link.attachment.bell_fd)
-            self._links.pop(link.slot, None)
-            self._dying[link.generation] = link
+            self._accuse(link, error)
+
+    def _drain(self, link: WorkerLink) -> None:
+        for descriptor in link.attachment.drain():
+            self._on_descriptor(link, descriptor)
 
     def _on_descriptor(self, link: WorkerLink, descriptor: Descriptor) -> None:
         if descriptor.kind not in (REPLY, ERROR):
-            if descriptor.kind == 5:
-                raise ProtocolError("a worker released an extent: only replies end a request's lease")
             raise ProtocolError(f"a worker sent kind {descriptor.kind}")
         pending = link.settle(descriptor.request_id)
         if pending is None:
@@ -356,5 +371,9 @@ def _poison() -> PoisonInput:
 
 
 def _digest(pending: Pending) -> bytes:
-    """Return the identity of a request's input: its header and arrays, without the prologue's cancel byte."""
-    return hashlib.blake2b(pending.lease.view[8 : pending.length], digest_size=16).digest()
+    """Return the identity of a request's input: its header and its arrays, without the unused bytes between them."""
+    header, payload = read_extent(pending.lease.view[: pending.length], _work_decoder)
+    digest = hashlib.blake2b(_header_encoder.encode(header), digest_size=16)
+    for ref in header.arrays:
+        digest.update(array_view(payload, ref).data)
+    return digest.digest()

@@ -11,7 +11,11 @@ nothing any more, so only then its extents may be reclaimed. After `connect` not
 
 Releases always find room. Each is one descriptor in the ring that also carries work, so a full ring makes it wait in
 a list here, ahead of all later work. The list is bounded by the peer's extents that this side holds, and it empties
-because the peer drains its ring whatever else it waits for. While it is not empty, watch `credit_fd`.
+because the peer drains its ring whatever else it waits for.
+
+One descriptor to watch for the rings, `bell_fd`: an epoll on the bell, and on the credit for as long as something
+waits for it. Without the second part two peers could sleep for ever, one with no extent for its reply and the other
+with releases that found the ring full.
 """
 
 from __future__ import annotations
@@ -111,9 +115,9 @@ class PendingAttachment:
 class Attachment:
     """Both directions of one frontend-worker pair, one generation."""
 
-    __slots__ = ("_announced", "_consumer", "_large", "_outbound", "_peer", "_peer_bytes", "_peer_view", "_producer",
-                 "_push", "_releases", "_retired", "_sock", "bell_fd", "credit_fd", "generation", "num_stale",
-                 "pidfd", "sock_fd")  # fmt: skip
+    __slots__ = ("_announced", "_consumer", "_credit_fd", "_epoll", "_large", "_outbound", "_peer", "_peer_bytes",
+                 "_peer_view", "_producer", "_push", "_releases", "_retired", "_sock", "_waits_for_credit", "bell_fd",
+                 "generation", "num_stale", "pidfd", "sock_fd")  # fmt: skip
 
     def __init__(
         self,
@@ -143,10 +147,13 @@ class Attachment:
         self.generation = generation
         self.num_stale = 0
         """Descriptors of another generation that `drain` dropped."""
-        self.bell_fd = consumer.bell_fd
-        """Readable: `drain` has something."""
-        self.credit_fd = producer.fds[2]
-        """Readable: a `push` that returned False may succeed."""
+        self._credit_fd = producer.fds[2]
+        self._waits_for_credit = False
+        self._epoll = select.epoll()
+        self._epoll.register(consumer.bell_fd, select.EPOLLIN)
+        self._epoll.register(self._credit_fd, 0)
+        self.bell_fd = self._epoll.fileno()
+        """Readable: call `drain`, then `push` again what found the ring full."""
         self.sock_fd = sock.fileno()
         """Readable: call `read_socket`."""
         self.pidfd = pidfd
@@ -204,24 +211,21 @@ class Attachment:
         """
         if (self._releases or address > OFFSET_MASK) and not self._prepare(address):
             return False
-        return self._push(
+        pushed = self._push(
             kind, flags, self.generation, request_id, address, length, deadline_ns, num_tokens, part, parts
         )
+        if not pushed:
+            self._wait_for_credit(waits=True)
+        return pushed
 
     def push_release(self, addresses: Iterable[int]) -> int:
-        """Tell the peer that its extents at addresses are not needed any more; return how many still wait.
+        """Tell the peer that its extents at addresses are not needed any more; return how many of those still wait.
 
-        The rest is published by a later `flush_releases`, `push`, `push_release` or `drain`; none is ever lost.
+        The rest is published by a later `push`, `push_release` or `drain`; none is ever lost.
         """
         generation = self.generation
         self._releases += [(RELEASE, 0, generation, 0, address, 0, 0, 0, 0, 1) for address in addresses]
-        return self.flush_releases()
-
-    def flush_releases(self) -> int:
-        """Publish the releases that wait for credit; return how many still do. Call it when `credit_fd` is readable."""
-        if self._releases:
-            del self._releases[: self._producer.push_many(self._releases)]
-        return len(self._releases)
+        return self._flush_releases()
 
     def drain(self) -> list[Descriptor]:
         """Copy out all descriptors of this generation that the peer published, oldest first. Never waits.
@@ -234,8 +238,8 @@ class Attachment:
             if descriptor[2] != generation or not 0 < descriptor[0] <= LAST_KIND:
                 descriptors = self._checked(descriptors)
                 break
-        if self._releases:
-            self.flush_releases()
+        if self._waits_for_credit:
+            self._wait_for_credit(waits=bool(self._flush_releases()))
         return descriptors
 
     def view(self, descriptor: Descriptor) -> memoryview:
@@ -273,6 +277,7 @@ class Attachment:
         if self.pidfd < 0:
             return
         self._outbound.retire_listeners.remove(self._retire)
+        self._epoll.close()
         self._producer.close()
         self._consumer.close()
         self._peer_view = memoryview(b"")
@@ -283,11 +288,26 @@ class Attachment:
         self._large.clear()
         self._sock.close()
         os.close(self.pidfd)
-        self.bell_fd = self.credit_fd = self.sock_fd = self.pidfd = -1
+        self.bell_fd = self.sock_fd = self.pidfd = -1
+
+    def _flush_releases(self) -> int:
+        """Publish the releases that wait for credit; return how many still do."""
+        releases = self._releases
+        if releases:
+            del releases[: self._producer.push_many(releases)]
+            if releases:
+                self._wait_for_credit(waits=True)
+        return len(releases)
+
+    def _wait_for_credit(self, *, waits: bool) -> None:
+        """Let arriving credit make `bell_fd` readable, or not any more: credit that nobody wants is no news."""
+        if waits != self._waits_for_credit:
+            self._waits_for_credit = waits
+            self._epoll.modify(self._credit_fd, select.EPOLLIN if waits else 0)
 
     def _prepare(self, address: int) -> bool:
         """Do what must come before a descriptor with this address; False when it cannot be done now."""
-        if self.flush_releases():
+        if self._flush_releases():
             return False
         number = address >> SEGMENT_SHIFT
         return not number or number in self._announced or self._announce(number)

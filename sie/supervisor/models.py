@@ -34,6 +34,7 @@ class Record(msgspec.Struct):
     num_attempts: int = 0
     retry_at_s: float = 0.0
     last_used_s: float = 0.0
+    loading_since_s: dict[int, float] = {}
 
 
 class ModelBook:
@@ -60,6 +61,29 @@ class ModelBook:
         record.error = None
         return record
 
+    def due_again(self, now_s: float) -> list[Record]:
+        """Return the models that readiness waits for, whose load failed and whose cool-down is over; now wanted again.
+
+        Without this a server that failed once would wait for requests that its red readiness keeps away.
+        """
+        due = [
+            record
+            for record in self.records.values()
+            if record.preload and not record.wanted and record.error is not None and now_s >= record.retry_at_s
+        ]
+        for record in due:
+            record.wanted, record.error = True, None
+        return due
+
+    def overdue(self, timeout_s: float, now_s: float) -> list[tuple[Record, int]]:
+        """Return (model, worker slot) of every load that takes longer than timeout_s."""
+        return [
+            (record, slot)
+            for record in self.records.values()
+            for slot, since_s in record.loading_since_s.items()
+            if now_s - since_s > timeout_s
+        ]
+
     def touch(self, models: tuple[str, ...], now_s: float) -> None:
         """Note that these models answered requests just now."""
         for model in models:
@@ -71,6 +95,10 @@ class ModelBook:
         record = self.records.get(report.model)
         if record is None:
             return
+        if report.state == "loading":
+            record.loading_since_s.setdefault(slot, now_s)
+        else:
+            record.loading_since_s.pop(slot, None)
         if report.state == "available":
             record.reports.pop(slot, None)
         else:
@@ -98,6 +126,7 @@ class ModelBook:
         """Drop what a dead worker had loaded."""
         for record in self.records.values():
             record.reports.pop(slot, None)
+            record.loading_since_s.pop(slot, None)
 
     def idle(self, idle_s: float, now_s: float) -> list[Record]:
         """Return the lazy models that are loaded everywhere they are wanted and were not used for idle_s."""

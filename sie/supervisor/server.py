@@ -143,6 +143,8 @@ class Supervisor:
                 self._loads.report(child, message)
             case control.LoadModel(model):
                 self._loads.want(model)
+            case control.PeerFault():
+                self._crew.end_peer(child, message.slot)
             case control.Touch(models):
                 self._loads.touch(models)
             case control.Pong():
@@ -198,7 +200,7 @@ class Supervisor:
             late_s = self._watch.tick(now_s)
             self._watch_workers(now_s, late_s)
             self._watch_frontends(now_s, late_s)
-            self._loads.unload_idle(now_s)
+            self._loads.tick(now_s)
             if now_s - pinged_s >= _PING_S:
                 self._crew.send_all(self._crew.frontends, control.Ping(int(now_s * 1e3)))
                 pinged_s = now_s

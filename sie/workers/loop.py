@@ -168,6 +168,7 @@ class Loop:
         except ProtocolError as error:
             _log.error("frontend-%d broke the protocol: %s", link.slot, error)
             self._detach(link)
+            self._channel.send(control.PeerFault(link.slot))
 
     def _accept(self, link: FrontendLink, descriptor: Descriptor) -> None:
         try:
