@@ -176,7 +176,7 @@ class Scheduler(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How waiting sequences become steps."""
 
     max_step_tokens: Annotated[
-        int, Meta(ge=0, le=1 << 24, description="Token budget of a step; 0 takes 4096 on a CPU and 16384 on a GPU.")
+        int, Meta(ge=0, le=1 << 24, description="Token budget of a step; 0 takes 1024 on a CPU and 16384 on a GPU.")
     ] = 0
     max_step_items: Annotated[int, Meta(ge=1, le=65536, description="Most sequences in a step.")] = 1024
     max_age_ms: Annotated[

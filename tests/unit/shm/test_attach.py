@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 from collections.abc import Callable, Iterator
 
@@ -79,14 +80,36 @@ def test_waiting_releases_are_published_by_a_drain(pair) -> None:
     assert len(pair.worker.drain()) == 1
 
 
-def test_credit_fd_becomes_readable_when_a_full_ring_is_drained(pair) -> None:
-    while pair.frontend.push(SUBMIT, 0, 1, 0, 64):
-        pass
-    with pytest.raises(BlockingIOError):
-        os.eventfd_read(pair.frontend.credit_fd)
+def _is_readable(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+@pytest.mark.parametrize("waiting", ["work", "release"])
+def test_bell_wakes_a_side_whose_push_found_the_ring_full(pair, waiting: str) -> None:
+    for _ in range(8):
+        assert pair.frontend.push(SUBMIT, 0, 1, 0, 64)
+    if waiting == "work":
+        assert not pair.frontend.push(SUBMIT, 0, 1, 0, 64)
+    else:
+        assert pair.frontend.push_release([64]) == 1
+    assert not _is_readable(pair.frontend.bell_fd)
+    pair.worker.drain()
+    assert _is_readable(pair.frontend.bell_fd)
+    assert pair.frontend.drain() == []
+
+    assert not _is_readable(pair.frontend.bell_fd)
+    assert len(pair.worker.drain()) == (waiting == "release")
+
+
+def test_credit_that_nobody_waits_for_wakes_nobody(pair) -> None:
+    assert pair.frontend.push(SUBMIT, 0, 1, 0, 64)
+    assert _is_readable(pair.worker.bell_fd)
     pair.worker.drain()
 
-    assert os.eventfd_read(pair.frontend.credit_fd) == 8
+    assert not _is_readable(pair.worker.bell_fd)
+    assert not _is_readable(pair.frontend.bell_fd)
 
 
 def test_descriptors_of_another_generation_are_dropped_and_counted(pair) -> None:
