@@ -50,7 +50,7 @@ class Tokenizer:
             tokenizer.enable_truncation(card.max_sequence_length)  # pyright: ignore[reportUnknownMemberType]  # untyped
         return cls(card, tokenizer)
 
-    def encode_texts(self, texts: Sequence[str]) -> tuple[Int32Array, Int32Array]:
+    def encode_texts(self, texts: Sequence[str], is_query: bool = False) -> tuple[Int32Array, Int32Array]:
         """Return (token_ids, cu_seqlens), special tokens included.
 
         Raises BadRequest for a text that is not valid Unicode.

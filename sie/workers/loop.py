@@ -8,25 +8,28 @@ from __future__ import annotations
 import os
 import select
 import time
+from collections import deque
 from collections.abc import Callable
+from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from sie import control
 from sie.control import Channel, ChannelClosedError
-from sie.errors import Internal, SieError, Unavailable
+from sie.errors import BadRequest, Internal, SieError, Unavailable
 from sie.logs import get_logger
 from sie.settings import Settings
 from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.layout import RELEASE, SUBMIT, Descriptor, ProtocolError
 from sie.types import ModelCard
+from sie.workers.finish import Finished, finish_dense, finish_ragged
 from sie.workers.hosting import Host
 from sie.workers.links import FrontendLink
+from sie.workers.ragged import KeptBytes
 from sie.workers.requests import Request, send_error
-from sie.workers.runners import Runner
-from sie.workers.runners.quantise import finish_rows, output_layout
+from sie.workers.runners import Runner, StepOutputs
+from sie.workers.runners.quantise import output_layout
 from sie.workers.scheduler import Budget, State, Step, Waiting, plan_step
 from sie.workers.telemetry import WorkerMetrics
 
@@ -63,6 +66,9 @@ class Loop:
         self._metrics = metrics
         self._budget = budget
         self._state = State()
+        self._kept = KeptBytes(settings.memory.max_pending_reply_bytes)
+        self._unanswered: deque[Request] = deque()
+        """Requests whose reply is whole and has no room yet."""
         self._links: dict[int, FrontendLink] = {}
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
@@ -76,6 +82,8 @@ class Loop:
         try:
             while True:
                 self._poll(0.0 if self._state else self._idle_wait_s())
+                if self._unanswered:
+                    self._answer_waiting()
                 step = plan_step(self._state, self._budget, time.monotonic_ns())
                 if step is not None:
                     self._state.remove(step)
@@ -88,8 +96,9 @@ class Loop:
     # --- what comes in --------------------------------------------------------------------------------------------
 
     def _idle_wait_s(self) -> float:
-        """Return how long to wait for news; replies without credit are tried again soon."""
-        return _IDLE_WAIT_S if all(link.flush() for link in self._links.values()) else _CREDIT_WAIT_S
+        """Return how long to wait for news; replies without credit or room are tried again soon."""
+        is_clear = all(link.flush() for link in self._links.values()) and not self._unanswered
+        return _IDLE_WAIT_S if is_clear else _CREDIT_WAIT_S
 
     def _watch(self, fd: int, handler: Callable[[], None]) -> None:
         self._handlers[fd] = handler
@@ -147,6 +156,9 @@ class Loop:
             self._unwatch(fd)
         for item in self._state.drop_where(lambda request: request.link is link):
             item.request.drop()
+        for request in self._unanswered:
+            if request.link is link:
+                request.drop()
         if self._links.get(link.slot) is link:
             del self._links[link.slot]
         link.close()
@@ -178,12 +190,13 @@ class Loop:
             send_error(link, descriptor.request_id, Internal("the request did not reach the worker whole"))
             return
         model = request.header.model
-        if self._host.runner(model) is None:
+        runner = self._host.runner(model)
+        if runner is None:
             error = Unavailable(f"Model '{model}' is not loaded", code="MODEL_NOT_LOADED")
             send_error(link, request.request_id, error)
             return
         now_ns = time.monotonic_ns()
-        for index, cost in enumerate(request.costs):
+        for index, cost in enumerate(_costs(request, runner.card)):
             item = Waiting(request, index, cost, now_ns, request.deadline_ns, request.is_alone)
             self._state.add(model, item)
 
@@ -216,10 +229,15 @@ class Loop:
             return True
         header = request.header
         try:
-            code, width = output_layout(card.dims["dense"], header.truncate_dim, header.output_dtype)
+            if not set(header.output_types) <= set(card.outputs):
+                raise BadRequest(f"Model '{card.id}' has no output {header.output_types}")
+            code, width = output_layout(card.dims.get("dense", 1), header.truncate_dim, header.output_dtype)
         except SieError as error:
             request.fail(error)
             return False
+        if request.is_ragged:
+            request.start_ragged(self._kept, self._settings.limits.max_reply_bytes, now_ns)
+            return True
         return request.try_start(code, width, now_ns)
 
     def _run(self, runner: Runner, card: ModelCard, items: list[Waiting]) -> None:
@@ -230,9 +248,9 @@ class Loop:
         allowed_ns = int(_MIN_ALLOWED_NS + _SLACK * self._ns_per_token * num_tokens)
         self._page.write(self._num_steps, started_ns, allowed_ns, "step", running.values())
         try:
-            rows = _forward(runner, items)
+            outputs = _forward(runner, items)
             ran_ns = time.monotonic_ns()
-            self._finish(card, items, rows, ran_ns - started_ns)
+            self._finish(card, items, outputs, ran_ns - started_ns)
         except Exception as error:
             self._recover(runner, card, items, error)
         finally:
@@ -240,38 +258,34 @@ class Loop:
             self._page.write(self._num_steps, ended_ns, 0, "idle")
         self._measure(card.id, items, num_tokens, ended_ns - started_ns)
 
-    def _finish(self, card: ModelCard, items: list[Waiting], rows: NDArray[np.float32], ran_ns: int) -> None:
-        """Turn rows into what each request asked for, all requests that want the same at once."""
-        groups: dict[tuple[bool | None, int | None, str], list[int]] = {}
-        for row, item in enumerate(items):
-            header = item.request.header
-            groups.setdefault((header.normalize, header.truncate_dim, header.output_dtype), []).append(row)
-        for (normalize, truncate_dim, output_dtype), members in groups.items():
-            began_ns = time.monotonic_ns()
-            finished = finish_rows(
-                rows if len(members) == len(items) else rows[members],
-                normalize=card.normalize if normalize is None else normalize,
-                truncate_dim=truncate_dim,
-                output_dtype=output_dtype,
-            )
-            took_ns = time.monotonic_ns() - began_ns
-            self._put(items, members, finished, ran_ns, took_ns)
-
-    def _put(
-        self, items: list[Waiting], members: list[int], finished: NDArray[np.generic], ran_ns: int, took_ns: int
-    ) -> None:
-        data = finished.data.cast("B")
-        row_bytes = len(data) // len(members)
-        touched: dict[int, Request] = {}
-        for place, row in enumerate(members):
-            request = items[row].request
-            request.put_row(items[row].index, data[place * row_bytes : (place + 1) * row_bytes])
-            touched[id(request)] = request
-        for request in touched.values():
+    def _finish(self, card: ModelCard, items: list[Waiting], outputs: StepOutputs, ran_ns: int) -> None:
+        """Turn outputs into what each request asked for; nothing is put anywhere before all of it is ready."""
+        began_ns = time.monotonic_ns()
+        wants = [item.request.header for item in items]
+        dense = [] if outputs.dense is None else finish_dense(card, wants, outputs.dense)
+        ragged = list(finish_ragged(wants, outputs))
+        took_ns = time.monotonic_ns() - began_ns
+        for finished in dense:
+            _put_rows(items, finished)
+        for place, output, arrays in ragged:
+            _keep(items[place], output, arrays)
+        for request in {id(item.request): item.request for item in items}.values():
             request.inference_ns += ran_ns
             request.postprocessing_ns += took_ns
-            if request.num_left == 0:
-                request.answer()
+            if request.num_left == 0 and not request.ended and not request.try_answer():
+                self._unanswered.append(request)
+
+    def _answer_waiting(self) -> None:
+        """Try the replies that had no room again; what nobody waits for any more is let go."""
+        now_ns = time.monotonic_ns()
+        for _ in range(len(self._unanswered)):
+            request = self._unanswered.popleft()
+            if request.ended:
+                continue
+            if request.is_cancelled or request.deadline_ns <= now_ns:
+                request.cancel()
+            elif not request.try_answer():
+                self._unanswered.append(request)
 
     def _recover(self, runner: Runner, card: ModelCard, items: list[Waiting], error: Exception) -> None:
         """Answer a failed step: alone, a request gets the error; together, each is tried by itself."""
@@ -288,8 +302,8 @@ class Loop:
             own = [item for item in items if item.request is request]
             try:
                 began_ns = time.monotonic_ns()
-                rows = _forward(runner, own)
-                self._finish(card, own, rows, time.monotonic_ns() - began_ns)
+                outputs = _forward(runner, own)
+                self._finish(card, own, outputs, time.monotonic_ns() - began_ns)
             except Exception as own_error:
                 self._recover(runner, card, own, own_error)
 
@@ -309,6 +323,34 @@ class Loop:
         self._metrics.set_extents_in_use(sum(link.num_leased for link in self._links.values()))
 
 
-def _forward(runner: Runner, items: list[Waiting]) -> NDArray[np.float32]:
+def _costs(request: Request, card: ModelCard) -> list[int]:
+    """Return the tokens of each item as the runner will see them: it fills short queries up."""
+    if card.late is None or not request.header.is_query:
+        return request.costs
+    return [max(cost, card.late.expand_to) for cost in request.costs]
+
+
+def _forward(runner: Runner, items: list[Waiting]) -> StepOutputs:
     inputs = [item.request.inputs[item.index] for item in items]
-    return runner.run_tokens(inputs) if runner.takes == "tokens" else runner.run_texts(inputs)
+    if runner.takes == "tokens":
+        return StepOutputs(runner.run_tokens(inputs))
+    if runner.takes == "text":
+        return StepOutputs(runner.run_texts(inputs))
+    return runner.run_wants(inputs, [item.request.header for item in items])
+
+
+def _put_rows(items: list[Waiting], finished: Finished) -> None:
+    members, rows = finished
+    data = rows.data.cast("B")
+    row_bytes = len(data) // len(members)
+    for place, row in enumerate(members):
+        item = items[row]
+        if item.request.ragged is None:
+            item.request.put_row(item.index, data[place * row_bytes : (place + 1) * row_bytes])
+        else:
+            _keep(item, "dense", (rows[place],))
+
+
+def _keep(item: Waiting, output: str, arrays: tuple[NDArray[Any], ...]) -> None:
+    if not item.request.ended:  # an earlier output of this step may have been too much
+        item.request.keep(output, item.index, arrays)

@@ -104,9 +104,9 @@ def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callabl
 
     def build(card: ModelCard, progress: Callable[[float, str], None]) -> Runner:
         if card.kind == "stub":
-            from sie.workers.runners.stub import StubRunner  # each kind imports only its own
+            from sie.workers.runners.stub import StubOutputsRunner, StubRunner  # each kind imports only its own
 
-            return StubRunner(card)
+            return StubRunner(card) if card.outputs == ("dense",) else StubOutputsRunner(card)
         from sie.workers.loader import load_encoder  # imports torch
 
         return load_encoder(card, launch.device, settings.models.dtype, progress)

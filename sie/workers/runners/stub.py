@@ -1,4 +1,6 @@
-"""Owns the runner of a stub model: rows from a hash of the text, after the time its options ask for.
+"""Owns the runners of a stub model: rows from a hash of the text, after the time its options ask for.
+
+The formulas are in `sie.catalog.stub`.
 
 Never imports torch: a worker that serves only stubs stays small and starts at once.
 """
@@ -16,10 +18,14 @@ from numpy.typing import NDArray
 from sie.catalog.stub import count_stub_tokens
 from sie.errors import Internal
 from sie.types import ModelCard
+from sie.workers.runners import StepOutputs, Want
+
+_NUM_ENTRIES = 16
+"""Most entries of a stub's sparse vector."""
 
 
 class StubRunner:
-    """Answer texts with `value i = int8(SHAKE-256(UTF-8 text)[i]) / 127` as float32, not normalised.
+    """Answer texts with dense rows, not normalised.
 
     Building it takes the card's `load_ms`.
     """
@@ -36,10 +42,53 @@ class StubRunner:
 
     def run_texts(self, texts: Sequence[bytes | memoryview]) -> NDArray[np.float32]:
         """Return (n, dense) float32 rows; sleeps `latency_ms` and `per_token_us` for each token of the step."""
+        self.take_time(texts)
+        options = self._options
+        digests = b"".join([hashlib.shake_256(text).digest(options.dense) for text in texts])
+        rows = np.frombuffer(digests, dtype=np.int8).reshape(len(texts), options.dense)
+        return np.true_divide(rows, np.float32(127), dtype=np.float32)
+
+    def take_time(self, texts: Sequence[bytes | memoryview]) -> None:
+        """Sleep as long as a step of these texts is to take."""
         options = self._options
         if options.latency_ms or options.per_token_us:
             tokens = sum(count_stub_tokens(len(text), options.max_tokens) for text in texts)
             time.sleep(options.latency_ms / 1e3 + tokens * options.per_token_us / 1e6)
-        digests = b"".join([hashlib.shake_256(text).digest(options.dense) for text in texts])
-        rows = np.frombuffer(digests, dtype=np.int8).reshape(len(texts), options.dense)
-        return np.true_divide(rows, np.float32(127), dtype=np.float32)
+
+
+class StubOutputsRunner:
+    """Answer texts with every output that the card names."""
+
+    takes: Literal["wants"] = "wants"
+    memory_bytes = 0
+
+    def __init__(self, card: ModelCard) -> None:
+        self.card = card
+        self._dense = StubRunner(card)
+
+    def run_wants(self, inputs: Sequence[bytes | memoryview], wants: Sequence[Want]) -> StepOutputs:
+        """Return what each text wants; takes the time of one step."""
+        wanted = {output for want in wants for output in want.output_types}
+        if "dense" in wanted:
+            dense = self._dense.run_texts(inputs)
+        else:
+            dense = None
+            self._dense.take_time(inputs)
+        sparse = [self._sparse(text) if "sparse" in want.output_types else None
+                  for text, want in zip(inputs, wants, strict=True)]  # fmt: skip
+        vectors = [self._multivector(text) if "multivector" in want.output_types else None
+                   for text, want in zip(inputs, wants, strict=True)]  # fmt: skip
+        return StepOutputs(dense, sparse if "sparse" in wanted else None, vectors if "multivector" in wanted else None)
+
+    def _sparse(self, text: bytes | memoryview) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        digest = hashlib.shake_256(b"sparse" + bytes(text)).digest(4 * _NUM_ENTRIES)
+        indices = np.unique(np.frombuffer(digest, "<u4") % self.card.dims["sparse"]).astype(np.int32)
+        return indices, ((1 + indices % 127) / 127).astype(np.float32)
+
+    def _multivector(self, text: bytes | memoryview) -> NDArray[np.float32]:
+        assert self.card.stub is not None
+        width = self.card.dims["multivector"]
+        num_tokens = count_stub_tokens(len(text), self.card.stub.max_tokens)
+        rows = (hashlib.shake_256(row.to_bytes(4, "little") + bytes(text)).digest(width) for row in range(num_tokens))
+        values = np.frombuffer(b"".join(rows), np.int8).reshape(num_tokens, width)
+        return np.true_divide(values, np.float32(127), dtype=np.float32)
