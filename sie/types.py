@@ -62,7 +62,10 @@ class LateInteraction(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[PipelineStep, ...] = ()
     """From hidden states to vectors, the last normalise left out: a request may turn it off."""
     linear_file: str = ""
-    """Absolute path of the safetensors whose `linear.weight` is the projection; used instead of steps."""
+    """Absolute path of the safetensors with the projection (`linear.weight`, or a layer's own `weight` and `bias`);
+    used instead of steps."""
+    normalize: bool = True
+    """Whether the checkpoint itself ends in a normalise step."""
     drop_first: bool = False
     """Whether the first token has no vector."""
     query_length: int | None = None

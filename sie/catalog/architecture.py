@@ -46,3 +46,13 @@ def text_encoder_class(model_id: str, config: PretrainedConfig) -> type[Any]:
     elif type(config) in MODEL_MAPPING:
         return AutoModel
     raise refuse(model_id, f"transformers has no text encoder for model_type {config.model_type!r}")
+
+
+def masked_lm_class(model_id: str, config: PretrainedConfig) -> type[Any]:
+    """Return the auto class that builds a masked language model. Raises ModelLoadFailed when there is none."""
+    from transformers import AutoModelForMaskedLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
+        raise refuse(model_id, f"transformers has no masked language model for model_type {config.model_type!r}")
+    return AutoModelForMaskedLM

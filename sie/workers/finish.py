@@ -35,7 +35,7 @@ def finish_dense(card: ModelCard, wants: Sequence[WorkHeader], rows: NDArray[np.
 
 
 def finish_ragged(
-    wants: Sequence[WorkHeader], outputs: StepOutputs
+    card: ModelCard, wants: Sequence[WorkHeader], outputs: StepOutputs
 ) -> Iterator[tuple[int, str, tuple[NDArray[Any], ...]]]:
     """Yield (item, output, arrays) of every sparse and multivector output that an item of the step wants."""
     if outputs.sparse is not None:
@@ -44,7 +44,7 @@ def finish_ragged(
             if entries is not None and "sparse" in want.output_types:
                 yield item, "sparse", finish_sparse(*entries, want.output_dtype)
     if outputs.multivector is not None:
-        yield from _finish_multivector(wants, outputs.multivector)
+        yield from _finish_multivector(card, wants, outputs.multivector)
 
 
 def finish_sparse(
@@ -60,14 +60,16 @@ def finish_sparse(
 
 
 def _finish_multivector(
-    wants: Sequence[WorkHeader], vectors: Sequence[NDArray[np.float32] | None]
+    card: ModelCard, wants: Sequence[WorkHeader], vectors: Sequence[NDArray[np.float32] | None]
 ) -> Iterator[tuple[int, str, tuple[NDArray[Any], ...]]]:
     """Quantise row by row, all rows of alike requests at once."""
     for (normalize, _, output_dtype), members in _alike(wants, "multivector"):
         parts = [vectors[item] for item in members]
         own = [part for part in parts if part is not None]
         assert len(own) == len(members), "a runner left a wanted output out"
-        done = finish_rows(np.concatenate(own), normalize=normalize is not False, output_dtype=output_dtype)
+        default = card.late is None or card.late.normalize
+        wanted = default if normalize is None else normalize
+        done = finish_rows(np.concatenate(own), normalize=wanted, output_dtype=output_dtype)
         start = 0
         for item, part in zip(members, own, strict=True):
             yield item, "multivector", (done[start : start + len(part)],)

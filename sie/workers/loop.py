@@ -263,7 +263,7 @@ class Loop:
         began_ns = time.monotonic_ns()
         wants = [item.request.header for item in items]
         dense = [] if outputs.dense is None else finish_dense(card, wants, outputs.dense)
-        ragged = list(finish_ragged(wants, outputs))
+        ragged = list(finish_ragged(card, wants, outputs))
         took_ns = time.monotonic_ns() - began_ns
         for finished in dense:
             _put_rows(items, finished)

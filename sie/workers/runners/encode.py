@@ -7,7 +7,7 @@ through the registry. `sie.workers.probe` says which one a model takes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -47,7 +47,8 @@ class Backbone:
 
     def run_packed(self, batch: PackedBatch, position_offset: int) -> tuple[Tensor, int]:
         """Run the step as one row; return (t, d) and how often a layer attended."""
-        boundaries = Boundaries(self._move(batch.cu_seqlens), batch.runs, batch.max_length)
+        attended = None if batch.attended is None else self._move(batch.attended)
+        boundaries = Boundaries(self._move(batch.cu_seqlens), batch.runs, batch.max_length, attended)
         positions = batch.position_ids + position_offset if position_offset else batch.position_ids
         with packed_step(boundaries):
             hidden = self.model(
@@ -58,9 +59,15 @@ class Backbone:
     def run_rectangles(self, batch: PackedBatch) -> Tensor:
         """Run each length's sequences as a batch of their own, with the library's own attention and positions."""
         parts: list[Tensor] = []
+        first = 0
         for start, count, length in batch.runs:
-            rectangle = batch.input_ids[start : start + count * length].reshape(count, length)
-            parts.append(self.model(input_ids=self._move(rectangle)).last_hidden_state.flatten(0, 1))
+            inputs = {"input_ids": batch.input_ids[start : start + count * length].reshape(count, length)}
+            if batch.attended is not None:
+                seen = np.arange(length) < batch.attended[first : first + count, None]
+                inputs["attention_mask"] = seen.astype(np.int64)
+            first += count
+            moved = {name: self._move(array) for name, array in inputs.items()}
+            parts.append(self.model(**moved).last_hidden_state.flatten(0, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _move(self, array: NDArray[np.integer]) -> Tensor:
@@ -82,8 +89,7 @@ class EncodeRunner:
         """Format of the weights: float32, bfloat16 or float16."""
         self._backbone = backbone
         self._head = head
-        weights = {tensor.data_ptr(): tensor.nbytes for tensor in backbone.model.parameters()}
-        self.memory_bytes = sum(weights.values()) + head.memory_bytes
+        self.memory_bytes = weight_bytes(backbone.model.parameters()) + head.memory_bytes
 
     def run_tokens(self, token_ids: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:
         """Return (n, d) float32 rows, the caller's to keep; the checkpoint's last normalise is not applied.
@@ -94,7 +100,7 @@ class EncodeRunner:
         if not len(token_ids):
             return np.empty((0, self.card.dims["dense"]), dtype=np.float32)
         batch = pack_sequences(token_ids)
-        self._check(batch)
+        check_batch(batch, self._backbone, self.card.id)
         with torch.inference_mode():
             hidden = self._backbone.run(batch, self.execution)
             cu_seqlens = torch.from_numpy(batch.cu_seqlens).to(hidden.device)
@@ -103,14 +109,21 @@ class EncodeRunner:
         answer[batch.order] = rows
         return answer
 
-    def _check(self, batch: PackedBatch) -> None:
-        lowest, highest = int(batch.input_ids.min()), int(batch.input_ids.max())
-        if lowest < 0 or highest >= self._backbone.vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            raise BadRequest(f"token id {wrong} is not in the vocabulary of {self._backbone.vocab_size}")
-        limit = self._backbone.max_positions
-        if limit is not None and batch.max_length > limit:
-            raise InputTooLong(f"{batch.max_length} tokens; model '{self.card.id}' has {limit} positions")
+
+def check_batch(batch: PackedBatch, backbone: Backbone, model_id: str) -> None:
+    """Raise BadRequest for an id that is not in the vocabulary, InputTooLong for more tokens than positions."""
+    lowest, highest = int(batch.input_ids.min()), int(batch.input_ids.max())
+    if lowest < 0 or highest >= backbone.vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise BadRequest(f"token id {wrong} is not in the vocabulary of {backbone.vocab_size}")
+    limit = backbone.max_positions
+    if limit is not None and batch.max_length > limit:
+        raise InputTooLong(f"{batch.max_length} tokens; model '{model_id}' has {limit} positions")
+
+
+def weight_bytes(weights: Iterable[Tensor]) -> int:
+    """Return the bytes of all weights; those that are shared count once."""
+    return sum({weight.data_ptr(): weight.nbytes for weight in weights}.values())
 
 
 def _max_positions(model: nn.Module) -> int | None:
