@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 from numpy.typing import NDArray
 
 from sie.control import ModelEntry
@@ -24,6 +23,7 @@ from sie.frontend.models import ModelTable
 from sie.frontend.prompts import apply_prompt
 from sie.frontend.tokenize import Tokenizer, encode_stub_texts, is_long
 from sie.settings import Limits
+from sie.shm.extent import DTYPES
 from sie.shm.layout import PROLOGUE, PROLOGUE_BYTES, ProtocolError, round_up
 from sie.types import EncodeReply, EncodeRequest, ReplyHeader, Timing, WorkHeader
 
@@ -121,7 +121,7 @@ def read_reply(
     try:
         code, num_items, width, offset, nbytes = _rows_of(bytes(view[PROLOGUE_BYTES : PROLOGUE_BYTES + header_bytes]))
         started_ns, inference_ns, postprocessing_ns = _TIMES.unpack_from(view, payload)
-    except (ProtocolError, msgspec.DecodeError, struct.error) as error:
+    except (ProtocolError, msgspec.MsgspecError, UnicodeDecodeError, struct.error) as error:
         raise Internal("the worker's reply could not be read") from error
     rows = view[payload + offset : payload + offset + nbytes]
     if num_items != _count(request) or len(rows) != nbytes:
@@ -154,7 +154,8 @@ def _rows_of(header: bytes) -> tuple[str, int, int, int, int]:
     Every reply of one shape has the same header, so a busy server decodes none. Raises ProtocolError.
     """
     for ref in _decoder.decode(header).arrays:
-        if ref.name == "dense" and len(ref.shape) == 2 and min(ref.shape) > 0 and ref.offset >= 0:
+        dtype = DTYPES.get(ref.dtype)
+        if ref.name == "dense" and dtype is not None and len(ref.shape) == 2 and min(ref.shape) > 0 and ref.offset >= 0:
             num_items, width = ref.shape
-            return ref.dtype, num_items, width, ref.offset, num_items * width * np.dtype(ref.dtype).itemsize
+            return ref.dtype, num_items, width, ref.offset, num_items * width * dtype.itemsize
     raise ProtocolError("a reply without rows")

@@ -78,9 +78,9 @@ class Loads:
             self._progress.fail(report.model, report.error.message)
         self.broadcast()
 
-    def forget_worker(self, slot: int) -> None:
-        """Drop what a dead worker had loaded."""
-        self._book.forget_worker(slot)
+    def forget_worker(self, slot: int, *, blame: bool) -> None:
+        """Drop what a dead worker had loaded; blame: the death may be the doing of a load."""
+        self._book.forget_worker(slot, time.monotonic(), blame=blame)
 
     def tick(self, now_s: float) -> None:
         """Do what is due: retries, loads that take too long, models that nobody uses."""

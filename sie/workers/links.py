@@ -9,7 +9,7 @@ from sie.control import Attach
 from sie.settings import Settings
 from sie.shm.attach import Attachment
 from sie.shm.large import LargeBudget
-from sie.shm.layout import Descriptor
+from sie.shm.layout import Descriptor, ProtocolError
 from sie.shm.pool import Lease
 from sie.shm.space import OutboundSpace
 
@@ -27,6 +27,7 @@ class FrontendLink:
             f"reply-{self.slot}", memory.reply_segment_bytes, budget, large_extent_bytes=memory.large_extent_bytes
         )
         self._unsent: deque[tuple[int, int, Lease | None, int]] = deque()
+        self._fault: Exception | None = None
         try:
             self.attachment = Attachment.connect(
                 socket.socket(fileno=fds[0]), fds[1], message.generation, self._space, memory.ring_capacity,
@@ -55,21 +56,32 @@ class FrontendLink:
         self.flush()
 
     def flush(self) -> bool:
-        """Send what waited for credit; return whether nothing waits any more."""
+        """Send what waited for credit; return whether nothing waits any more.
+
+        A frontend that cannot be sent to has gone or is broken: its replies are dropped, and `check` says so.
+        """
         while self._unsent:
             kind, request_id, lease, length = self._unsent[0]
-            if not self.attachment.push(kind, 0, request_id, lease.address if lease else 0, length):
-                return False
+            try:
+                if not self.attachment.push(kind, 0, request_id, lease.address if lease else 0, length):
+                    return False
+            except (ConnectionError, ProtocolError) as error:
+                self._fault = error
+                self._unsent.clear()
+                return True
             if lease is not None:
                 lease.hand_over(request_id)
             self._unsent.popleft()
         return True
 
+    def check(self) -> None:
+        """Raise ProtocolError when a reply could not be sent."""
+        if self._fault is not None:
+            raise ProtocolError(f"a reply could not be sent: {self._fault}") from self._fault
+
     def release(self, descriptor: Descriptor) -> None:
         """End the lease on a reply that the frontend has read. Raises ProtocolError for one it never had."""
         self._space.end_released(descriptor.offset)
-        if self._unsent:
-            self.flush()
 
     def close(self) -> None:
         """Unmap the frontend's memory and free ours; only when its process is dead or has detached."""
