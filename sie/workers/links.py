@@ -7,35 +7,60 @@ from collections import deque
 
 from sie.control import Attach
 from sie.settings import Settings
-from sie.shm.attach import Attachment
+from sie.shm.attach import Attachment, PendingAttachment
 from sie.shm.large import LargeBudget
 from sie.shm.layout import Descriptor, ProtocolError
 from sie.shm.pool import Lease
 from sie.shm.space import OutboundSpace
 
-_ATTACH_TIMEOUT_S = 5.0
+
+class JoiningFrontend:
+    """A frontend that has our offer and whose own has not come yet; the step loop goes on meanwhile."""
+
+    def __init__(self, message: Attach, fds: list[int], settings: Settings, budget: LargeBudget) -> None:
+        """Create the reply memory and send our offer. Raises OSError or ReservationError."""
+        self.slot = message.peer_slot
+        self.pidfd = fds[1]
+        memory = settings.memory
+        self._space = OutboundSpace.create(
+            f"reply-{self.slot}", memory.reply_segment_bytes, budget, large_extent_bytes=memory.large_extent_bytes
+        )
+        try:
+            sock = socket.socket(fileno=fds[0])
+            self._pending = PendingAttachment(sock, fds[1], message.generation, self._space, memory.ring_capacity)
+        except BaseException:
+            self._space.close()
+            raise
+        self.sock_fd = self._pending.sock_fd
+
+    def try_finish(self) -> FrontendLink | None:
+        """Return the link, or None while the frontend's offer is not there.
+
+        Raises OSError or ProtocolError when it never will be; everything is closed then.
+        """
+        try:
+            attachment = self._pending.try_finish()
+        except BaseException:
+            self._space.close()
+            raise
+        return None if attachment is None else FrontendLink(self.slot, attachment, self._space)
+
+    def close(self) -> None:
+        """Give up: the frontend is dead, or another has its slot."""
+        self._pending.close()
+        self._space.close()
 
 
 class FrontendLink:
     """One frontend, as the step loop sees it."""
 
-    def __init__(self, message: Attach, fds: list[int], settings: Settings, budget: LargeBudget) -> None:
-        """Exchange memory with the frontend. Raises OSError or ProtocolError when that fails in time."""
-        self.slot = message.peer_slot
-        memory = settings.memory
-        self._space = OutboundSpace.create(
-            f"reply-{self.slot}", memory.reply_segment_bytes, budget, large_extent_bytes=memory.large_extent_bytes
-        )
+    def __init__(self, slot: int, attachment: Attachment, space: OutboundSpace) -> None:
+        """Take over both; `JoiningFrontend` makes them."""
+        self.slot = slot
+        self.attachment = attachment
+        self._space = space
         self._unsent: deque[tuple[int, int, Lease | None, int]] = deque()
         self._fault: Exception | None = None
-        try:
-            self.attachment = Attachment.connect(
-                socket.socket(fileno=fds[0]), fds[1], message.generation, self._space, memory.ring_capacity,
-                timeout_s=_ATTACH_TIMEOUT_S,
-            )  # fmt: skip
-        except BaseException:
-            self._space.close()
-            raise
 
     @property
     def num_leased(self) -> int:

@@ -5,6 +5,7 @@ One thread. It waits in epoll only when nothing waits for a step, and nothing in
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import time
@@ -22,9 +23,10 @@ from sie.settings import Settings
 from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.layout import RELEASE, SUBMIT, Descriptor, ProtocolError
+from sie.shm.segment import ReservationError
 from sie.types import ModelCard
 from sie.workers.hosting import Host
-from sie.workers.links import FrontendLink
+from sie.workers.links import FrontendLink, JoiningFrontend
 from sie.workers.requests import Request, send_error
 from sie.workers.runners import Runner
 from sie.workers.runners.quantise import finish_rows, output_layout
@@ -39,8 +41,8 @@ _SLACK = 10
 _FIRST_TOKEN_NS = 2_000_000
 _MIN_ALLOWED_NS = 1_000_000_000
 _BEAT_NS = 500_000_000
-_IDLE_ALLOWED_NS = 6_000_000_000
-"""How long a turn without a step may take: over the idle wait and the longest attachment."""
+_IDLE_ALLOWED_NS = 2_000_000_000
+"""How long a turn without a step may take: over the idle wait."""
 
 
 class Loop:
@@ -69,6 +71,7 @@ class Loop:
         self._state = State()
         self._parked: dict[str, list[Waiting]] = {}
         """Items by model that no reply memory could be found for; not in the queues, where they would block others."""
+        self._joining: dict[int, JoiningFrontend] = {}
         self._links: dict[int, FrontendLink] = {}
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
@@ -119,7 +122,8 @@ class Loop:
 
     def _unwatch(self, fd: int) -> None:
         if self._handlers.pop(fd, None) is not None:
-            self._epoll.unregister(fd)
+            with contextlib.suppress(OSError):  # closing it has taken it out already
+                self._epoll.unregister(fd)
 
     def _poll(self, timeout_s: float) -> None:
         for fd, _ in self._epoll.poll(timeout_s):
@@ -151,14 +155,42 @@ class Loop:
             calm_collector()
 
     def _attach(self, message: control.Attach, fds: list[int]) -> None:
-        old = self._links.get(message.peer_slot)
-        if old is not None:
-            self._detach(old)
+        """Send our offer and go on: a frontend that is stopped must not stop this loop."""
+        self._leave(message.peer_slot)
         try:
-            link = FrontendLink(message, fds, self._settings, self._large)
-        except (OSError, ProtocolError) as error:
-            _log.warning("frontend-%d did not attach: %s", message.peer_slot, error)
+            joining = JoiningFrontend(message, fds, self._settings, self._large)
+        except (OSError, ReservationError) as error:
+            _log.error("frontend-%d cannot be attached: %s", message.peer_slot, error)
             return
+        self._joining[joining.slot] = joining
+        self._watch(joining.sock_fd, lambda: self._join(joining))
+        self._watch(joining.pidfd, lambda: self._leave(joining.slot))
+
+    def _leave(self, slot: int) -> None:
+        """Forget whoever has this slot, attached or on its way."""
+        joining = self._joining.pop(slot, None)
+        if joining is not None:
+            self._unwatch(joining.sock_fd)
+            self._unwatch(joining.pidfd)
+            joining.close()
+        link = self._links.get(slot)
+        if link is not None:
+            self._detach(link)
+
+    def _join(self, joining: JoiningFrontend) -> None:
+        try:
+            link = joining.try_finish()
+        except (OSError, ProtocolError) as error:
+            _log.warning("frontend-%d did not attach: %s", joining.slot, error)
+            self._unwatch(joining.sock_fd)
+            self._unwatch(joining.pidfd)
+            del self._joining[joining.slot]
+            return
+        if link is None:
+            return
+        del self._joining[joining.slot]
+        self._unwatch(joining.sock_fd)
+        self._unwatch(joining.pidfd)
         self._links[link.slot] = link
         self._watch(link.attachment.bell_fd, lambda: self._on_bell(link))
         self._watch(link.attachment.sock_fd, lambda: self._on_socket(link))

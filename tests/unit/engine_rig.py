@@ -192,7 +192,7 @@ class Rig:
         worker.supervisor.send(control.Attach(frontend, generation), [ends[1].fileno(), pidfd])
         ends[1].close()
         os.close(pidfd)
-        worker.turn()
+        worker.turn(2)  # it sends its offer, then reads ours
         attachment = pending.try_finish()
         assert attachment is not None
         self.engine.attach(worker.slot, attachment)
