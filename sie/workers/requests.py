@@ -78,7 +78,7 @@ class Request:
         """Read the extent. Raises ProtocolError when it is not what the layout allows."""
         self.link = link
         self.request_id = descriptor.request_id
-        self.inflight_entry = (link.slot, descriptor.request_id, b"")
+        self.inflight_entry = (link.slot, descriptor.request_id)
         self.deadline_ns = descriptor.deadline_ns
         self.is_alone = bool(descriptor.flags & FLAG_ALONE)
         self._view = link.view(descriptor)

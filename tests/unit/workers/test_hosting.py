@@ -111,22 +111,24 @@ def test_failed_load_says_why_and_leaves_the_next_one_possible(hosting, error, e
 
 
 def test_models_load_one_at_a_time_in_order(hosting):
-    threads = set()
+    may_end = threading.Semaphore(0)
 
     def build(_card, _progress):
-        threads.add(threading.get_ident())
+        assert may_end.acquire(timeout=DEADLINE_S)
         return Runner()
 
     hosting.build = build
     for model in "abc":
         hosting.load(model)
     deadline_s = time.monotonic() + DEADLINE_S
-    while not all(hosting.host.runner(model) for model in "abc"):
-        assert select.select([hosting.host.event_fd], [], [], deadline_s - time.monotonic())[0]
-        hosting.host.collect()
+    for num_loaded, model in enumerate("abc"):
+        assert len(hosting.built) <= num_loaded + 1
+        may_end.release()
+        while hosting.host.runner(model) is None:
+            assert select.select([hosting.host.event_fd], [], [], deadline_s - time.monotonic())[0]
+            hosting.host.collect()
 
     assert hosting.built == ["a", "b", "c"]
-    assert len(threads) == 1
 
 
 def test_second_load_of_the_same_model_does_nothing(hosting):
