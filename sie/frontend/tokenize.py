@@ -87,11 +87,6 @@ class Tokenizer:
         return text.lower() if self.card.lowercase else text
 
 
-def count_cost(cu_seqlens: Int32Array) -> int:
-    """Return the number of tokens that the sequences cost together."""
-    return int(cu_seqlens[-1])
-
-
 def encode_stub_texts(card: ModelCard, texts: Sequence[str]) -> tuple[BytesArray, Int32Array, Int32Array]:
     """Return (text, text_offsets, cu_seqlens) for a stub model, which reads text and not tokens.
 

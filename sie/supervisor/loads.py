@@ -68,10 +68,10 @@ class Loads:
 
     def report(self, worker: Child, report: control.ModelReport) -> None:
         """Take a worker's word on one of its models."""
+        self._book.report(worker.slot, report, time.monotonic())
         if report.state == "loading" and report.progress is not None:
             self._progress.update(report.model, report.progress, report.detail)
             return
-        self._book.report(worker.slot, report, time.monotonic())
         if report.state == "loaded":
             self._progress.done(report.model, f"{worker.place.device} {report.dtype}".strip())
         elif report.state == "failed" and report.error is not None:
@@ -89,6 +89,7 @@ class Loads:
             self.broadcast()
         for record, slot in self._book.overdue(self._timeout_s, now_s):
             reason = f"not loaded within load_timeout_s ({self._timeout_s:g} s)"
+            del record.loading_since_s[slot]
             self._book.fail(record, failed(record.spec, reason, "TIMEOUT"), now_s)
             self._progress.fail(record.spec.id, reason)
             self._crew.workers[slot].kill()  # the load's thread ends with its process, and with nothing less

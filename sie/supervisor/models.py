@@ -95,10 +95,10 @@ class ModelBook:
         record = self.records.get(report.model)
         if record is None:
             return
-        if report.state == "loading":
-            record.loading_since_s.setdefault(slot, now_s)
-        else:
+        if report.state != "loading":
             record.loading_since_s.pop(slot, None)
+        elif report.progress is not None:  # a worker loads one model at a time; without progress this one still waits
+            record.loading_since_s.setdefault(slot, now_s)
         if report.state == "available":
             record.reports.pop(slot, None)
         else:
@@ -129,11 +129,11 @@ class ModelBook:
         """Drop what a dead worker had loaded; with blame, a load that was going on there has failed.
 
         Otherwise a checkpoint whose load kills its worker would be loaded again for ever, and take the worker's other
-        models down each time. Loads are serial, so the oldest is the one that was going on.
+        models down each time.
         """
-        loading = [record for record in self.records.values() if slot in record.loading_since_s]
-        if blame and loading:
-            record = min(loading, key=lambda record: record.loading_since_s[slot])
+        for record in self.records.values():
+            if not blame or slot not in record.loading_since_s:
+                continue
             reason = f"Model '{record.spec.id}': the worker died while it loaded"
             self.fail(record, to_wire(Internal(reason, extras={"error_class": "ENGINE"})), now_s)
         for record in self.records.values():

@@ -53,11 +53,13 @@ class Watch:
     def blames_input(self, status: int, slot: int) -> bool:
         """Return whether a death may be the doing of what was running.
 
-        A SIGKILL that was neither ours nor the kernel's for want of memory came from outside, and says nothing about
-        the input; every other death may.
+        A SIGKILL that was neither ours nor the kernel's for want of memory came from outside, as does the SIGTERM on
+        which a worker exits with 0, and says nothing about the input; every other death may.
         """
         num_oom_kills, before = count_oom_kills(), self._num_oom_kills
         self._num_oom_kills = num_oom_kills
+        if status == 0:
+            return False
         return status != -signal.SIGKILL or slot in self._aborted_s or num_oom_kills > before
 
     def forget(self, slot: int) -> None:

@@ -119,6 +119,7 @@ class Host:
             threading.Thread(target=self._load, args=(self._wanted.popleft(),), name="load", daemon=True).start()
 
     def _load(self, card: ModelCard) -> None:
+        self._progress(card, 0.0, "starting")
         try:
             runner = self._build(card, lambda fraction, text: self._progress(card, fraction, text))
         except BaseException as error:  # a load must never take the worker's other models with it

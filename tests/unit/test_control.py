@@ -166,9 +166,10 @@ def test_random_bytes_never_do_more_than_end_the_channel(pair):
 
 
 def test_message_that_was_cut_ends_the_channel_and_closes_its_descriptors(pair, monkeypatch):
-    monkeypatch.setattr(control, "MAX_MESSAGE_BYTES", 16)
+    monkeypatch.setattr(control, "MAX_INLINE_BYTES", 16)
     before = open_fds()
-    pair[0].send(Models((ModelEntry(card=CARD, state="loaded"),), ready=True), [0])
+    data = msgspec.msgpack.encode(Models((ModelEntry(card=CARD, state="loaded"),), ready=True))
+    pair[0]._send(data, [0])
     with pytest.raises(ChannelClosedError, match="cut"):
         pair[1].try_receive()
     assert open_fds() == before
@@ -198,3 +199,32 @@ def test_child_connects_with_its_identity_and_the_kernel_vouches_for_it(tmp_path
         assert msgspec.json.decode(msgspec.json.encode(launch), type=Launch) == launch
         child.close()
         supervisor.close()
+
+
+def test_message_longer_than_a_socket_takes_arrives_whole_with_its_descriptors(pair):
+    """The models of a large catalogue; a socket's buffer is capped by the host."""
+    message = Models(tuple(ModelEntry(card=CARD, state="available") for _ in range(20_000)), ready=False)
+    reading, writing = os.pipe()
+    before = open_fds()
+    pair[0].send(message, [writing])
+    received, fds = pair[1].try_receive()
+    assert received == message
+    assert len(fds) == 1
+    os.write(fds[0], b"x")
+    assert os.read(reading, 1) == b"x"
+    for fd in fds:
+        os.close(fd)
+    assert open_fds() == before, "the spilled memory is closed on both sides"
+    os.close(reading)
+    os.close(writing)
+
+
+@pytest.mark.parametrize("nbytes", [-1, 1 << 40])
+def test_spilled_message_of_an_absurd_size_ends_the_channel(pair, nbytes):
+    fd = os.memfd_create("spill")
+    pair[0].send(control.Spilled(nbytes), [fd])
+    os.close(fd)
+    before = open_fds()
+    with pytest.raises(ChannelClosedError):
+        pair[1].try_receive()
+    assert open_fds() == before

@@ -25,7 +25,7 @@ class TokenRunner(Protocol):
     def run_tokens(self, token_ids: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:
         """Return (n, d) float32 rows, C order, the caller's to keep; the checkpoint's last normalise not applied.
 
-        Each item is (t_i,) with t_i >= 1 and at most the card's maximum. Raises BadRequest for an id outside the
+        Each item is (t_i,), at most the card's maximum; one without a token has a row of zeros. Raises BadRequest for an id outside the
         vocabulary.
         """
         ...

@@ -88,11 +88,13 @@ class EncodeRunner:
     def run_tokens(self, token_ids: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:
         """Return (n, d) float32 rows, the caller's to keep; the checkpoint's last normalise is not applied.
 
-        Each item is (t_i,), t_i >= 1. Raises BadRequest for an id that is not in the vocabulary and InputTooLong for
+        Each item is (t_i,); one without a token (an empty text, where no special token is added) has a row of zeros, as
+        sentence-transformers' mean of nothing has. Raises BadRequest for an id that is not in the vocabulary and InputTooLong for
         a sequence with more tokens than the model has positions: on a GPU either would end the process.
         """
-        if not len(token_ids):
-            return np.empty((0, self.card.dims["dense"]), dtype=np.float32)
+        lengths = [len(ids) for ids in token_ids]
+        if not all(lengths) or not lengths:
+            return self._run_some(token_ids, [row for row, length in enumerate(lengths) if length])
         batch = pack_sequences(token_ids)
         self._check(batch)
         with torch.inference_mode():
@@ -102,6 +104,12 @@ class EncodeRunner:
         answer = np.empty_like(rows)
         answer[batch.order] = rows
         return answer
+
+    def _run_some(self, token_ids: Sequence[NDArray[np.int32]], filled: list[int]) -> NDArray[np.float32]:
+        rows = np.zeros((len(token_ids), self.card.dims["dense"]), dtype=np.float32)
+        if filled:
+            rows[filled] = self.run_tokens([token_ids[row] for row in filled])
+        return rows
 
     def _check(self, batch: PackedBatch) -> None:
         lowest, highest = int(batch.input_ids.min()), int(batch.input_ids.max())

@@ -185,7 +185,7 @@ async def test_load_over_its_time_fails_and_takes_its_worker_along(office: Offic
     killed: list[str] = []
     for worker in office.crew.workers:
         worker.kill = lambda worker=worker: killed.append(worker.name)  # type: ignore[method-assign]
-    office.report("p", "loading", slot=1)
+    office.report("p", "loading", slot=1, progress=0.0)
     since_s = office.book.records["p"].loading_since_s[1]
     office.loads.tick(since_s + 99)
     assert killed == []

@@ -179,8 +179,8 @@ def test_lazy_or_permanently_failed_model_is_not_tried_without_a_request(lazy):
 
 
 def test_load_that_takes_too_long_is_overdue_until_its_worker_is_gone(lazy):
-    lazy.report("loading", slot=1, now_s=100.0)
-    lazy.report("loading", slot=1, now_s=150.0)
+    lazy.report("loading", slot=1, now_s=100.0, progress=0.0)
+    lazy.report("loading", slot=1, now_s=150.0, progress=0.5)
     assert lazy.book.overdue(60.0, 160.0) == []
     assert lazy.book.overdue(60.0, 160.1) == [(lazy.record, 1)]
     lazy.book.forget_worker(1, 0.0, blame=False)
@@ -270,3 +270,35 @@ def test_models_keep_the_order_in_which_they_were_named():
     for name in ("z", "a", "k"):
         book.add(ModelSpec(id=name), True, None)
     assert [entry.card.id for entry in book.entries()] == ["z", "a", "k"]
+
+
+def test_load_that_killed_its_worker_has_failed_and_cools_down(lazy):
+    lazy.report("loading", progress=0.5)
+    lazy.book.forget_worker(0, 10.0, blame=True)
+    assert lazy.entry.state == "failed"
+    assert lazy.entry.error is not None
+    assert "died while it loaded" in lazy.entry.error.message
+    assert lazy.book.want("m", 10.0 + RETRY_S - 1) is None
+    assert lazy.book.want("m", 10.0 + RETRY_S) is lazy.record
+
+
+def test_load_that_waited_behind_another_is_not_to_blame_for_a_death(lazy):
+    lazy.report("loading")
+    lazy.book.forget_worker(0, 10.0, blame=True)
+    assert lazy.entry.state == "loading", "the restarted worker will load it"
+
+
+def test_load_is_overdue_from_its_own_start_not_from_the_queue(lazy):
+    lazy.report("loading", now_s=0.0)
+    assert lazy.book.overdue(60.0, 1000.0) == []
+    lazy.report("loading", now_s=1000.0, progress=0.0)
+    assert lazy.book.overdue(60.0, 1059.0) == []
+    assert lazy.book.overdue(60.0, 1061.0) == [(lazy.record, 0)]
+
+
+def test_preload_that_failed_is_due_again_after_its_cool_down():
+    preload = Book(preload=True)
+    preload.report("failed", now_s=5.0)
+    assert preload.book.due_again(5.0 + RETRY_S - 1) == []
+    assert preload.book.due_again(5.0 + RETRY_S) == [preload.record]
+    assert preload.view[0] == "loading"

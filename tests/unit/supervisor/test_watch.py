@@ -73,13 +73,14 @@ def test_tick_tells_how_late_it_came_and_only_if_that_matters(judge):
     assert [judge.tick(now_s) for now_s in (50.0, 50.1, 50.55, 53.55)] == [0.0, 0.0, 0.0, 3.0]
 
 
-@pytest.mark.parametrize("status", [1, 0, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS])
+@pytest.mark.parametrize("status", [1, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS])
 def test_every_death_but_a_kill_may_be_the_input_s_doing(judge, status):
     assert judge.blames_input(status, 0)
 
 
 def test_kill_from_outside_blames_nothing(judge):
     assert not judge.blames_input(-signal.SIGKILL, 0)
+    assert not judge.blames_input(0, 0), "a worker that was asked to stop exits with 0"
 
 
 def test_kill_after_our_own_abort_blames_the_step(judge):

@@ -52,7 +52,7 @@ class Hosting:
 
     @property
     def states(self) -> list[str]:
-        return [report.state for report in self.reports]
+        return [report.state for report in self.reports if report.progress is None]
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_progress_is_passed_on_in_order(hosting):
     hosting.collect_until("loaded")
 
     told = [(report.progress, report.detail) for report in hosting.reports if report.progress is not None]
-    assert told == [(0.25, "reading"), (0.75, "moving")]
+    assert told == [(0.0, "starting"), (0.25, "reading"), (0.75, "moving")]
 
 
 @pytest.mark.parametrize(
