@@ -12,6 +12,7 @@ import msgspec
 
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
 from sie.catalog.modules import Pipeline, default_pipeline, read_modules, read_pipeline
+from sie.catalog.scoring import Scoring, read_scoring
 from sie.catalog.spec import ModelSpec
 from sie.catalog.weights import check_weights
 from sie.types import ModelCard
@@ -20,13 +21,16 @@ _TRANSFORMER_CONFIGS = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-_TEXT_MODALITY = {"method": "forward", "method_output_name": "last_hidden_state"}
+_TEXT_MODALITY = {
+    "feature-extraction": {"method": "forward", "method_output_name": "last_hidden_state"},
+    "sequence-classification": {"method": "forward", "method_output_name": "logits"},
+}
 _CHANGES_VECTORS = (
     "query_length", "document_length", "query_expansion", "processing_kwargs", "config_kwargs", "config_args",
 )  # fmt: skip
 _HARMLESS_TOKENIZER_KEYS = {"model_max_length", "padding_side", "use_fast", "trust_remote_code"}
 _NO_LIMIT = 10**9  # transformers writes 1e30 for "unlimited"
-_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
+_HEADS = ("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
 
 
 def read_card(spec: ModelSpec, directory: str) -> ModelCard:
@@ -41,6 +45,10 @@ def read_card(spec: ModelSpec, directory: str) -> ModelCard:
     folder = modules[0].folder if modules else ""
     transformer = checkpoint.folder(folder) if folder else checkpoint
     config = _read_config(transformer, is_bare=modules is None)
+    scoring = read_scoring(checkpoint, transformer, modules, config)
+    if scoring is not None:
+        check_weights(transformer)
+        return _score_card(spec, transformer, config, scoring)
     hidden_size = _hidden_size(transformer, config)
     pipeline = (
         default_pipeline(config, hidden_size) if modules is None else read_pipeline(checkpoint, modules, hidden_size)
@@ -52,7 +60,7 @@ def read_card(spec: ModelSpec, directory: str) -> ModelCard:
 class _TransformerSettings(msgspec.Struct):
     """`sentence_bert_config.json`: how the transformer reads text."""
 
-    transformer_task: str = "feature-extraction"
+    transformer_task: str | None = None
     max_seq_length: int | None = None
     do_lower_case: bool = False
     modality_config: dict[str, Any] | None = None
@@ -113,6 +121,26 @@ def _card(
     )
 
 
+def _score_card(spec: ModelSpec, transformer: Checkpoint, config: dict[str, Any], scoring: Scoring) -> ModelCard:
+    is_causal = scoring.max_tokens is not None  # the catalogue's entry says all there is to say about its text
+    settings = _TransformerSettings() if is_causal else _transformer_settings(transformer, "sequence-classification")
+    limits = (scoring.max_tokens, _max_sequence_length(transformer, config, settings))
+    tokenizer = transformer.find("tokenizer.json")
+    return ModelCard(
+        id=spec.id,
+        kind=scoring.kind,
+        directory=str(transformer.root),
+        revision=spec.revision,
+        architecture=str(config["architectures"][0]),
+        outputs=("score",),
+        max_sequence_length=min((limit for limit in limits if limit is not None), default=None),
+        vocab_size=int(config["vocab_size"]),
+        tokenizer_file=str(tokenizer) if tokenizer else "",
+        lowercase=settings.do_lower_case,
+        score=scoring.rule,
+    )
+
+
 def _read_config(transformer: Checkpoint, *, is_bare: bool) -> dict[str, Any]:
     config = transformer.read_object("config.json")
     if not isinstance(config.get("model_type"), str):
@@ -135,13 +163,13 @@ def _hidden_size(transformer: Checkpoint, config: dict[str, Any]) -> int:
     raise refuse(transformer.id, "config.json has no hidden_size")
 
 
-def _transformer_settings(transformer: Checkpoint) -> _TransformerSettings:
+def _transformer_settings(transformer: Checkpoint, task: str = "feature-extraction") -> _TransformerSettings:
     """Return `sentence_bert_config.json`, or its older name, after refusing what would change the vectors."""
     found = (transformer.read_json(name, _TransformerSettings) for name in _TRANSFORMER_CONFIGS)
     settings = next((settings for settings in found if settings is not None), _TransformerSettings())
-    if settings.transformer_task != "feature-extraction":
-        raise refuse(transformer.id, f"its transformer_task is {settings.transformer_task!r}; only encoders can be run")
-    if (settings.modality_config or {}).get("text", _TEXT_MODALITY) != _TEXT_MODALITY:
+    if (settings.transformer_task or task) != task:
+        raise refuse(transformer.id, f"its transformer_task is {settings.transformer_task!r}; only {task} can be run")
+    if (settings.modality_config or {}).get("text", _TEXT_MODALITY[task]) != _TEXT_MODALITY[task]:
         raise refuse(transformer.id, "its modality_config reads text in a way that cannot be run")
     for key in _CHANGES_VECTORS:
         if getattr(settings, key):

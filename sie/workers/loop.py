@@ -9,6 +9,7 @@ import os
 import select
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +22,12 @@ from sie.settings import Settings
 from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.layout import RELEASE, SUBMIT, Descriptor, ProtocolError
-from sie.types import ModelCard
+from sie.types import ModelCard, WorkHeader
 from sie.workers.hosting import Host
 from sie.workers.links import FrontendLink
 from sie.workers.requests import Request, send_error
 from sie.workers.runners import Runner
-from sie.workers.runners.quantise import finish_rows, output_layout
+from sie.workers.runners.quantise import check_scores, finish_rows, output_layout
 from sie.workers.scheduler import Budget, State, Step, Waiting, plan_step
 from sie.workers.telemetry import WorkerMetrics
 
@@ -202,8 +203,8 @@ class Loop:
             self._state.put_back(step.model, blocked)
             if not items:
                 self._poll(0.001)  # every frontend of these items holds all its reply memory: its release wakes us
-        if items:
-            self._run(runner, hosted.card, items)
+        for same in _by_operation(items):
+            self._run(runner, hosted.card, same)
 
     def _may_run(self, request: Request, card: ModelCard, now_ns: int) -> bool:
         if request.ended:
@@ -215,7 +216,7 @@ class Loop:
             return True
         header = request.header
         try:
-            code, width = output_layout(card.dims["dense"], header.truncate_dim, header.output_dtype)
+            code, width = _row_layout(header, card)
         except SieError as error:
             request.fail(error)
             return False
@@ -241,6 +242,10 @@ class Loop:
 
     def _finish(self, card: ModelCard, items: list[Waiting], rows: NDArray[np.float32], ran_ns: int) -> None:
         """Turn rows into what each request asked for, all requests that want the same at once."""
+        if items[0].request.header.operation == "score":
+            check_scores(card.id, rows)
+            self._put(items, list(range(len(items))), rows, ran_ns, 0)
+            return
         groups: dict[tuple[bool | None, int | None, str], list[int]] = {}
         for row, item in enumerate(items):
             header = item.request.header
@@ -279,7 +284,8 @@ class Loop:
         if len(alive) <= 1:
             if not isinstance(error, SieError):
                 _log.error("a step of %s failed", card.id, exc_info=error)
-                error = Internal("internal error during encoding")
+                during = "scoring" if items[0].request.header.operation == "score" else "encoding"
+                error = Internal(f"internal error during {during}")
             for request in alive:
                 request.fail(error)
             return
@@ -308,6 +314,23 @@ class Loop:
         self._metrics.set_extents_in_use(sum(link.num_leased for link in self._links.values()))
 
 
-def _forward(runner: Runner, items: list[Waiting]) -> NDArray[np.float32]:
+def _row_layout(header: WorkHeader, card: ModelCard) -> tuple[str, int]:
+    """Return dtype code and width of a request's rows. Raises BadRequest as `output_layout` does."""
+    if header.operation == "score":
+        return "<f4", 1
+    return output_layout(card.dims["dense"], header.truncate_dim, header.output_dtype)
+
+
+def _by_operation(items: list[Waiting]) -> list[list[Waiting]]:
+    """Part a step's items where a model both encodes and scores: each operation is a forward pass of its own."""
+    groups: dict[str, list[Waiting]] = {}
+    for item in items:
+        groups.setdefault(item.request.header.operation, []).append(item)
+    return list(groups.values())
+
+
+def _forward(runner: Any, items: list[Waiting]) -> NDArray[np.float32]:
     inputs = [item.request.inputs[item.index] for item in items]
+    if items[0].request.header.operation == "score":
+        return runner.run_pairs(inputs)
     return runner.run_tokens(inputs) if runner.takes == "tokens" else runner.run_texts(inputs)
