@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import processors
 
 from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
+from sie.errors import BadRequest, InputTooLong, ModelLoadFailed
 from sie.frontend.pairs import pair_arrays
 from sie.frontend.tokenize import Tokenizer
 from sie.types import ModelCard
@@ -130,3 +132,173 @@ def test_family_equals_cross_encoder(family: str, changes: Any, packed: bool, vi
     assert runner.card.outputs == ("score",)
     assert np.ptp(scores) > 0.01
     np.testing.assert_allclose(scores, _expected(directory, QUERY, documents), **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "modernbert", "qwen3"])
+def test_pair_scores_the_same_alone_and_in_every_position(family: str, make_scorer: Any) -> None:
+    runner = _load(make_scorer(family))
+    pairs = _pairs(runner.card, QUERY, _documents())
+    alone = np.concatenate([runner.run_pairs([pair]) for pair in pairs])
+    for shift in range(len(pairs)):
+        scores = runner.run_pairs(pairs[shift:] + pairs[:shift])
+        np.testing.assert_allclose(np.roll(scores, shift, axis=0), alone, **TOLERANCE)
+
+
+def test_bfloat16_is_close_and_half_the_memory(make_scorer: Any) -> None:
+    directory = make_scorer("modernbert", classifier_pooling="mean")
+    wide, narrow = _load(directory), _load(directory, "bfloat16")
+    assert narrow.memory_bytes * 2 == wide.memory_bytes
+    assert (narrow.execution, narrow.view) == (wide.execution, wide.view)
+    np.testing.assert_allclose(_scores(narrow, QUERY, _documents()), _scores(wide, QUERY, _documents()), atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_raw"),
+    [
+        ({"sbert_ce_default_activation_function": IDENTITY}, True),
+        ({"sentence_transformers": {"activation_fn": IDENTITY, "version": "4.0.1"}}, True),
+        ({"sentence_transformers": {"version": "4.0.1"}}, False),
+        ({"sbert_ce_default_activation_function": SIGMOID}, False),
+    ],
+)
+def test_checkpoints_own_activation_is_used(changes: dict[str, Any], is_raw: bool, make_scorer: Any) -> None:
+    directory, documents = make_scorer("bert"), _documents()
+    by_default = _scores(_load(directory), QUERY, documents)
+    _edit(directory, "config.json", **changes)
+    scores = _scores(_load(directory), QUERY, documents)
+    np.testing.assert_allclose(1 / (1 + np.exp(-scores)) if is_raw else scores, by_default, **TOLERANCE)
+    np.testing.assert_allclose(scores, _expected(directory, QUERY, documents), **TOLERANCE)
+
+
+def test_checkpoint_saved_by_this_sentence_transformers_is_read(make_scorer: Any, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sentence_transformers import CrossEncoder
+
+        model = CrossEncoder(str(make_scorer("bert")), device="cpu", max_length=24, activation_fn=torch.nn.Identity())
+        model.save_pretrained(str(tmp_path / "saved"))
+    runner = _load(tmp_path / "saved")
+    assert runner.card.max_sequence_length == 24
+    scores = _scores(runner, QUERY, _documents())
+    assert runner.card.score.activation == "Identity"
+    np.testing.assert_allclose(scores, _expected(tmp_path / "saved", QUERY, _documents()), **TOLERANCE)
+
+
+def test_head_that_looks_for_padding_sees_every_token_of_a_text_that_ends_in_it(make_scorer: Any) -> None:
+    directory = make_scorer("qwen3")
+    runner = _load(directory)
+    ids = np.array([0, 9, 8, 7, 1, 1], dtype=np.int32)  # 1 is padding: the head reads the token before
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(directory)
+    with torch.no_grad():
+        expected = model(input_ids=torch.from_numpy(ids)[None].long()).logits.sigmoid().item()
+    np.testing.assert_allclose(runner.run_pairs([Pair(ids)])[0, 0], expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize(("ids", "types"), [([0, 204], [0, 0]), ([0, -1], [0, 0]), ([0, 5], [0, 2])])
+def test_id_that_is_in_no_table_is_refused(ids: list[int], types: list[int], make_scorer: Any) -> None:
+    runner = _load(make_scorer("bert", typed=True))
+    with pytest.raises(BadRequest):
+        runner.run_pairs([Pair(np.array(ids, np.int32), np.array(types, np.uint8))])
+
+
+def test_pair_beyond_the_last_position_is_refused(make_scorer: Any) -> None:
+    with pytest.raises(InputTooLong, match="300"):
+        _load(make_scorer("bert")).run_pairs([Pair(np.full(301, 9, np.int32))])
+
+
+def test_head_that_is_not_in_the_file_is_not_made_up(make_scorer: Any) -> None:
+    directory = make_scorer("deberta-v2")
+    weights = load_file(directory / "model.safetensors")
+    save_file(
+        {name: weight for name, weight in weights.items() if "pooler" not in name}, directory / "model.safetensors"
+    )
+    with pytest.raises(ModelLoadFailed, match=r"missing.*pooler"):
+        _load(directory)
+
+
+# --- causal rerankers -------------------------------------------------------------------------------------------------
+
+QWEN_PREFIX = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+QWEN_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+QWEN_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+MXBAI_PREFIX = (
+    "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+    "<|im_start|>user\n"
+)
+MXBAI_TASK = (
+    "You are a search relevance expert who evaluates how well documents match search queries. For each query-document "
+    "pair, carefully analyze the semantic relationship between them, then provide your binary relevance judgment (0 for "
+    "not relevant, 1 for relevant).\nRelevance:"
+)
+MXBAI_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture
+def make_reranker(make_checkpoint: Any) -> Any:
+    """Return a function that writes a causal model whose tokenizer knows the words of the catalogue's templates."""
+
+    def make(family: str) -> Path:
+        directory = make_checkpoint(family, max_length=200, vocab_size=320)
+        config = transformers.AutoConfig.from_pretrained(directory)
+        _save_random(transformers.AutoModelForCausalLM.from_config(config), directory)
+        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+        tokenizer.add_tokens(sorted(set(f"{QWEN_PREFIX} {MXBAI_TASK} 0 1 yes no Query Document".split())))
+        assert len(tokenizer) <= 320
+        tokenizer.save_pretrained(directory)
+        return directory
+
+    return make
+
+
+def _last_logits(directory: Path, rows: list[list[int]], tokens: tuple[str, str]) -> torch.Tensor:
+    """Return the (n, 2) float32 logits of two tokens behind each row, one row at a time."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    numbers = tokenizer.convert_tokens_to_ids(list(tokens))
+    with torch.no_grad():
+        return torch.stack([model(input_ids=torch.tensor([row])).logits[0, -1, numbers] for row in rows])
+
+
+@pytest.mark.parametrize("instruction", [None, "w7 w8", ""])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_qwen3_reranker_equals_its_authors_code(family: str, instruction: str | None, make_reranker: Any) -> None:
+    """Source: the model card's "Transformers Usage"."""
+    directory = make_reranker(family)
+    runner = _load(directory, model_id="qwen/qwen3-reranker-0.6b")
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    prefix, suffix = (tokenizer.encode(text, add_special_tokens=False) for text in (QWEN_PREFIX, QWEN_SUFFIX))
+    used = QWEN_INSTRUCTION if instruction is None else instruction
+    texts = [f"<Instruct>: {used}\n<Query>: {QUERY}\n<Document>: {document}" for document in _documents()]
+    room = 200 - len(prefix) - len(suffix)
+    bodies = [tokenizer.encode(text, add_special_tokens=False, truncation=True, max_length=room) for text in texts]
+    assert max(map(len, bodies)) == room
+    rows = [[*prefix, *body, *suffix] for body in bodies]
+    expected = _last_logits(directory, rows, ("no", "yes")).log_softmax(dim=1)[:, 1].exp().numpy()
+    scores = runner.run_pairs(_pairs(runner.card, QUERY, _documents(), instruction))[:, 0]
+    assert runner.card.kind == "causal-reranker"
+    assert (runner.execution.packed, runner.view) == (True, "ends")
+    assert np.ptp(scores) > 0.01
+    np.testing.assert_allclose(scores, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("instruction", [None, "w7 w8"])
+def test_mxbai_rerank_v2_equals_its_authors_code(instruction: str | None, make_reranker: Any) -> None:
+    """Source: mxbai_rerank/mxbai_rerank_v2.py, MxbaiRerankV2.prepare_inputs and forward."""
+    directory, documents = make_reranker("qwen2"), _documents()[:4]
+    runner = _load(directory, model_id="mixedbread-ai/mxbai-rerank-base-v2")
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+
+    def ids(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    query = f"query: {QUERY}" if instruction is None else f"instruction: {instruction}\nquery: {QUERY}"
+    before, after = [*ids(MXBAI_PREFIX), *ids(query), *ids("\n")], [*ids("\n"), *ids(MXBAI_TASK), *ids(MXBAI_SUFFIX)]
+    rows = [[*before, *ids(f"document: {document}"), *after] for document in documents]
+    logits = _last_logits(directory, rows, ("1", "0"))
+    scores = runner.run_pairs(_pairs(runner.card, QUERY, documents, instruction))[:, 0]
+    assert np.ptp(scores) > 0.01
+    np.testing.assert_allclose(scores, (logits[:, 0] - logits[:, 1]).numpy(), **TOLERANCE)
