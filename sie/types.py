@@ -85,8 +85,8 @@ class PairTemplate(msgspec.Struct, frozen=True, kw_only=True):
 
     parts: tuple[str, ...]
     """Exactly one holds `{document}`, the one that is cut when the pair is too long."""
-    instructed_query: str | None = None
-    """The part that holds `{query}`, when the request has an instruction and the parts have no place for one."""
+    instructed_parts: tuple[str, ...] | None = None
+    """What the parts are when the request has an instruction; None: they have a place for it."""
     default_instruction: str = ""
 
 
@@ -98,10 +98,11 @@ class ScoreRule(msgspec.Struct, frozen=True, kw_only=True):
     token_types: bool = False
     """Whether the model is told which of a pair's tokens belong to the document."""
     template: PairTemplate | None = None
-    """None: the tokenizer's own form of a pair."""
+    """None: the tokenizer's own form of a pair (or, while a card is prepared, a chat template not read yet)."""
     true_token_id: int | None = None
-    """With false_token_id: the logit is the difference of these two tokens' logits; None: the classifier's label."""
+    """The token behind the pair whose logit is read; None: the logit is the classifier's."""
     false_token_id: int | None = None
+    """The token whose logit is subtracted from that; None: nothing is."""
 
 
 class EncodeRequest(msgspec.Struct, kw_only=True):

@@ -24,6 +24,7 @@ _TRANSFORMER_CONFIGS = tuple(
 _TEXT_MODALITY = {
     "feature-extraction": {"method": "forward", "method_output_name": "last_hidden_state"},
     "sequence-classification": {"method": "forward", "method_output_name": "logits"},
+    "text-generation": {"method": "forward", "method_output_name": "logits"},
 }
 _CHANGES_VECTORS = (
     "query_length", "document_length", "query_expansion", "processing_kwargs", "config_kwargs", "config_args",
@@ -48,7 +49,7 @@ def read_card(spec: ModelSpec, directory: str) -> ModelCard:
     scoring = read_scoring(checkpoint, transformer, modules, config)
     if scoring is not None:
         check_weights(transformer)
-        return _score_card(spec, transformer, config, scoring)
+        return _score_card(spec, checkpoint, transformer, config, scoring)
     hidden_size = _hidden_size(transformer, config)
     pipeline = (
         default_pipeline(config, hidden_size) if modules is None else read_pipeline(checkpoint, modules, hidden_size)
@@ -97,10 +98,7 @@ def _card(
     sentence = checkpoint.read_json("config_sentence_transformers.json", _SentenceSettings) or _SentenceSettings()
     if sentence.truncate_dim is not None:
         raise refuse(spec.id, "truncate_dim in config_sentence_transformers.json cannot be run; ask for `dimensions`")
-    prompts = {name: text or "" for name, text in (sentence.prompts or {}).items()}
-    default = sentence.default_prompt_name
-    if default is not None and default not in prompts:
-        raise refuse(spec.id, f"default_prompt_name {default!r} is not one of its prompts")
+    prompts, default_prompt = _prompts(checkpoint)
     return ModelCard(
         id=spec.id,
         kind="encoder",
@@ -113,7 +111,7 @@ def _card(
         tokenizer_file=str(tokenizer) if tokenizer else "",
         lowercase=settings.do_lower_case,
         prompts=prompts,
-        default_prompt=prompts[default] if default is not None else None,
+        default_prompt=default_prompt,
         similarity=sentence.similarity_fn_name or "cosine",
         normalize=pipeline.normalize,
         matryoshka=_matryoshka(config),
@@ -121,9 +119,12 @@ def _card(
     )
 
 
-def _score_card(spec: ModelSpec, transformer: Checkpoint, config: dict[str, Any], scoring: Scoring) -> ModelCard:
-    is_causal = scoring.max_tokens is not None  # the catalogue's entry says all there is to say about its text
-    settings = _TransformerSettings() if is_causal else _transformer_settings(transformer, "sequence-classification")
+def _score_card(
+    spec: ModelSpec, checkpoint: Checkpoint, transformer: Checkpoint, config: dict[str, Any], scoring: Scoring
+) -> ModelCard:
+    task = scoring.task
+    settings = _TransformerSettings() if task is None else _transformer_settings(transformer, task)
+    prompts, default_prompt = ({}, None) if task is None else _prompts(checkpoint)
     limits = (scoring.max_tokens, _max_sequence_length(transformer, config, settings))
     tokenizer = transformer.find("tokenizer.json")
     return ModelCard(
@@ -137,8 +138,20 @@ def _score_card(spec: ModelSpec, transformer: Checkpoint, config: dict[str, Any]
         vocab_size=int(config["vocab_size"]),
         tokenizer_file=str(tokenizer) if tokenizer else "",
         lowercase=settings.do_lower_case,
+        prompts=prompts,
+        default_prompt=default_prompt,
         score=scoring.rule,
     )
+
+
+def _prompts(checkpoint: Checkpoint) -> tuple[dict[str, str], str | None]:
+    """Return the prompts by name, and the one that is used when none is asked for."""
+    sentence = checkpoint.read_json("config_sentence_transformers.json", _SentenceSettings) or _SentenceSettings()
+    prompts = {name: text or "" for name, text in (sentence.prompts or {}).items()}
+    default = sentence.default_prompt_name
+    if default is not None and default not in prompts:
+        raise refuse(checkpoint.id, f"default_prompt_name {default!r} is not one of its prompts")
+    return prompts, prompts[default] if default is not None else None
 
 
 def _read_config(transformer: Checkpoint, *, is_bare: bool) -> dict[str, Any]:
@@ -171,6 +184,8 @@ def _transformer_settings(transformer: Checkpoint, task: str = "feature-extracti
         raise refuse(transformer.id, f"its transformer_task is {settings.transformer_task!r}; only {task} can be run")
     if (settings.modality_config or {}).get("text", _TEXT_MODALITY[task]) != _TEXT_MODALITY[task]:
         raise refuse(transformer.id, "its modality_config reads text in a way that cannot be run")
+    if task == "text-generation" and (settings.processing_kwargs or {}).keys() <= {"chat_template"}:
+        settings.processing_kwargs = None  # read with the template
     for key in _CHANGES_VECTORS:
         if getattr(settings, key):
             raise refuse(transformer.id, f"sentence_bert_config.json sets {key}, which cannot be run")

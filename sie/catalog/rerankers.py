@@ -24,14 +24,16 @@ class Reranker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_tokens: int
     parts: tuple[str, ...]
     instructed_query: str | None = None
+    """What the part with the query is in a request with an instruction, where the parts have no place for one."""
     default_instruction: str = ""
 
     @property
     def template(self) -> PairTemplate:
         """How a pair is read."""
-        return PairTemplate(
-            parts=self.parts, instructed_query=self.instructed_query, default_instruction=self.default_instruction
-        )
+        instructed = None
+        if self.instructed_query is not None:
+            instructed = tuple(self.instructed_query if "{query}" in part else part for part in self.parts)
+        return PairTemplate(parts=self.parts, instructed_parts=instructed, default_instruction=self.default_instruction)
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

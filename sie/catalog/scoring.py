@@ -1,7 +1,7 @@
 """Owns how a checkpoint's files say that it scores pairs, and how: sequence classifiers and causal rerankers.
 
-Follows sentence-transformers 6.2 (`CrossEncoder`) for classifiers. A causal model is a reranker only when an entry of
-`rerankers.toml` says so for its id: its own files do not.
+Follows sentence-transformers 6.2 (`CrossEncoder`). A causal model is a reranker when its `modules.json` ends in a
+LogitScore, or when an entry of `rerankers.toml` says so for its id.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ types do."""
 
 
 class Scoring(msgspec.Struct, frozen=True):
-    """What a checkpoint that scores pairs is, and how it does it. max_tokens None: as its tokenizer says."""
+    """What a checkpoint that scores pairs is, and how it does it.
+
+    task is what its `sentence_bert_config.json` must say, None when the catalogue says all there is to say about its
+    text. max_tokens None: as its tokenizer says.
+    """
 
     kind: Literal["cross-encoder", "causal-reranker"]
+    task: str | None
     rule: ScoreRule
     max_tokens: int | None = None
 
@@ -36,11 +41,13 @@ def read_scoring(
     """Return how a checkpoint scores pairs, None for one that encodes. Raises ModelLoadFailed for what cannot be run."""
     entry = find_reranker(checkpoint.id)
     if entry is not None:
-        return Scoring("causal-reranker", _causal_rule(checkpoint, transformer, entry), entry.max_tokens)
+        return Scoring("causal-reranker", None, _causal_rule(checkpoint, transformer, entry), entry.max_tokens)
+    names = [module.name for module in modules or ()]
+    if modules and names == ["Transformer", "LogitScore"]:
+        return Scoring("causal-reranker", "text-generation", _logit_rule(checkpoint, modules[1].folder, config))
     is_classifier = str((config.get("architectures") or [""])[0]).endswith(_CLASSIFIER)
-    is_whole = [module.name for module in modules or ()] in ([], ["Transformer"])
-    if is_classifier and is_whole:
-        return Scoring("cross-encoder", _classifier_rule(checkpoint, transformer, config))
+    if is_classifier and names in ([], ["Transformer"]):
+        return Scoring("cross-encoder", "sequence-classification", _classifier_rule(checkpoint, transformer, config))
     return None
 
 
@@ -50,11 +57,8 @@ def _classifier_rule(checkpoint: Checkpoint, transformer: Checkpoint, config: di
         raise refuse(checkpoint.id, f"its classifier has {num_labels} labels; a model that scores pairs has one")
     if _has_chat_template(transformer):
         raise refuse(checkpoint.id, "it reads pairs through a chat template, which cannot be run for a classifier")
-    sentence = checkpoint.read_object("config_sentence_transformers.json")
-    if sentence.get("default_prompt_name") is not None:
-        raise refuse(checkpoint.id, "default_prompt_name in config_sentence_transformers.json cannot be run for pairs")
     return ScoreRule(
-        activation=_activation(checkpoint.id, sentence, config),
+        activation=_activation(checkpoint, config),
         token_types=_reads_token_types(transformer, config),
     )
 
@@ -71,13 +75,25 @@ def _causal_rule(checkpoint: Checkpoint, transformer: Checkpoint, entry: Reranke
     )
 
 
-def _activation(model_id: str, sentence: dict[str, Any], config: dict[str, Any]) -> str:
+def _logit_rule(checkpoint: Checkpoint, folder: str, config: dict[str, Any]) -> ScoreRule:
+    """Return the rule of a LogitScore module, without the template: `sie.catalog.chat_pairs` reads that."""
+    settings = checkpoint.read_object(f"{folder}/config.json")
+    if settings.get("module_input_name", "causal_logits") != "causal_logits":
+        raise refuse(checkpoint.id, f"{folder}: module_input_name {settings['module_input_name']!r} cannot be run")
+    tokens = [settings.get(name) for name in ("true_token_id", "false_token_id")]
+    size = int(config["vocab_size"])
+    if tokens[0] is None or not all(token is None or 0 <= token < size for token in tokens):
+        raise refuse(checkpoint.id, f"{folder}: token ids {tokens} are not in the vocabulary")
+    return ScoreRule(activation=_activation(checkpoint, config), true_token_id=tokens[0], false_token_id=tokens[1])
+
+
+def _activation(checkpoint: Checkpoint, config: dict[str, Any]) -> str:
     """Return the activation's name in torch.nn.
 
     Source: sentence_transformers 6.2 cross_encoder/model.py: its own file, config.json in two spellings, sigmoid.
     """
     nested = config.get("sentence_transformers")
-    path = sentence.get("activation_fn")
+    path = checkpoint.read_object("config_sentence_transformers.json").get("activation_fn")
     if path is None and isinstance(nested, dict):
         path = nested.get("activation_fn")
     if path is None:
@@ -85,7 +101,7 @@ def _activation(model_id: str, sentence: dict[str, Any], config: dict[str, Any])
     if path is None:
         return "Sigmoid"
     if not isinstance(path, str) or not path.startswith(_ACTIVATIONS):
-        raise refuse(model_id, f"activation {path!r} is code of its own")
+        raise refuse(checkpoint.id, f"activation {path!r} is code of its own")
     return path.rpartition(".")[2]
 
 

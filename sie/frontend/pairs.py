@@ -26,6 +26,7 @@ def pair_arrays(
     """Return a score request's arrays, the items' bounds first; tokenizer is None for a model that reads text.
 
     An instruction goes where the model's template has a place for it, else before the query: `"<instruction> <query>"`.
+    Without one, the checkpoint's default prompt stands straight before the query, as sentence-transformers puts it.
     Raises BadRequest for a text that is not valid Unicode. Source: SIE API reference, section 19.
     """
     template = card.score.template if card.score is not None else None
@@ -34,6 +35,8 @@ def pair_arrays(
         return [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]
     if instruction:
         query = f"{instruction} {query}"
+    elif card.default_prompt:
+        query = card.default_prompt + query
     if tokenizer is None:
         return _stub_arrays(card, query, documents)
     token_ids, cu_seqlens, token_types = tokenizer.encode_pairs(query, documents)
@@ -48,9 +51,9 @@ def _fill_template(
 
     A query in a part of its own is held to three quarters of the limit, so that there is room for a document.
     """
-    parts = list(template.parts)
-    if instruction and template.instructed_query is not None:
-        parts = [template.instructed_query if "{query}" in part else part for part in parts]
+    parts = template.parts
+    if instruction and template.instructed_parts is not None:
+        parts = template.instructed_parts
     values = {"query": query, "instruction": template.default_instruction if instruction is None else instruction}
     place = next(index for index, part in enumerate(parts) if "{document}" in part)
     limit = tokenizer.card.max_sequence_length

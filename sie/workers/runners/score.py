@@ -82,8 +82,10 @@ class ScoreModel:
         logits: Tensor = self._model(input_ids=input_ids, **types, **self._arguments).logits
         if self._rule.true_token_id is None:
             return logits[:, 0].float()
-        logits = logits[:, -1]
-        return logits[:, self._rule.true_token_id].float() - logits[:, self._rule.false_token_id].float()
+        scores = logits[:, -1, self._rule.true_token_id].float()
+        if self._rule.false_token_id is not None:
+            scores = scores - logits[:, -1, self._rule.false_token_id].float()
+        return scores
 
 
 class _StandIn(nn.Module):

@@ -84,7 +84,7 @@ def test_token_types_are_read_where_the_tokenizer_gives_them(
         (_config(sbert_ce_default_activation_function="evil.Activation"), "evil.Activation"),
         ({**_config(), "tokenizer_config.json": {"chat_template": "{{ messages }}"}}, "chat template"),
         ({**_config(), "chat_template.jinja": b"{{ messages }}"}, "chat template"),
-        ({**_config(), "config_sentence_transformers.json": {"default_prompt_name": "q"}}, "default_prompt_name"),
+        ({**_config(), "config_sentence_transformers.json": {"default_prompt_name": "q"}}, "not one of its prompts"),
         ({**_config(), "sentence_bert_config.json": {"transformer_task": "fill-mask"}}, "fill-mask"),
         ({**_config(), "model.safetensors": None}, "model.safetensors"),
     ],

@@ -90,7 +90,8 @@ def test_braces_of_a_text_are_not_placeholders(make_tokenizer: Any) -> None:
 
 
 def test_template_without_a_place_takes_the_instruction_with_the_query(make_tokenizer: Any) -> None:
-    template = PairTemplate(parts=("{query}", "w40", "{document}"), instructed_query="{instruction} w41 {query}")
+    instructed = ("{instruction} w41 {query}", "w40", "{document}")
+    template = PairTemplate(parts=("{query}", "w40", "{document}"), instructed_parts=instructed)
     tokenizer = make_tokenizer(template=template)
     assert pairs(tokenizer, "w1", ["w2"]) == ["w1 w40 w2"]
     assert pairs(tokenizer, "w1", ["w2"], "w9") == ["w9 w41 w1 w40 w2"]

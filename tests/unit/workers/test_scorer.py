@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import processors
 
 from sie.catalog.directory import read_card
+from sie.catalog.prepare import Request, prepare
 from sie.catalog.spec import ModelSpec
 from sie.errors import BadRequest, InputTooLong, ModelLoadFailed
 from sie.frontend.pairs import pair_arrays
@@ -302,3 +303,105 @@ def test_mxbai_rerank_v2_equals_its_authors_code(instruction: str | None, make_r
     scores = runner.run_pairs(_pairs(runner.card, QUERY, documents, instruction))[:, 0]
     assert np.ptp(scores) > 0.01
     np.testing.assert_allclose(scores, (logits[:, 0] - logits[:, 1]).numpy(), **TOLERANCE)
+
+
+CHAT_TEMPLATE = (
+    "<|im_start|> {% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %} <|im_end|> Query "
+    "{% for m in messages if m.role == 'query' %}{{ m.content }}{% endfor %} Document "
+    "{% for m in messages if m.role == 'document' %}{{ m.content }}{% endfor %}<|im_end|>"
+    "{% if add_generation_prompt %} yes{% endif %}"
+)
+
+
+def _save_logit_score(
+    directory: Path, to: Path, *, template: str = CHAT_TEMPLATE, tokens: tuple[int, int | None] = (9, 8), **options: Any
+) -> None:
+    """Write a causal model as sentence-transformers saves a CrossEncoder around one."""
+    from sentence_transformers import CrossEncoder
+    from sentence_transformers.cross_encoder.modules import LogitScore, Transformer
+
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(directory)
+    chat = {"chat_template": {"add_generation_prompt": True}}
+    transformer = Transformer(str(directory), transformer_task="text-generation", processing_kwargs=chat)
+    transformer.processor = tokenizer
+    CrossEncoder(modules=[transformer, LogitScore(*tokens)], device="cpu", **options).save_pretrained(str(to))
+
+
+def _prepare(directory: Path, cache: Path) -> ModelCard:
+    spec = ModelSpec(id="test/model", directory=str(directory))
+    return prepare(Request(spec=spec, cache_dir=str(cache)), lambda *_: None)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("tokens", "options", "instruction"),
+    [
+        ((9, 8), {}, None),
+        ((9, 8), {}, "w5 w6"),
+        ((9, None), {"activation_fn": torch.nn.Identity()}, None),
+        ((9, 8), {"prompts": {"web": "w5 w6 w7"}, "default_prompt_name": "web"}, None),
+        ((9, 8), {"prompts": {"web": "w5 w6 w7"}, "default_prompt_name": "web"}, "w9"),
+    ],
+)
+def test_logit_score_equals_cross_encoder(
+    tokens: Any, options: Any, instruction: str | None, make_reranker: Any, tmp_path: Path
+) -> None:
+    from sentence_transformers import CrossEncoder
+
+    saved = tmp_path / "saved"
+    _save_logit_score(make_reranker("qwen3"), saved, tokens=tokens, **options)
+    runner = load_scorer(_prepare(saved, tmp_path), "cpu", "float32", lambda *_: None)
+    oracle = CrossEncoder(str(saved), device="cpu", local_files_only=True)
+    oracle[0].processor = transformers.PreTrainedTokenizerFast.from_pretrained(saved, padding_side="left")
+    expected = oracle.predict([(QUERY, document) for document in _documents()], prompt=instruction, batch_size=3)
+    scores = runner.run_pairs(_pairs(runner.card, QUERY, _documents(), instruction))[:, 0]
+    assert np.ptp(scores) > 0.01
+    np.testing.assert_allclose(scores, expected, **TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("template", "part"),
+    [
+        ("{{ messages[0].content }} only", "not one place for the document"),
+        ("{{ messages[1].content }} {{ messages[0].content }}<|im_end|>", "document before the query"),
+        ("{{ messages[0].content | upper }} {{ messages[1].content }}<|im_end|>", "not one place for the query"),
+        ("{{ messages[0].content }} {{ messages[1].content }} w1", "no special token behind"),
+        ("{{ raise_exception('no') }}", "does not take a pair"),
+    ],
+)
+def test_chat_template_that_cannot_be_cut_is_refused(
+    template: str, part: str, make_reranker: Any, tmp_path: Path
+) -> None:
+    _save_logit_score(make_reranker("qwen3"), tmp_path / "saved", template=template)
+    with pytest.raises(ModelLoadFailed, match=part):
+        _prepare(tmp_path / "saved", tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_chat_template_without_a_system_role_takes_the_instruction_with_the_query(
+    make_reranker: Any, tmp_path: Path
+) -> None:
+    _save_logit_score(
+        make_reranker("qwen3"),
+        tmp_path / "saved",
+        template="{% for m in messages if m.role != 'system' %}{{ m.content }}{{ ' ' if not loop.last }}{% endfor %}<|im_end|>",
+    )
+    card = _prepare(tmp_path / "saved", tmp_path)
+    assert card.score is not None
+    assert card.score.template is not None
+    assert card.score.template.parts == ("{query} {document}", "<|im_end|>")
+    assert card.score.template.instructed_parts == ("{instruction} {query} {document}", "<|im_end|>")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_default_prompt_stands_before_the_query(make_scorer: Any, tmp_path: Path) -> None:
+    from sentence_transformers import CrossEncoder
+
+    saved = tmp_path / "saved"
+    options = {"prompts": {"web": "w5 w6 "}, "default_prompt_name": "web"}
+    CrossEncoder(str(make_scorer("bert")), device="cpu", **options).save_pretrained(str(saved))
+    scores = _scores(_load(saved), QUERY, _documents())
+    np.testing.assert_allclose(scores, _expected(saved, QUERY, _documents()), **TOLERANCE)
