@@ -60,7 +60,7 @@ class ScoreModel:
         last = batch.cu_seqlens[1:] - 1
         # A head that looks for the last token that is no padding must see all, should a sequence end in such a token.
         if view == "ends" and not (batch.input_ids[last] == self._padding).any():
-            ends = self.backbone.move(np.stack((batch.cu_seqlens[:-1], last), axis=1))
+            ends = self.backbone.move(np.stack((batch.cu_seqlens[:-1], last), axis=1).astype(np.int64))
             return self._run_apart(input_ids[ends], hidden[ends])
         parts: list[Tensor] = []
         for start, count, length in batch.runs:
