@@ -159,6 +159,12 @@ class Quarantine(msgspec.Struct, tag=True, frozen=True):
     digest: bytes
 
 
+class PeerFault(msgspec.Struct, tag=True, frozen=True):
+    """Child to supervisor: the peer in this slot broke the shared-memory protocol; only its death makes things whole."""
+
+    slot: int
+
+
 class Touch(msgspec.Struct, tag=True, frozen=True):
     """Frontend to supervisor: these models answered requests since the last touch (for idle unloading)."""
 
@@ -181,13 +187,9 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
     """Supervisor to child: accept nothing new; finish what was accepted."""
 
 
-class Drained(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to supervisor: nothing accepted is left."""
-
-
 Message = (
     Hello | Configure | Attach | Ready | LoadModel | Load | Unload | ModelReport | Models | WorkerDown | Quarantine
-    | Touch | Ping | Pong | Drain | Drained
+    | PeerFault | Touch | Ping | Pong | Drain
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
@@ -249,7 +251,7 @@ class Channel:
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise ChannelClosedError("a control message was cut")
             return _decoder.decode(data), fds
-        except (msgspec.DecodeError, ChannelClosedError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ChannelClosedError) as error:
             for fd in fds:
                 os.close(fd)
             raise ChannelClosedError(str(error)) from error

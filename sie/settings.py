@@ -100,6 +100,9 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_retry_s: Annotated[
         float, Meta(ge=1, le=1800, description="Wait before a failed load may be tried again; doubles each time.")
     ] = 30.0
+    wait_for_load: Annotated[
+        bool, Meta(description="Native requests wait for a model that loads, instead of 503 MODEL_LOADING at once.")
+    ] = False
     idle_unload_s: Annotated[
         float, Meta(ge=0, le=604800, description="Unload a lazy model unused for this long; 0 never does.")
     ] = 0.0
@@ -179,7 +182,7 @@ class Scheduler(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How waiting sequences become steps."""
 
     max_step_tokens: Annotated[
-        int, Meta(ge=0, le=1 << 24, description="Token budget of a step; 0 takes 4096 on a CPU and 16384 on a GPU.")
+        int, Meta(ge=0, le=1 << 24, description="Token budget of a step; 0 takes 1024 on a CPU and 16384 on a GPU.")
     ] = 0
     max_step_items: Annotated[int, Meta(ge=1, le=65536, description="Most sequences in a step.")] = 1024
     max_age_ms: Annotated[
@@ -219,15 +222,6 @@ class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_watchers: Annotated[int, Meta(ge=0, le=10000, description="Most status connections of this host.")] = 64
 
 
-class Testing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """For the project's own tests; never set these in service."""
-
-    enabled: Annotated[bool, Meta(description="Allow fault injection.")] = field(default=False, name="test")
-    failpoints: Annotated[
-        str, Meta(description="Named points at which to fail.", extra={"form": "point=action[@count],..."})
-    ] = ""
-
-
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole tree. It encodes with msgspec, so that a process can be handed it."""
 
@@ -239,7 +233,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scheduler: Scheduler = Scheduler()
     supervisor: Supervisor = Supervisor()
     status: Status = Status()
-    test: Testing = Testing()
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -309,7 +302,7 @@ def _system_directories(keys: tuple[Key, ...], environ: Mapping[str, str]) -> It
 
 def _check_together(settings: Settings, sources: Mapping[str, Source]) -> None:
     """Refuse values that are each allowed but not with one another."""
-    memory, limits, test = settings.memory, settings.limits, settings.test
+    memory, limits = settings.memory, settings.limits
     smallest = min(memory.request_segment_bytes, memory.reply_segment_bytes)
     problems = (
         ("ring_capacity", memory.ring_capacity & (memory.ring_capacity - 1) != 0, "must be a power of two"),
@@ -319,7 +312,6 @@ def _check_together(settings: Settings, sources: Mapping[str, Source]) -> None:
             limits.max_item_text_bytes > limits.max_body_bytes,
             f"must not be over max_body_bytes ({limits.max_body_bytes})",
         ),
-        ("failpoints", bool(test.failpoints) and not test.enabled, "needs test to be true"),
     )
     for name, is_wrong, reason in problems:
         if is_wrong:

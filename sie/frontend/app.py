@@ -25,6 +25,7 @@ from sie.frontend.metrics import CONTENT_TYPE, render
 from sie.frontend.process import FrontendProcess
 from sie.frontend.score import read_scores
 from sie.logs import get_logger
+from sie.process import calm_collector
 from sie.settings import Limits
 from sie.types import EncodeReply, EncodeRequest, ScoreReply, ScoreRequest, Timing
 
@@ -42,7 +43,7 @@ class Exchange:
     """One HTTP request while it is served: what the border needs to know to answer and to count it."""
 
     __slots__ = ("began_ns", "body_bytes", "deadline_ns", "headers", "known_model", "model", "protocol", "route", "scope",
-                 "timing")  # fmt: skip
+                 "timing", "waits")  # fmt: skip
 
     def __init__(self, scope: Any, protocol: Any, began_ns: int) -> None:
         self.scope = scope
@@ -55,6 +56,8 @@ class Exchange:
         self.known_model = ""
         self.body_bytes = 0
         self.timing: Any = None
+        self.waits = False
+        """Whether it waits for a model that loads, instead of hearing so at once."""
 
 
 class App:
@@ -72,6 +75,7 @@ class App:
     def __rsgi_init__(self, loop: asyncio.AbstractEventLoop) -> None:
         """Join the supervisor before the first connection is accepted."""
         self._process = self._connect(loop)
+        calm_collector()
 
     def __rsgi_del__(self, _loop: asyncio.AbstractEventLoop) -> None:
         """Leave, when Granian has finished every request."""
@@ -183,6 +187,8 @@ class App:
     def _check_headers(self, exchange: Exchange) -> None:
         """Settle the deadline, and refuse what needs no body to be refused."""
         process, headers = self._process, exchange.headers
+        is_openai = exchange.route is not None and exchange.route.envelope == "openai"
+        exchange.waits = is_openai or process.settings.models.wait_for_load
         exchange.deadline_ns = exchange.began_ns + process.timeout_ns(headers.get("x-sie-timeout-ms"))
         process.check_machine_profile(headers.get("x-sie-machine-profile"))
         remote = headers.get("x-sie-remote")
@@ -193,7 +199,7 @@ class App:
         process.engine.check_open()
 
     async def _read(self, exchange: Exchange) -> bytes:
-        body = await self._process.bodies.read(exchange.headers, exchange.protocol)
+        body = await self._process.bodies.read(exchange.headers, exchange.protocol, exchange.deadline_ns)
         exchange.body_bytes = len(body)
         return body
 
@@ -208,7 +214,10 @@ class App:
     async def _run(self, exchange: Exchange, entry: ModelEntry, request: EncodeRequest) -> tuple[EncodeReply, Reply]:
         """Return a request's rows and the reply that holds them, which the caller releases."""
         process = self._process
-        process.models.check_serving(entry)
+        if exchange.waits:
+            entry = await process.models.wait_serving(entry, exchange.deadline_ns)
+        else:
+            process.models.check_serving(entry)
         pending, tokenization_ns = await process.encoder.start(entry, request, exchange.deadline_ns)
         process.watch_client(pending, exchange.protocol)
         raw: Reply = await pending.future

@@ -32,11 +32,12 @@ class HttpProtocol(Protocol):
 class Reading:
     """One body on its way: the task that waits for it, and when it last moved."""
 
-    __slots__ = ("last_ns", "task", "timed_out")
+    __slots__ = ("deadline_ns", "last_ns", "task", "timed_out")
 
-    def __init__(self, task: asyncio.Task[Any], now_ns: int) -> None:
+    def __init__(self, task: asyncio.Task[Any], now_ns: int, deadline_ns: int) -> None:
         self.task = task
         self.last_ns = now_ns
+        self.deadline_ns = deadline_ns
         self.timed_out = False
 
 
@@ -49,16 +50,16 @@ class BodyReader:
         self._idle_s = idle_timeout_s
         self._readings: set[Reading] = set()
 
-    async def read(self, headers: Headers, protocol: HttpProtocol) -> bytes:
+    async def read(self, headers: Headers, protocol: HttpProtocol, deadline_ns: int) -> bytes:
         """Return the whole body.
 
         Raises InputTooLong (413) over max_body_bytes, BadRequest for a malformed or cut body, SieError 408 when it
-        stalls for body_idle_timeout_s, ClientGone when the client left.
+        stalls for body_idle_timeout_s or is not there at the request's deadline, ClientGone when the client left.
         """
         length = self._announced(headers)
         task = asyncio.current_task()
         assert task is not None
-        reading = Reading(task, time.monotonic_ns())
+        reading = Reading(task, time.monotonic_ns(), deadline_ns)
         self._readings.add(reading)
         try:
             if length is not None and length <= _WHOLE_BYTES:
@@ -69,7 +70,7 @@ class BodyReader:
                 raise
             task.uncancel()
             raise SieError(
-                f"the request body made no progress for {self._idle_s:g} s (body_idle_timeout_s)",
+                f"the request body made no progress for {self._idle_s:g} s (body_idle_timeout_s), or missed the deadline",
                 code="REQUEST_TIMEOUT",
                 http_status=408,
             ) from None
@@ -81,7 +82,8 @@ class BodyReader:
     def end_stalled(self, now_ns: int) -> None:
         """Cancel the reads that made no progress for too long; called by the process's tick."""
         for reading in self._readings:
-            if now_ns - reading.last_ns > self._idle_ns and not reading.timed_out:
+            is_overdue = now_ns - reading.last_ns > self._idle_ns or now_ns > reading.deadline_ns
+            if is_overdue and not reading.timed_out:
                 reading.timed_out = True
                 reading.task.cancel()
 

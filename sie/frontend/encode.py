@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 from numpy.typing import NDArray
 
 from sie.control import ModelEntry
@@ -24,6 +23,7 @@ from sie.frontend.models import ModelTable
 from sie.frontend.prompts import apply_prompt
 from sie.frontend.tokenize import Tokenizer, encode_stub_texts, is_long
 from sie.settings import Limits
+from sie.shm.extent import DTYPES
 from sie.shm.layout import PROLOGUE, PROLOGUE_BYTES, ProtocolError, round_up
 from sie.types import EncodeReply, EncodeRequest, ReplyHeader, Timing, WorkHeader
 
@@ -51,7 +51,7 @@ class Encoder:
         began_ns = time.monotonic_ns()
         header = WorkHeader(
             entry.card.id, "encode", _count(request), (), request.output_dtype or "float32",
-            request.options.get("normalize"), request.dimensions,
+            _wants_normalize(request, entry), request.dimensions,
         )  # fmt: skip
         self._check_reply_size(header, entry)
         arrays = self._try_prepare(entry, request)
@@ -80,6 +80,12 @@ class Encoder:
                 f"The reply would hold {nbytes} bytes of vectors, over max_reply_bytes ({self._limits.max_reply_bytes}); "
                 "split the request"
             )
+
+
+def _wants_normalize(request: EncodeRequest, entry: ModelEntry) -> bool | None:
+    """Return what the request wants, None for the model's own way; a vector that is cut gets unit length again."""
+    is_cut = request.dimensions is not None and request.dimensions < entry.card.dims["dense"]
+    return True if is_cut else request.options.get("normalize")
 
 
 def _count(request: EncodeRequest) -> int:
@@ -115,7 +121,7 @@ def read_reply(
     try:
         code, num_items, width, offset, nbytes = _rows_of(bytes(view[PROLOGUE_BYTES : PROLOGUE_BYTES + header_bytes]))
         started_ns, inference_ns, postprocessing_ns = _TIMES.unpack_from(view, payload)
-    except (ProtocolError, msgspec.DecodeError, struct.error) as error:
+    except (ProtocolError, msgspec.MsgspecError, UnicodeDecodeError, struct.error) as error:
         raise Internal("the worker's reply could not be read") from error
     rows = view[payload + offset : payload + offset + nbytes]
     if num_items != _count(request) or len(rows) != nbytes:
@@ -148,7 +154,8 @@ def _rows_of(header: bytes) -> tuple[str, int, int, int, int]:
     Every reply of one shape has the same header, so a busy server decodes none. Raises ProtocolError.
     """
     for ref in _decoder.decode(header).arrays:
-        if ref.name == "dense" and len(ref.shape) == 2 and min(ref.shape) > 0 and ref.offset >= 0:
+        dtype = DTYPES.get(ref.dtype)
+        if ref.name == "dense" and dtype is not None and len(ref.shape) == 2 and min(ref.shape) > 0 and ref.offset >= 0:
             num_items, width = ref.shape
-            return ref.dtype, num_items, width, ref.offset, num_items * width * np.dtype(ref.dtype).itemsize
+            return ref.dtype, num_items, width, ref.offset, num_items * width * dtype.itemsize
     raise ProtocolError("a reply without rows")

@@ -43,7 +43,7 @@ _ATTACH_TIMEOUT_S: Final = 30.0
 _TICK_S: Final = 0.02
 _WATCH_AFTER_NS: Final = 50_000_000
 """A request that waited this long gets a watcher of its client's connection; most are answered before."""
-_TOUCH_S: Final = 5.0
+_MAX_TOUCH_S: Final = 5.0
 _MS_PER_DAY: Final = 86_400_000
 
 
@@ -83,6 +83,8 @@ class FrontendProcess:
         self._unwatched: deque[tuple[Pending, Any]] = deque()
         self._asked_load: dict[str, float] = {}
         self._timeout_ns = int(settings.limits.request_timeout_s * 1e9)
+        # Well within idle_unload_s, or a model would be unloaded while it is in use.
+        self._touch_s = min(_MAX_TOUCH_S, settings.models.idle_unload_s / 4) or _MAX_TOUCH_S
         self._tasks: set[asyncio.Task[Any]] = set()
         self._attaching: dict[int, tuple[int, PendingAttachment]] = {}
 
@@ -251,7 +253,7 @@ class FrontendProcess:
             self.engine.expire(now_ns)
             self.bodies.end_stalled(now_ns)
             self._watch_the_waiting(now_ns)
-            if now_ns / 1e9 - touched_s >= _TOUCH_S:
+            if now_ns / 1e9 - touched_s >= self._touch_s:
                 touched_s = now_ns / 1e9
                 if self.models.used:
                     self._send(control.Touch(tuple(self.models.used)))

@@ -11,7 +11,11 @@ nothing any more, so only then its extents may be reclaimed. After `connect` not
 
 Releases always find room. Each is one descriptor in the ring that also carries work, so a full ring makes it wait in
 a list here, ahead of all later work. The list is bounded by the peer's extents that this side holds, and it empties
-because the peer drains its ring whatever else it waits for. While it is not empty, watch `credit_fd`.
+because the peer drains its ring whatever else it waits for.
+
+One descriptor to watch for the rings, `bell_fd`: an epoll on the bell, and on the credit for as long as something
+waits for it. Without the second part two peers could sleep for ever, one with no extent for its reply and the other
+with releases that found the ring full.
 """
 
 from __future__ import annotations
@@ -22,11 +26,9 @@ import socket
 import time
 from collections.abc import Iterable
 
-from sie.shm.large import MAX_SEGMENTS
 from sie.shm.layout import (
     LAST_KIND,
     LAYOUT_VERSION,
-    MAX_SEGMENT_NUMBER,
     OFFSET_MASK,
     PROLOGUE_BYTES,
     RELEASE,
@@ -37,7 +39,7 @@ from sie.shm.layout import (
 from sie.shm.messages import Announce, Message, Offer, Retire, close_all, receive, send
 from sie.shm.ring import RingConsumer, RingProducer
 from sie.shm.segment import Segment, is_dead
-from sie.shm.space import OutboundSpace
+from sie.shm.space import InboundSpace, OutboundSpace
 
 
 class PendingAttachment:
@@ -111,9 +113,9 @@ class PendingAttachment:
 class Attachment:
     """Both directions of one frontend-worker pair, one generation."""
 
-    __slots__ = ("_announced", "_consumer", "_large", "_outbound", "_peer", "_peer_bytes", "_peer_view", "_producer",
-                 "_push", "_releases", "_retired", "_sock", "bell_fd", "credit_fd", "generation", "num_stale",
-                 "pidfd", "sock_fd")  # fmt: skip
+    __slots__ = ("_announced", "_consumer", "_credit_fd", "_epoll", "_inbound", "_outbound", "_peer_bytes",
+                 "_peer_view", "_producer", "_push", "_releases", "_retired", "_sock", "_waits_for_credit", "bell_fd",
+                 "generation", "num_stale", "pidfd", "sock_fd")  # fmt: skip
 
     def __init__(
         self,
@@ -132,21 +134,23 @@ class Attachment:
         self._producer = producer
         self._push = producer.push
         self._consumer = consumer
-        self._peer = peer
+        self._inbound = InboundSpace(peer)
         self._peer_view = peer.view
         self._peer_bytes = peer.nbytes
         self._announced: set[int] = set()  # numbers of our large segments that the peer has
         self._retired: list[int] = []  # numbers that the peer must be told are gone
-        self._large: dict[int, Segment] = {}  # the peer's large segments
         self._releases: list[tuple[int, ...]] = []  # descriptors waiting for credit
         outbound.retire_listeners.append(self._retire)
         self.generation = generation
         self.num_stale = 0
         """Descriptors of another generation that `drain` dropped."""
-        self.bell_fd = consumer.bell_fd
-        """Readable: `drain` has something."""
-        self.credit_fd = producer.fds[2]
-        """Readable: a `push` that returned False may succeed."""
+        self._credit_fd = producer.fds[2]
+        self._waits_for_credit = False
+        self._epoll = select.epoll()
+        self._epoll.register(consumer.bell_fd, select.EPOLLIN)
+        self._epoll.register(self._credit_fd, 0)
+        self.bell_fd = self._epoll.fileno()
+        """Readable: call `drain`, then `push` again what found the ring full."""
         self.sock_fd = sock.fileno()
         """Readable: call `read_socket`."""
         self.pidfd = pidfd
@@ -204,24 +208,21 @@ class Attachment:
         """
         if (self._releases or address > OFFSET_MASK) and not self._prepare(address):
             return False
-        return self._push(
+        pushed = self._push(
             kind, flags, self.generation, request_id, address, length, deadline_ns, num_tokens, part, parts
         )
+        if not pushed:
+            self._wait_for_credit(waits=True)
+        return pushed
 
     def push_release(self, addresses: Iterable[int]) -> int:
-        """Tell the peer that its extents at addresses are not needed any more; return how many still wait.
+        """Tell the peer that its extents at addresses are not needed any more; return how many of those still wait.
 
-        The rest is published by a later `flush_releases`, `push`, `push_release` or `drain`; none is ever lost.
+        The rest is published by a later `push`, `push_release` or `drain`; none is ever lost.
         """
         generation = self.generation
         self._releases += [(RELEASE, 0, generation, 0, address, 0, 0, 0, 0, 1) for address in addresses]
-        return self.flush_releases()
-
-    def flush_releases(self) -> int:
-        """Publish the releases that wait for credit; return how many still do. Call it when `credit_fd` is readable."""
-        if self._releases:
-            del self._releases[: self._producer.push_many(self._releases)]
-        return len(self._releases)
+        return self._flush_releases()
 
     def drain(self) -> list[Descriptor]:
         """Copy out all descriptors of this generation that the peer published, oldest first. Never waits.
@@ -234,8 +235,9 @@ class Attachment:
             if descriptor[2] != generation or not 0 < descriptor[0] <= LAST_KIND:
                 descriptors = self._checked(descriptors)
                 break
-        if self._releases:
-            self.flush_releases()
+        if self._waits_for_credit:
+            still_full = self._flush_releases() or not self._producer.num_credits
+            self._wait_for_credit(waits=bool(still_full))
         return descriptors
 
     def view(self, descriptor: Descriptor) -> memoryview:
@@ -247,7 +249,7 @@ class Attachment:
         length = descriptor[5]
         end = offset + length
         if offset & 63 or length < PROLOGUE_BYTES or end > self._peer_bytes:
-            return self._large_view(offset, length)
+            return self._other_view(offset, length)
         return self._peer_view[offset:end]
 
     def read_socket(self) -> bool:
@@ -257,12 +259,17 @@ class Attachment:
         """
         if self._retired:
             self._tell_retired()
-        try:
-            while (received := receive(self._sock)) is not None:
+        while True:
+            try:
+                received = receive(self._sock)
+                if received is None:
+                    return True
                 self._apply(*received)
-        except ConnectionError:
-            return False
-        return True
+            except ConnectionResetError:
+                # Told once, ahead of what the peer said before it went: the peer left messages of ours unread.
+                continue
+            except ConnectionError:
+                return False
 
     def peer_is_dead(self) -> bool:
         """Whether the peer's process has ended, so that extents handed over to it can be reclaimed."""
@@ -273,21 +280,34 @@ class Attachment:
         if self.pidfd < 0:
             return
         self._outbound.retire_listeners.remove(self._retire)
+        self._epoll.close()
         self._producer.close()
         self._consumer.close()
         self._peer_view = memoryview(b"")
         self._peer_bytes = 0
-        self._peer.close()
-        for segment in self._large.values():
-            segment.close()
-        self._large.clear()
+        self._inbound.close()
         self._sock.close()
         os.close(self.pidfd)
-        self.bell_fd = self.credit_fd = self.sock_fd = self.pidfd = -1
+        self.bell_fd = self.sock_fd = self.pidfd = -1
+
+    def _flush_releases(self) -> int:
+        """Publish the releases that wait for credit; return how many still do."""
+        releases = self._releases
+        if releases:
+            del releases[: self._producer.push_many(releases)]
+            if releases:
+                self._wait_for_credit(waits=True)
+        return len(releases)
+
+    def _wait_for_credit(self, *, waits: bool) -> None:
+        """Let arriving credit make `bell_fd` readable, or not any more: credit that nobody wants is no news."""
+        if waits != self._waits_for_credit:
+            self._waits_for_credit = waits
+            self._epoll.modify(self._credit_fd, select.EPOLLIN if waits else 0)
 
     def _prepare(self, address: int) -> bool:
         """Do what must come before a descriptor with this address; False when it cannot be done now."""
-        if self.flush_releases():
+        if self._flush_releases():
             return False
         number = address >> SEGMENT_SHIFT
         return not number or number in self._announced or self._announce(number)
@@ -331,36 +351,21 @@ class Attachment:
                 raise ProtocolError(f"a descriptor of kind {descriptor.kind}")
         return current
 
-    def _large_view(self, address: int, length: int) -> memoryview:
-        """Return an extent of a large segment, after reading the announcements sent before its descriptor."""
-        number, offset = address >> SEGMENT_SHIFT, address & OFFSET_MASK
-        segment = self._peer
-        if number:
-            self.read_socket()
-            found = self._large.get(number)
-            if found is None:
-                raise ProtocolError(f"a descriptor in segment {number}, which was not announced")
-            segment = found
-        if offset & 63 or length < PROLOGUE_BYTES or offset + length > segment.nbytes:
-            raise ProtocolError(f"{length} bytes at {offset} in segment {number} of {segment.nbytes} bytes")
-        return segment.view[offset : offset + length]
+    def _other_view(self, address: int, length: int) -> memoryview:
+        """Return an extent that is not simply in the peer's main segment."""
+        if address > OFFSET_MASK:
+            self.read_socket()  # its announcement was sent before its descriptor
+        return self._inbound.view(address, length)
 
     def _apply(self, message: Message, fds: list[int]) -> None:
         """Map or unmap a large segment of the peer. Takes over fds."""
-        if isinstance(message, Retire):
-            segment = self._large.pop(message.number, None)
-            if segment is None:
-                raise ProtocolError(f"segment {message.number} was retired, but never announced")
-            segment.close()
-            return
-        fits = len(self._large) < MAX_SEGMENTS
-        if isinstance(message, Offer) or not 0 < message.number <= MAX_SEGMENT_NUMBER or not fits:
+        if isinstance(message, Announce):
+            self._inbound.announce(message.number, message.nbytes, fds[0])
+        elif isinstance(message, Retire):
+            self._inbound.retire(message.number)
+        else:
             close_all(fds)
-            raise ProtocolError(f"{type(message).__name__} with {len(self._large)} large segments")
-        if message.number in self._large:
-            close_all(fds)
-            raise ProtocolError(f"segment {message.number} was announced twice")
-        self._large[message.number] = Segment.map_peer(fds[0], message.nbytes)
+            raise ProtocolError("a second offer")
 
 
 def _accept_offer(message: Message, fds: list[int], generation: int) -> tuple[Segment, RingConsumer]:

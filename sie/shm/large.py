@@ -82,7 +82,6 @@ class LargePool:
 
     def reclaim(self, lease: Lease) -> None:
         """Take back an ended lease; only `Lease.end` calls this."""
-        lease.view = memoryview(b"")  # else a forgotten lease would keep a retired segment mapped
         self.num_leased -= 1
         self._idle.append(lease.address >> SEGMENT_SHIFT)
         if len(self._idle) > MAX_IDLE:

@@ -22,6 +22,7 @@ MAX_STACKED: Final = 256
 _LEASED: Final = 0
 _HANDED_OVER: Final = 1
 _ENDED: Final = 2
+_NO_VIEW: Final = memoryview(b"")
 _NUM_BINS: Final = 16 * (64 - 10)
 
 
@@ -75,6 +76,7 @@ class Lease:
         owner = self._owner
         if state == _HANDED_OVER:
             del owner.handed_over[self.address]
+        self.view = _NO_VIEW  # a late write must fail here, not change the next lease's bytes
         owner.reclaim(self)
 
     def __enter__(self) -> Self:

@@ -106,6 +106,13 @@ class Crew:
         self._loop.remove_reader(self._listener)
         self._listener.close()
 
+    def end_peer(self, accuser: Child, slot: int) -> None:
+        """Kill the child in `slot` on the other side of an attachment, which broke the protocol."""
+        peers = self.frontends if accuser.role == "worker" else self.workers
+        for peer in peers[slot : slot + 1]:
+            _log.error("%s says that %s broke the protocol; killing it", accuser.name, peer.name)
+            peer.kill()
+
     async def until_gone(self, children: list[Child], timeout_s: float) -> None:
         """Wait until none of these children has a process, or the time is over."""
         with contextlib.suppress(TimeoutError):

@@ -14,7 +14,7 @@ from sie.settings import Settings
 from sie.supervisor.children import Child
 from sie.supervisor.crew import Crew
 from sie.supervisor.models import ModelBook, Record
-from sie.supervisor.prepare import Preparer
+from sie.supervisor.prepare import Preparer, failed
 
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -24,6 +24,7 @@ class Loads:
 
     def __init__(self, settings: Settings, book: ModelBook, progress: Progress, spawn: Spawn) -> None:
         self._idle_s = settings.models.idle_unload_s
+        self._timeout_s = settings.models.load_timeout_s
         self._book = book
         self._progress = progress
         self._preparer = Preparer(settings, progress)
@@ -77,12 +78,23 @@ class Loads:
             self._progress.fail(report.model, report.error.message)
         self.broadcast()
 
-    def forget_worker(self, slot: int) -> None:
-        """Drop what a dead worker had loaded."""
-        self._book.forget_worker(slot)
+    def forget_worker(self, slot: int, *, blame: bool) -> None:
+        """Drop what a dead worker had loaded; blame: the death may be the doing of a load."""
+        self._book.forget_worker(slot, time.monotonic(), blame=blame)
 
-    def unload_idle(self, now_s: float) -> None:
-        """Unload lazy models that were not used for idle_unload_s."""
+    def tick(self, now_s: float) -> None:
+        """Do what is due: retries, loads that take too long, models that nobody uses."""
+        for record in self._book.due_again(now_s):
+            self._load(record)
+            self.broadcast()
+        for record, slot in self._book.overdue(self._timeout_s, now_s):
+            reason = f"not loaded within load_timeout_s ({self._timeout_s:g} s)"
+            self._book.fail(record, failed(record.spec, reason, "TIMEOUT"), now_s)
+            self._progress.fail(record.spec.id, reason)
+            self._crew.workers[slot].kill()  # the load's thread ends with its process, and with nothing less
+        self._unload_idle(now_s)
+
+    def _unload_idle(self, now_s: float) -> None:
         for record in self._book.idle(self._idle_s, now_s) if self._idle_s > 0 else []:
             self._book.release(record)
             self._crew.send_all(self._crew.workers, control.Unload(record.spec.id))

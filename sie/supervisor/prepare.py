@@ -39,7 +39,7 @@ class Preparer:
             async with asyncio.timeout(self._timeout_s):
                 return await self._follow(helper, spec)
         except TimeoutError:
-            return _failed(spec, f"not fetched within load_timeout_s ({self._timeout_s:g} s)", "TIMEOUT")
+            return failed(spec, f"not fetched within load_timeout_s ({self._timeout_s:g} s)", "TIMEOUT")
         finally:
             if helper.returncode is None:
                 helper.kill()
@@ -53,8 +53,9 @@ class Preparer:
                 self._progress.update(spec.id, message.fraction, message.text)
             else:
                 return message.error if isinstance(message, Failed) else message.card
-        return _failed(spec, "the prepare helper ended without an answer", "ENGINE")
+        return failed(spec, "the prepare helper ended without an answer", "ENGINE")
 
 
-def _failed(spec: ModelSpec, reason: str, error_class: str) -> WireError:
+def failed(spec: ModelSpec, reason: str, error_class: str) -> WireError:
+    """Return why a model is not loaded, as it crosses processes; error_class as in the API reference, section 12."""
     return to_wire(Internal(f"Model '{spec.id}': {reason}", extras={"error_class": error_class}))

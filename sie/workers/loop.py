@@ -5,29 +5,32 @@ One thread. It waits in epoll only when nothing waits for a step, and nothing in
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sie import control
 from sie.control import Channel, ChannelClosedError
-from sie.errors import Internal, SieError, Unavailable
+from sie.errors import BadRequest, Internal, SieError, Unavailable
 from sie.logs import get_logger
+from sie.process import calm_collector
 from sie.settings import Settings
 from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.layout import RELEASE, SUBMIT, Descriptor, ProtocolError
-from sie.types import ModelCard, WorkHeader
+from sie.shm.segment import ReservationError
+from sie.types import ModelCard
 from sie.workers.hosting import Host
-from sie.workers.links import FrontendLink
+from sie.workers.links import FrontendLink, JoiningFrontend
+from sie.workers.operations import by_operation, forward, is_score, row_layout, words_of
 from sie.workers.requests import Request, send_error
 from sie.workers.runners import Runner
-from sie.workers.runners.quantise import check_scores, finish_rows, output_layout
+from sie.workers.runners.quantise import check_scores, finish_rows
 from sie.workers.scheduler import Budget, State, Step, Waiting, plan_step
 from sie.workers.telemetry import WorkerMetrics
 
@@ -38,6 +41,9 @@ _SLACK = 10
 """A step may take this many times as long as its tokens usually do before the watchdog's time starts."""
 _FIRST_TOKEN_NS = 2_000_000
 _MIN_ALLOWED_NS = 1_000_000_000
+_BEAT_NS = 500_000_000
+_IDLE_ALLOWED_NS = 2_000_000_000
+"""How long a turn without a step may take: over the idle wait."""
 
 
 class Loop:
@@ -64,11 +70,15 @@ class Loop:
         self._metrics = metrics
         self._budget = budget
         self._state = State()
+        self._parked: dict[str, list[Waiting]] = {}
+        """Items by model that no reply memory could be found for; not in the queues, where they would block others."""
+        self._joining: dict[int, JoiningFrontend] = {}
         self._links: dict[int, FrontendLink] = {}
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
         self._ns_per_token = float(_FIRST_TOKEN_NS)
         self._num_steps = 0
+        self._beat_ns = 0
         self._watch(channel.fileno(), self._on_control)
         self._watch(host.event_fd, self._on_loaded)
 
@@ -76,21 +86,36 @@ class Loop:
         """Serve until the supervisor closes the control channel."""
         try:
             while True:
-                self._poll(0.0 if self._state else self._idle_wait_s())
-                step = plan_step(self._state, self._budget, time.monotonic_ns())
-                if step is not None:
-                    self._state.remove(step)
-                    self._apply(step)
-                if not self._state:
-                    self._settle()
+                self.turn(_IDLE_WAIT_S)
         except ChannelClosedError:
             _log.debug("the supervisor closed the control channel")
 
+    def turn(self, wait_s: float) -> None:
+        """Take in what came and run one step; wait at most wait_s for news while there is nothing to run.
+
+        Raises ChannelClosedError when the supervisor has gone.
+        """
+        self._poll(0.0 if self._state else self._idle_wait_s(wait_s))
+        now_ns = time.monotonic_ns()
+        if now_ns - self._beat_ns > _BEAT_NS:
+            self._beat(now_ns)
+        step = plan_step(self._state, self._budget, now_ns)
+        if step is not None:
+            self._state.remove(step)
+            self._apply(step)
+        self._settle()
+
+    def _beat(self, now_ns: int) -> None:
+        """Say that the loop turns: between steps, too, a worker that stands still must be found."""
+        self._beat_ns = now_ns
+        self._page.write(self._num_steps, now_ns, _IDLE_ALLOWED_NS, "idle")
+
     # --- what comes in --------------------------------------------------------------------------------------------
 
-    def _idle_wait_s(self) -> float:
+    def _idle_wait_s(self, wait_s: float) -> float:
         """Return how long to wait for news; replies without credit are tried again soon."""
-        return _IDLE_WAIT_S if all(link.flush() for link in self._links.values()) else _CREDIT_WAIT_S
+        num_unsent = sum(not link.flush() for link in self._links.values())
+        return min(wait_s, _CREDIT_WAIT_S) if num_unsent else wait_s
 
     def _watch(self, fd: int, handler: Callable[[], None]) -> None:
         self._handlers[fd] = handler
@@ -98,7 +123,8 @@ class Loop:
 
     def _unwatch(self, fd: int) -> None:
         if self._handlers.pop(fd, None) is not None:
-            self._epoll.unregister(fd)
+            with contextlib.suppress(OSError):  # closing it has taken it out already
+                self._epoll.unregister(fd)
 
     def _poll(self, timeout_s: float) -> None:
         for fd, _ in self._epoll.poll(timeout_s):
@@ -127,16 +153,45 @@ class Loop:
             assert runner is not None
             self._metrics.set_model(card.id, self._host.device, loaded=True, memory_bytes=runner.memory_bytes)
             self._tell_loaded(card)
+            calm_collector()
 
     def _attach(self, message: control.Attach, fds: list[int]) -> None:
-        old = self._links.get(message.peer_slot)
-        if old is not None:
-            self._detach(old)
+        """Send our offer and go on: a frontend that is stopped must not stop this loop."""
+        self._leave(message.peer_slot)
         try:
-            link = FrontendLink(message, fds, self._settings, self._large)
-        except (OSError, ProtocolError) as error:
-            _log.warning("frontend-%d did not attach: %s", message.peer_slot, error)
+            joining = JoiningFrontend(message, fds, self._settings, self._large)
+        except (OSError, ReservationError) as error:
+            _log.error("frontend-%d cannot be attached: %s", message.peer_slot, error)
             return
+        self._joining[joining.slot] = joining
+        self._watch(joining.sock_fd, lambda: self._join(joining))
+        self._watch(joining.pidfd, lambda: self._leave(joining.slot))
+
+    def _leave(self, slot: int) -> None:
+        """Forget whoever has this slot, attached or on its way."""
+        joining = self._joining.pop(slot, None)
+        if joining is not None:
+            self._unwatch(joining.sock_fd)
+            self._unwatch(joining.pidfd)
+            joining.close()
+        link = self._links.get(slot)
+        if link is not None:
+            self._detach(link)
+
+    def _join(self, joining: JoiningFrontend) -> None:
+        try:
+            link = joining.try_finish()
+        except (OSError, ProtocolError) as error:
+            _log.warning("frontend-%d did not attach: %s", joining.slot, error)
+            self._unwatch(joining.sock_fd)
+            self._unwatch(joining.pidfd)
+            del self._joining[joining.slot]
+            return
+        if link is None:
+            return
+        del self._joining[joining.slot]
+        self._unwatch(joining.sock_fd)
+        self._unwatch(joining.pidfd)
         self._links[link.slot] = link
         self._watch(link.attachment.bell_fd, lambda: self._on_bell(link))
         self._watch(link.attachment.sock_fd, lambda: self._on_socket(link))
@@ -146,6 +201,7 @@ class Loop:
         """Forget a frontend that is dead: its queued work never runs, its memory is unmapped."""
         for fd in (link.attachment.bell_fd, link.attachment.sock_fd, link.attachment.pidfd):
             self._unwatch(fd)
+        self._unpark()  # and what is left behind may find room in memory that now is free
         for item in self._state.drop_where(lambda request: request.link is link):
             item.request.drop()
         if self._links.get(link.slot) is link:
@@ -154,8 +210,11 @@ class Loop:
 
     def _on_socket(self, link: FrontendLink) -> None:
         """Read a large segment's announcement; at the end of file stop using the peer until its pidfd speaks."""
-        if not link.attachment.read_socket():
-            self._unwatch(link.attachment.sock_fd)
+        try:
+            if not link.attachment.read_socket():
+                self._unwatch(link.attachment.sock_fd)
+        except ProtocolError as error:
+            self._accuse(link, error)
 
     def _on_bell(self, link: FrontendLink) -> None:
         try:
@@ -164,11 +223,18 @@ class Loop:
                     self._accept(link, descriptor)
                 elif descriptor.kind == RELEASE:
                     link.release(descriptor)
+                    self._unpark()
                 else:
                     raise ProtocolError(f"a frontend sent kind {descriptor.kind}")
+            link.flush()
+            link.check()
         except ProtocolError as error:
-            _log.error("frontend-%d broke the protocol: %s", link.slot, error)
-            self._detach(link)
+            self._accuse(link, error)
+
+    def _accuse(self, link: FrontendLink, error: ProtocolError) -> None:
+        _log.error("frontend-%d broke the protocol: %s", link.slot, error)
+        self._detach(link)
+        self._channel.send(control.PeerFault(link.slot))
 
     def _accept(self, link: FrontendLink, descriptor: Descriptor) -> None:
         try:
@@ -200,10 +266,8 @@ class Loop:
         items = [item for item in step.items if self._may_run(item.request, hosted.card, now_ns)]
         blocked = [item for item in step.items if not item.request.ended and not item.request.has_started]
         if blocked:
-            self._state.put_back(step.model, blocked)
-            if not items:
-                self._poll(0.001)  # every frontend of these items holds all its reply memory: its release wakes us
-        for same in _by_operation(items):
+            self._park(step.model, blocked)
+        for same in by_operation(items):
             self._run(runner, hosted.card, same)
 
     def _may_run(self, request: Request, card: ModelCard, now_ns: int) -> bool:
@@ -216,33 +280,51 @@ class Loop:
             return True
         header = request.header
         try:
-            code, width = _row_layout(header, card)
+            code, width = row_layout(header, card)
         except SieError as error:
             request.fail(error)
             return False
         return request.try_start(code, width, now_ns)
 
+    def _park(self, model: str, items: list[Waiting]) -> None:
+        """Set items aside until a reply extent is released; without one that could be, there will never be room."""
+        if any(link.num_leased for link in self._links.values()):
+            self._parked.setdefault(model, []).extend(items)
+            return
+        for request in {id(item.request): item.request for item in items}.values():
+            request.fail(BadRequest("The reply would not fit into this worker's memory for replies; split the request"))
+
+    def _unpark(self) -> None:
+        """Let parked items compete again, ahead of what came after them."""
+        parked, self._parked = self._parked, {}
+        for model, items in parked.items():
+            self._state.put_back(model, items)
+
     def _run(self, runner: Runner, card: ModelCard, items: list[Waiting]) -> None:
         num_tokens = sum(item.num_tokens for item in items)
+        self._state.charge(card.id, num_tokens)
         self._num_steps += 1
         running = {id(item.request): item.request.inflight_entry for item in items}
         started_ns = time.monotonic_ns()
         allowed_ns = int(_MIN_ALLOWED_NS + _SLACK * self._ns_per_token * num_tokens)
         self._page.write(self._num_steps, started_ns, allowed_ns, "step", running.values())
         try:
-            rows = _forward(runner, items)
+            rows = forward(runner, items)
             ran_ns = time.monotonic_ns()
             self._finish(card, items, rows, ran_ns - started_ns)
         except Exception as error:
             self._recover(runner, card, items, error)
         finally:
             ended_ns = time.monotonic_ns()
-            self._page.write(self._num_steps, ended_ns, 0, "idle")
+            self._beat(ended_ns)
         self._measure(card.id, items, num_tokens, ended_ns - started_ns)
 
     def _finish(self, card: ModelCard, items: list[Waiting], rows: NDArray[np.float32], ran_ns: int) -> None:
-        """Turn rows into what each request asked for, all requests that want the same at once."""
-        if items[0].request.header.operation == "score":
+        """Turn rows into what each request asked for, all requests that want the same at once.
+
+        No row goes to its place before all are good: a step that fails is run again, and must not fill a place twice.
+        """
+        if is_score(items):
             check_scores(card.id, rows)
             self._put(items, list(range(len(items))), rows, ran_ns, 0)
             return
@@ -250,6 +332,7 @@ class Loop:
         for row, item in enumerate(items):
             header = item.request.header
             groups.setdefault((header.normalize, header.truncate_dim, header.output_dtype), []).append(row)
+        good: list[tuple[list[int], NDArray[np.generic], int]] = []
         for (normalize, truncate_dim, output_dtype), members in groups.items():
             began_ns = time.monotonic_ns()
             finished = finish_rows(
@@ -258,7 +341,8 @@ class Loop:
                 truncate_dim=truncate_dim,
                 output_dtype=output_dtype,
             )
-            took_ns = time.monotonic_ns() - began_ns
+            good.append((members, finished, time.monotonic_ns() - began_ns))
+        for members, finished, took_ns in good:
             self._put(items, members, finished, ran_ns, took_ns)
 
     def _put(
@@ -284,8 +368,7 @@ class Loop:
         if len(alive) <= 1:
             if not isinstance(error, SieError):
                 _log.error("a step of %s failed", card.id, exc_info=error)
-                during = "scoring" if items[0].request.header.operation == "score" else "encoding"
-                error = Internal(f"internal error during {during}")
+                error = Internal(f"internal error during {words_of(items)}")
             for request in alive:
                 request.fail(error)
             return
@@ -293,7 +376,7 @@ class Loop:
             own = [item for item in items if item.request is request]
             try:
                 began_ns = time.monotonic_ns()
-                rows = _forward(runner, own)
+                rows = forward(runner, own)
                 self._finish(card, own, rows, time.monotonic_ns() - began_ns)
             except Exception as own_error:
                 self._recover(runner, card, own, own_error)
@@ -307,30 +390,9 @@ class Loop:
             self._ns_per_token += 0.1 * (took_ns / num_tokens - self._ns_per_token)
 
     def _settle(self) -> None:
-        """Do what only makes sense when nothing waits: free models that are to go, publish what is in use."""
+        """Free the models that are to go and that nothing waits for, and publish what is in use."""
         for model in self._host.unloading():
-            self._host.finish_unload(model)
-            self._metrics.set_model(model, self._host.device, loaded=False, memory_bytes=0)
+            if model not in self._state.queues and model not in self._parked:
+                self._host.finish_unload(model)
+                self._metrics.set_model(model, self._host.device, loaded=False, memory_bytes=0)
         self._metrics.set_extents_in_use(sum(link.num_leased for link in self._links.values()))
-
-
-def _row_layout(header: WorkHeader, card: ModelCard) -> tuple[str, int]:
-    """Return dtype code and width of a request's rows. Raises BadRequest as `output_layout` does."""
-    if header.operation == "score":
-        return "<f4", 1
-    return output_layout(card.dims["dense"], header.truncate_dim, header.output_dtype)
-
-
-def _by_operation(items: list[Waiting]) -> list[list[Waiting]]:
-    """Part a step's items where a model both encodes and scores: each operation is a forward pass of its own."""
-    groups: dict[str, list[Waiting]] = {}
-    for item in items:
-        groups.setdefault(item.request.header.operation, []).append(item)
-    return list(groups.values())
-
-
-def _forward(runner: Any, items: list[Waiting]) -> NDArray[np.float32]:
-    inputs = [item.request.inputs[item.index] for item in items]
-    if items[0].request.header.operation == "score":
-        return runner.run_pairs(inputs)
-    return runner.run_tokens(inputs) if runner.takes == "tokens" else runner.run_texts(inputs)

@@ -19,7 +19,7 @@ from sie.errors import SieError, to_wire
 from sie.shm.extent import array_view, begin_extent, extent_bytes, is_cancelled, plan_arrays, read_extent
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
 from sie.shm.pool import Lease
-from sie.types import ReplyHeader, WorkHeader
+from sie.types import ArrayRef, ReplyHeader, WorkHeader
 from sie.workers.runners import Pair
 
 _decoder = msgspec.msgpack.Decoder(WorkHeader)
@@ -169,25 +169,39 @@ def send_error(link: Link, request_id: int, error: SieError) -> None:
 
 
 def _read_inputs(header: WorkHeader, payload: memoryview) -> tuple[list[int], Sequence[Any]]:
-    arrays = {ref.name: array_view(payload, ref) for ref in header.arrays}
-    costs = _lengths(arrays.get("cu_seqlens"), header.num_items)
-    if "token_ids" in arrays:
-        token_ids = _split(arrays["token_ids"], costs)
-        if header.operation != "score":
-            return costs, token_ids
-        types = arrays.get("token_types")
-        return costs, list(map(Pair, token_ids) if types is None else map(Pair, token_ids, _split(types, costs)))
-    text, offsets = arrays.get("text"), arrays.get("text_offsets")
-    if text is None or text.dtype != np.uint8 or text.ndim != 1:
+    refs = {ref.name: ref for ref in header.arrays}
+    costs = _lengths(payload, refs.get("cu_seqlens"), header.num_items)
+    tokens, text = refs.get("token_ids"), refs.get("text")
+    if tokens is not None and tokens.dtype == "<i4":
+        token_ids = _split(array_view(payload, tokens), costs)
+        return costs, _pairs(payload, refs, costs, token_ids) if header.operation == "score" else token_ids
+    if text is None or text.dtype != "|u1":
         raise ProtocolError("a request with neither token_ids nor text")
-    return costs, _split(text, _lengths(offsets, header.num_items))
+    return costs, _split(array_view(payload, text), _lengths(payload, refs.get("text_offsets"), header.num_items))
 
 
-def _lengths(bounds: NDArray[Any] | None, num_items: int) -> list[int]:
-    """Return the differences of an (n + 1,) int32 array that starts at 0 and never falls."""
-    if bounds is None or bounds.dtype != np.int32 or bounds.shape != (num_items + 1,) or num_items < 1:
+def _pairs(
+    payload: memoryview, refs: dict[str, ArrayRef], costs: list[int], token_ids: list[NDArray[Any]]
+) -> list[Pair]:
+    types = refs.get("token_types")
+    if types is None:
+        return list(map(Pair, token_ids))
+    if types.dtype != "|u1":
+        raise ProtocolError("a request whose token_types are not uint8")
+    return list(map(Pair, token_ids, _split(array_view(payload, types), costs)))
+
+
+def _lengths(payload: memoryview, ref: ArrayRef | None, num_items: int) -> list[int]:
+    """Return the differences of an (n + 1,) int32 array that starts at 0 and never falls.
+
+    Read as a memoryview: for the few numbers of a small request NumPy would cost several times as much.
+    """
+    if ref is None or ref.dtype != "<i4" or ref.shape != (num_items + 1,) or num_items < 1 or ref.offset & 63:
         raise ProtocolError("a request whose item bounds are not (n + 1,) int32")
-    values: list[int] = bounds.tolist()
+    end = ref.offset + 4 * (num_items + 1)
+    if ref.offset < 0 or end > len(payload):
+        raise ProtocolError("a request whose item bounds lie outside its extent")
+    values: list[int] = payload[ref.offset : end].cast("i").tolist()
     lengths = [end - start for start, end in itertools.pairwise(values)]
     if values[0] != 0 or min(lengths) < 0:
         raise ProtocolError("a request whose item bounds do not rise from 0")

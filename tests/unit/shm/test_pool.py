@@ -60,6 +60,14 @@ def test_second_end_is_an_assertion_error() -> None:
         lease.end()
 
 
+def test_write_after_the_end_fails() -> None:
+    lease = _must_lease(_pool(), 64)
+    lease.end()
+
+    with pytest.raises(TypeError):
+        lease.view[0] = 1
+
+
 def test_lease_can_be_handed_over_once_and_only_before_its_end() -> None:
     pool = _pool()
     lease = _must_lease(pool, 64)
