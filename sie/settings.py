@@ -136,6 +136,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_items: Annotated[
         int, Meta(ge=1, le=65536, description="Most items in one request; over it is 400, never retryable.")
     ] = 2048
+    max_candidates: Annotated[
+        int, Meta(ge=1, le=65536, description="Most documents in one score or rerank request; over it is 400.")
+    ] = 1000
     max_item_text_bytes: Annotated[
         int, Meta(ge=1, le=256 * MIB, description="Largest item, its UTF-8 text and metadata together.")
     ] = 2 * MIB

@@ -12,6 +12,7 @@ import msgspec
 
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
 from sie.catalog.modules import Pipeline, default_pipeline, read_modules, read_pipeline
+from sie.catalog.scoring import Scoring, read_scoring
 from sie.catalog.spec import ModelSpec
 from sie.catalog.weights import check_weights
 from sie.types import ModelCard
@@ -20,13 +21,17 @@ _TRANSFORMER_CONFIGS = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-_TEXT_MODALITY = {"method": "forward", "method_output_name": "last_hidden_state"}
+_TEXT_MODALITY = {
+    "feature-extraction": {"method": "forward", "method_output_name": "last_hidden_state"},
+    "sequence-classification": {"method": "forward", "method_output_name": "logits"},
+    "text-generation": {"method": "forward", "method_output_name": "logits"},
+}
 _CHANGES_VECTORS = (
     "query_length", "document_length", "query_expansion", "processing_kwargs", "config_kwargs", "config_args",
 )  # fmt: skip
 _HARMLESS_TOKENIZER_KEYS = {"model_max_length", "padding_side", "use_fast", "trust_remote_code"}
 _NO_LIMIT = 10**9  # transformers writes 1e30 for "unlimited"
-_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
+_HEADS = ("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
 
 
 def read_card(spec: ModelSpec, directory: str) -> ModelCard:
@@ -41,6 +46,10 @@ def read_card(spec: ModelSpec, directory: str) -> ModelCard:
     folder = modules[0].folder if modules else ""
     transformer = checkpoint.folder(folder) if folder else checkpoint
     config = _read_config(transformer, is_bare=modules is None)
+    scoring = read_scoring(checkpoint, transformer, modules, config)
+    if scoring is not None:
+        check_weights(transformer)
+        return _score_card(spec, checkpoint, transformer, config, scoring)
     hidden_size = _hidden_size(transformer, config)
     pipeline = (
         default_pipeline(config, hidden_size) if modules is None else read_pipeline(checkpoint, modules, hidden_size)
@@ -52,7 +61,7 @@ def read_card(spec: ModelSpec, directory: str) -> ModelCard:
 class _TransformerSettings(msgspec.Struct):
     """`sentence_bert_config.json`: how the transformer reads text."""
 
-    transformer_task: str = "feature-extraction"
+    transformer_task: str | None = None
     max_seq_length: int | None = None
     do_lower_case: bool = False
     modality_config: dict[str, Any] | None = None
@@ -89,10 +98,7 @@ def _card(
     sentence = checkpoint.read_json("config_sentence_transformers.json", _SentenceSettings) or _SentenceSettings()
     if sentence.truncate_dim is not None:
         raise refuse(spec.id, "truncate_dim in config_sentence_transformers.json cannot be run; ask for `dimensions`")
-    prompts = {name: text or "" for name, text in (sentence.prompts or {}).items()}
-    default = sentence.default_prompt_name
-    if default is not None and default not in prompts:
-        raise refuse(spec.id, f"default_prompt_name {default!r} is not one of its prompts")
+    prompts, default_prompt = _prompts(checkpoint)
     return ModelCard(
         id=spec.id,
         kind="encoder",
@@ -105,12 +111,47 @@ def _card(
         tokenizer_file=str(tokenizer) if tokenizer else "",
         lowercase=settings.do_lower_case,
         prompts=prompts,
-        default_prompt=prompts[default] if default is not None else None,
+        default_prompt=default_prompt,
         similarity=sentence.similarity_fn_name or "cosine",
         normalize=pipeline.normalize,
         matryoshka=_matryoshka(config),
         pipeline=pipeline.steps,
     )
+
+
+def _score_card(
+    spec: ModelSpec, checkpoint: Checkpoint, transformer: Checkpoint, config: dict[str, Any], scoring: Scoring
+) -> ModelCard:
+    task = scoring.task
+    settings = _TransformerSettings() if task is None else _transformer_settings(transformer, task)
+    prompts, default_prompt = ({}, None) if task is None else _prompts(checkpoint)
+    limits = (scoring.max_tokens, _max_sequence_length(transformer, config, settings))
+    tokenizer = transformer.find("tokenizer.json")
+    return ModelCard(
+        id=spec.id,
+        kind=scoring.kind,
+        directory=str(transformer.root),
+        revision=spec.revision,
+        architecture=str(config["architectures"][0]),
+        outputs=("score",),
+        max_sequence_length=min((limit for limit in limits if limit is not None), default=None),
+        vocab_size=int(config["vocab_size"]),
+        tokenizer_file=str(tokenizer) if tokenizer else "",
+        lowercase=settings.do_lower_case,
+        prompts=prompts,
+        default_prompt=default_prompt,
+        score=scoring.rule,
+    )
+
+
+def _prompts(checkpoint: Checkpoint) -> tuple[dict[str, str], str | None]:
+    """Return the prompts by name, and the one that is used when none is asked for."""
+    sentence = checkpoint.read_json("config_sentence_transformers.json", _SentenceSettings) or _SentenceSettings()
+    prompts = {name: text or "" for name, text in (sentence.prompts or {}).items()}
+    default = sentence.default_prompt_name
+    if default is not None and default not in prompts:
+        raise refuse(checkpoint.id, f"default_prompt_name {default!r} is not one of its prompts")
+    return prompts, prompts[default] if default is not None else None
 
 
 def _read_config(transformer: Checkpoint, *, is_bare: bool) -> dict[str, Any]:
@@ -135,14 +176,16 @@ def _hidden_size(transformer: Checkpoint, config: dict[str, Any]) -> int:
     raise refuse(transformer.id, "config.json has no hidden_size")
 
 
-def _transformer_settings(transformer: Checkpoint) -> _TransformerSettings:
+def _transformer_settings(transformer: Checkpoint, task: str = "feature-extraction") -> _TransformerSettings:
     """Return `sentence_bert_config.json`, or its older name, after refusing what would change the vectors."""
     found = (transformer.read_json(name, _TransformerSettings) for name in _TRANSFORMER_CONFIGS)
     settings = next((settings for settings in found if settings is not None), _TransformerSettings())
-    if settings.transformer_task != "feature-extraction":
-        raise refuse(transformer.id, f"its transformer_task is {settings.transformer_task!r}; only encoders can be run")
-    if (settings.modality_config or {}).get("text", _TEXT_MODALITY) != _TEXT_MODALITY:
+    if (settings.transformer_task or task) != task:
+        raise refuse(transformer.id, f"its transformer_task is {settings.transformer_task!r}; only {task} can be run")
+    if (settings.modality_config or {}).get("text", _TEXT_MODALITY[task]) != _TEXT_MODALITY[task]:
         raise refuse(transformer.id, "its modality_config reads text in a way that cannot be run")
+    if task == "text-generation" and (settings.processing_kwargs or {}).keys() <= {"chat_template"}:
+        settings.processing_kwargs = None  # read with the template
     for key in _CHANGES_VECTORS:
         if getattr(settings, key):
             raise refuse(transformer.id, f"sentence_bert_config.json sets {key}, which cannot be run")

@@ -20,6 +20,7 @@ def stub_card(spec: ModelSpec) -> ModelCard:
         id=spec.id,
         kind="stub",
         architecture="stub",
+        outputs=("dense", "score") if spec.stub.score else ("dense",),
         dims={"dense": spec.stub.dense},
         max_sequence_length=spec.stub.max_tokens,
         matryoshka=True,

@@ -26,6 +26,7 @@ from sie.frontend.engine import ShmEngine
 from sie.frontend.links import Pending
 from sie.frontend.metrics import FrontendMetrics, merge
 from sie.frontend.models import ModelTable
+from sie.frontend.score import Scorer
 from sie.frontend.status import ServerFacts, StatusInputs, build_status, encode_frame, process_owner
 from sie.frontend.status_hub import StatusHub
 from sie.logs import get_logger
@@ -68,6 +69,7 @@ class FrontendProcess:
         )
         self.engine = ShmEngine(settings, self._space, self.models.find, self._send)
         self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool)
+        self.scorer = Scorer(self.engine, self.models, self._pool)
         self.bodies = BodyReader(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
         self.metrics = FrontendMetrics(pages[0], self.models)
         self.status = StatusHub(

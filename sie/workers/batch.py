@@ -35,10 +35,14 @@ class PackedBatch(NamedTuple):
     """(n,)"""
     runs: tuple[Run, ...]
     max_length: int
+    token_types: NDArray[np.int64] | None = None
+    """(t,), for pairs whose model wants them."""
 
 
-def pack_sequences(token_ids: Sequence[NDArray[np.integer]]) -> PackedBatch:
-    """Pack the token ids of a step, each (t_i,) of any integer type.
+def pack_sequences(
+    token_ids: Sequence[NDArray[np.integer]], token_types: Sequence[NDArray[np.integer]] | None = None
+) -> PackedBatch:
+    """Pack the token ids of a step, each (t_i,) of any integer type, and their token types where there are some.
 
     Copies; nothing of the input is kept. Raises ValueError when there is no sequence or an empty one.
     """
@@ -51,7 +55,8 @@ def pack_sequences(token_ids: Sequence[NDArray[np.integer]]) -> PackedBatch:
     np.cumsum(lengths, out=cu_seqlens[1:])
     input_ids = np.concatenate([token_ids[i] for i in order], dtype=np.int64)
     position_ids = np.arange(len(input_ids), dtype=np.int64) - np.repeat(cu_seqlens[:-1], lengths)
-    return PackedBatch(input_ids, position_ids, cu_seqlens, order, _runs(lengths.tolist()), int(lengths[-1]))
+    types = None if token_types is None else np.concatenate([token_types[i] for i in order], dtype=np.int64)
+    return PackedBatch(input_ids, position_ids, cu_seqlens, order, _runs(lengths.tolist()), int(lengths[-1]), types)
 
 
 def _runs(lengths: list[int]) -> tuple[Run, ...]:

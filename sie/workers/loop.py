@@ -27,9 +27,10 @@ from sie.shm.segment import ReservationError
 from sie.types import ModelCard
 from sie.workers.hosting import Host
 from sie.workers.links import FrontendLink, JoiningFrontend
+from sie.workers.operations import by_operation, forward, is_score, row_layout, words_of
 from sie.workers.requests import Request, send_error
 from sie.workers.runners import Runner
-from sie.workers.runners.quantise import finish_rows, output_layout
+from sie.workers.runners.quantise import check_scores, finish_rows
 from sie.workers.scheduler import Budget, State, Step, Waiting, plan_step
 from sie.workers.telemetry import WorkerMetrics
 
@@ -266,8 +267,8 @@ class Loop:
         blocked = [item for item in step.items if not item.request.ended and not item.request.has_started]
         if blocked:
             self._park(step.model, blocked)
-        if items:
-            self._run(runner, hosted.card, items)
+        for same in by_operation(items):
+            self._run(runner, hosted.card, same)
 
     def _may_run(self, request: Request, card: ModelCard, now_ns: int) -> bool:
         if request.ended:
@@ -279,7 +280,7 @@ class Loop:
             return True
         header = request.header
         try:
-            code, width = output_layout(card.dims["dense"], header.truncate_dim, header.output_dtype)
+            code, width = row_layout(header, card)
         except SieError as error:
             request.fail(error)
             return False
@@ -308,7 +309,7 @@ class Loop:
         allowed_ns = int(_MIN_ALLOWED_NS + _SLACK * self._ns_per_token * num_tokens)
         self._page.write(self._num_steps, started_ns, allowed_ns, "step", running.values())
         try:
-            rows = _forward(runner, items)
+            rows = forward(runner, items)
             ran_ns = time.monotonic_ns()
             self._finish(card, items, rows, ran_ns - started_ns)
         except Exception as error:
@@ -323,6 +324,10 @@ class Loop:
 
         No row goes to its place before all are good: a step that fails is run again, and must not fill a place twice.
         """
+        if is_score(items):
+            check_scores(card.id, rows)
+            self._put(items, list(range(len(items))), rows, ran_ns, 0)
+            return
         groups: dict[tuple[bool | None, int | None, str], list[int]] = {}
         for row, item in enumerate(items):
             header = item.request.header
@@ -363,7 +368,7 @@ class Loop:
         if len(alive) <= 1:
             if not isinstance(error, SieError):
                 _log.error("a step of %s failed", card.id, exc_info=error)
-                error = Internal("internal error during encoding")
+                error = Internal(f"internal error during {words_of(items)}")
             for request in alive:
                 request.fail(error)
             return
@@ -371,7 +376,7 @@ class Loop:
             own = [item for item in items if item.request is request]
             try:
                 began_ns = time.monotonic_ns()
-                rows = _forward(runner, own)
+                rows = forward(runner, own)
                 self._finish(card, own, rows, time.monotonic_ns() - began_ns)
             except Exception as own_error:
                 self._recover(runner, card, own, own_error)
@@ -391,8 +396,3 @@ class Loop:
                 self._host.finish_unload(model)
                 self._metrics.set_model(model, self._host.device, loaded=False, memory_bytes=0)
         self._metrics.set_extents_in_use(sum(link.num_leased for link in self._links.values()))
-
-
-def _forward(runner: Runner, items: list[Waiting]) -> NDArray[np.float32]:
-    inputs = [item.request.inputs[item.index] for item in items]
-    return runner.run_tokens(inputs) if runner.takes == "tokens" else runner.run_texts(inputs)

@@ -20,6 +20,7 @@ from sie.shm.extent import array_view, begin_extent, extent_bytes, is_cancelled,
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
 from sie.shm.pool import Lease
 from sie.types import ArrayRef, ReplyHeader, WorkHeader
+from sie.workers.runners import Pair
 
 _decoder = msgspec.msgpack.Decoder(WorkHeader)
 _encoder = msgspec.msgpack.Encoder()
@@ -54,9 +55,9 @@ class ReplyLayout(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def reply_layout(num_items: int, code: str, width: int) -> ReplyLayout:
-    """Return the layout of a reply of num_items rows of width elements of dtype `code`."""
-    plan = plan_arrays([("times", "<i8", (3,)), ("dense", code, (num_items, width))])
+def reply_layout(num_items: int, code: str, width: int, name: str = "dense") -> ReplyLayout:
+    """Return the layout of a reply of num_items rows, an array called `name`, of width elements of dtype `code`."""
+    plan = plan_arrays([("times", "<i8", (3,)), (name, code, (num_items, width))])
     header = _encoder.encode(ReplyHeader(plan.refs))
     row_bytes = np.dtype(code).itemsize * width
     return ReplyLayout(header, row_bytes, plan.refs[1].offset, extent_bytes(len(header), plan.nbytes))
@@ -65,8 +66,8 @@ def reply_layout(num_items: int, code: str, width: int) -> ReplyLayout:
 class Request:
     """One submitted extent while this worker has it.
 
-    inputs is what the runner takes, one entry for each item: arrays (t_i,) int32 or UTF-8 text, aliasing the extent;
-    costs are their tokens.
+    inputs is what the runner takes, one entry for each item: arrays (t_i,) int32, `Pair`s of such, or UTF-8 text,
+    aliasing the extent; costs are their tokens.
     """
 
     __slots__ = (
@@ -103,7 +104,8 @@ class Request:
 
     def try_start(self, code: str, width: int, now_ns: int) -> bool:
         """Lease the reply extent for rows of width elements of dtype `code`; False when there is no room now."""
-        layout = reply_layout(self.header.num_items, code, width)
+        name = "score" if self.header.operation == "score" else "dense"
+        layout = reply_layout(self.header.num_items, code, width, name)
         lease = self.link.lease(layout.nbytes)
         if lease is None:
             return False
@@ -171,10 +173,22 @@ def _read_inputs(header: WorkHeader, payload: memoryview) -> tuple[list[int], Se
     costs = _lengths(payload, refs.get("cu_seqlens"), header.num_items)
     tokens, text = refs.get("token_ids"), refs.get("text")
     if tokens is not None and tokens.dtype == "<i4":
-        return costs, _split(array_view(payload, tokens), costs)
+        token_ids = _split(array_view(payload, tokens), costs)
+        return costs, _pairs(payload, refs, costs, token_ids) if header.operation == "score" else token_ids
     if text is None or text.dtype != "|u1":
         raise ProtocolError("a request with neither token_ids nor text")
     return costs, _split(array_view(payload, text), _lengths(payload, refs.get("text_offsets"), header.num_items))
+
+
+def _pairs(
+    payload: memoryview, refs: dict[str, ArrayRef], costs: list[int], token_ids: list[NDArray[Any]]
+) -> list[Pair]:
+    types = refs.get("token_types")
+    if types is None:
+        return list(map(Pair, token_ids))
+    if types.dtype != "|u1":
+        raise ProtocolError("a request whose token_types are not uint8")
+    return list(map(Pair, token_ids, _split(array_view(payload, types), costs)))
 
 
 def _lengths(payload: memoryview, ref: ArrayRef | None, num_items: int) -> list[int]:

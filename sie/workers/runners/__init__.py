@@ -7,12 +7,19 @@ rows on to `sie.workers.runners.quantise.finish_rows`, once per request. It is c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sie.types import ModelCard
+
+
+class Pair(NamedTuple):
+    """One query and document as token ids (t_i,) int32; token_types (t_i,) uint8 where the model wants them."""
+
+    token_ids: NDArray[np.int32]
+    token_types: NDArray[np.uint8] | None = None
 
 
 class TokenRunner(Protocol):
@@ -43,5 +50,19 @@ class TextRunner(Protocol):
         ...
 
 
-Runner = TokenRunner | TextRunner
-"""What a loaded model is to the loop; `takes` says which of the two."""
+class PairRunner(Protocol):
+    """A model that scores pairs, beside or instead of encoding."""
+
+    card: ModelCard
+    memory_bytes: int
+
+    def run_pairs(self, pairs: Sequence[Any]) -> NDArray[np.float32]:
+        """Return (n, 1) float32 scores, C order, the caller's to keep.
+
+        A pair is a `Pair`, or UTF-8 bytes for a model that reads text (WorkHeader says in which form).
+        """
+        ...
+
+
+Runner = TokenRunner | TextRunner | PairRunner
+"""What a loaded model is to the loop; its card's outputs say which operations it may be asked for."""

@@ -47,11 +47,13 @@ class Backbone:
 
     def run_packed(self, batch: PackedBatch, position_offset: int) -> tuple[Tensor, int]:
         """Run the step as one row; return (t, d) and how often a layer attended."""
-        boundaries = Boundaries(self._move(batch.cu_seqlens), batch.runs, batch.max_length)
+        boundaries = Boundaries(self.move(batch.cu_seqlens), batch.runs, batch.max_length)
         positions = batch.position_ids + position_offset if position_offset else batch.position_ids
         with packed_step(boundaries):
             hidden = self.model(
-                input_ids=self._move(batch.input_ids)[None], position_ids=self._move(positions)[None]
+                input_ids=self.move(batch.input_ids)[None],
+                position_ids=self.move(positions)[None],
+                **self.type_arguments(batch, 0, 1),
             ).last_hidden_state
         return hidden[0], boundaries.num_calls
 
@@ -60,10 +62,35 @@ class Backbone:
         parts: list[Tensor] = []
         for start, count, length in batch.runs:
             rectangle = batch.input_ids[start : start + count * length].reshape(count, length)
-            parts.append(self.model(input_ids=self._move(rectangle)).last_hidden_state.flatten(0, 1))
+            types = self.type_arguments(batch, start, count, length)
+            parts.append(self.model(input_ids=self.move(rectangle), **types).last_hidden_state.flatten(0, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _move(self, array: NDArray[np.integer]) -> Tensor:
+    def type_arguments(
+        self, batch: PackedBatch, start: int, count: int, length: int | None = None
+    ) -> dict[str, Tensor]:
+        """Return the keyword argument that carries the types of count sequences from token start on, when there are any.
+
+        length None takes the rest of the batch as one row.
+        """
+        if batch.token_types is None:
+            return {}
+        end = None if length is None else start + count * length
+        return {"token_type_ids": self.move(batch.token_types[start:end].reshape(count, -1))}
+
+    def check(self, model_id: str, batch: PackedBatch) -> None:
+        """Raise BadRequest for an id or type that is in no table, InputTooLong for a position that is in none."""
+        lowest, highest = int(batch.input_ids.min()), int(batch.input_ids.max())
+        if lowest < 0 or highest >= self.vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise BadRequest(f"token id {wrong} is not in the vocabulary of {self.vocab_size}")
+        if self.max_positions is not None and batch.max_length > self.max_positions:
+            raise InputTooLong(f"{batch.max_length} tokens; model '{model_id}' has {self.max_positions} positions")
+        if batch.token_types is not None and int(batch.token_types.max()) >= self.model.config.type_vocab_size:
+            raise BadRequest(f"model '{model_id}' has no token type {int(batch.token_types.max())}")
+
+    def move(self, array: NDArray[np.integer]) -> Tensor:
+        """Return an array as a tensor on the model's device."""
         tensor = torch.from_numpy(array)
         if self.device.type == "cpu":
             return tensor
@@ -89,14 +116,14 @@ class EncodeRunner:
         """Return (n, d) float32 rows, the caller's to keep; the checkpoint's last normalise is not applied.
 
         Each item is (t_i,); one without a token (an empty text, where no special token is added) has a row of zeros, as
-        sentence-transformers' mean of nothing has. Raises BadRequest for an id that is not in the vocabulary and InputTooLong for
-        a sequence with more tokens than the model has positions: on a GPU either would end the process.
+        sentence-transformers' mean of nothing has. Raises BadRequest for an id that is not in the vocabulary and
+        InputTooLong for a sequence with more tokens than the model has positions: on a GPU either would end the process.
         """
         lengths = [len(ids) for ids in token_ids]
         if not all(lengths) or not lengths:
             return self._run_some(token_ids, [row for row, length in enumerate(lengths) if length])
         batch = pack_sequences(token_ids)
-        self._check(batch)
+        self._backbone.check(self.card.id, batch)
         with torch.inference_mode():
             hidden = self._backbone.run(batch, self.execution)
             cu_seqlens = torch.from_numpy(batch.cu_seqlens).to(hidden.device)
@@ -110,15 +137,6 @@ class EncodeRunner:
         if filled:
             rows[filled] = self.run_tokens([token_ids[row] for row in filled])
         return rows
-
-    def _check(self, batch: PackedBatch) -> None:
-        lowest, highest = int(batch.input_ids.min()), int(batch.input_ids.max())
-        if lowest < 0 or highest >= self._backbone.vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            raise BadRequest(f"token id {wrong} is not in the vocabulary of {self._backbone.vocab_size}")
-        limit = self._backbone.max_positions
-        if limit is not None and batch.max_length > limit:
-            raise InputTooLong(f"{batch.max_length} tokens; model '{self.card.id}' has {limit} positions")
 
 
 def _max_positions(model: nn.Module) -> int | None:
