@@ -20,8 +20,10 @@ from sie.errors import WireError
 from sie.settings import Settings
 from sie.types import ModelCard, ModelState
 
-MAX_MESSAGE_BYTES = 4 << 20
-"""Upper bound of one message; a hundred model cards take about 200 KiB."""
+MAX_INLINE_BYTES = 64 << 10
+"""A longer message goes through a memfd: a socket takes no more than the host's net.core.wmem_max allows."""
+MAX_MESSAGE_BYTES = 64 << 20
+"""Upper bound of any message; a model card takes about a KiB."""
 MAX_FDS = 250
 """The kernel passes at most 253 descriptors in one message."""
 Role = Literal["frontend", "worker"]
@@ -153,6 +155,12 @@ class WorkerDown(msgspec.Struct, tag=True, frozen=True):
     suspects: tuple[int, ...]
 
 
+class Spilled(msgspec.Struct, tag=True, frozen=True):
+    """Either way: the message itself is too long for the socket and lies in the memfd that comes last."""
+
+    nbytes: int
+
+
 class Quarantine(msgspec.Struct, tag=True, frozen=True):
     """Frontend to supervisor, and from there to every frontend: this input killed two workers."""
 
@@ -187,13 +195,9 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
     """Supervisor to child: accept nothing new; finish what was accepted."""
 
 
-class Drained(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to supervisor: nothing accepted is left."""
-
-
 Message = (
     Hello | Configure | Attach | Ready | LoadModel | Load | Unload | ModelReport | Models | WorkerDown | Quarantine
-    | PeerFault | Touch | Ping | Pong | Drain | Drained
+    | PeerFault | Spilled | Touch | Ping | Pong | Drain
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
@@ -210,7 +214,6 @@ class Channel:
     def __init__(self, sock: socket.socket, send_timeout_s: float = 5.0) -> None:
         self._sock = sock
         self._send_timeout_s = send_timeout_s
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE_BYTES)
         sock.setblocking(False)  # with a time-out, Python would wait in spite of MSG_DONTWAIT
 
     def fileno(self) -> int:
@@ -219,14 +222,28 @@ class Channel:
 
     def send(self, message: Message, fds: list[int] | None = None) -> None:
         """Send one message with copies of fds. Raises ChannelClosedError when the peer is gone or does not read."""
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         data = _encoder.encode(message)
+        if len(data) > MAX_INLINE_BYTES:
+            self._spill(data, fds or [])
+        else:
+            self._send(data, fds or [])
+
+    def _spill(self, data: bytes, fds: list[int]) -> None:
+        spill_fd = os.memfd_create("control", os.MFD_CLOEXEC)
+        try:
+            os.pwrite(spill_fd, data, 0)  # a memfd takes it whole, or raises
+            self._send(_encoder.encode(Spilled(len(data))), [*fds, spill_fd])
+        finally:
+            os.close(spill_fd)
+
+    def _send(self, data: bytes, fds: list[int]) -> None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             self._sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
         except BlockingIOError:
             self._send_with_patience(data, rights)
         except OSError as error:
-            raise ChannelClosedError(f"cannot send {type(message).__name__}: {error}") from error
+            raise ChannelClosedError(f"cannot send: {error}") from error
 
     def _send_with_patience(self, data: bytes, rights: list[Any]) -> None:
         if not self._wait(select.POLLOUT, self._send_timeout_s):
@@ -243,7 +260,7 @@ class Channel:
         """
         space = socket.CMSG_SPACE(MAX_FDS * 4)
         try:
-            data, rights, flags, _ = self._sock.recvmsg(MAX_MESSAGE_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+            data, rights, flags, _ = self._sock.recvmsg(MAX_INLINE_BYTES, space, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return None
         except OSError as error:
@@ -254,8 +271,11 @@ class Channel:
                 raise ChannelClosedError("end of file")
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise ChannelClosedError("a control message was cut")
-            return _decoder.decode(data), fds
-        except (msgspec.DecodeError, ChannelClosedError) as error:
+            message = _decoder.decode(data)
+            if isinstance(message, Spilled):
+                message = _decoder.decode(_read_spilled(message, fds.pop() if fds else -1))
+            return message, fds
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ChannelClosedError) as error:
             for fd in fds:
                 os.close(fd)
             raise ChannelClosedError(str(error)) from error
@@ -292,6 +312,18 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
     """Return (pid, uid) of the process at the other end, as the kernel recorded them at connect."""
     pid, uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid
+
+
+def _read_spilled(message: Spilled, fd: int) -> bytes:
+    """Return what lies in a spilled message's memfd. Takes over fd."""
+    if fd < 0:
+        raise ChannelClosedError("a spilled message without its memory")
+    try:
+        if not 0 <= message.nbytes <= MAX_MESSAGE_BYTES:
+            raise ChannelClosedError(f"a spilled message of {message.nbytes} bytes")
+        return os.pread(fd, message.nbytes, 0)
+    finally:
+        os.close(fd)
 
 
 def _fds_of(rights: list[tuple[int, int, bytes]]) -> list[int]:

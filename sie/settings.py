@@ -100,6 +100,9 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_retry_s: Annotated[
         float, Meta(ge=1, le=1800, description="Wait before a failed load may be tried again; doubles each time.")
     ] = 30.0
+    wait_for_load: Annotated[
+        bool, Meta(description="Native requests wait for a model that loads, instead of 503 MODEL_LOADING at once.")
+    ] = False
     idle_unload_s: Annotated[
         float, Meta(ge=0, le=604800, description="Unload a lazy model unused for this long; 0 never does.")
     ] = 0.0
@@ -133,6 +136,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_items: Annotated[
         int, Meta(ge=1, le=65536, description="Most items in one request; over it is 400, never retryable.")
     ] = 2048
+    max_candidates: Annotated[
+        int, Meta(ge=1, le=65536, description="Most documents in one score or rerank request; over it is 400.")
+    ] = 1000
     max_item_text_bytes: Annotated[
         int, Meta(ge=1, le=256 * MIB, description="Largest item, its UTF-8 text and metadata together.")
     ] = 2 * MIB
@@ -224,15 +230,6 @@ class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_watchers: Annotated[int, Meta(ge=0, le=10000, description="Most status connections of this host.")] = 64
 
 
-class Testing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """For the project's own tests; never set these in service."""
-
-    enabled: Annotated[bool, Meta(description="Allow fault injection.")] = field(default=False, name="test")
-    failpoints: Annotated[
-        str, Meta(description="Named points at which to fail.", extra={"form": "point=action[@count],..."})
-    ] = ""
-
-
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole tree. It encodes with msgspec, so that a process can be handed it."""
 
@@ -244,7 +241,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scheduler: Scheduler = Scheduler()
     supervisor: Supervisor = Supervisor()
     status: Status = Status()
-    test: Testing = Testing()
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -314,7 +310,7 @@ def _system_directories(keys: tuple[Key, ...], environ: Mapping[str, str]) -> It
 
 def _check_together(settings: Settings, sources: Mapping[str, Source]) -> None:
     """Refuse values that are each allowed but not with one another."""
-    memory, limits, test = settings.memory, settings.limits, settings.test
+    memory, limits = settings.memory, settings.limits
     smallest = min(memory.request_segment_bytes, memory.reply_segment_bytes)
     problems = (
         ("ring_capacity", memory.ring_capacity & (memory.ring_capacity - 1) != 0, "must be a power of two"),
@@ -324,7 +320,6 @@ def _check_together(settings: Settings, sources: Mapping[str, Source]) -> None:
             limits.max_item_text_bytes > limits.max_body_bytes,
             f"must not be over max_body_bytes ({limits.max_body_bytes})",
         ),
-        ("failpoints", bool(test.failpoints) and not test.enabled, "needs test to be true"),
     )
     for name, is_wrong, reason in problems:
         if is_wrong:

@@ -32,6 +32,8 @@ class StubOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Width of the sparse vector; 0 leaves that output out."""
     multivector: int = 0
     """Width of each token's vector; 0 leaves that output out."""
+    score: bool = False
+    """Whether it also scores pairs."""
 
 
 class SparseOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +94,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: str
-    kind: Literal["encoder", "stub"]
+    kind: Literal["encoder", "cross-encoder", "causal-reranker", "stub"]
     directory: str = ""
     """Absolute path of the checkpoint; empty for a stub."""
     revision: str | None = None
@@ -118,6 +120,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Which shorter `dimensions` are allowed: none, any, or those listed."""
     pipeline: tuple[PipelineStep, ...] = ()
     stub: StubOptions | None = None
+    score: ScoreRule | None = None
+    """How pairs are read and scored; None for a model without scores, and for a stub."""
     sparse: SparseOutput | None = None
     static_queries: StaticQueries | None = None
     late: LateInteraction | None = None
@@ -136,6 +140,34 @@ class PipelineStep(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["pooling", "dense", "normalize", "layer_norm"]
     directory: str = ""
     config: dict[str, Any] = {}
+
+
+class PairTemplate(msgspec.Struct, frozen=True, kw_only=True):
+    """How a causal reranker reads a pair: texts that are tokenised one by one, without special tokens, and joined.
+
+    `{query}`, `{document}` and `{instruction}` stand for the request's own; everything else is taken as it is.
+    """
+
+    parts: tuple[str, ...]
+    """Exactly one holds `{document}`, the one that is cut when the pair is too long."""
+    instructed_parts: tuple[str, ...] | None = None
+    """What the parts are when the request has an instruction; None: they have a place for it."""
+    default_instruction: str = ""
+
+
+class ScoreRule(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model reads a pair, and how its logits become one float32."""
+
+    activation: str
+    """Name of an activation in torch.nn that needs no argument; it gets the logit in float32."""
+    token_types: bool = False
+    """Whether the model is told which of a pair's tokens belong to the document."""
+    template: PairTemplate | None = None
+    """None: the tokenizer's own form of a pair (or, while a card is prepared, a chat template not read yet)."""
+    true_token_id: int | None = None
+    """The token behind the pair whose logit is read; None: the logit is the classifier's."""
+    false_token_id: int | None = None
+    """The token whose logit is subtracted from that; None: nothing is."""
 
 
 class EncodeRequest(msgspec.Struct, kw_only=True):
@@ -215,6 +247,34 @@ class EncodeReply(msgspec.Struct, kw_only=True):
     multivector: TokenRows | None = None
 
 
+class ScoreRequest(msgspec.Struct, kw_only=True):
+    """What every dialect's request for scores decodes to: one query against n documents."""
+
+    model: str
+    query: str
+    documents: list[str]
+    query_id: str | None = None
+    ids: list[str | None] = []
+    """Of the documents; empty when none had one."""
+    instruction: str | None = None
+    options: dict[str, Any] = {}
+    non_text: str | None = None
+    """Path of the first item without a text, or with media; query and documents are empty then."""
+
+
+class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
+    """One score for each document, in the request's order, all finite."""
+
+    model: str
+    scores: list[float]
+    input_tokens: int
+    timing: Timing
+
+    def ranking(self) -> list[int]:
+        """Return the documents' indices, best first; equal scores keep the request's order."""
+        return sorted(range(len(self.scores)), key=lambda index: -self.scores[index])
+
+
 class ArrayRef(msgspec.Struct, array_like=True, frozen=True):
     """One array of an extent, in C order.
 
@@ -231,7 +291,9 @@ class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     """The header of a request extent.
 
     Arrays: `cu_seqlens` int32 (n + 1,), first 0, the cost of each item in tokens as differences; and `token_ids`
-    int32 (t,), or for a model that takes text `text` uint8 (bytes,) with `text_offsets` int32 (n + 1,).
+    int32 (t,), or for a model that takes text `text` uint8 (bytes,) with `text_offsets` int32 (n + 1,). operation
+    is `encode` or `score`; an item of the latter is a pair, with `token_types` uint8 (t,) beside token_ids when the
+    model wants them, and as text the length of the query's UTF-8 in four bytes (little-endian), query, document.
     """
 
     model: str
@@ -254,8 +316,8 @@ class ReplyHeader(msgspec.Struct, array_like=True, frozen=True):
         dense         `dense` (n, width)
         sparse        `sparse_offsets` int32 (n + 1,), `sparse_indices` int32 (e,), `sparse_values` (e,)
         multivector   `multivector_offsets` int32 (n + 1,), `multivector` (rows, width)
-    All that changes from one reply of dense rows to the next is in the arrays, so the header's bytes are the same for
-    every such reply of one shape and are encoded and decoded once.
+    or `score` float32 (n, 1). All that changes from one reply of dense rows or scores to the next is in the arrays, so
+    the header's bytes are the same for every such reply of one shape and are encoded and decoded once.
     """
 
     arrays: tuple[ArrayRef, ...]

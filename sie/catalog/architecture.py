@@ -56,3 +56,23 @@ def masked_lm_class(model_id: str, config: PretrainedConfig) -> type[Any]:
     if type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
         raise refuse(model_id, f"transformers has no masked language model for model_type {config.model_type!r}")
     return AutoModelForMaskedLM
+
+
+def classifier_class(model_id: str, config: PretrainedConfig) -> type[Any]:
+    """Return the auto class of a sequence classifier. Raises ModelLoadFailed when the architecture has none."""
+    from transformers import AutoModelForSequenceClassification
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not getattr(config, "is_encoder_decoder", False):
+        return AutoModelForSequenceClassification
+    raise refuse(model_id, f"transformers has no sequence classifier for model_type {config.model_type!r}")
+
+
+def causal_class(model_id: str, config: PretrainedConfig) -> type[Any]:
+    """Return the auto class of a causal language model. Raises ModelLoadFailed when the architecture has none."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    raise refuse(model_id, f"transformers has no causal language model for model_type {config.model_type!r}")

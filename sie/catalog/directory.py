@@ -13,6 +13,7 @@ import msgspec
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
 from sie.catalog.late import is_late, read_late
 from sie.catalog.modules import Module, default_pipeline, read_modules, read_pipeline
+from sie.catalog.scoring import Scoring, read_scoring
 from sie.catalog.sparse import read_m3_heads, read_router, read_splade
 from sie.catalog.spec import ModelSpec
 from sie.catalog.weights import check_weights
@@ -22,14 +23,19 @@ _TRANSFORMER_CONFIGS = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-_METHOD_OUTPUTS = {"feature-extraction": "last_hidden_state", "fill-mask": "logits"}
+_TEXT_MODALITY = {
+    "feature-extraction": {"method": "forward", "method_output_name": "last_hidden_state"},
+    "fill-mask": {"method": "forward", "method_output_name": "logits"},
+    "sequence-classification": {"method": "forward", "method_output_name": "logits"},
+    "text-generation": {"method": "forward", "method_output_name": "logits"},
+}
 _LATE_KEYS = ("query_length", "document_length", "query_expansion")
 _CHANGES_VECTORS = (
     "query_length", "document_length", "query_expansion", "processing_kwargs", "config_kwargs", "config_args",
 )  # fmt: skip
 _HARMLESS_TOKENIZER_KEYS = {"model_max_length", "padding_side", "use_fast", "trust_remote_code"}
 _NO_LIMIT = 10**9  # transformers writes 1e30 for "unlimited"
-_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
+_HEADS = ("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
 
 
 def read_card(spec: ModelSpec, directory: str) -> ModelCard:
@@ -48,6 +54,9 @@ def read_card(spec: ModelSpec, directory: str) -> ModelCard:
     transformer = checkpoint.folder(folder) if folder else checkpoint
     config = _read_config(transformer, is_bare=modules is None)
     check_weights(transformer)
+    scoring = read_scoring(checkpoint, transformer, modules, config)
+    if scoring is not None:
+        return _score_card(spec, checkpoint, transformer, config, scoring)
     outputs = _read_outputs(checkpoint, transformer, modules, config)
     if static is not None and outputs.sparse is None:
         raise refuse(spec.id, "its queries have a sparse vector and its documents have none")
@@ -136,13 +145,10 @@ def _card(
     sentence = checkpoint.read_json("config_sentence_transformers.json", _SentenceSettings) or _SentenceSettings()
     if sentence.truncate_dim is not None:
         raise refuse(spec.id, "truncate_dim in config_sentence_transformers.json cannot be run; ask for `dimensions`")
-    prompts = {name: text or "" for name, text in (sentence.prompts or {}).items()}
+    prompts, default_prompt = _prompts(checkpoint)
     if outputs.late is not None:  # a marker is put before the prompt, and is not part of it twice
         for name, prefix in (("query", outputs.late.query_prefix), ("document", outputs.late.document_prefix)):
             prompts.update({name: prompts[name].removeprefix(prefix)} if name in prompts else {})
-    default = sentence.default_prompt_name
-    if default is not None and default not in prompts:
-        raise refuse(spec.id, f"default_prompt_name {default!r} is not one of its prompts")
     return ModelCard(
         id=spec.id,
         kind="encoder",
@@ -156,7 +162,7 @@ def _card(
         tokenizer_file=str(tokenizer) if tokenizer else "",
         lowercase=outputs.settings.do_lower_case,
         prompts=prompts,
-        default_prompt=prompts[default] if default is not None else None,
+        default_prompt=default_prompt,
         similarity=sentence.similarity_fn_name or outputs.similarity,
         normalize=outputs.normalize,
         matryoshka=_matryoshka(config),
@@ -166,6 +172,43 @@ def _card(
         late=outputs.late,
         missing_outputs=outputs.missing,
     )
+
+
+def _score_card(
+    spec: ModelSpec, checkpoint: Checkpoint, transformer: Checkpoint, config: dict[str, Any], scoring: Scoring
+) -> ModelCard:
+    task = scoring.task
+    settings = _TransformerSettings() if task is None else _read_settings(transformer)
+    if task is not None:
+        _check_settings(transformer, settings, task)
+    prompts, default_prompt = ({}, None) if task is None else _prompts(checkpoint)
+    limits = (scoring.max_tokens, _max_sequence_length(transformer, config, settings))
+    tokenizer = transformer.find("tokenizer.json")
+    return ModelCard(
+        id=spec.id,
+        kind=scoring.kind,
+        directory=str(transformer.root),
+        revision=spec.revision,
+        architecture=str(config["architectures"][0]),
+        outputs=("score",),
+        max_sequence_length=min((limit for limit in limits if limit is not None), default=None),
+        vocab_size=int(config["vocab_size"]),
+        tokenizer_file=str(tokenizer) if tokenizer else "",
+        lowercase=settings.do_lower_case,
+        prompts=prompts,
+        default_prompt=default_prompt,
+        score=scoring.rule,
+    )
+
+
+def _prompts(checkpoint: Checkpoint) -> tuple[dict[str, str], str | None]:
+    """Return the prompts by name, and the one that is used when none is asked for."""
+    sentence = checkpoint.read_json("config_sentence_transformers.json", _SentenceSettings) or _SentenceSettings()
+    prompts = {name: text or "" for name, text in (sentence.prompts or {}).items()}
+    default = sentence.default_prompt_name
+    if default is not None and default not in prompts:
+        raise refuse(checkpoint.id, f"default_prompt_name {default!r} is not one of its prompts")
+    return prompts, prompts[default] if default is not None else None
 
 
 def _read_config(transformer: Checkpoint, *, is_bare: bool) -> dict[str, Any]:
@@ -205,10 +248,11 @@ def _check_settings(
 ) -> None:
     """Refuse what would change the vectors. allowed names the keys that the kind of checkpoint does obey."""
     if (settings.transformer_task or task) != task:
-        raise refuse(transformer.id, f"its transformer_task is {settings.transformer_task!r}; only encoders can be run")
-    modality = {"method": "forward", "method_output_name": _METHOD_OUTPUTS[task]}
-    if (settings.modality_config or {}).get("text", modality) != modality:
+        raise refuse(transformer.id, f"its transformer_task is {settings.transformer_task!r}; only {task} can be run")
+    if (settings.modality_config or {}).get("text", _TEXT_MODALITY[task]) != _TEXT_MODALITY[task]:
         raise refuse(transformer.id, "its modality_config reads text in a way that cannot be run")
+    if task == "text-generation" and (settings.processing_kwargs or {}).keys() <= {"chat_template"}:
+        settings.processing_kwargs = None  # read with the template
     for key in _CHANGES_VECTORS:
         if getattr(settings, key) and key not in allowed:
             raise refuse(transformer.id, f"sentence_bert_config.json sets {key}, which cannot be run")

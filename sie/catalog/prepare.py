@@ -14,6 +14,7 @@ from typing import BinaryIO
 import msgspec
 
 from sie.catalog.architecture import read_model_config
+from sie.catalog.chat_pairs import read_pair_template
 from sie.catalog.directory import read_card
 from sie.catalog.files import open_checkpoint
 from sie.catalog.hub import Progress, fetch
@@ -70,6 +71,10 @@ def prepare(request: Request, on_progress: Progress) -> ModelCard:
         on_progress(1.0, "converting the tokenizer")
         path = convert_tokenizer(card.id, card.directory, request.cache_dir)
         card = msgspec.structs.replace(card, tokenizer_file=path)
+    if card.kind == "causal-reranker" and card.score is not None and card.score.template is None:
+        on_progress(1.0, "reading the chat template")
+        score = msgspec.structs.replace(card.score, template=read_pair_template(card))
+        card = msgspec.structs.replace(card, score=score)
     return card
 
 

@@ -8,6 +8,8 @@ H(x) = SHAKE-256 of x and `text` the UTF-8 of the text:
                  the value at index i = (1 + i modulo 127) / 127
     multivector  one row a token; row r has value i = int8(H(r as uint32, little-endian, then text)[i]) / 127,
                  then divided by its length unless the request turns that off
+    score        the first three bytes, little-endian, of H(pair) over 2**24: exact in float32; the pair is the length
+                 of the query's UTF-8 as uint32, little-endian, then the query and the document
 
 Values are float32. Queries and documents are alike.
 """
@@ -31,7 +33,7 @@ def stub_card(spec: ModelSpec) -> ModelCard:
         id=spec.id,
         kind="stub",
         architecture="stub",
-        outputs=tuple(dims),
+        outputs=(*dims, "score") if spec.stub.score else tuple(dims),
         dims=dims,
         max_sequence_length=spec.stub.max_tokens,
         matryoshka=True,

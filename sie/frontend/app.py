@@ -18,13 +18,16 @@ from sie.control import ModelEntry
 from sie.errors import BadRequest, ClientGone, Internal, NotFound, Overloaded, SieError, Unavailable
 from sie.frontend import dashboard, routes
 from sie.frontend.dialects import models as models_dialect
-from sie.frontend.dialects import negotiate, openai, sie
+from sie.frontend.dialects import negotiate, openai, rerank, score, sie
 from sie.frontend.links import Reply
 from sie.frontend.metrics import CONTENT_TYPE, render
 from sie.frontend.process import FrontendProcess
 from sie.frontend.replies import read_reply
+from sie.frontend.score import read_scores
 from sie.logs import get_logger
-from sie.types import EncodeReply, EncodeRequest
+from sie.process import calm_collector
+from sie.settings import Limits
+from sie.types import EncodeReply, EncodeRequest, ScoreReply, ScoreRequest, Timing
 
 _log = get_logger(__name__)
 _JSON: Final = ("content-type", "application/json")
@@ -40,7 +43,7 @@ class Exchange:
     """One HTTP request while it is served: what the border needs to know to answer and to count it."""
 
     __slots__ = ("began_ns", "body_bytes", "deadline_ns", "headers", "known_model", "model", "protocol", "route", "scope",
-                 "timing")  # fmt: skip
+                 "timing", "waits")  # fmt: skip
 
     def __init__(self, scope: Any, protocol: Any, began_ns: int) -> None:
         self.scope = scope
@@ -53,6 +56,8 @@ class Exchange:
         self.known_model = ""
         self.body_bytes = 0
         self.timing: Any = None
+        self.waits = False
+        """Whether it waits for a model that loads, instead of hearing so at once."""
 
 
 class App:
@@ -70,6 +75,7 @@ class App:
     def __rsgi_init__(self, loop: asyncio.AbstractEventLoop) -> None:
         """Join the supervisor before the first connection is accepted."""
         self._process = self._connect(loop)
+        calm_collector()
 
     def __rsgi_del__(self, _loop: asyncio.AbstractEventLoop) -> None:
         """Leave, when Granian has finished every request."""
@@ -114,15 +120,11 @@ class App:
     # --- inference ------------------------------------------------------------------------------------------------
 
     async def _encode(self, exchange: Exchange) -> None:
-        process, headers = self._process, exchange.headers
+        headers = exchange.headers
         self._check_headers(exchange)
         body = await self._read(exchange)
         is_msgpack = negotiate.is_msgpack(headers.get("content-type"))
-        limits = process.settings.limits
-        if len(body) < _LARGE_BODY_BYTES:
-            request = sie.decode_encode(body, is_msgpack, exchange.model, limits)
-        else:
-            request = await self._on_thread(sie.decode_encode, body, is_msgpack, exchange.model, limits)
+        request = await self._decode(sie.decode_encode, body, is_msgpack, exchange.model, self._limits)
         entry = self._find(exchange, exchange.model)
         request = sie.resolve_encode(request, entry.card)
         reply, raw = await self._run(exchange, entry, request)
@@ -134,31 +136,38 @@ class App:
                 answer = await self._on_thread(sie.encode_reply, reply, wants_msgpack)
         finally:
             _let_go(reply, raw)
-        timing = reply.timing
-        self._respond(
-            exchange,
-            200,
-            [
-                ("content-type", negotiate.content_type(wants_msgpack)),
-                ("x-queue-time", f"{timing.queue_ms:.2f}"),
-                ("x-tokenization-time", f"{timing.tokenization_ms:.2f}"),
-                ("x-inference-time", f"{timing.inference_ms:.2f}"),
-                ("x-total-time", f"{timing.total_ms:.2f}"),
-                *([("x-postprocessing-time", f"{timing.postprocessing_ms:.2f}")] if timing.postprocessing_ms else ()),
-                *self._identity,
-            ],
-            answer,
-        )
+        content_type = ("content-type", negotiate.content_type(wants_msgpack))
+        self._respond(exchange, 200, [content_type, *_timing_headers(reply.timing), *self._identity], answer)
+
+    async def _score(self, exchange: Exchange) -> None:
+        self._check_headers(exchange)
+        body = await self._read(exchange)
+        is_msgpack = negotiate.is_msgpack(exchange.headers.get("content-type"))
+        request = await self._decode(score.decode_score, body, is_msgpack, exchange.model, self._limits)
+        entry = self._find(exchange, exchange.model)
+        request = score.resolve_score(request, entry.card)
+        reply = await self._run_score(exchange, entry, request)
+        wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
+        content_type = ("content-type", negotiate.content_type(wants_msgpack))
+        answer = score.encode_scores(request, reply, wants_msgpack)
+        self._respond(exchange, 200, [content_type, *_timing_headers(reply.timing), *self._identity], answer)
+
+    async def _rerank(self, exchange: Exchange) -> None:
+        self._check_headers(exchange)
+        body = await self._read(exchange)
+        call = await self._decode(rerank.decode_rerank, body, self._limits)
+        request = call.request
+        request.model = self._process.resolve_default(request.model, "score")
+        entry = self._find(exchange, request.model)
+        request = rerank.resolve_rerank(request, entry.card)
+        reply = await self._run_score(exchange, entry, request)
+        answer = rerank.encode_ranking(call, reply)
+        self._respond(exchange, 200, [_JSON, *_timing_headers(reply.timing), *self._identity], answer)
 
     async def _embeddings(self, exchange: Exchange) -> None:
         self._check_headers(exchange)
         body = await self._read(exchange)
-        limits = self._process.settings.limits
-        content_type = exchange.headers.get("content-type")
-        if len(body) < _LARGE_BODY_BYTES:
-            call = openai.decode_embeddings(body, content_type, limits)
-        else:
-            call = await self._on_thread(openai.decode_embeddings, body, content_type, limits)
+        call = await self._decode(openai.decode_embeddings, body, exchange.headers.get("content-type"), self._limits)
         request = call.request
         request.model = self._process.resolve_default(request.model, "dense")
         entry = self._find(exchange, request.model)
@@ -176,6 +185,8 @@ class App:
     def _check_headers(self, exchange: Exchange) -> None:
         """Settle the deadline, and refuse what needs no body to be refused."""
         process, headers = self._process, exchange.headers
+        is_openai = exchange.route is not None and exchange.route.envelope == "openai"
+        exchange.waits = is_openai or process.settings.models.wait_for_load
         exchange.deadline_ns = exchange.began_ns + process.timeout_ns(headers.get("x-sie-timeout-ms"))
         process.check_machine_profile(headers.get("x-sie-machine-profile"))
         remote = headers.get("x-sie-remote")
@@ -201,7 +212,10 @@ class App:
     async def _run(self, exchange: Exchange, entry: ModelEntry, request: EncodeRequest) -> tuple[EncodeReply, Reply]:
         """Return a request's rows and the reply that holds them, which the caller releases."""
         process = self._process
-        process.models.check_serving(entry)
+        if exchange.waits:
+            entry = await process.models.wait_serving(entry, exchange.deadline_ns)
+        else:
+            process.models.check_serving(entry)
         pending, tokenization_ns = await process.encoder.start(entry, request, exchange.deadline_ns)
         process.watch_client(pending, exchange.protocol)
         raw: Reply = await pending.future
@@ -212,6 +226,29 @@ class App:
             raise
         exchange.timing = reply.timing
         return reply, raw
+
+    async def _run_score(self, exchange: Exchange, entry: ModelEntry, request: ScoreRequest) -> ScoreReply:
+        process = self._process
+        process.models.check_serving(entry)
+        pending, tokenization_ns = await process.scorer.start(entry, request, exchange.deadline_ns)
+        process.watch_client(pending, exchange.protocol)
+        raw: Reply = await pending.future
+        try:
+            reply = read_scores(raw, request, exchange.began_ns, tokenization_ns)
+        finally:
+            raw.release()
+        exchange.timing = reply.timing
+        return reply
+
+    @property
+    def _limits(self) -> Limits:
+        return self._process.settings.limits
+
+    async def _decode(self, decode: Callable[..., Any], body: bytes, *args: Any) -> Any:
+        """Decode a body, a large one on a thread."""
+        if len(body) < _LARGE_BODY_BYTES:
+            return decode(body, *args)
+        return await self._on_thread(decode, body, *args)
 
     async def _on_thread(self, work: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
@@ -314,6 +351,19 @@ def _let_go(reply: EncodeReply, raw: Reply) -> None:
     """Give a reply's extent back; no view of it is left."""
     reply.values, reply.sparse, reply.multivector = memoryview(b""), None, None
     raw.release()
+
+
+def _timing_headers(timing: Timing) -> list[tuple[str, str]]:
+    """Return the headers that say where the time went. Source: SIE API reference, section 13."""
+    headers = [
+        ("x-queue-time", f"{timing.queue_ms:.2f}"),
+        ("x-tokenization-time", f"{timing.tokenization_ms:.2f}"),
+        ("x-inference-time", f"{timing.inference_ms:.2f}"),
+        ("x-total-time", f"{timing.total_ms:.2f}"),
+    ]
+    if timing.postprocessing_ms:
+        headers.append(("x-postprocessing-time", f"{timing.postprocessing_ms:.2f}"))
+    return headers
 
 
 def _info(entry: ModelEntry, created_s: int) -> dict[str, Any]:

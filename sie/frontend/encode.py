@@ -26,7 +26,7 @@ from sie.types import EncodeRequest, WorkHeader
 
 _LONG_TEXT_BYTES: Final = 8192
 """From here tokenising takes over about 2 ms, and moves to a thread."""
-_ITEM_BYTES: Final = {"float32": 4, "float16": 2}
+_ITEM_BYTES: Final = {"float32": 4, "float16": 2, "int8": 1, "uint8": 1, "binary": 0.125, "ubinary": 0.125}
 
 
 class Encoder:
@@ -70,7 +70,7 @@ class Encoder:
 
     def _check_reply_size(self, header: WorkHeader, entry: ModelEntry) -> None:
         width = header.truncate_dim or (entry.card.dims["dense"] if "dense" in header.output_types else 0)
-        nbytes = header.num_items * width * _ITEM_BYTES.get(header.output_dtype, 1)
+        nbytes = int(header.num_items * width * _ITEM_BYTES[header.output_dtype])
         if nbytes > self._limits.max_reply_bytes:
             raise BadRequest(
                 f"The reply would hold {nbytes} bytes of vectors, over max_reply_bytes ({self._limits.max_reply_bytes}); "

@@ -8,34 +8,43 @@ to a live worker, or waits in `held` for the restart, until its deadline.
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 from numpy.typing import NDArray
 
 from sie.control import ModelEntry, PeerFault, Quarantine
-from sie.errors import DeadlineExceeded, Internal, PoisonInput, SieError, Unavailable, WireError, from_wire
+from sie.errors import (
+    DeadlineExceeded,
+    Internal,
+    Overloaded,
+    SieError,
+    Unavailable,
+    WireError,
+    WorkerLost,
+    from_wire,
+)
 from sie.frontend import admission
 from sie.frontend.links import Pending, Reply, WorkerLink
 from sie.frontend.placement import choose_worker
+from sie.frontend.quarantine import QuarantinedInputs, poison
 from sie.logs import get_logger
 from sie.settings import Settings
 from sie.shm.attach import Attachment
-from sie.shm.extent import array_view, extent_bytes, plan_arrays, read_extent, set_cancelled, write_extent
+from sie.shm.extent import extent_bytes, plan_arrays, read_extent, set_cancelled, write_extent
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
 from sie.shm.space import OutboundSpace
-from sie.types import WorkHeader
+from sie.types import ArrayRef, WorkHeader
 
 _log = get_logger(__name__)
 _header_encoder = msgspec.msgpack.Encoder()
-_work_decoder = msgspec.msgpack.Decoder(WorkHeader)
 _error_decoder = msgspec.msgpack.Decoder(WireError)
 _MAX_STRIKES = 2
-_QUARANTINE_S = 600.0
 _RATE_WEIGHT = 0.2
 
 
@@ -58,7 +67,7 @@ class ShmEngine:
         self._dying: dict[int, WorkerLink] = {}
         self._held: dict[int, Pending] = {}
         self._ids = itertools.count(1)
-        self._quarantined: dict[bytes, float] = {}
+        self._quarantined = QuarantinedInputs()
         self._tokens_done = 0
         self._rate_at_ns = time.monotonic_ns()
         self.tokens_per_s = 0.0
@@ -102,13 +111,14 @@ class ShmEngine:
         arrays are what the header's operation needs, by name; header.arrays is filled in here. Raises Overloaded when
         memory or the queue is full, PoisonInput for a quarantined input, Unavailable when no worker has the model.
         """
-        plan = plan_arrays([(name, array.dtype.str, array.shape) for name, array in arrays])
-        encoded = _header_encoder.encode(msgspec.structs.replace(header, arrays=plan.refs))
-        lease = self._space.lease(extent_bytes(len(encoded), plan.nbytes))
+        encoded, refs, nbytes = _lay_out(
+            header, tuple([(name, array.dtype.str, array.shape) for name, array in arrays])
+        )
+        lease = self._space.lease(nbytes)
         if lease is None:
             raise self._overloaded("request memory is full")
         with lease:
-            length = write_extent(lease.view, encoded, plan.refs, [array for _, array in arrays])
+            length = write_extent(lease.view, encoded, refs, [array for _, array in arrays])
             pending = Pending(
                 next(self._ids),
                 header.model,
@@ -119,13 +129,10 @@ class ShmEngine:
                 submitted_ns=time.monotonic_ns(),
                 future=asyncio.get_running_loop().create_future(),
             )
-            if self._quarantined and self._is_quarantined(pending):
-                raise _poison()
+            self._quarantined.check(lease.view[:length])
             link = self._choose(pending)
-            if link is None:
+            if link is None or not self._try_submit(link, pending):
                 self._hold(pending)
-            elif not link.try_submit(pending):
-                raise self._overloaded("the ring is full")
             lease.hand_over(pending.request_id)
         return pending
 
@@ -134,19 +141,35 @@ class ShmEngine:
         candidates = self._candidates(pending.model)
         if not candidates:
             return None
-        slot = choose_worker((link.slot, link.outstanding_tokens) for link in candidates)
-        link = self._links[slot] if slot is not None else candidates[0]
+        slot = choose_worker((link.slot, link.outstanding_tokens) for link in candidates if self._has_room(link))
+        if slot is None:
+            raise self._overloaded("the ring is full")
+        link = self._links[slot]
         admission.check_queue(
             link.outstanding_tokens, pending.num_tokens, self._limits.max_queued_tokens, self.tokens_per_s
         )
-        if len(link.pending) >= self._max_per_link:
-            raise self._overloaded("the ring is full")
         return link
+
+    def _try_submit(self, link: WorkerLink, pending: Pending) -> bool:
+        """Give a request to a worker; False when that turns out to have gone. Raises Overloaded when its ring is full."""
+        try:
+            if link.try_submit(pending):
+                return True
+        except ConnectionError:  # met by a large payload, whose memory is announced on the socket
+            self._set_aside(link)
+            return False
+        except ProtocolError as error:
+            self._accuse(link, error)
+            return False
+        raise self._overloaded("the ring is full")
 
     def _candidates(self, model: str) -> list[WorkerLink]:
         entry = self._find_model(model)
         workers = entry.workers if entry is not None else ()
         return [link for slot in workers if (link := self._links.get(slot)) is not None]
+
+    def _has_room(self, link: WorkerLink) -> bool:
+        return len(link.pending) < self._max_per_link
 
     def _hold(self, pending: Pending) -> None:
         entry = self._find_model(pending.model)
@@ -205,19 +228,18 @@ class ShmEngine:
     def place_held(self) -> None:
         """Give waiting requests to workers that have their model now; call when models or workers changed."""
         for pending in list(self._held.values()):
-            candidates = [link for link in self._candidates(pending.model) if len(link.pending) < self._max_per_link]
+            candidates = [link for link in self._candidates(pending.model) if self._has_room(link)]
             slot = choose_worker((link.slot, link.outstanding_tokens) for link in candidates)
-            if slot is not None and self._links[slot].try_submit(pending):
-                del self._held[pending.request_id]
+            with contextlib.suppress(Overloaded):  # it goes on waiting
+                if slot is not None and self._try_submit(self._links[slot], pending):
+                    del self._held[pending.request_id]
 
     def fail_held(self) -> None:
         """End the wait of requests whose model will not come back."""
         for pending in list(self._held.values()):
             entry = self._find_model(pending.model)
             if entry is None or not (entry.recovering or entry.workers):
-                self.abandon(
-                    pending, Unavailable(f"Model '{pending.model}' was lost with its worker", code="WORKER_LOST")
-                )
+                self.abandon(pending, WorkerLost(f"Model '{pending.model}' was lost with its worker"))
 
     def _on_socket(self, link: WorkerLink) -> None:
         """Read announcements; at the end of file give it no more work, and wait for word of its death."""
@@ -275,8 +297,7 @@ class ShmEngine:
             pending.lease.end()
             return
         if is_suspect and self._strike(pending):
-            pending.future.set_exception(_poison())
-            pending.lease.end()
+            self._end(pending, poison())
             return
         pending.link = None
         self._held[pending.request_id] = pending
@@ -290,20 +311,14 @@ class ShmEngine:
         if pending.num_strikes < _MAX_STRIKES:
             pending.flags |= FLAG_ALONE
             return False
-        self._send(Quarantine(_digest(pending)))
+        self._send(Quarantine(pending.digest()))
         return True
 
     def quarantine(self, digest: bytes) -> None:
         """Refuse this input from now on: it killed two workers, the second time alone."""
-        now_s = time.monotonic()
-        self._quarantined = {key: until for key, until in self._quarantined.items() if until > now_s}
-        self._quarantined[digest] = now_s + _QUARANTINE_S
-        for pending in [held for held in self._held.values() if held.num_strikes and _digest(held) == digest]:
-            self.abandon(pending, _poison())
-
-    def _is_quarantined(self, pending: Pending) -> bool:
-        until_s = self._quarantined.get(_digest(pending))
-        return until_s is not None and until_s > time.monotonic()
+        self._quarantined.add(digest)
+        for pending in [held for held in self._held.values() if held.num_strikes and held.digest() == digest]:
+            self.abandon(pending, poison())
 
     # --- replies --------------------------------------------------------------------------------------------------
 
@@ -312,6 +327,8 @@ class ShmEngine:
             self._drain(link)
         except ProtocolError as error:
             self._accuse(link, error)
+        if self._held:
+            self.place_held()  # what a dead worker left may have been more than the others' rings could take
 
     def _drain(self, link: WorkerLink) -> None:
         for descriptor in link.attachment.drain():
@@ -320,40 +337,49 @@ class ShmEngine:
     def _on_descriptor(self, link: WorkerLink, descriptor: Descriptor) -> None:
         if descriptor.kind not in (REPLY, ERROR):
             raise ProtocolError(f"a worker sent kind {descriptor.kind}")
-        pending = link.settle(descriptor.request_id)
+        pending = link.pending.get(descriptor.request_id)
         if pending is None:
             raise ProtocolError(f"a reply to request {descriptor.request_id}, which is not outstanding")
+        # Before anything is settled: a request whose reply cannot be read waits like the worker's others.
+        view = link.attachment.view(descriptor) if descriptor.length else None
+        link.settle(pending)
         self._tokens_done += pending.num_tokens
-        reply = None
-        if descriptor.length:
-            reply = Reply(link, pending, descriptor.offset, link.attachment.view(descriptor))
-        retry = descriptor.kind == ERROR and reply is not None and self._try_elsewhere(reply, pending)
-        if retry:
+        if view is None:
+            self._end(pending, DeadlineExceeded("the worker dropped the request at its deadline"))
             return
-        pending.lease.end()
-        if pending.future.done() or reply is None:
-            self._drop(pending, reply)
-        elif descriptor.kind == REPLY:
-            pending.future.set_result(reply)
-        else:
-            pending.future.set_exception(_read_error(reply))
-
-    def _try_elsewhere(self, reply: Reply, pending: Pending) -> bool:
-        """Hold a request again that met a worker without its model (a restart or an unload crossed it on the way)."""
-        header, _ = read_extent(reply.view, _error_decoder)
-        entry = self._find_model(pending.model)
-        if header.code != "MODEL_NOT_LOADED" or entry is None or not entry.recovering or pending.future.done():
-            return False
-        reply.release()
-        pending.link = None
-        self._held[pending.request_id] = pending
-        return True
-
-    def _drop(self, pending: Pending, reply: Reply | None) -> None:
-        if reply is not None:
+        reply = Reply(link, pending, descriptor.offset, view)
+        if descriptor.kind == ERROR:
+            self._on_error(pending, _read_error(reply))
+        elif pending.future.done():
             reply.release()
+            pending.lease.end()
+        else:
+            pending.lease.end()
+            pending.future.set_result(reply)
+
+    def _on_error(self, pending: Pending, error: SieError) -> None:
+        """Pass a worker's error on; where its model is being restored, an unload or a restart only crossed our way."""
+        entry = self._find_model(pending.model)
+        if error.code == "MODEL_NOT_LOADED" and entry is not None and entry.recovering and not pending.future.done():
+            pending.link = None
+            self._held[pending.request_id] = pending
+        else:
+            self._end(pending, error)
+
+    def _end(self, pending: Pending, error: SieError) -> None:
+        pending.lease.end()
         if not pending.future.done():
-            pending.future.set_exception(DeadlineExceeded("the worker dropped the request at its deadline"))
+            pending.future.set_exception(error)
+
+
+@lru_cache(maxsize=4096)
+def _lay_out(
+    header: WorkHeader, shapes: tuple[tuple[str, str, tuple[int, ...]], ...]
+) -> tuple[bytes, tuple[ArrayRef, ...], int]:
+    """Return the encoded header, the arrays' places, and the extent's size; the same for all requests of one shape."""
+    plan = plan_arrays(shapes)
+    encoded = _header_encoder.encode(msgspec.structs.replace(header, arrays=plan.refs))
+    return encoded, plan.refs, extent_bytes(len(encoded), plan.nbytes)
 
 
 def _read_error(reply: Reply) -> SieError:
@@ -364,16 +390,3 @@ def _read_error(reply: Reply) -> SieError:
         return Internal("the worker's error could not be read")
     finally:
         reply.release()
-
-
-def _poison() -> PoisonInput:
-    return PoisonInput("This input was running when a worker died, twice; it is refused")
-
-
-def _digest(pending: Pending) -> bytes:
-    """Return the identity of a request's input: its header and its arrays, without the unused bytes between them."""
-    header, payload = read_extent(pending.lease.view[: pending.length], _work_decoder)
-    digest = hashlib.blake2b(_header_encoder.encode(header), digest_size=16)
-    for ref in header.arrays:
-        digest.update(array_view(payload, ref).data)
-    return digest.digest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
+from sie.frontend.quarantine import digest_of
 from sie.shm.attach import Attachment
 from sie.shm.layout import SUBMIT
 from sie.shm.pool import Lease
@@ -45,6 +46,10 @@ class Pending:
         self.link: WorkerLink | None = None
         self.num_strikes = 0
         self.flags = 0
+
+    def digest(self) -> bytes:
+        """Return the identity of this request's input."""
+        return digest_of(self.lease.view[: self.length])
 
 
 class Reply:
@@ -93,12 +98,10 @@ class WorkerLink:
             self.outstanding_tokens += pending.num_tokens
         return pushed
 
-    def settle(self, request_id: int) -> Pending | None:
-        """Take a request off the books; None for an id that is not outstanding here."""
-        pending = self.pending.pop(request_id, None)
-        if pending is not None:
-            self.outstanding_tokens -= pending.num_tokens
-        return pending
+    def settle(self, pending: Pending) -> None:
+        """Take a request off the books; it is one of `pending`."""
+        del self.pending[pending.request_id]
+        self.outstanding_tokens -= pending.num_tokens
 
     def release(self, address: int) -> None:
         """Give a reply's extent back at the end of this turn of the event loop, together with others."""

@@ -7,6 +7,7 @@ that the event loop never waits for a file.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,7 @@ class ModelTable:
         self.is_ready = False
         self.reason = "starting"
         self.created_s = int(time.time())
+        self._changed = asyncio.Event()
         self.used: set[str] = set()
         """Models that answered since they were last reported."""
 
@@ -48,6 +50,8 @@ class ModelTable:
         for entry in message.entries:
             if entry.card.tokenizer_file and entry.state in ("loading", "loaded"):
                 self._start_tokenizer(entry)
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def find(self, model: str) -> ModelEntry | None:
         """Return a model's entry, or None for an unknown id."""
@@ -72,14 +76,33 @@ class ModelTable:
             raise ModelLoadFailed(f"Model '{model}' failed to load: {error.message}", extras=error.extras)
         raise Unavailable(f"Model '{model}' is loading; retry in {_LOADING_RETRY_S} s", retry_after_s=_LOADING_RETRY_S)
 
+    async def wait_serving(self, entry: ModelEntry, deadline_ns: int) -> ModelEntry:
+        """Return a model's entry once it can be served: what `check_serving` refuses as loading waits here.
+
+        Raises as `check_serving` does: at once for a failed load, at the deadline for one that goes on.
+        """
+        while True:
+            changed = self._changed
+            try:
+                self.check_serving(entry)
+            except Unavailable as error:
+                left_s = (deadline_ns - time.monotonic_ns()) / 1e9
+                if error.code != Unavailable.code or left_s <= 0:
+                    raise
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), left_s)
+            else:
+                return entry
+            entry = self.entries.get(entry.card.id, entry)
+
     async def tokenizer(self, entry: ModelEntry) -> Tokenizer:
         """Return a model's tokenizer. Raises Internal when its file cannot be read."""
-        return await self._start_tokenizer(entry)
+        return await asyncio.shield(self._start_tokenizer(entry))  # others may wait for it, too
 
     def ready_tokenizer(self, entry: ModelEntry) -> Tokenizer | None:
         """Return a model's tokenizer if it has been read, without waiting."""
         known = self._tokenizers.get(entry.card.id)
-        if known is None or not known[1].done() or known[0] != entry.card.tokenizer_file:
+        if known is None or known[0] != entry.card.tokenizer_file or not known[1].done() or _has_failed(known[1]):
             return None
         return known[1].result()
 

@@ -26,6 +26,7 @@ from sie.frontend.engine import ShmEngine
 from sie.frontend.links import Pending
 from sie.frontend.metrics import FrontendMetrics, merge
 from sie.frontend.models import ModelTable
+from sie.frontend.score import Scorer
 from sie.frontend.status import ServerFacts, StatusInputs, build_status, encode_frame, process_owner
 from sie.frontend.status_hub import StatusHub
 from sie.logs import get_logger
@@ -42,7 +43,7 @@ _ATTACH_TIMEOUT_S: Final = 30.0
 _TICK_S: Final = 0.02
 _WATCH_AFTER_NS: Final = 50_000_000
 """A request that waited this long gets a watcher of its client's connection; most are answered before."""
-_TOUCH_S: Final = 5.0
+_MAX_TOUCH_S: Final = 5.0
 _MS_PER_DAY: Final = 86_400_000
 
 
@@ -68,6 +69,7 @@ class FrontendProcess:
         )
         self.engine = ShmEngine(settings, self._space, self.models.find, self._send)
         self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool)
+        self.scorer = Scorer(self.engine, self.models, self._pool)
         self.bodies = BodyReader(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
         self.metrics = FrontendMetrics(pages[0], self.models)
         self.status = StatusHub(
@@ -81,6 +83,8 @@ class FrontendProcess:
         self._unwatched: deque[tuple[Pending, Any]] = deque()
         self._asked_load: dict[str, float] = {}
         self._timeout_ns = int(settings.limits.request_timeout_s * 1e9)
+        # Well within idle_unload_s, or a model would be unloaded while it is in use.
+        self._touch_s = min(_MAX_TOUCH_S, settings.models.idle_unload_s / 4) or _MAX_TOUCH_S
         self._tasks: set[asyncio.Task[Any]] = set()
         self._attaching: dict[int, tuple[int, PendingAttachment]] = {}
 
@@ -249,7 +253,7 @@ class FrontendProcess:
             self.engine.expire(now_ns)
             self.bodies.end_stalled(now_ns)
             self._watch_the_waiting(now_ns)
-            if now_ns / 1e9 - touched_s >= _TOUCH_S:
+            if now_ns / 1e9 - touched_s >= self._touch_s:
                 touched_s = now_ns / 1e9
                 if self.models.used:
                     self._send(control.Touch(tuple(self.models.used)))

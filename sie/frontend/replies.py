@@ -18,7 +18,7 @@ import numpy as np
 from sie.control import ModelEntry
 from sie.errors import Internal
 from sie.frontend.links import Reply
-from sie.shm.extent import array_view, read_extent
+from sie.shm.extent import DTYPES, array_view, read_extent
 from sie.shm.layout import PROLOGUE, PROLOGUE_BYTES, ProtocolError, round_up
 from sie.types import ArrayRef, EncodeReply, EncodeRequest, ReplyHeader, SparseRows, Timing, TokenRows
 
@@ -35,11 +35,11 @@ def read_reply(
     began_ns is when the request's headers were read. Raises Internal when the extent is not what the layout says.
     """
     try:
-        if request.output_types == _DENSE_ONLY:
+        if (request.output_types or _DENSE_ONLY) == _DENSE_ONLY:
             answer, times = _read_dense(reply.view, entry, request)
         else:
             answer, times = _read_outputs(reply.view, entry, request)
-    except (ProtocolError, msgspec.DecodeError, struct.error) as error:
+    except (ProtocolError, msgspec.MsgspecError, UnicodeDecodeError, struct.error) as error:
         raise Internal("the worker's reply could not be read") from error
     if answer.num_items != count_items(request):
         raise Internal("the worker's reply has another shape than the request")
@@ -81,9 +81,10 @@ def _rows_of(header: bytes) -> tuple[str, int, int, int, int]:
     Every reply of one shape has the same header, so a busy server decodes none. Raises ProtocolError.
     """
     for ref in _decoder.decode(header).arrays:
-        if ref.name == "dense" and len(ref.shape) == 2 and min(ref.shape) > 0 and ref.offset >= 0:
+        dtype = DTYPES.get(ref.dtype)
+        if ref.name == "dense" and dtype is not None and len(ref.shape) == 2 and min(ref.shape) > 0 and ref.offset >= 0:
             num_items, width = ref.shape
-            return ref.dtype, num_items, width, ref.offset, num_items * width * np.dtype(ref.dtype).itemsize
+            return ref.dtype, num_items, width, ref.offset, num_items * width * dtype.itemsize
     raise ProtocolError("a reply without rows")
 
 

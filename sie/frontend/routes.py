@@ -24,6 +24,8 @@ class Match(NamedTuple):
 
 ROUTES: tuple[Route, ...] = (
     Route("/v1/encode/{model}", "POST", "encode", endpoint="encode"),
+    Route("/v1/score/{model}", "POST", "score", endpoint="score"),
+    Route("/v1/rerank", "POST", "rerank", "openai", "score"),
     Route("/v1/embeddings", "POST", "embeddings", "openai", "embeddings"),
     Route("/v1/models", "GET", "list_models"),
     Route("/v1/models/{model}", "GET", "show_model"),

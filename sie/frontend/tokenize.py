@@ -41,6 +41,7 @@ class Tokenizer:
         self.vocab_size = card.vocab_size or tokenizer.get_vocab_size()
         self._document = self._query = _Reader(tokenizer)
         self._is_plain = not (card.strip or card.lowercase)
+        self._wants_types = card.score is not None and card.score.token_types
 
     @classmethod
     def load(cls, card: ModelCard) -> Tokenizer:
@@ -83,8 +84,35 @@ class Tokenizer:
                 return np.array(ids, np.int32), np.array((0, len(ids)), np.int32)
             rows = [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
         except TypeError as exc:
-            raise _unicode_error(texts, exc) from None
-        return _pack(rows)
+            raise unicode_error(texts, exc) from None
+        return pack_ids(rows)
+
+    def encode_pairs(self, query: str, documents: Sequence[str]) -> tuple[Int32Array, Int32Array, BytesArray | None]:
+        """Return (token_ids, cu_seqlens, token_types) of the query with each document, as the tokenizer joins two texts.
+
+        A pair that is too long loses tokens of the longer text first. token_types (t,) uint8 is None for a model that
+        reads none. Raises BadRequest as `encode_texts` does.
+        """
+        if not self._is_plain:
+            query, documents = self._clean(query), [self._clean(document) for document in documents]
+        try:
+            encodings = self._document.tokenizer.encode_batch_fast([(query, document) for document in documents])
+        except TypeError as exc:
+            raise unicode_error((query, *documents), exc) from None
+        token_ids, cu_seqlens = pack_ids([encoding.ids for encoding in encodings])
+        if not self._wants_types:
+            return token_ids, cu_seqlens, None
+        types = chain.from_iterable(encoding.type_ids for encoding in encodings)
+        return token_ids, cu_seqlens, np.fromiter(types, np.uint8, len(token_ids))
+
+    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return each text's token ids without special tokens. Raises BadRequest as `encode_texts` does."""
+        try:
+            return [
+                encoding.ids for encoding in self._document.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            ]
+        except TypeError as exc:
+            raise unicode_error(texts, exc) from None
 
     def check_token_ids(self, token_lists: Sequence[Sequence[int]]) -> tuple[Int32Array, Int32Array]:
         """Return (token_ids, cu_seqlens) of token arrays that a client made, cut at the model's maximum.
@@ -99,7 +127,7 @@ class Tokenizer:
                 raise BadRequest(f"Token array {index} must not be empty")
             if min(ids) < 0 or max(ids) >= self.vocab_size:
                 raise BadRequest(f"Token array {index} holds an id outside the vocabulary [0, {self.vocab_size})")
-        return _pack(rows)
+        return pack_ids(rows)
 
     def _clean(self, text: str) -> str:
         text = text.strip() if self.card.strip else text
@@ -136,11 +164,6 @@ def _with_marker(tokenizer: tokenizers.Tokenizer, prefix: str) -> tokenizers.Tok
     return tokenizer
 
 
-def count_cost(cu_seqlens: Int32Array) -> int:
-    """Return the number of tokens that the sequences cost together."""
-    return int(cu_seqlens[-1])
-
-
 def encode_stub_texts(card: ModelCard, texts: Sequence[str]) -> tuple[BytesArray, Int32Array, Int32Array]:
     """Return (text, text_offsets, cu_seqlens) for a stub model, which reads text and not tokens.
 
@@ -153,11 +176,11 @@ def encode_stub_texts(card: ModelCard, texts: Sequence[str]) -> tuple[BytesArray
     try:
         encoded = [text.encode() for text in texts]
     except UnicodeEncodeError as exc:
-        raise _unicode_error(texts, exc) from None
+        raise unicode_error(texts, exc) from None
     sizes = [len(part) for part in encoded]
     max_tokens = card.stub.max_tokens
     costs = (count_stub_tokens(size, max_tokens) for size in sizes)
-    return np.frombuffer(b"".join(encoded), np.uint8), _bounds(sizes, len(texts)), _bounds(costs, len(texts))
+    return np.frombuffer(b"".join(encoded), np.uint8), bounds_of(sizes, len(texts)), bounds_of(costs, len(texts))
 
 
 def is_long(texts: Sequence[str], threshold_bytes: int) -> bool:
@@ -173,16 +196,18 @@ def is_long(texts: Sequence[str], threshold_bytes: int) -> bool:
     return sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts) > threshold_bytes
 
 
-def _pack(rows: Sequence[Sequence[int]]) -> tuple[Int32Array, Int32Array]:
-    cu_seqlens = _bounds(map(len, rows), len(rows))
+def pack_ids(rows: Sequence[Sequence[int]]) -> tuple[Int32Array, Int32Array]:
+    """Return (token_ids, cu_seqlens) of sequences that are token ids already."""
+    cu_seqlens = bounds_of(map(len, rows), len(rows))
     return np.fromiter(chain.from_iterable(rows), np.int32, int(cu_seqlens[-1])), cu_seqlens
 
 
-def _bounds(sizes: Iterable[int], count: int) -> Int32Array:
+def bounds_of(sizes: Iterable[int], count: int) -> Int32Array:
+    """Return the (count + 1,) int32 bounds of pieces that lie back to back."""
     return np.fromiter(accumulate(sizes, initial=0), np.int32, count + 1)
 
 
-def _unicode_error(texts: Sequence[str], cause: Exception) -> SieError:
+def unicode_error(texts: Sequence[str], cause: Exception) -> SieError:
     """Say which text holds a lone surrogate; a tokenizer that failed for another reason is our own fault."""
     for index, text in enumerate(texts):
         try:

@@ -26,11 +26,9 @@ import socket
 import time
 from collections.abc import Iterable
 
-from sie.shm.large import MAX_SEGMENTS
 from sie.shm.layout import (
     LAST_KIND,
     LAYOUT_VERSION,
-    MAX_SEGMENT_NUMBER,
     OFFSET_MASK,
     PROLOGUE_BYTES,
     RELEASE,
@@ -41,7 +39,7 @@ from sie.shm.layout import (
 from sie.shm.messages import Announce, Message, Offer, Retire, close_all, receive, send
 from sie.shm.ring import RingConsumer, RingProducer
 from sie.shm.segment import Segment, is_dead
-from sie.shm.space import OutboundSpace
+from sie.shm.space import InboundSpace, OutboundSpace
 
 
 class PendingAttachment:
@@ -115,7 +113,7 @@ class PendingAttachment:
 class Attachment:
     """Both directions of one frontend-worker pair, one generation."""
 
-    __slots__ = ("_announced", "_consumer", "_credit_fd", "_epoll", "_large", "_outbound", "_peer", "_peer_bytes",
+    __slots__ = ("_announced", "_consumer", "_credit_fd", "_epoll", "_inbound", "_outbound", "_peer_bytes",
                  "_peer_view", "_producer", "_push", "_releases", "_retired", "_sock", "_waits_for_credit", "bell_fd",
                  "generation", "num_stale", "pidfd", "sock_fd")  # fmt: skip
 
@@ -136,12 +134,11 @@ class Attachment:
         self._producer = producer
         self._push = producer.push
         self._consumer = consumer
-        self._peer = peer
+        self._inbound = InboundSpace(peer)
         self._peer_view = peer.view
         self._peer_bytes = peer.nbytes
         self._announced: set[int] = set()  # numbers of our large segments that the peer has
         self._retired: list[int] = []  # numbers that the peer must be told are gone
-        self._large: dict[int, Segment] = {}  # the peer's large segments
         self._releases: list[tuple[int, ...]] = []  # descriptors waiting for credit
         outbound.retire_listeners.append(self._retire)
         self.generation = generation
@@ -239,7 +236,8 @@ class Attachment:
                 descriptors = self._checked(descriptors)
                 break
         if self._waits_for_credit:
-            self._wait_for_credit(waits=bool(self._flush_releases()))
+            still_full = self._flush_releases() or not self._producer.num_credits
+            self._wait_for_credit(waits=bool(still_full))
         return descriptors
 
     def view(self, descriptor: Descriptor) -> memoryview:
@@ -251,7 +249,7 @@ class Attachment:
         length = descriptor[5]
         end = offset + length
         if offset & 63 or length < PROLOGUE_BYTES or end > self._peer_bytes:
-            return self._large_view(offset, length)
+            return self._other_view(offset, length)
         return self._peer_view[offset:end]
 
     def read_socket(self) -> bool:
@@ -261,12 +259,17 @@ class Attachment:
         """
         if self._retired:
             self._tell_retired()
-        try:
-            while (received := receive(self._sock)) is not None:
+        while True:
+            try:
+                received = receive(self._sock)
+                if received is None:
+                    return True
                 self._apply(*received)
-        except ConnectionError:
-            return False
-        return True
+            except ConnectionResetError:
+                # Told once, ahead of what the peer said before it went: the peer left messages of ours unread.
+                continue
+            except ConnectionError:
+                return False
 
     def peer_is_dead(self) -> bool:
         """Whether the peer's process has ended, so that extents handed over to it can be reclaimed."""
@@ -282,10 +285,7 @@ class Attachment:
         self._consumer.close()
         self._peer_view = memoryview(b"")
         self._peer_bytes = 0
-        self._peer.close()
-        for segment in self._large.values():
-            segment.close()
-        self._large.clear()
+        self._inbound.close()
         self._sock.close()
         os.close(self.pidfd)
         self.bell_fd = self.sock_fd = self.pidfd = -1
@@ -351,36 +351,21 @@ class Attachment:
                 raise ProtocolError(f"a descriptor of kind {descriptor.kind}")
         return current
 
-    def _large_view(self, address: int, length: int) -> memoryview:
-        """Return an extent of a large segment, after reading the announcements sent before its descriptor."""
-        number, offset = address >> SEGMENT_SHIFT, address & OFFSET_MASK
-        segment = self._peer
-        if number:
-            self.read_socket()
-            found = self._large.get(number)
-            if found is None:
-                raise ProtocolError(f"a descriptor in segment {number}, which was not announced")
-            segment = found
-        if offset & 63 or length < PROLOGUE_BYTES or offset + length > segment.nbytes:
-            raise ProtocolError(f"{length} bytes at {offset} in segment {number} of {segment.nbytes} bytes")
-        return segment.view[offset : offset + length]
+    def _other_view(self, address: int, length: int) -> memoryview:
+        """Return an extent that is not simply in the peer's main segment."""
+        if address > OFFSET_MASK:
+            self.read_socket()  # its announcement was sent before its descriptor
+        return self._inbound.view(address, length)
 
     def _apply(self, message: Message, fds: list[int]) -> None:
         """Map or unmap a large segment of the peer. Takes over fds."""
-        if isinstance(message, Retire):
-            segment = self._large.pop(message.number, None)
-            if segment is None:
-                raise ProtocolError(f"segment {message.number} was retired, but never announced")
-            segment.close()
-            return
-        fits = len(self._large) < MAX_SEGMENTS
-        if isinstance(message, Offer) or not 0 < message.number <= MAX_SEGMENT_NUMBER or not fits:
+        if isinstance(message, Announce):
+            self._inbound.announce(message.number, message.nbytes, fds[0])
+        elif isinstance(message, Retire):
+            self._inbound.retire(message.number)
+        else:
             close_all(fds)
-            raise ProtocolError(f"{type(message).__name__} with {len(self._large)} large segments")
-        if message.number in self._large:
-            close_all(fds)
-            raise ProtocolError(f"segment {message.number} was announced twice")
-        self._large[message.number] = Segment.map_peer(fds[0], message.nbytes)
+            raise ProtocolError("a second offer")
 
 
 def _accept_offer(message: Message, fds: list[int], generation: int) -> tuple[Segment, RingConsumer]:

@@ -76,14 +76,17 @@ def begin_extent(view: memoryview, header: bytes) -> memoryview:
 def write_extent(view: memoryview, header: bytes, refs: Sequence[ArrayRef], arrays: Sequence[NDArray[Any]]) -> int:
     """Write a whole extent and return its length, for the descriptor.
 
-    refs are those of the `plan_arrays` that made the header; arrays have their shapes, in the same order.
+    refs are those of the `plan_arrays` that made the header; arrays come in the same order. Raises ValueError for one
+    that is not C-contiguous or not of the planned shape and dtype.
     """
     payload = begin_extent(view, header)
     end = 0
     for ref, array in zip(refs, arrays, strict=True):
-        target = array_view(payload, ref)
-        target[...] = array
-        end = ref.offset + target.nbytes
+        if array.shape != ref.shape or array.dtype.str != ref.dtype:
+            raise ValueError(f"array {ref.name!r} is {array.dtype} {array.shape}, planned as {ref.dtype} {ref.shape}")
+        end = ref.offset + array.nbytes
+        if array.nbytes:
+            payload[ref.offset : end] = array.data.cast("B")
     return len(view) - len(payload) + end
 
 

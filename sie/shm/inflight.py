@@ -19,7 +19,7 @@ _PHASES: Final[tuple[Phase, ...]] = ("idle", "step", "load")
 _HEADER_BYTES: Final = 64
 _VERSION, _TURN = 0, 1  # indices of u64 words in the header
 _SLOT: Final = Struct("<QQQQQ24x")
-_ENTRY: Final = Struct("<I4xQ16s")
+_ENTRY: Final = Struct("<I4xQ")
 _READ_ATTEMPTS: Final = 16
 
 
@@ -28,8 +28,6 @@ class InflightEntry(NamedTuple):
 
     frontend: int
     request_id: int
-    digest: bytes
-    """The identity of the input, 16 bytes; zeros when it has none."""
 
 
 class InflightStatus(NamedTuple):
@@ -85,11 +83,11 @@ class InflightPage:
         started_ns: int,
         allowed_ns: int,
         phase: Phase,
-        running: Collection[tuple[int, int, bytes]] = (),
+        running: Collection[tuple[int, int]] = (),
     ) -> None:
-        """Replace what the page says. running holds a (frontend, request_id, digest) for each request of the step.
+        """Replace what the page says. running holds a (frontend, request_id) for each request of the step.
 
-        A digest has at most 16 bytes. Raises ValueError on more than max_entries requests.
+        Raises ValueError on more than max_entries requests.
         """
         if len(running) > self.max_entries:
             raise ValueError(f"{len(running)} requests in a step, the page holds {self.max_entries}")
@@ -98,8 +96,8 @@ class InflightPage:
         view = self._segment.view
         _SLOT.pack_into(view, start, step_seq, started_ns, allowed_ns, _PHASES.index(phase), len(running))
         start += _SLOT.size
-        for frontend, request_id, digest in running:
-            _ENTRY.pack_into(view, start, frontend, request_id, digest)
+        for frontend, request_id in running:
+            _ENTRY.pack_into(view, start, frontend, request_id)
             start += _ENTRY.size
         # ORDER: after the slot's bytes; from here this slot is the valid one and the other may be written.
         self._words[_TURN] = turn

@@ -51,9 +51,9 @@ In-flight page: one writer; two slots, of which `turn & 1` is the valid one; `tu
     +---------------+---------------+----------------------+--------------------+-------------------+
     | version       | turn          | reserved             | slot 0             | slot 1            |
     +---------------+---------------+----------------------+--------------------+-------------------+
-    slot:  0          8            16           24      32      40 .. 64    then `count` entries of 32 bytes
-          +----------+------------+------------+-------+-------+----------+  0          4      8            16      32
-          | step_seq | started_ns | allowed_ns | phase | count | reserved |  | frontend | 0    | request_id | digest |
+    slot:  0          8            16           24      32      40 .. 64    then `count` entries of 16 bytes
+          +----------+------------+------------+-------+-------+----------+  0          4      8            16
+          | step_seq | started_ns | allowed_ns | phase | count | reserved |  | frontend | 0    | request_id |
           +----------+------------+------------+-------+-------+----------+
 """
 

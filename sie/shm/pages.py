@@ -1,4 +1,4 @@
-"""Owns the pages that the supervisor keeps for its children: counters here, in-flight work in `sie.shm.inflight`.
+"""Owns the counter pages: what each process counts, kept by the supervisor for whoever succeeds that process.
 
 A page outlives its writer: the supervisor creates it, a child maps it writable, and the child's successor continues
 it. There is one writer at a time and any number of readers, which use `read_only_fd` copies. Nothing is locked: every
@@ -15,12 +15,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from sie.shm.inflight import InflightPage, InflightStatus
 from sie.shm.layout import LAYOUT_VERSION, ProtocolError, check_version, round_up
 from sie.shm.segment import Segment
-
-__all__ = ["Counter", "CounterPage", "Gauge", "Histogram", "InflightPage", "InflightStatus", "Labels", "Record",
-           "RecordKind"]  # fmt: skip
 
 Labels = tuple[tuple[str, str], ...]
 

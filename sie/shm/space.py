@@ -1,16 +1,18 @@
-"""Owns all memory that this process writes for its peers: a main segment of extents, and the large segments.
+"""Owns a process's memory on both sides: what it writes for its peers, and what one peer writes for it.
 
-A frontend has one space for all workers, so that work can be given to another worker from the same bytes; a worker
-has one per frontend, so that a frontend that stopped reading blocks only itself.
+Each is a main segment of extents, and the large segments. A frontend has one outbound space for all workers, so that
+work can be given to another worker from the same bytes; a worker has one per frontend, so that a frontend that stopped
+reading blocks only itself. An inbound space belongs to one attachment.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Final
 
-from sie.shm.large import LargeBudget, LargePool
-from sie.shm.layout import OFFSET_MASK
+from sie.shm.large import MAX_SEGMENTS, LargeBudget, LargePool
+from sie.shm.layout import MAX_SEGMENT_NUMBER, OFFSET_MASK, PROLOGUE_BYTES, SEGMENT_SHIFT, ProtocolError
 from sie.shm.pool import ExtentPool, Lease, end_released
 from sie.shm.segment import Segment
 
@@ -77,3 +79,49 @@ class OutboundSpace:
     def _retired(self, number: int) -> None:
         for listener in self.retire_listeners:
             listener(number)
+
+
+class InboundSpace:
+    """A peer's memory, mapped read-only. Every address and number here is the peer's word and is checked."""
+
+    __slots__ = ("_large", "main")
+
+    def __init__(self, main: Segment) -> None:
+        """Take over the peer's main segment."""
+        self.main = main
+        self._large: dict[int, Segment] = {}
+
+    def view(self, address: int, length: int) -> memoryview:
+        """Return an extent, read-only and exactly length bytes.
+
+        Raises ProtocolError when it is not aligned, has no room for a prologue, or does not lie in a known segment.
+        """
+        number, offset = address >> SEGMENT_SHIFT, address & OFFSET_MASK
+        segment = self._large.get(number) if number else self.main
+        if segment is None:
+            raise ProtocolError(f"a descriptor in segment {number}, which was not announced")
+        if offset & 63 or length < PROLOGUE_BYTES or offset + length > segment.nbytes:
+            raise ProtocolError(f"{length} bytes at {offset} in segment {number} of {segment.nbytes} bytes")
+        return segment.view[offset : offset + length]
+
+    def announce(self, number: int, nbytes: int, fd: int) -> None:
+        """Map a large segment. Closes fd in every case. Raises ProtocolError on a number that cannot be new."""
+        is_new = 0 < number <= MAX_SEGMENT_NUMBER and number not in self._large
+        if not is_new or len(self._large) >= MAX_SEGMENTS:
+            os.close(fd)
+            raise ProtocolError(f"segment {number} was announced beside {len(self._large)} others")
+        self._large[number] = Segment.map_peer(fd, nbytes)
+
+    def retire(self, number: int) -> None:
+        """Unmap a large segment. Raises ProtocolError when there is none of this number."""
+        segment = self._large.pop(number, None)
+        if segment is None:
+            raise ProtocolError(f"segment {number} was retired, but never announced")
+        segment.close()
+
+    def close(self) -> None:
+        """Unmap everything."""
+        self.main.close()
+        for segment in self._large.values():
+            segment.close()
+        self._large.clear()

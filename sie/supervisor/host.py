@@ -31,10 +31,13 @@ def make_runtime_dir(base: Path) -> Path:
 def take_lock(directory: Path, port: int) -> int:
     """Hold `sie-PORT.lock` for this process's life and return its descriptor.
 
-    Raises StartError naming the holder's pid when another server holds it.
+    Raises StartError naming the holder's pid when another server holds it, or why it cannot be had.
     """
     path = directory / f"sie-{port}.lock"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise StartError(f"runtime_dir: cannot open {path}: {error.strerror}") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -63,6 +66,8 @@ def reserve_port(host: str, port: int) -> socket.socket:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind((host, port))
+        # From here no exclusive listener fits beside us, so a second server is refused before our frontends listen.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         raise StartError(f"host/port: cannot listen on {host}:{port}: {error.strerror or error}") from error
     return held

@@ -68,19 +68,19 @@ class Loads:
 
     def report(self, worker: Child, report: control.ModelReport) -> None:
         """Take a worker's word on one of its models."""
+        self._book.report(worker.slot, report, time.monotonic())
         if report.state == "loading" and report.progress is not None:
             self._progress.update(report.model, report.progress, report.detail)
             return
-        self._book.report(worker.slot, report, time.monotonic())
         if report.state == "loaded":
             self._progress.done(report.model, f"{worker.place.device} {report.dtype}".strip())
         elif report.state == "failed" and report.error is not None:
             self._progress.fail(report.model, report.error.message)
         self.broadcast()
 
-    def forget_worker(self, slot: int) -> None:
-        """Drop what a dead worker had loaded."""
-        self._book.forget_worker(slot)
+    def forget_worker(self, slot: int, *, blame: bool) -> None:
+        """Drop what a dead worker had loaded; blame: the death may be the doing of a load."""
+        self._book.forget_worker(slot, time.monotonic(), blame=blame)
 
     def tick(self, now_s: float) -> None:
         """Do what is due: retries, loads that take too long, models that nobody uses."""
@@ -89,6 +89,7 @@ class Loads:
             self.broadcast()
         for record, slot in self._book.overdue(self._timeout_s, now_s):
             reason = f"not loaded within load_timeout_s ({self._timeout_s:g} s)"
+            del record.loading_since_s[slot]
             self._book.fail(record, failed(record.spec, reason, "TIMEOUT"), now_s)
             self._progress.fail(record.spec.id, reason)
             self._crew.workers[slot].kill()  # the load's thread ends with its process, and with nothing less

@@ -11,7 +11,7 @@ import msgspec
 
 from sie.catalog.spec import ModelSpec
 from sie.control import ModelEntry, ModelReport
-from sie.errors import WireError
+from sie.errors import Internal, WireError, to_wire
 from sie.types import ModelCard, ModelState
 
 _MAX_RETRY_S = 1800.0
@@ -95,22 +95,23 @@ class ModelBook:
         record = self.records.get(report.model)
         if record is None:
             return
-        if report.state == "loading":
-            record.loading_since_s.setdefault(slot, now_s)
-        else:
+        if report.state != "loading":
             record.loading_since_s.pop(slot, None)
+        elif report.progress is not None:  # a worker loads one model at a time; without progress this one still waits
+            record.loading_since_s.setdefault(slot, now_s)
         if report.state == "available":
             record.reports.pop(slot, None)
         else:
             record.reports[slot] = report
         if report.state == "loaded":
-            record.was_loaded, record.error, record.num_attempts = True, None, 0
+            record.wanted = record.was_loaded = True
+            record.error, record.num_attempts = None, 0
             record.last_used_s = max(record.last_used_s, now_s)
-        elif report.state == "failed" and report.error is not None:
-            self.fail(record, report.error, now_s)
+        elif report.state == "failed" and report.error is not None and not _is_loading(record):
+            self.fail(record, report.error, now_s)  # one attempt, however many workers made it
 
     def fail(self, record: Record, error: WireError, now_s: float) -> None:
-        """Record a failed load, and when it may be tried again."""
+        """Record a failed load, and when it may be tried again; workers that have the model go on serving it."""
         record.num_attempts += 1
         error_class = str(error.extras.get("error_class", "UNKNOWN"))
         permanent = error_class in _PERMANENT_CLASSES or record.num_attempts >= _PERMANENT_ATTEMPTS
@@ -120,23 +121,34 @@ class ModelBook:
         record.error = msgspec.structs.replace(error, code="MODEL_LOAD_FAILED", http_status=502, extras=extras)
         cooldown_s = min(self._retry_s * 2 ** (record.num_attempts - 1), _MAX_RETRY_S)
         record.retry_at_s = float("inf") if permanent else now_s + cooldown_s
-        record.wanted = record.preparing = False
+        record.preparing = False
+        if not _loaded_on(record):
+            record.wanted = record.was_loaded = False
 
-    def forget_worker(self, slot: int) -> None:
-        """Drop what a dead worker had loaded."""
+    def forget_worker(self, slot: int, now_s: float, *, blame: bool) -> None:
+        """Drop what a dead worker had loaded; with blame, a load that was going on there has failed.
+
+        Otherwise a checkpoint whose load kills its worker would be loaded again for ever, and take the worker's other
+        models down each time.
+        """
+        for record in self.records.values():
+            if not blame or slot not in record.loading_since_s:
+                continue
+            reason = f"Model '{record.spec.id}': the worker died while it loaded"
+            self.fail(record, to_wire(Internal(reason, extras={"error_class": "ENGINE"})), now_s)
         for record in self.records.values():
             record.reports.pop(slot, None)
             record.loading_since_s.pop(slot, None)
 
     def idle(self, idle_s: float, now_s: float) -> list[Record]:
-        """Return the lazy models that are loaded everywhere they are wanted and were not used for idle_s."""
+        """Return the lazy models that are loaded, load nowhere else and were not used for idle_s."""
         return [
             record
             for record in self.records.values()
             if record.wanted
             and not record.preload
-            and record.reports
-            and all(report.state == "loaded" for report in record.reports.values())
+            and _loaded_on(record)
+            and not _is_loading(record)
             and now_s - record.last_used_s > idle_s
         ]
 
@@ -159,6 +171,10 @@ class ModelBook:
 
 def _loaded_on(record: Record) -> tuple[int, ...]:
     return tuple(sorted(slot for slot, report in record.reports.items() if report.state == "loaded"))
+
+
+def _is_loading(record: Record) -> bool:
+    return any(report.state == "loading" for report in record.reports.values())
 
 
 def _entry(record: Record) -> ModelEntry:

@@ -33,7 +33,7 @@ from sie.types import ModelCard
 
 _log = get_logger(__name__)
 _TICK_S = 0.1
-_PING_S = 0.5
+_MAX_PING_S = 0.5
 _EXTEND_S = 5.0
 _CLOSE_AFTER_S = 0.5
 """How long a draining frontend keeps listening, so that keep-alive clients hear 503 and `Connection: close`."""
@@ -158,7 +158,7 @@ class Supervisor:
         """Forget what the worker had loaded; blame what it ran, if the death can be that input's doing."""
         is_suspect = self._watch.blames_input(status, worker.slot)
         self._watch.forget(worker.slot)
-        self._loads.forget_worker(worker.slot)
+        self._loads.forget_worker(worker.slot, blame=is_suspect)
         return tuple((entry.frontend, entry.request_id) for entry in running.entries) if is_suspect else ()
 
     def on_changed(self) -> None:
@@ -193,6 +193,7 @@ class Supervisor:
 
     async def _tick_forever(self) -> None:
         watchdog_s = watchdog_interval_s(dict(os.environ))
+        ping_s = min(_MAX_PING_S, self._settings.supervisor.tick_timeout_s / 4)
         petted_s = extended_s = pinged_s = 0.0
         while True:
             await asyncio.sleep(_TICK_S)
@@ -201,7 +202,7 @@ class Supervisor:
             self._watch_workers(now_s, late_s)
             self._watch_frontends(now_s, late_s)
             self._loads.tick(now_s)
-            if now_s - pinged_s >= _PING_S:
+            if now_s - pinged_s >= ping_s:
                 self._crew.send_all(self._crew.frontends, control.Ping(int(now_s * 1e3)))
                 pinged_s = now_s
             if watchdog_s is not None and now_s - petted_s >= watchdog_s:
@@ -218,7 +219,7 @@ class Supervisor:
             elif worker.state == "ready":
                 verdict = self._watch.judge_worker(worker.slot, self._crew.running(worker), now_s, late_s)
                 if verdict == "abort":
-                    _log.error("%s hangs: its step is over its allowance by watchdog_s; aborting it", worker.name)
+                    _log.error("%s hangs: over its allowance by watchdog_s; aborting it", worker.name)
                     worker.signal(signal.SIGABRT)
                 elif verdict == "kill":
                     worker.kill()

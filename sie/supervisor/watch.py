@@ -1,7 +1,7 @@
 """Judges who hangs and whose fault a death was. Pure but for one kernel counter, read when a worker dies.
 
-Hung means: now > started + allowed + watchdog, from what the worker publishes before each step; `allowed` grows with
-the step's size. Intervals in which the supervisor's own tick came late are forgiven, so a starved machine kills nobody.
+Hung means: now > started + allowed + watchdog, from what the worker publishes before each step, and between steps twice
+a second; `allowed` grows with the step's size. Intervals in which the supervisor's own tick came late are forgiven, so a starved machine kills nobody.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Watch:
     def __init__(self, watchdog_s: float) -> None:
         self._watchdog_s = watchdog_s
         self._last_tick_s = 0.0
-        self._forgiven_s: dict[int, tuple[int, float]] = {}  # by slot: of which step, how many seconds
+        self._forgiven_s: dict[int, tuple[int, float]] = {}  # by slot: since when, how many seconds
         self._aborted_s: dict[int, float] = {}
         self._num_oom_kills = count_oom_kills()
 
@@ -39,11 +39,11 @@ class Watch:
         """Say what to do about a worker, from its status page. late_s is what `tick` returned."""
         if slot in self._aborted_s:
             return "kill" if now_s - self._aborted_s[slot] > _DUMP_S else "fine"
-        if status.phase == "idle":
+        if not status.started_ns:  # its loop has not turned yet, or it writes faster than its page can be read
             return "fine"
-        step, forgiven_s = self._forgiven_s.get(slot, (status.step_seq, 0.0))
-        forgiven_s = late_s + (forgiven_s if step == status.step_seq else 0.0)
-        self._forgiven_s[slot] = (status.step_seq, forgiven_s)
+        started_ns, forgiven_s = self._forgiven_s.get(slot, (0, 0.0))
+        forgiven_s = late_s + (forgiven_s if started_ns == status.started_ns else 0.0)
+        self._forgiven_s[slot] = (status.started_ns, forgiven_s)
         over_s = now_s - (status.started_ns + status.allowed_ns) / 1e9 - forgiven_s
         if over_s <= self._watchdog_s:
             return "fine"
@@ -53,11 +53,13 @@ class Watch:
     def blames_input(self, status: int, slot: int) -> bool:
         """Return whether a death may be the doing of what was running.
 
-        A SIGKILL that was neither ours nor the kernel's for want of memory came from outside, and says nothing about
-        the input; every other death may.
+        A SIGKILL that was neither ours nor the kernel's for want of memory came from outside, as does the SIGTERM on
+        which a worker exits with 0, and says nothing about the input; every other death may.
         """
         num_oom_kills, before = count_oom_kills(), self._num_oom_kills
         self._num_oom_kills = num_oom_kills
+        if status == 0:
+            return False
         return status != -signal.SIGKILL or slot in self._aborted_s or num_oom_kills > before
 
     def forget(self, slot: int) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from sie.types import ModelCard, WorkHeader
 from sie.workers.runners import StepOutputs
-from sie.workers.runners.quantise import finish_rows
+from sie.workers.runners.quantise import check_scores, finish_rows
 
 
 class Finished(NamedTuple):
@@ -21,6 +21,14 @@ class Finished(NamedTuple):
 
     members: list[int]
     rows: NDArray[np.generic]
+
+
+def finish_rows_of(card: ModelCard, wants: Sequence[WorkHeader], outputs: StepOutputs) -> list[Finished]:
+    """Finish what has rows of a fixed size: scores, or dense vectors. Raises Internal NON_FINITE."""
+    if outputs.scores is not None:
+        check_scores(card.id, outputs.scores)
+        return [Finished(list(range(len(wants))), outputs.scores)]
+    return [] if outputs.dense is None else finish_dense(card, wants, outputs.dense)
 
 
 def finish_dense(card: ModelCard, wants: Sequence[WorkHeader], rows: NDArray[np.float32]) -> list[Finished]:

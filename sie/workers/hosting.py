@@ -10,6 +10,7 @@ import gc
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -41,20 +42,24 @@ class Host:
         self.device = device
         self._build = build
         self._send = send_report
-        self._wanted: queue.SimpleQueue[ModelCard | None] = queue.SimpleQueue()
+        self._wanted: deque[ModelCard] = deque()
+        self._is_loading = False
         self._news: queue.SimpleQueue[ModelReport | tuple[ModelCard, Runner]] = queue.SimpleQueue()
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.models: dict[str, Hosted] = {}
-        threading.Thread(target=self._load_forever, name="load", daemon=True).start()
 
     def load(self, card: ModelCard) -> None:
-        """Start loading a model, unless it is loading or loaded."""
+        """Start loading a model, unless it is loading or loaded; one that is not freed yet stays instead."""
         hosted = self.models.get(card.id)
-        if hosted is not None and hosted.state in ("loading", "loaded"):
+        if hosted is not None:
+            if hosted.state == "unloading":
+                hosted.state = "loaded"
+                self._send_loaded(hosted)
             return
         self.models[card.id] = Hosted(card, "loading")
         self._send(ModelReport(card.id, "loading", self.device))
-        self._wanted.put(card)
+        self._wanted.append(card)
+        self._start_next()
 
     def runner(self, model: str) -> Runner | None:
         """Return the runner that takes new work for a model, or None while it is not loaded."""
@@ -87,24 +92,41 @@ class Host:
             if isinstance(news, ModelReport):
                 if news.state == "failed":
                     self.models.pop(news.model, None)
+                    self._is_loading = False
                 self._send(news)
                 continue
+            self._is_loading = False
             card, runner = news
             hosted = self.models[card.id] = Hosted(card, "loaded", runner)
             loaded.append(hosted)
-            dtype = str(getattr(runner, "dtype", ""))
-            self._send(ModelReport(card.id, "loaded", self.device, runner.memory_bytes, dtype))
+            self._send_loaded(hosted)
+        self._start_next()
         return loaded
 
-    def _load_forever(self) -> None:
-        while (card := self._wanted.get()) is not None:
-            try:
-                runner = self._build(card, lambda fraction, text, card=card: self._progress(card, fraction, text))
-            except BaseException as error:  # a load must never take the worker's other models with it
-                _log.exception("loading %s failed", card.id)
-                self._tell(ModelReport(card.id, "failed", self.device, error=_load_error(card, error)))
-            else:
-                self._tell((card, runner))
+    def _send_loaded(self, hosted: Hosted) -> None:
+        assert hosted.runner is not None
+        dtype = str(getattr(hosted.runner, "dtype", ""))
+        self._send(ModelReport(hosted.card.id, "loaded", self.device, hosted.runner.memory_bytes, dtype))
+
+    def _start_next(self) -> None:
+        """Start the next load, on a thread that ends with it.
+
+        A thread that stayed would keep its OpenMP team: with more threads than cores libgomp stops to spin, and every
+        step of the loop's own thread took twice as long.
+        """
+        if self._wanted and not self._is_loading:
+            self._is_loading = True
+            threading.Thread(target=self._load, args=(self._wanted.popleft(),), name="load", daemon=True).start()
+
+    def _load(self, card: ModelCard) -> None:
+        self._progress(card, 0.0, "starting")
+        try:
+            runner = self._build(card, lambda fraction, text: self._progress(card, fraction, text))
+        except BaseException as error:  # a load must never take the worker's other models with it
+            _log.exception("loading %s failed", card.id)
+            self._tell(ModelReport(card.id, "failed", self.device, error=_load_error(card, error)))
+        else:
+            self._tell((card, runner))
 
     def _progress(self, card: ModelCard, fraction: float, text: str) -> None:
         self._tell(ModelReport(card.id, "loading", self.device, progress=fraction, detail=text))

@@ -7,34 +7,60 @@ from collections import deque
 
 from sie.control import Attach
 from sie.settings import Settings
-from sie.shm.attach import Attachment
+from sie.shm.attach import Attachment, PendingAttachment
 from sie.shm.large import LargeBudget
-from sie.shm.layout import Descriptor
+from sie.shm.layout import Descriptor, ProtocolError
 from sie.shm.pool import Lease
 from sie.shm.space import OutboundSpace
 
-_ATTACH_TIMEOUT_S = 5.0
+
+class JoiningFrontend:
+    """A frontend that has our offer and whose own has not come yet; the step loop goes on meanwhile."""
+
+    def __init__(self, message: Attach, fds: list[int], settings: Settings, budget: LargeBudget) -> None:
+        """Create the reply memory and send our offer. Raises OSError or ReservationError."""
+        self.slot = message.peer_slot
+        self.pidfd = fds[1]
+        memory = settings.memory
+        self._space = OutboundSpace.create(
+            f"reply-{self.slot}", memory.reply_segment_bytes, budget, large_extent_bytes=memory.large_extent_bytes
+        )
+        try:
+            sock = socket.socket(fileno=fds[0])
+            self._pending = PendingAttachment(sock, fds[1], message.generation, self._space, memory.ring_capacity)
+        except BaseException:
+            self._space.close()
+            raise
+        self.sock_fd = self._pending.sock_fd
+
+    def try_finish(self) -> FrontendLink | None:
+        """Return the link, or None while the frontend's offer is not there.
+
+        Raises OSError or ProtocolError when it never will be; everything is closed then.
+        """
+        try:
+            attachment = self._pending.try_finish()
+        except BaseException:
+            self._space.close()
+            raise
+        return None if attachment is None else FrontendLink(self.slot, attachment, self._space)
+
+    def close(self) -> None:
+        """Give up: the frontend is dead, or another has its slot."""
+        self._pending.close()
+        self._space.close()
 
 
 class FrontendLink:
     """One frontend, as the step loop sees it."""
 
-    def __init__(self, message: Attach, fds: list[int], settings: Settings, budget: LargeBudget) -> None:
-        """Exchange memory with the frontend. Raises OSError or ProtocolError when that fails in time."""
-        self.slot = message.peer_slot
-        memory = settings.memory
-        self._space = OutboundSpace.create(
-            f"reply-{self.slot}", memory.reply_segment_bytes, budget, large_extent_bytes=memory.large_extent_bytes
-        )
+    def __init__(self, slot: int, attachment: Attachment, space: OutboundSpace) -> None:
+        """Take over both; `JoiningFrontend` makes them."""
+        self.slot = slot
+        self.attachment = attachment
+        self._space = space
         self._unsent: deque[tuple[int, int, Lease | None, int]] = deque()
-        try:
-            self.attachment = Attachment.connect(
-                socket.socket(fileno=fds[0]), fds[1], message.generation, self._space, memory.ring_capacity,
-                timeout_s=_ATTACH_TIMEOUT_S,
-            )  # fmt: skip
-        except BaseException:
-            self._space.close()
-            raise
+        self._fault: Exception | None = None
 
     @property
     def num_leased(self) -> int:
@@ -55,21 +81,32 @@ class FrontendLink:
         self.flush()
 
     def flush(self) -> bool:
-        """Send what waited for credit; return whether nothing waits any more."""
+        """Send what waited for credit; return whether nothing waits any more.
+
+        A frontend that cannot be sent to has gone or is broken: its replies are dropped, and `check` says so.
+        """
         while self._unsent:
             kind, request_id, lease, length = self._unsent[0]
-            if not self.attachment.push(kind, 0, request_id, lease.address if lease else 0, length):
-                return False
+            try:
+                if not self.attachment.push(kind, 0, request_id, lease.address if lease else 0, length):
+                    return False
+            except (ConnectionError, ProtocolError) as error:
+                self._fault = error
+                self._unsent.clear()
+                return True
             if lease is not None:
                 lease.hand_over(request_id)
             self._unsent.popleft()
         return True
 
+    def check(self) -> None:
+        """Raise ProtocolError when a reply could not be sent."""
+        if self._fault is not None:
+            raise ProtocolError(f"a reply could not be sent: {self._fault}") from self._fault
+
     def release(self, descriptor: Descriptor) -> None:
         """End the lease on a reply that the frontend has read. Raises ProtocolError for one it never had."""
         self._space.end_released(descriptor.offset)
-        if self._unsent:
-            self.flush()
 
     def close(self) -> None:
         """Unmap the frontend's memory and free ours; only when its process is dead or has detached."""

@@ -1,11 +1,12 @@
-"""Owns how a card becomes an encoder: weights from safetensors, the proof of packing, progress on the way.
+"""Owns how a card becomes an encoder or a scorer: weights from safetensors, the proof of packing, progress on the way.
 
 Runs in a thread beside the step loop. The only import of transformers in a worker is behind this module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,19 +15,27 @@ from tokenizers import Tokenizer
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from sie.catalog.architecture import masked_lm_class, read_model_config, text_encoder_class
+from sie.catalog.architecture import (
+    causal_class,
+    classifier_class,
+    masked_lm_class,
+    read_model_config,
+    text_encoder_class,
+)
 from sie.catalog.files import open_checkpoint, refuse
 from sie.types import ModelCard
 from sie.workers.device import DtypeSetting, choose_dtype, resolve_device
-from sie.workers.probe import choose_execution
+from sie.workers.probe import choose_execution, choose_scoring
 from sie.workers.runners.encode import Backbone, EncodeRunner
-from sie.workers.runners.head import Head
+from sie.workers.runners.head import Head, build_activation
 from sie.workers.runners.outputs import Heads, OutputsRunner
+from sie.workers.runners.score import ScoreModel, ScoreRunner
 from sie.workers.runners.splade import LanguageHead, LexicalHead, SparseHead, SpladeHead, StaticTable, take_head
 from sie.workers.runners.tokens import QueryExpansion, TokenHead
 
 Progress = Callable[[float, str], None]
 """Takes the fraction that is done, 0 to 1, and what is being done."""
+ChooseClass = Callable[[str, PretrainedConfig], type[Any]]
 
 
 def load_encoder(
@@ -41,17 +50,13 @@ def load_encoder(
     dtype = choose_dtype(dtype_setting, device)
     dtype_name = str(dtype).removeprefix("torch.")
     on_progress(0.1, "reading weights")
-    is_masked_lm = card.sparse is not None and card.sparse.kind == "splade"
     language_head = None
-    try:
-        model = _read_model(card, masked_lm_class if is_masked_lm else text_encoder_class)
-        if is_masked_lm:
-            model, language_head = take_head(card.id, model)
+    with _storage_faults(card):
+        if card.sparse is not None and card.sparse.kind == "splade":
+            model, language_head = take_head(card.id, _read_model(card, masked_lm_class))
+        else:
+            model = _read_model(card, text_encoder_class, unused="pooler.")
         heads = _build_heads(card, language_head, device)
-    except OSError as error:
-        raise refuse(card.id, str(error), "STORAGE") from error
-    except SafetensorError as error:
-        raise refuse(card.id, f"its safetensors file is damaged: {error}", "STORAGE") from error
     on_progress(0.6, f"converting weights to {dtype_name} on {device}")
     _convert(model, dtype, device)
     if language_head is not None:
@@ -95,17 +100,49 @@ def _special_ids(card: ModelCard) -> list[int]:
     return [token_id for token_id in ids if token_id is not None]
 
 
-def _read_model(card: ModelCard, find_class: Callable[[str, PretrainedConfig], type[Any]]) -> PreTrainedModel:
+def load_scorer(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress) -> ScoreRunner:
+    """Return a model that scores pairs, ready for its first step. Arguments and errors as in `load_encoder`."""
+    rule = card.score
+    assert rule is not None
+    device = resolve_device(device_name)
+    dtype = choose_dtype(dtype_setting, device)
+    dtype_name = str(dtype).removeprefix("torch.")
+    on_progress(0.1, "reading weights")
+    with _storage_faults(card):
+        model = _read_model(card, classifier_class if rule.true_token_id is None else causal_class)
+    activation = build_activation(card.id, rule.activation)
+    on_progress(0.6, f"converting weights to {dtype_name} on {device}")
+    _convert(model, dtype, device)
+    on_progress(0.8, "comparing packed with single sequences")
+    scorer = ScoreModel(model, device, rule)
+    execution, view = choose_scoring(card.id, scorer)
+    on_progress(1.0, "packed" if execution.packed else "in rectangles of equal length")
+    return ScoreRunner(card, scorer, activation, execution=execution, view=view, dtype=dtype_name)
+
+
+@contextmanager
+def _storage_faults(card: ModelCard) -> Iterator[None]:
+    """Turn what reading a damaged or missing file raises into ModelLoadFailed."""
+    try:
+        yield
+    except OSError as error:
+        raise refuse(card.id, str(error), "STORAGE") from error
+    except SafetensorError as error:
+        raise refuse(card.id, f"its safetensors file is damaged: {error}", "STORAGE") from error
+
+
+def _read_model(card: ModelCard, choose_class: ChooseClass, unused: str | None = None) -> PreTrainedModel:
     """Build the transformer on the CPU in float32.
 
-    In float32 because from_pretrained sets torch's default dtype, for the whole process, to what it is asked for:
-    with any other one, a step that runs meanwhile would compute in the wrong format.
+    choose_class picks the auto class for a configuration. In float32 because from_pretrained sets torch's default
+    dtype, for the whole process, to what it is asked for: with any other one, a step that runs meanwhile would compute
+    in the wrong format.
     """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     config = read_model_config(card.id, card.directory)
     config.use_cache = False  # a decoder would keep keys and values that nobody reads
-    model, report = find_class(card.id, config).from_pretrained(
+    model, report = choose_class(card.id, config).from_pretrained(
         card.directory,
         config=config,
         dtype=torch.float32,
@@ -113,13 +150,13 @@ def _read_model(card: ModelCard, find_class: Callable[[str, PretrainedConfig], t
         local_files_only=True,
         output_loading_info=True,
     )
-    _check_complete(card, report)
+    _check_complete(card, report, unused)
     return model.eval().requires_grad_(False)
 
 
-def _check_complete(card: ModelCard, report: dict[str, Any]) -> None:
-    """Refuse weights that transformers had to make up: it only warns."""
-    missing = sorted(name for name in report["missing_keys"] if not name.startswith("pooler."))  # its output is unused
+def _check_complete(card: ModelCard, report: dict[str, Any], unused: str | None) -> None:
+    """Refuse weights that transformers had to make up: it only warns. unused begins the names of those nobody reads."""
+    missing = sorted(name for name in report["missing_keys"] if unused is None or not name.startswith(unused))
     wrong = sorted(str(key) for key in report["mismatched_keys"])
     if missing or wrong:
         some = ", ".join((missing + wrong)[:5])

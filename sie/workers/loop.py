@@ -5,31 +5,29 @@ One thread. It waits in epoll only when nothing waits for a step, and nothing in
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import time
-from collections import deque
 from collections.abc import Callable
-from typing import Any
-
-from numpy.typing import NDArray
 
 from sie import control
 from sie.control import Channel, ChannelClosedError
 from sie.errors import BadRequest, Internal, SieError, Unavailable
 from sie.logs import get_logger
+from sie.process import calm_collector
 from sie.settings import Settings
 from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.layout import RELEASE, SUBMIT, Descriptor, ProtocolError
+from sie.shm.segment import ReservationError
 from sie.types import ModelCard
-from sie.workers.finish import Finished, finish_dense, finish_ragged
+from sie.workers.answers import NEVER_FITS, Answers
 from sie.workers.hosting import Host
-from sie.workers.links import FrontendLink
-from sie.workers.ragged import KeptBytes
+from sie.workers.links import FrontendLink, JoiningFrontend
+from sie.workers.operations import by_operation, costs_of, forward, row_layout, words_of
 from sie.workers.requests import Request, send_error
-from sie.workers.runners import Runner, StepOutputs
-from sie.workers.runners.quantise import output_layout
+from sie.workers.runners import Runner
 from sie.workers.scheduler import Budget, State, Step, Waiting, plan_step
 from sie.workers.telemetry import WorkerMetrics
 
@@ -40,6 +38,9 @@ _SLACK = 10
 """A step may take this many times as long as its tokens usually do before the watchdog's time starts."""
 _FIRST_TOKEN_NS = 2_000_000
 _MIN_ALLOWED_NS = 1_000_000_000
+_BEAT_NS = 500_000_000
+_IDLE_ALLOWED_NS = 2_000_000_000
+"""How long a turn without a step may take: over the idle wait."""
 
 
 class Loop:
@@ -66,14 +67,16 @@ class Loop:
         self._metrics = metrics
         self._budget = budget
         self._state = State()
-        self._kept = KeptBytes(settings.memory.max_pending_reply_bytes)
-        self._unanswered: deque[Request] = deque()
-        """Requests whose reply is whole and has no room yet."""
+        self._parked: dict[str, list[Waiting]] = {}
+        """Items by model that no reply memory could be found for; not in the queues, where they would block others."""
+        self._answers = Answers(settings)
+        self._joining: dict[int, JoiningFrontend] = {}
         self._links: dict[int, FrontendLink] = {}
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
         self._ns_per_token = float(_FIRST_TOKEN_NS)
         self._num_steps = 0
+        self._beat_ns = 0
         self._watch(channel.fileno(), self._on_control)
         self._watch(host.event_fd, self._on_loaded)
 
@@ -81,24 +84,38 @@ class Loop:
         """Serve until the supervisor closes the control channel."""
         try:
             while True:
-                self._poll(0.0 if self._state else self._idle_wait_s())
-                if self._unanswered:
-                    self._answer_waiting()
-                step = plan_step(self._state, self._budget, time.monotonic_ns())
-                if step is not None:
-                    self._state.remove(step)
-                    self._apply(step)
-                if not self._state:
-                    self._settle()
+                self.turn(_IDLE_WAIT_S)
         except ChannelClosedError:
             _log.debug("the supervisor closed the control channel")
 
+    def turn(self, wait_s: float) -> None:
+        """Take in what came and run one step; wait at most wait_s for news while there is nothing to run.
+
+        Raises ChannelClosedError when the supervisor has gone.
+        """
+        self._poll(0.0 if self._state else self._idle_wait_s(wait_s))
+        if self._answers:
+            self._answers.retry(time.monotonic_ns(), self._may_get_room)
+        now_ns = time.monotonic_ns()
+        if now_ns - self._beat_ns > _BEAT_NS:
+            self._beat(now_ns)
+        step = plan_step(self._state, self._budget, now_ns)
+        if step is not None:
+            self._state.remove(step)
+            self._apply(step)
+        self._settle()
+
+    def _beat(self, now_ns: int) -> None:
+        """Say that the loop turns: between steps, too, a worker that stands still must be found."""
+        self._beat_ns = now_ns
+        self._page.write(self._num_steps, now_ns, _IDLE_ALLOWED_NS, "idle")
+
     # --- what comes in --------------------------------------------------------------------------------------------
 
-    def _idle_wait_s(self) -> float:
+    def _idle_wait_s(self, wait_s: float) -> float:
         """Return how long to wait for news; replies without credit or room are tried again soon."""
-        is_clear = all(link.flush() for link in self._links.values()) and not self._unanswered
-        return _IDLE_WAIT_S if is_clear else _CREDIT_WAIT_S
+        num_unsent = sum(not link.flush() for link in self._links.values())
+        return min(wait_s, _CREDIT_WAIT_S) if num_unsent or self._answers else wait_s
 
     def _watch(self, fd: int, handler: Callable[[], None]) -> None:
         self._handlers[fd] = handler
@@ -106,7 +123,8 @@ class Loop:
 
     def _unwatch(self, fd: int) -> None:
         if self._handlers.pop(fd, None) is not None:
-            self._epoll.unregister(fd)
+            with contextlib.suppress(OSError):  # closing it has taken it out already
+                self._epoll.unregister(fd)
 
     def _poll(self, timeout_s: float) -> None:
         for fd, _ in self._epoll.poll(timeout_s):
@@ -135,16 +153,45 @@ class Loop:
             assert runner is not None
             self._metrics.set_model(card.id, self._host.device, loaded=True, memory_bytes=runner.memory_bytes)
             self._tell_loaded(card)
+            calm_collector()
 
     def _attach(self, message: control.Attach, fds: list[int]) -> None:
-        old = self._links.get(message.peer_slot)
-        if old is not None:
-            self._detach(old)
+        """Send our offer and go on: a frontend that is stopped must not stop this loop."""
+        self._leave(message.peer_slot)
         try:
-            link = FrontendLink(message, fds, self._settings, self._large)
-        except (OSError, ProtocolError) as error:
-            _log.warning("frontend-%d did not attach: %s", message.peer_slot, error)
+            joining = JoiningFrontend(message, fds, self._settings, self._large)
+        except (OSError, ReservationError) as error:
+            _log.error("frontend-%d cannot be attached: %s", message.peer_slot, error)
             return
+        self._joining[joining.slot] = joining
+        self._watch(joining.sock_fd, lambda: self._join(joining))
+        self._watch(joining.pidfd, lambda: self._leave(joining.slot))
+
+    def _leave(self, slot: int) -> None:
+        """Forget whoever has this slot, attached or on its way."""
+        joining = self._joining.pop(slot, None)
+        if joining is not None:
+            self._unwatch(joining.sock_fd)
+            self._unwatch(joining.pidfd)
+            joining.close()
+        link = self._links.get(slot)
+        if link is not None:
+            self._detach(link)
+
+    def _join(self, joining: JoiningFrontend) -> None:
+        try:
+            link = joining.try_finish()
+        except (OSError, ProtocolError) as error:
+            _log.warning("frontend-%d did not attach: %s", joining.slot, error)
+            self._unwatch(joining.sock_fd)
+            self._unwatch(joining.pidfd)
+            del self._joining[joining.slot]
+            return
+        if link is None:
+            return
+        del self._joining[joining.slot]
+        self._unwatch(joining.sock_fd)
+        self._unwatch(joining.pidfd)
         self._links[link.slot] = link
         self._watch(link.attachment.bell_fd, lambda: self._on_bell(link))
         self._watch(link.attachment.sock_fd, lambda: self._on_socket(link))
@@ -154,19 +201,21 @@ class Loop:
         """Forget a frontend that is dead: its queued work never runs, its memory is unmapped."""
         for fd in (link.attachment.bell_fd, link.attachment.sock_fd, link.attachment.pidfd):
             self._unwatch(fd)
+        self._unpark()  # and what is left behind may find room in memory that now is free
         for item in self._state.drop_where(lambda request: request.link is link):
             item.request.drop()
-        for request in self._unanswered:
-            if request.link is link:
-                request.drop()
+        self._answers.drop(link)
         if self._links.get(link.slot) is link:
             del self._links[link.slot]
         link.close()
 
     def _on_socket(self, link: FrontendLink) -> None:
         """Read a large segment's announcement; at the end of file stop using the peer until its pidfd speaks."""
-        if not link.attachment.read_socket():
-            self._unwatch(link.attachment.sock_fd)
+        try:
+            if not link.attachment.read_socket():
+                self._unwatch(link.attachment.sock_fd)
+        except ProtocolError as error:
+            self._accuse(link, error)
 
     def _on_bell(self, link: FrontendLink) -> None:
         try:
@@ -175,12 +224,18 @@ class Loop:
                     self._accept(link, descriptor)
                 elif descriptor.kind == RELEASE:
                     link.release(descriptor)
+                    self._unpark()
                 else:
                     raise ProtocolError(f"a frontend sent kind {descriptor.kind}")
+            link.flush()
+            link.check()
         except ProtocolError as error:
-            _log.error("frontend-%d broke the protocol: %s", link.slot, error)
-            self._detach(link)
-            self._channel.send(control.PeerFault(link.slot))
+            self._accuse(link, error)
+
+    def _accuse(self, link: FrontendLink, error: ProtocolError) -> None:
+        _log.error("frontend-%d broke the protocol: %s", link.slot, error)
+        self._detach(link)
+        self._channel.send(control.PeerFault(link.slot))
 
     def _accept(self, link: FrontendLink, descriptor: Descriptor) -> None:
         try:
@@ -196,7 +251,7 @@ class Loop:
             send_error(link, request.request_id, error)
             return
         now_ns = time.monotonic_ns()
-        for index, cost in enumerate(_costs(request, runner.card)):
+        for index, cost in enumerate(costs_of(request, runner.card)):
             item = Waiting(request, index, cost, now_ns, request.deadline_ns, request.is_alone)
             self._state.add(model, item)
 
@@ -213,11 +268,9 @@ class Loop:
         items = [item for item in step.items if self._may_run(item.request, hosted.card, now_ns)]
         blocked = [item for item in step.items if not item.request.ended and not item.request.has_started]
         if blocked:
-            self._state.put_back(step.model, blocked)
-            if not items:
-                self._poll(0.001)  # every frontend of these items holds all its reply memory: its release wakes us
-        if items:
-            self._run(runner, hosted.card, items)
+            self._park(step.model, blocked)
+        for same in by_operation(items):
+            self._run(runner, hosted.card, same)
 
     def _may_run(self, request: Request, card: ModelCard, now_ns: int) -> bool:
         if request.ended:
@@ -229,63 +282,48 @@ class Loop:
             return True
         header = request.header
         try:
-            if not set(header.output_types) <= set(card.outputs):
-                raise BadRequest(f"Model '{card.id}' has no output {header.output_types}")
-            code, width = output_layout(card.dims.get("dense", 1), header.truncate_dim, header.output_dtype)
+            code, width = row_layout(header, card)
         except SieError as error:
             request.fail(error)
             return False
-        if request.is_ragged:
-            request.start_ragged(self._kept, self._settings.limits.max_reply_bytes, now_ns)
-            return True
-        return request.try_start(code, width, now_ns)
+        return self._answers.try_start(request, code, width, now_ns)
+
+    def _may_get_room(self) -> bool:
+        """Tell whether a frontend still has a reply that it will give back."""
+        return any(link.num_leased for link in self._links.values())
+
+    def _park(self, model: str, items: list[Waiting]) -> None:
+        """Set items aside until a reply extent is released; without one that could be, there will never be room."""
+        if self._may_get_room():
+            self._parked.setdefault(model, []).extend(items)
+            return
+        for request in {id(item.request): item.request for item in items}.values():
+            request.fail(BadRequest(NEVER_FITS))
+
+    def _unpark(self) -> None:
+        """Let parked items compete again, ahead of what came after them."""
+        parked, self._parked = self._parked, {}
+        for model, items in parked.items():
+            self._state.put_back(model, items)
 
     def _run(self, runner: Runner, card: ModelCard, items: list[Waiting]) -> None:
         num_tokens = sum(item.num_tokens for item in items)
+        self._state.charge(card.id, num_tokens)
         self._num_steps += 1
         running = {id(item.request): item.request.inflight_entry for item in items}
         started_ns = time.monotonic_ns()
         allowed_ns = int(_MIN_ALLOWED_NS + _SLACK * self._ns_per_token * num_tokens)
         self._page.write(self._num_steps, started_ns, allowed_ns, "step", running.values())
         try:
-            outputs = _forward(runner, items)
+            outputs = forward(runner, items)
             ran_ns = time.monotonic_ns()
-            self._finish(card, items, outputs, ran_ns - started_ns)
+            self._answers.put(card, items, outputs, ran_ns - started_ns)
         except Exception as error:
             self._recover(runner, card, items, error)
         finally:
             ended_ns = time.monotonic_ns()
-            self._page.write(self._num_steps, ended_ns, 0, "idle")
+            self._beat(ended_ns)
         self._measure(card.id, items, num_tokens, ended_ns - started_ns)
-
-    def _finish(self, card: ModelCard, items: list[Waiting], outputs: StepOutputs, ran_ns: int) -> None:
-        """Turn outputs into what each request asked for; nothing is put anywhere before all of it is ready."""
-        began_ns = time.monotonic_ns()
-        wants = [item.request.header for item in items]
-        dense = [] if outputs.dense is None else finish_dense(card, wants, outputs.dense)
-        ragged = list(finish_ragged(card, wants, outputs))
-        took_ns = time.monotonic_ns() - began_ns
-        for finished in dense:
-            _put_rows(items, finished)
-        for place, output, arrays in ragged:
-            _keep(items[place], output, arrays)
-        for request in {id(item.request): item.request for item in items}.values():
-            request.inference_ns += ran_ns
-            request.postprocessing_ns += took_ns
-            if request.num_left == 0 and not request.ended and not request.try_answer():
-                self._unanswered.append(request)
-
-    def _answer_waiting(self) -> None:
-        """Try the replies that had no room again; what nobody waits for any more is let go."""
-        now_ns = time.monotonic_ns()
-        for _ in range(len(self._unanswered)):
-            request = self._unanswered.popleft()
-            if request.ended:
-                continue
-            if request.is_cancelled or request.deadline_ns <= now_ns:
-                request.cancel()
-            elif not request.try_answer():
-                self._unanswered.append(request)
 
     def _recover(self, runner: Runner, card: ModelCard, items: list[Waiting], error: Exception) -> None:
         """Answer a failed step: alone, a request gets the error; together, each is tried by itself."""
@@ -294,7 +332,7 @@ class Loop:
         if len(alive) <= 1:
             if not isinstance(error, SieError):
                 _log.error("a step of %s failed", card.id, exc_info=error)
-                error = Internal("internal error during encoding")
+                error = Internal(f"internal error during {words_of(items)}")
             for request in alive:
                 request.fail(error)
             return
@@ -302,8 +340,8 @@ class Loop:
             own = [item for item in items if item.request is request]
             try:
                 began_ns = time.monotonic_ns()
-                outputs = _forward(runner, own)
-                self._finish(card, own, outputs, time.monotonic_ns() - began_ns)
+                outputs = forward(runner, own)
+                self._answers.put(card, own, outputs, time.monotonic_ns() - began_ns)
             except Exception as own_error:
                 self._recover(runner, card, own, own_error)
 
@@ -316,41 +354,9 @@ class Loop:
             self._ns_per_token += 0.1 * (took_ns / num_tokens - self._ns_per_token)
 
     def _settle(self) -> None:
-        """Do what only makes sense when nothing waits: free models that are to go, publish what is in use."""
+        """Free the models that are to go and that nothing waits for, and publish what is in use."""
         for model in self._host.unloading():
-            self._host.finish_unload(model)
-            self._metrics.set_model(model, self._host.device, loaded=False, memory_bytes=0)
+            if model not in self._state.queues and model not in self._parked:
+                self._host.finish_unload(model)
+                self._metrics.set_model(model, self._host.device, loaded=False, memory_bytes=0)
         self._metrics.set_extents_in_use(sum(link.num_leased for link in self._links.values()))
-
-
-def _costs(request: Request, card: ModelCard) -> list[int]:
-    """Return the tokens of each item as the runner will see them: it fills short queries up."""
-    if card.late is None or not request.header.is_query:
-        return request.costs
-    return [max(cost, card.late.expand_to) for cost in request.costs]
-
-
-def _forward(runner: Runner, items: list[Waiting]) -> StepOutputs:
-    inputs = [item.request.inputs[item.index] for item in items]
-    if runner.takes == "tokens":
-        return StepOutputs(runner.run_tokens(inputs))
-    if runner.takes == "text":
-        return StepOutputs(runner.run_texts(inputs))
-    return runner.run_wants(inputs, [item.request.header for item in items])
-
-
-def _put_rows(items: list[Waiting], finished: Finished) -> None:
-    members, rows = finished
-    data = rows.data.cast("B")
-    row_bytes = len(data) // len(members)
-    for place, row in enumerate(members):
-        item = items[row]
-        if item.request.ragged is None:
-            item.request.put_row(item.index, data[place * row_bytes : (place + 1) * row_bytes])
-        else:
-            _keep(item, "dense", (rows[place],))
-
-
-def _keep(item: Waiting, output: str, arrays: tuple[NDArray[Any], ...]) -> None:
-    if not item.request.ended:  # an earlier output of this step may have been too much
-        item.request.keep(output, item.index, arrays)

@@ -104,11 +104,13 @@ def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callabl
 
     def build(card: ModelCard, progress: Callable[[float, str], None]) -> Runner:
         if card.kind == "stub":
-            from sie.workers.runners.stub import StubOutputsRunner, StubRunner  # each kind imports only its own
+            from sie.workers.runners.stub import StubRunner  # each kind imports only its own
 
-            return StubRunner(card) if card.outputs == ("dense",) else StubOutputsRunner(card)
-        from sie.workers.loader import load_encoder  # imports torch
+            return StubRunner(card)
+        from sie.workers.loader import load_encoder, load_scorer  # imports torch
 
+        if card.score is not None:
+            return load_scorer(card, launch.device, settings.models.dtype, progress)
         return load_encoder(card, launch.device, settings.models.dtype, progress)
 
     return build

@@ -15,13 +15,16 @@ from torch import Tensor
 
 from sie.catalog.files import refuse
 from sie.workers import attention
-from sie.workers.batch import pack_sequences
+from sie.workers.batch import PackedBatch, pack_sequences
 from sie.workers.runners.encode import Backbone, Execution
+from sie.workers.runners.score import HeadView, ScoreModel
 
 _log = logging.getLogger(__name__)
 _LENGTHS = (5, 37, 5, 160, 1, 23)
 _MAX_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 # Mean relative distance of a token's hidden state; a token that saw another sequence is off by far more.
+_MAX_HEAD_DIFFERENCE = 0.1
+# Of logits, relative to their spread; a head that misses a row it reads is off by about the spread itself.
 
 
 def choose_execution(model_id: str, backbone: Backbone) -> Execution:
@@ -51,6 +54,45 @@ def choose_execution(model_id: str, backbone: Backbone) -> Execution:
         model.set_attn_implementation(own)
     _log.info("%s runs in rectangles of equal length: %s", model_id, reason)
     return Execution(packed=False)
+
+
+def choose_scoring(model_id: str, scorer: ScoreModel) -> tuple[Execution, HeadView]:
+    """Return how a model that scores pairs is to be run: its transformer, and what its head has to see.
+
+    The head is judged under the library's own attention, on equal hidden states, so that a small difference is no
+    accident of rounding. Raises ModelLoadFailed as `choose_execution` does.
+    """
+    batch = pack_sequences(_probe_sequences(scorer.backbone))
+    with torch.inference_mode():
+        expected = scorer.run_whole(batch)
+        if not torch.isfinite(expected).all():
+            raise refuse(model_id, f"its values overflow in {scorer.backbone.model.dtype}; choose another dtype")
+        try:
+            hidden = scorer.backbone.run_rectangles(batch)
+            found = scorer.run_head(hidden, batch, "all")
+            view: HeadView = (
+                "model" if _spread(found, expected) > _MAX_HEAD_DIFFERENCE else _head_view(scorer, batch, hidden)
+            )
+        except Exception as error:  # whatever a foreign architecture raises, the whole model still works
+            _log.info("%s: its head does not run by itself: %s", model_id, error)
+            view = "model"
+    if view == "model":
+        _log.info("%s runs whole, in rectangles of equal length", model_id)
+        return Execution(packed=False), view
+    return choose_execution(model_id, scorer.backbone), view
+
+
+def _head_view(scorer: ScoreModel, batch: PackedBatch, hidden: Tensor) -> HeadView:
+    """Return whether the head looks at more than each sequence's ends: noise tells, since it differs everywhere."""
+    torch_random = torch.Generator().manual_seed(0)
+    noise = torch.randn(hidden.shape, generator=torch_random).to(hidden) * hidden.std()
+    every, ends = scorer.run_head(noise, batch, "all"), scorer.run_head(noise, batch, "ends")
+    return "all" if _spread(ends, every) > _MAX_HEAD_DIFFERENCE else "ends"
+
+
+def _spread(logits: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to how far the expected logits lie apart."""
+    return float((logits - expected).abs().max() / (expected - expected.mean()).abs().max().clamp_min(1e-9))
 
 
 def _probe_sequences(backbone: Backbone) -> list[NDArray[np.int32]]:

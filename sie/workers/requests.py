@@ -22,8 +22,9 @@ from sie.errors import SieError, to_wire
 from sie.shm.extent import array_view, begin_extent, extent_bytes, is_cancelled, plan_arrays, read_extent
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
 from sie.shm.pool import Lease
-from sie.types import ReplyHeader, WorkHeader
+from sie.types import ArrayRef, ReplyHeader, WorkHeader
 from sie.workers.ragged import RAGGED_OUTPUTS, KeptBytes, RaggedReply
+from sie.workers.runners import Pair
 
 _decoder = msgspec.msgpack.Decoder(WorkHeader)
 _encoder = msgspec.msgpack.Encoder()
@@ -59,9 +60,9 @@ class ReplyLayout(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def reply_layout(num_items: int, code: str, width: int) -> ReplyLayout:
-    """Return the layout of a reply of num_items rows of width elements of dtype `code`."""
-    plan = plan_arrays([("times", "<i8", (3,)), ("dense", code, (num_items, width))])
+def reply_layout(num_items: int, code: str, width: int, name: str = "dense") -> ReplyLayout:
+    """Return the layout of a reply of num_items rows, an array called `name`, of width elements of dtype `code`."""
+    plan = plan_arrays([("times", "<i8", (3,)), (name, code, (num_items, width))])
     header = _encoder.encode(ReplyHeader(plan.refs))
     row_bytes = np.dtype(code).itemsize * width
     return ReplyLayout(header, row_bytes, plan.refs[1].offset, extent_bytes(len(header), plan.nbytes))
@@ -70,8 +71,8 @@ def reply_layout(num_items: int, code: str, width: int) -> ReplyLayout:
 class Request:
     """One submitted extent while this worker has it.
 
-    inputs is what the runner takes, one entry for each item: arrays (t_i,) int32 or UTF-8 text, aliasing the extent;
-    costs are their tokens.
+    inputs is what the runner takes, one entry for each item: arrays (t_i,) int32, `Pair`s of such, or UTF-8 text,
+    aliasing the extent; costs are their tokens.
     """
 
     __slots__ = (
@@ -84,7 +85,7 @@ class Request:
         """Read the extent. Raises ProtocolError when it is not what the layout allows."""
         self.link = link
         self.request_id = descriptor.request_id
-        self.inflight_entry = (link.slot, descriptor.request_id, b"")
+        self.inflight_entry = (link.slot, descriptor.request_id)
         self.deadline_ns = descriptor.deadline_ns
         self.is_alone = bool(descriptor.flags & FLAG_ALONE)
         self._view = link.view(descriptor)
@@ -113,7 +114,8 @@ class Request:
 
     def try_start(self, code: str, width: int, now_ns: int) -> bool:
         """Lease the reply extent for rows of width elements of dtype `code`; False when there is no room now."""
-        layout = reply_layout(self.header.num_items, code, width)
+        name = "score" if self.header.operation == "score" else "dense"
+        layout = reply_layout(self.header.num_items, code, width, name)
         lease = self.link.lease(layout.nbytes)
         if lease is None:
             return False
@@ -214,21 +216,39 @@ def send_error(link: Link, request_id: int, error: SieError) -> None:
 
 
 def _read_inputs(header: WorkHeader, payload: memoryview) -> tuple[list[int], Sequence[Any]]:
-    arrays = {ref.name: array_view(payload, ref) for ref in header.arrays}
-    costs = _lengths(arrays.get("cu_seqlens"), header.num_items)
-    if "token_ids" in arrays:
-        return costs, _split(arrays["token_ids"], costs)
-    text, offsets = arrays.get("text"), arrays.get("text_offsets")
-    if text is None or text.dtype != np.uint8 or text.ndim != 1:
+    refs = {ref.name: ref for ref in header.arrays}
+    costs = _lengths(payload, refs.get("cu_seqlens"), header.num_items)
+    tokens, text = refs.get("token_ids"), refs.get("text")
+    if tokens is not None and tokens.dtype == "<i4":
+        token_ids = _split(array_view(payload, tokens), costs)
+        return costs, _pairs(payload, refs, costs, token_ids) if header.operation == "score" else token_ids
+    if text is None or text.dtype != "|u1":
         raise ProtocolError("a request with neither token_ids nor text")
-    return costs, _split(text, _lengths(offsets, header.num_items))
+    return costs, _split(array_view(payload, text), _lengths(payload, refs.get("text_offsets"), header.num_items))
 
 
-def _lengths(bounds: NDArray[Any] | None, num_items: int) -> list[int]:
-    """Return the differences of an (n + 1,) int32 array that starts at 0 and never falls."""
-    if bounds is None or bounds.dtype != np.int32 or bounds.shape != (num_items + 1,) or num_items < 1:
+def _pairs(
+    payload: memoryview, refs: dict[str, ArrayRef], costs: list[int], token_ids: list[NDArray[Any]]
+) -> list[Pair]:
+    types = refs.get("token_types")
+    if types is None:
+        return list(map(Pair, token_ids))
+    if types.dtype != "|u1":
+        raise ProtocolError("a request whose token_types are not uint8")
+    return list(map(Pair, token_ids, _split(array_view(payload, types), costs)))
+
+
+def _lengths(payload: memoryview, ref: ArrayRef | None, num_items: int) -> list[int]:
+    """Return the differences of an (n + 1,) int32 array that starts at 0 and never falls.
+
+    Read as a memoryview: for the few numbers of a small request NumPy would cost several times as much.
+    """
+    if ref is None or ref.dtype != "<i4" or ref.shape != (num_items + 1,) or num_items < 1 or ref.offset & 63:
         raise ProtocolError("a request whose item bounds are not (n + 1,) int32")
-    values: list[int] = bounds.tolist()
+    end = ref.offset + 4 * (num_items + 1)
+    if ref.offset < 0 or end > len(payload):
+        raise ProtocolError("a request whose item bounds lie outside its extent")
+    values: list[int] = payload[ref.offset : end].cast("i").tolist()
     lengths = [end - start for start, end in itertools.pairwise(values)]
     if values[0] != 0 or min(lengths) < 0:
         raise ProtocolError("a request whose item bounds do not rise from 0")

@@ -7,6 +7,7 @@ item starts at once and batches form by themselves while the device is busy.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -51,14 +52,15 @@ class Step(msgspec.Struct, frozen=True):
 class State:
     """All waiting items, by model in order of arrival, and how much each model was served.
 
-    num_served counts tokens; a model that starts to wait again begins at the least served of those that wait, so a
-    quiet model does not save up a claim and a busy one cannot starve it.
+    num_served counts tokens. A model that starts to wait again begins at least where the last served one stood before
+    its step, so a quiet model does not save up a claim and a busy one, whose queue is often empty while its step runs,
+    loses none. Source: start-time fair queueing, Goyal, Vin and Cheng, SIGCOMM 1996.
     """
 
     def __init__(self) -> None:
         self.queues: dict[str, deque[Waiting]] = {}
         self.num_served: dict[str, int] = {}
-        self.num_waiting_tokens = 0
+        self._start = 0
 
     def __bool__(self) -> bool:
         return bool(self.queues)
@@ -70,15 +72,13 @@ class State:
             self._enter(model)
             queue = self.queues[model]
         queue.append(item)
-        self.num_waiting_tokens += item.num_tokens
 
     def _enter(self, model: str) -> None:
-        least = min((self.num_served[name] for name in self.queues), default=0)
-        self.num_served[model] = max(self.num_served.get(model, 0), least)
+        self.num_served[model] = max(self.num_served.get(model, 0), self._start)
         self.queues[model] = deque()
 
     def remove(self, step: Step) -> None:
-        """Take a step's items out of the queue and charge its model for them."""
+        """Take a step's items out of the queue."""
         queue = self.queues[step.model]
         gone = {id(item) for item in step.items}
         gone.update(id(item) for item in step.expired)
@@ -87,28 +87,24 @@ class State:
             item = queue.popleft()
             if id(item) in gone:
                 gone.discard(id(item))
-                self.num_waiting_tokens -= item.num_tokens
             else:
                 kept.append(item)
         queue.extendleft(reversed(kept))
         if not queue:
             del self.queues[step.model]
-        self.num_served[step.model] += step.num_tokens
+
+    def charge(self, model: str, num_tokens: int) -> None:
+        """Count what a step ran for a model; items of the step that did not run cost it nothing."""
+        self._start = self.num_served[model]
+        self.num_served[model] += num_tokens
 
     def put_back(self, model: str, items: list[Waiting]) -> None:
         """Return items that could not run (no room for their reply) to the front, in order."""
         if model not in self.queues:
             self._enter(model)
         self.queues[model].extendleft(reversed(items))
-        self.num_waiting_tokens += sum(item.num_tokens for item in items)
 
-    def drop(self, model: str) -> list[Waiting]:
-        """Remove and return everything that waits for a model."""
-        items = list(self.queues.pop(model, ()))
-        self.num_waiting_tokens -= sum(item.num_tokens for item in items)
-        return items
-
-    def drop_where(self, is_gone: Any) -> list[Waiting]:
+    def drop_where(self, is_gone: Callable[[Any], bool]) -> list[Waiting]:
         """Remove and return the items for whose request `is_gone(request)` holds (their client's process died)."""
         gone: list[Waiting] = []
         for model, queue in list(self.queues.items()):
@@ -118,7 +114,6 @@ class State:
                 self.queues[model] = kept
             else:
                 del self.queues[model]
-        self.num_waiting_tokens -= sum(item.num_tokens for item in gone)
         return gone
 
 

@@ -52,13 +52,13 @@ def supervisor(monkeypatch: pytest.MonkeyPatch) -> FakeSupervisor:
 
 
 def test_serve_hands_over_the_settings_and_returns_the_status(supervisor: FakeSupervisor):
-    args = ["serve", "--port", "0", "--model", STUB, "--model", "b=stub:", "--lazy-model", "c", "--test"]
+    args = ["serve", "--port", "0", "--model", STUB, "--model", "b=stub:", "--lazy-model", "c", "--wait-for-load"]
     assert cli.main(args) == 5
     settings = supervisor.loaded.settings
     assert settings.server.port == 0
     assert settings.models.preload == (STUB, "b=stub:")
     assert settings.models.lazy == ("c",)
-    assert settings.test.enabled
+    assert settings.models.wait_for_load
 
 
 def test_serve_without_a_model_takes_the_bundled_one(supervisor: FakeSupervisor):

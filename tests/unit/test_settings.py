@@ -107,7 +107,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
     [
         ("SIE_PROT", "1", "environment: SIE_PROT: unknown variable; did you mean SIE_PORT?"),
         ("SIE_PORT", "", "environment: SIE_PORT: '' is not an integer from 0 to 65535"),
-        ("SIE_TEST", "perhaps", "environment: SIE_TEST: 'perhaps' is not true or false"),
+        ("SIE_WAIT_FOR_LOAD", "perhaps", "environment: SIE_WAIT_FOR_LOAD: 'perhaps' is not true or false"),
         (
             "SIE_MAX_REQUEST_BODY_BYTES",
             "1",
@@ -147,7 +147,6 @@ def test_devices_refuses_anything_else(text: str):
         ({"ring_capacity": "100"}, "ring_capacity (from flag --ring-capacity): must be a power of two"),
         ({"large_extent_bytes": "99999999"}, "large_extent_bytes (from flag --large-extent-bytes): must fit into"),
         ({"max_body_bytes": "1024"}, "max_item_text_bytes (from default): must not be over max_body_bytes (1024)"),
-        ({"failpoints": "worker.before_reply=kill"}, "failpoints (from flag --failpoints): needs test to be true"),
     ],
 )
 def test_values_that_do_not_fit_one_another_are_refused(flags: dict[str, str], message: str):
@@ -173,7 +172,7 @@ def test_directories_follow_the_system_unless_they_are_set(environ: dict[str, st
 
 
 def test_settings_survive_being_handed_to_another_process():
-    settings = load_settings(None, {}, {"model": ["a"], "server_name": "x", "test": "1"}).settings
+    settings = load_settings(None, {}, {"model": ["a"], "server_name": "x", "wait_for_load": "1"}).settings
     assert msgspec.json.decode(msgspec.json.encode(settings), type=Settings) == settings
 
 
@@ -185,7 +184,7 @@ def test_default_segments_of_one_frontend_and_one_worker_stay_modest():
 
 def test_toml_view_loads_back_to_the_same_settings(tmp_path: Path):
     flags = {"port": "9", "model": ["a=stub:dense=4,load_ms=1", "b"], "server_name": 'q"uo\\te\t', "idle_unload_s": "5"}
-    loaded = load_settings(None, {}, {**flags, "test": "true"})
+    loaded = load_settings(None, {}, {**flags, "wait_for_load": "true"})
     text = render_toml(loaded)
     assert load_settings(write(tmp_path, text), {}, {}).settings == loaded.settings
     uncommented = "\n".join(line.removeprefix("# ") for line in text.splitlines())

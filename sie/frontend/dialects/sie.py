@@ -53,7 +53,9 @@ class _Audio(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     sample_rate: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] | None = None
 
 
-class _Item(msgspec.Struct, gc=False):
+class Item(msgspec.Struct, gc=False):
+    """One item of a native request, in every operation."""
+
     id: str | None = None
     text: str | None = None
     images: Annotated[list[_Media], msgspec.Meta(max_length=_MOST_NAMES)] | None = None
@@ -71,7 +73,7 @@ class _Params(msgspec.Struct, gc=False):
 
 
 class _EncodeBody(msgspec.Struct, gc=False):
-    items: Annotated[list[_Item], msgspec.Meta(max_length=_MOST_ITEMS)]
+    items: Annotated[list[Item], msgspec.Meta(max_length=_MOST_ITEMS)]
     params: _Params | None = None
 
 
@@ -96,9 +98,9 @@ def decode_encode(body: bytes, msgpack: bool, model: str, limits: Limits) -> Enc
         raise BadRequest(
             f"Field 'items' must hold at most {limits.max_items} items, got {len(items)}; split the request"
         )
-    _check_items(items, msgpack, len(body), limits.max_item_text_bytes)
+    check_items(items, msgpack, len(body), limits.max_item_text_bytes)
     params = call.params or _NO_PARAMS
-    non_text = _find_non_text(items)
+    non_text = find_non_text(items)
     ids = [item.id for item in items]
     return EncodeRequest(
         model=model,
@@ -112,31 +114,37 @@ def decode_encode(body: bytes, msgpack: bool, model: str, limits: Limits) -> Enc
     )
 
 
-def _check_items(items: Sequence[_Item], msgpack: bool, body_bytes: int, max_item_bytes: int) -> None:
-    """Check each item's metadata type and its size: UTF-8 bytes of the text and wire bytes of the metadata."""
+def check_items(
+    items: Sequence[Item], msgpack: bool, body_bytes: int, max_item_bytes: int, field: str = "items[{}]"
+) -> None:
+    """Check each item's metadata type and its size: UTF-8 bytes of the text and wire bytes of the metadata.
+
+    field is where an item stands in the body, `{}` its number.
+    """
     may_exceed = body_bytes > max_item_bytes  # JSON escapes only shrink
     for index, item in enumerate(items):
         metadata = item.metadata
         if metadata is not _ABSENT:
-            _check_is_map(metadata, msgpack, index)
+            _check_is_map(metadata, msgpack, field.format(index))
         if may_exceed:
             num_bytes = len((item.text or "").encode()) + memoryview(metadata).nbytes
             if num_bytes > max_item_bytes:
                 raise InputTooLong(
-                    f"Field 'items[{index}]' must hold at most {max_item_bytes} bytes of UTF-8 text",
+                    f"Field '{field.format(index)}' must hold at most {max_item_bytes} bytes of UTF-8 text",
                     code=BadRequest.code,
                 )
 
 
-def _check_is_map(raw: msgspec.Raw, msgpack: bool, index: int) -> None:
+def _check_is_map(raw: msgspec.Raw, msgpack: bool, field: str) -> None:
     """Look at the first byte only: the value itself is never decoded."""
     first = memoryview(raw)[0]
     is_map = first & 0xF0 == 0x80 or first in (0xDE, 0xDF, 0xC0) if msgpack else first in b"{n"
     if not is_map:
-        raise BadRequest(f"Expected `object | null` - at `$.items[{index}].metadata`")
+        raise BadRequest(f"Expected `object | null` - at `$.{field}.metadata`")
 
 
-def _find_non_text(items: Sequence[_Item]) -> int | None:
+def find_non_text(items: Sequence[Item]) -> int | None:
+    """Return the index of the first item without a text, or with media beside it."""
     for index, item in enumerate(items):
         if item.text is None or item.images or item.audio or item.video or item.document:
             return index
@@ -151,8 +159,8 @@ def resolve_encode(request: EncodeRequest, card: ModelCard) -> EncodeRequest:
     """
     options = request.options
     if options:
-        _check_profile(options.pop("profile", None))
-        _check_options(options, card)
+        check_profile(options.pop("profile", None))
+        check_options(options, card)
     request.output_types = _resolve_output_types(request, card)
     request.output_dtype = request.output_dtype or options.get("output_dtype") or "float32"
     if request.output_dtype not in OUTPUT_DTYPES:
@@ -164,7 +172,8 @@ def resolve_encode(request: EncodeRequest, card: ModelCard) -> EncodeRequest:
     return request
 
 
-def _check_profile(profile: Any) -> None:
+def check_profile(profile: Any) -> None:
+    """Raise BadRequest for a profile that the model does not have."""
     if profile is None:
         return
     if not isinstance(profile, str) or not profile:
@@ -173,12 +182,12 @@ def _check_profile(profile: Any) -> None:
         raise BadRequest(f"Profile '{profile}' not found. Available: ['default']")
 
 
-def _check_options(options: dict[str, Any], card: ModelCard) -> None:
+def check_options(options: dict[str, Any], card: ModelCard, path: str = "$.params.options") -> None:
     """Refuse what cannot be served, by name. Unknown options are ignored: the reference passes them to model code."""
     for name, (kind, label) in _TYPED_OPTIONS.items():
         value = options.get(name)
         if value is not None and not isinstance(value, kind):
-            raise BadRequest(f"Expected `{label} | null`, got `{type(value).__name__}` - at `$.params.options.{name}`")
+            raise BadRequest(f"Expected `{label} | null`, got `{type(value).__name__}` - at `{path}.{name}`")
     for name in _REFUSED_OPTIONS:
         if options.get(name) is not None:
             raise BadRequest(f"Model '{card.id}' does not support option '{name}'")

@@ -15,6 +15,13 @@ from numpy.typing import NDArray
 from sie.types import ModelCard
 
 
+class Pair(NamedTuple):
+    """One query and document as token ids (t_i,) int32; token_types (t_i,) uint8 where the model wants them."""
+
+    token_ids: NDArray[np.int32]
+    token_types: NDArray[np.uint8] | None = None
+
+
 class TokenRunner(Protocol):
     """A model that reads token ids."""
 
@@ -25,7 +32,7 @@ class TokenRunner(Protocol):
     def run_tokens(self, token_ids: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:
         """Return (n, d) float32 rows, C order, the caller's to keep; the checkpoint's last normalise not applied.
 
-        Each item is (t_i,) with t_i >= 1 and at most the card's maximum. Raises BadRequest for an id outside the
+        Each item is (t_i,), at most the card's maximum; one without a token has a row of zeros. Raises BadRequest for an id outside the
         vocabulary.
         """
         ...
@@ -62,12 +69,13 @@ class StepOutputs(NamedTuple):
 
     dense is (n, d) float32 and counts only where an item wants it. sparse holds for each item that wants it its
     indices (e,) int32, ascending, and values (e,) float32, positive and finite; multivector its rows (r, d) float32,
-    not normalised; both hold None for the others.
+    not normalised; both hold None for the others. scores (n, 1) float32 come alone, from pairs.
     """
 
     dense: NDArray[np.float32] | None = None
     sparse: Sequence[tuple[NDArray[np.int32], NDArray[np.float32]] | None] | None = None
     multivector: Sequence[NDArray[np.float32] | None] | None = None
+    scores: NDArray[np.float32] | None = None
 
 
 class OutputsRunner(Protocol):
@@ -82,5 +90,19 @@ class OutputsRunner(Protocol):
         ...
 
 
-Runner = TokenRunner | TextRunner | OutputsRunner
-"""What a loaded model is to the loop; `takes` says which of the three."""
+class PairRunner(Protocol):
+    """A model that scores pairs, beside or instead of encoding."""
+
+    card: ModelCard
+    memory_bytes: int
+
+    def run_pairs(self, pairs: Sequence[Any]) -> NDArray[np.float32]:
+        """Return (n, 1) float32 scores, C order, the caller's to keep.
+
+        A pair is a `Pair`, or UTF-8 bytes for a model that reads text (WorkHeader says in which form).
+        """
+        ...
+
+
+Runner = TokenRunner | TextRunner | OutputsRunner | PairRunner
+"""What a loaded model is to the loop; its card's outputs say which operations it may be asked for."""

@@ -47,12 +47,14 @@ class Backbone:
 
     def run_packed(self, batch: PackedBatch, position_offset: int) -> tuple[Tensor, int]:
         """Run the step as one row; return (t, d) and how often a layer attended."""
-        attended = None if batch.attended is None else self._move(batch.attended)
-        boundaries = Boundaries(self._move(batch.cu_seqlens), batch.runs, batch.max_length, attended)
+        attended = None if batch.attended is None else self.move(batch.attended)
+        boundaries = Boundaries(self.move(batch.cu_seqlens), batch.runs, batch.max_length, attended)
         positions = batch.position_ids + position_offset if position_offset else batch.position_ids
         with packed_step(boundaries):
             hidden = self.model(
-                input_ids=self._move(batch.input_ids)[None], position_ids=self._move(positions)[None]
+                input_ids=self.move(batch.input_ids)[None],
+                position_ids=self.move(positions)[None],
+                **self.type_arguments(batch, 0, 1),
             ).last_hidden_state
         return hidden[0], boundaries.num_calls
 
@@ -61,16 +63,40 @@ class Backbone:
         parts: list[Tensor] = []
         first = 0
         for start, count, length in batch.runs:
-            inputs = {"input_ids": batch.input_ids[start : start + count * length].reshape(count, length)}
+            rectangle = batch.input_ids[start : start + count * length].reshape(count, length)
+            arguments = self.type_arguments(batch, start, count, length)
             if batch.attended is not None:
                 seen = np.arange(length) < batch.attended[first : first + count, None]
-                inputs["attention_mask"] = seen.astype(np.int64)
+                arguments["attention_mask"] = self.move(seen.astype(np.int64))
             first += count
-            moved = {name: self._move(array) for name, array in inputs.items()}
-            parts.append(self.model(**moved).last_hidden_state.flatten(0, 1))
+            parts.append(self.model(input_ids=self.move(rectangle), **arguments).last_hidden_state.flatten(0, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _move(self, array: NDArray[np.integer]) -> Tensor:
+    def type_arguments(
+        self, batch: PackedBatch, start: int, count: int, length: int | None = None
+    ) -> dict[str, Tensor]:
+        """Return the keyword argument that carries the types of count sequences from token start on, when there are any.
+
+        length None takes the rest of the batch as one row.
+        """
+        if batch.token_types is None:
+            return {}
+        end = None if length is None else start + count * length
+        return {"token_type_ids": self.move(batch.token_types[start:end].reshape(count, -1))}
+
+    def check(self, model_id: str, batch: PackedBatch) -> None:
+        """Raise BadRequest for an id or type that is in no table, InputTooLong for a position that is in none."""
+        lowest, highest = int(batch.input_ids.min()), int(batch.input_ids.max())
+        if lowest < 0 or highest >= self.vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise BadRequest(f"token id {wrong} is not in the vocabulary of {self.vocab_size}")
+        if self.max_positions is not None and batch.max_length > self.max_positions:
+            raise InputTooLong(f"{batch.max_length} tokens; model '{model_id}' has {self.max_positions} positions")
+        if batch.token_types is not None and int(batch.token_types.max()) >= self.model.config.type_vocab_size:
+            raise BadRequest(f"model '{model_id}' has no token type {int(batch.token_types.max())}")
+
+    def move(self, array: NDArray[np.integer]) -> Tensor:
+        """Return an array as a tensor on the model's device."""
         tensor = torch.from_numpy(array)
         if self.device.type == "cpu":
             return tensor
@@ -94,13 +120,15 @@ class EncodeRunner:
     def run_tokens(self, token_ids: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:
         """Return (n, d) float32 rows, the caller's to keep; the checkpoint's last normalise is not applied.
 
-        Each item is (t_i,), t_i >= 1. Raises BadRequest for an id that is not in the vocabulary and InputTooLong for
-        a sequence with more tokens than the model has positions: on a GPU either would end the process.
+        Each item is (t_i,); one without a token (an empty text, where no special token is added) has a row of zeros, as
+        sentence-transformers' mean of nothing has. Raises BadRequest for an id that is not in the vocabulary and
+        InputTooLong for a sequence with more tokens than the model has positions: on a GPU either would end the process.
         """
-        if not len(token_ids):
-            return np.empty((0, self.card.dims["dense"]), dtype=np.float32)
+        lengths = [len(ids) for ids in token_ids]
+        if not all(lengths) or not lengths:
+            return self._run_some(token_ids, [row for row, length in enumerate(lengths) if length])
         batch = pack_sequences(token_ids)
-        check_batch(batch, self._backbone, self.card.id)
+        self._backbone.check(self.card.id, batch)
         with torch.inference_mode():
             hidden = self._backbone.run(batch, self.execution)
             cu_seqlens = torch.from_numpy(batch.cu_seqlens).to(hidden.device)
@@ -109,16 +137,11 @@ class EncodeRunner:
         answer[batch.order] = rows
         return answer
 
-
-def check_batch(batch: PackedBatch, backbone: Backbone, model_id: str) -> None:
-    """Raise BadRequest for an id that is not in the vocabulary, InputTooLong for more tokens than positions."""
-    lowest, highest = int(batch.input_ids.min()), int(batch.input_ids.max())
-    if lowest < 0 or highest >= backbone.vocab_size:
-        wrong = lowest if lowest < 0 else highest
-        raise BadRequest(f"token id {wrong} is not in the vocabulary of {backbone.vocab_size}")
-    limit = backbone.max_positions
-    if limit is not None and batch.max_length > limit:
-        raise InputTooLong(f"{batch.max_length} tokens; model '{model_id}' has {limit} positions")
+    def _run_some(self, token_ids: Sequence[NDArray[np.int32]], filled: list[int]) -> NDArray[np.float32]:
+        rows = np.zeros((len(token_ids), self.card.dims["dense"]), dtype=np.float32)
+        if filled:
+            rows[filled] = self.run_tokens([token_ids[row] for row in filled])
+        return rows
 
 
 def weight_bytes(weights: Iterable[Tensor]) -> int:

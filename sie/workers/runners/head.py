@@ -80,7 +80,7 @@ def _build_layer(model_id: str, step: PipelineStep) -> nn.Module:
     if step.kind == "normalize":
         return _Normalize()
     layer = (
-        _Dense(step.config, _activation(model_id, step.config["activation"]))
+        _Dense(step.config, build_activation(model_id, step.config["activation"]))
         if step.kind == "dense"
         else _LayerNorm(step.config["dimension"])
     )
@@ -92,8 +92,8 @@ def _build_layer(model_id: str, step: PipelineStep) -> nn.Module:
     return layer
 
 
-def _activation(model_id: str, name: str) -> nn.Module:
-    """Build an activation that torch.nn has and that needs no argument."""
+def build_activation(model_id: str, name: str) -> nn.Module:
+    """Return an activation that torch.nn has and that needs no argument. Raises ModelLoadFailed for another one."""
     cls = getattr(nn, name, None)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise refuse(model_id, f"torch.nn has no activation {name!r}")

@@ -16,12 +16,13 @@ from torch import Tensor
 from sie.types import ModelCard
 from sie.workers.batch import PackedBatch, pack_sequences
 from sie.workers.runners import StepOutputs, Want
-from sie.workers.runners.encode import Backbone, Execution, check_batch, weight_bytes
+from sie.workers.runners.encode import Backbone, Execution, weight_bytes
 from sie.workers.runners.head import Head
 from sie.workers.runners.splade import Entries, SparseHead, StaticTable
 from sie.workers.runners.tokens import QueryExpansion, TokenHead
 
 T = TypeVar("T")
+_NO_ENTRIES: Entries = (np.empty(0, np.int32), np.empty(0, np.float32))
 
 
 class Heads(NamedTuple):
@@ -52,27 +53,58 @@ class OutputsRunner:
         self.memory_bytes += sum(head.memory_bytes for head in others if head is not None)
 
     def run_wants(self, inputs: Sequence[NDArray[np.int32]], wants: Sequence[Want]) -> StepOutputs:
-        """Return what each input wants. Each is (t_i,), t_i >= 1, or >= 0 for a query with a table.
+        """Return what each input wants. Each is (t_i,); one without a token has zeros, no entries and no vectors.
 
-        Raises BadRequest and InputTooLong as `EncodeRunner.run_tokens`, Internal NON_FINITE.
+        Raises what `Backbone.check` raises, and Internal NON_FINITE.
         """
-        table = self._heads.static_queries
-        looked_up = {item for item, want in enumerate(wants) if table is not None and want.is_query}
-        run = [item for item in range(len(inputs)) if item not in looked_up]
-        outputs = self._run([inputs[item] for item in run], [wants[item] for item in run]) if run else StepOutputs()
-        if table is None or not looked_up:
-            return outputs
-        sparse: list[Entries | None] = [None] * len(inputs)
-        for item, entries in zip(run, outputs.sparse or (), strict=False):
-            sparse[item] = entries
-        for item in looked_up:
-            sparse[item] = table(inputs[item])
-        return StepOutputs(sparse=sparse)
+        table, filled = self._heads.static_queries, self._filled(inputs, wants)
+        looked_up = [item for item, want in enumerate(wants) if table is not None and want.is_query]
+        run = [item for item in range(len(inputs)) if len(filled[item][0]) and item not in looked_up]
+        if len(run) == len(inputs):
+            return self._run(filled, wants)
+        outputs = self._run([filled[item] for item in run], [wants[item] for item in run]) if run else StepOutputs()
+        spread = self._spread(outputs, run, wants)
+        if table is not None and spread.sparse is not None:
+            sparse = list(spread.sparse)
+            for item in looked_up:
+                sparse[item] = table(inputs[item])
+            spread = spread._replace(sparse=sparse)
+        return spread
 
-    def _run(self, inputs: list[NDArray[np.int32]], wants: list[Want]) -> StepOutputs:
-        """Run the transformer over all inputs at once."""
-        batch = self._pack(inputs, wants)
-        check_batch(batch, self._backbone, self.card.id)
+    def _filled(
+        self, inputs: Sequence[NDArray[np.int32]], wants: Sequence[Want]
+    ) -> list[tuple[NDArray[np.int32], int]]:
+        """Return the tokens of each input, short queries filled up, and how many of them are seen."""
+        expand = self._heads.expansion
+        return [
+            expand(ids) if expand is not None and want.is_query else (ids, len(ids))
+            for ids, want in zip(inputs, wants, strict=True)
+        ]
+
+    def _spread(self, outputs: StepOutputs, run: list[int], wants: Sequence[Want]) -> StepOutputs:
+        """Put the outputs of the items that ran among what the others have, which is nothing."""
+        dims, num_items = self.card.dims, len(wants)
+        dense = sparse = vectors = None
+        if _wanted("dense", wants):
+            dense = np.zeros((num_items, dims["dense"]), np.float32)
+            if outputs.dense is not None:
+                dense[run] = outputs.dense
+        if wanted := _wanted("sparse", wants):
+            sparse = [_NO_ENTRIES if item in wanted else None for item in range(num_items)]
+            for item, entries in zip(run, outputs.sparse or (), strict=False):
+                sparse[item] = entries
+        if wanted := _wanted("multivector", wants):
+            empty = np.empty((0, dims["multivector"]), np.float32)
+            vectors = [empty if item in wanted else None for item in range(num_items)]
+            for item, rows in zip(run, outputs.multivector or (), strict=False):
+                vectors[item] = rows
+        return StepOutputs(dense, sparse, vectors)
+
+    def _run(self, filled: Sequence[tuple[NDArray[np.int32], int]], wants: Sequence[Want]) -> StepOutputs:
+        """Run the transformer over all inputs at once; none is empty."""
+        seen = None if self._heads.expansion is None else np.array([count for _, count in filled], np.int32)
+        batch = pack_sequences([ids for ids, _ in filled], attended=seen)
+        self._backbone.check(self.card.id, batch)
         with torch.inference_mode():
             hidden = self._backbone.run(batch, self.execution)
             return StepOutputs(
@@ -81,14 +113,7 @@ class OutputsRunner:
                 self._vectors(hidden, batch, wants),
             )
 
-    def _pack(self, inputs: list[NDArray[np.int32]], wants: list[Want]) -> PackedBatch:
-        expand = self._heads.expansion
-        if expand is None or not any(want.is_query for want in wants):
-            return pack_sequences(inputs)
-        pairs = [expand(ids) if want.is_query else (ids, len(ids)) for ids, want in zip(inputs, wants, strict=True)]
-        return pack_sequences([ids for ids, _ in pairs], np.array([seen for _, seen in pairs], np.int32))
-
-    def _dense(self, hidden: Tensor, batch: PackedBatch, wants: list[Want]) -> NDArray[np.float32] | None:
+    def _dense(self, hidden: Tensor, batch: PackedBatch, wants: Sequence[Want]) -> NDArray[np.float32] | None:
         head = self._heads.dense
         if head is None or not _wanted("dense", wants):
             return None
@@ -98,7 +123,7 @@ class OutputsRunner:
         answer[batch.order] = rows
         return answer
 
-    def _sparse(self, hidden: Tensor, batch: PackedBatch, wants: list[Want]) -> list[Entries | None] | None:
+    def _sparse(self, hidden: Tensor, batch: PackedBatch, wants: Sequence[Want]) -> list[Entries | None] | None:
         head = self._heads.sparse
         if head is None or not (wanted := _wanted("sparse", wants)):
             return None
@@ -106,7 +131,7 @@ class OutputsRunner:
         return _place(head(own, sequences), batch, wanted)
 
     def _vectors(
-        self, hidden: Tensor, batch: PackedBatch, wants: list[Want]
+        self, hidden: Tensor, batch: PackedBatch, wants: Sequence[Want]
     ) -> list[NDArray[np.float32] | None] | None:
         head = self._heads.multivector
         if head is None or not (wanted := _wanted("multivector", wants)):
@@ -116,7 +141,7 @@ class OutputsRunner:
         return _place(head(own, sequences, is_query), batch, wanted)
 
 
-def _wanted(output: str, wants: list[Want]) -> set[int]:
+def _wanted(output: str, wants: Sequence[Want]) -> set[int]:
     return {item for item, want in enumerate(wants) if output in want.output_types}
 
 

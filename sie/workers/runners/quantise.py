@@ -55,6 +55,12 @@ def finish_rows(
     return out
 
 
+def check_scores(model_id: str, scores: NDArray[np.float32]) -> None:
+    """Raise Internal when a score is not finite. Source: SIE API reference, section 6."""
+    if not np.isfinite(scores).all():
+        raise Internal(f"Model '{model_id}' produced non-finite scores")
+
+
 def _check_finite(rows: NDArray[np.generic]) -> None:
     finite = np.isfinite(rows)
     if not finite.all():

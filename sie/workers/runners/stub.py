@@ -1,4 +1,4 @@
-"""Owns the runners of a stub model: rows from a hash of the text, after the time its options ask for.
+"""Owns the runner of a stub model: rows from a hash of the text, after the time its options ask for.
 
 The formulas are in `sie.catalog.stub`.
 
@@ -25,12 +25,11 @@ _NUM_ENTRIES = 16
 
 
 class StubRunner:
-    """Answer texts with dense rows, not normalised.
+    """Answer texts with every output that the card names, and pairs with scores.
 
     Building it takes the card's `load_ms`.
     """
 
-    takes: Literal["text"] = "text"
     memory_bytes = 0
 
     def __init__(self, card: ModelCard) -> None:
@@ -38,42 +37,37 @@ class StubRunner:
             raise Internal(f"model {card.id!r} is not a stub")
         self.card = card
         self._options = card.stub
+        self.takes: Literal["text", "wants"] = "text" if set(card.outputs) <= {"dense", "score"} else "wants"
         time.sleep(card.stub.load_ms / 1e3)
 
     def run_texts(self, texts: Sequence[bytes | memoryview]) -> NDArray[np.float32]:
         """Return (n, dense) float32 rows; sleeps `latency_ms` and `per_token_us` for each token of the step."""
-        self.take_time(texts)
-        options = self._options
-        digests = b"".join([hashlib.shake_256(text).digest(options.dense) for text in texts])
-        rows = np.frombuffer(digests, dtype=np.int8).reshape(len(texts), options.dense)
+        self._take_time(texts)
+        width = self._options.dense
+        digests = b"".join([hashlib.shake_256(text).digest(width) for text in texts])
+        rows = np.frombuffer(digests, dtype=np.int8).reshape(len(texts), width)
         return np.true_divide(rows, np.float32(127), dtype=np.float32)
 
-    def take_time(self, texts: Sequence[bytes | memoryview]) -> None:
-        """Sleep as long as a step of these texts is to take."""
+    def run_pairs(self, pairs: Sequence[bytes | memoryview]) -> NDArray[np.float32]:
+        """Return (n, 1) float32 scores, 0 to 1; takes as long as `run_texts`."""
+        self._take_time(pairs)
+        scores = [int.from_bytes(hashlib.shake_256(pair).digest(3), "little") / 2**24 for pair in pairs]
+        return np.array(scores, dtype=np.float32)[:, None]
+
+    def _take_time(self, texts: Sequence[bytes | memoryview]) -> None:
         options = self._options
         if options.latency_ms or options.per_token_us:
             tokens = sum(count_stub_tokens(len(text), options.max_tokens) for text in texts)
             time.sleep(options.latency_ms / 1e3 + tokens * options.per_token_us / 1e6)
 
-
-class StubOutputsRunner:
-    """Answer texts with every output that the card names."""
-
-    takes: Literal["wants"] = "wants"
-    memory_bytes = 0
-
-    def __init__(self, card: ModelCard) -> None:
-        self.card = card
-        self._dense = StubRunner(card)
-
     def run_wants(self, inputs: Sequence[bytes | memoryview], wants: Sequence[Want]) -> StepOutputs:
         """Return what each text wants; takes the time of one step."""
         wanted = {output for want in wants for output in want.output_types}
         if "dense" in wanted:
-            dense = self._dense.run_texts(inputs)
+            dense = self.run_texts(inputs)
         else:
             dense = None
-            self._dense.take_time(inputs)
+            self._take_time(inputs)
         sparse = [self._sparse(text) if "sparse" in want.output_types else None
                   for text, want in zip(inputs, wants, strict=True)]  # fmt: skip
         vectors = [self._multivector(text) if "multivector" in want.output_types else None
@@ -86,9 +80,8 @@ class StubOutputsRunner:
         return indices, ((1 + indices % 127) / 127).astype(np.float32)
 
     def _multivector(self, text: bytes | memoryview) -> NDArray[np.float32]:
-        assert self.card.stub is not None
         width = self.card.dims["multivector"]
-        num_tokens = count_stub_tokens(len(text), self.card.stub.max_tokens)
+        num_tokens = count_stub_tokens(len(text), self._options.max_tokens)
         rows = (hashlib.shake_256(row.to_bytes(4, "little") + bytes(text)).digest(width) for row in range(num_tokens))
         values = np.frombuffer(b"".join(rows), np.int8).reshape(num_tokens, width)
         return np.true_divide(values, np.float32(127), dtype=np.float32)

@@ -38,7 +38,7 @@ class QueryExpansion:
         if missing <= 0:
             return token_ids, len(token_ids)
         filled = np.concatenate((token_ids, self._filler[:missing]))
-        return filled, len(filled) if self._is_attended else len(token_ids)
+        return filled, len(filled) if self._is_attended or not len(token_ids) else len(token_ids)
 
 
 class TokenHead:

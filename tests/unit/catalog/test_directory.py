@@ -204,7 +204,7 @@ def test_whole_set_of_shards_is_taken(write_files: Any) -> None:
         ({"config.json": b"{"}, "cannot be read"),
         ({"config.json": b"[" * 100_000}, "cannot be read"),
         ({"config.json": []}, "Expected `object`"),
-        ({"config.json": {**CONFIG, "architectures": ["BertForSequenceClassification"]}}, "not a text encoder"),
+        ({"config.json": {**CONFIG, "architectures": ["BertForQuestionAnswering"]}}, "not a text encoder"),
         ({"config.json": {"model_type": "vit", "hidden_size": 8}}, "not a text encoder"),
         ({"config.json": {**CONFIG, "vision_config": {}}}, "not a text encoder"),
         ({"config.json": {"model_type": "bert", "vocab_size": 9}}, "hidden_size"),

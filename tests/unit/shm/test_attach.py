@@ -103,6 +103,15 @@ def test_bell_wakes_a_side_whose_push_found_the_ring_full(pair, waiting: str) ->
     assert len(pair.worker.drain()) == (waiting == "release")
 
 
+def test_side_that_waits_for_credit_is_woken_after_a_drain_that_brought_none(pair) -> None:
+    while pair.frontend.push(SUBMIT, 0, 1, 0, 64):
+        pass
+    assert pair.frontend.drain() == []
+    pair.worker.drain()
+
+    assert _is_readable(pair.frontend.bell_fd)
+
+
 def test_credit_that_nobody_waits_for_wakes_nobody(pair) -> None:
     assert pair.frontend.push(SUBMIT, 0, 1, 0, 64)
     assert _is_readable(pair.worker.bell_fd)
@@ -205,6 +214,17 @@ def test_closed_peer_is_end_of_file_while_its_descriptors_can_still_be_read(pair
     (descriptor,) = pair.worker.drain()
     assert bytes(pair.worker.view(descriptor)[:10]) == b"last words"
     assert not pair.worker.peer_is_dead()
+
+
+def test_last_large_reply_of_a_peer_that_left_messages_unread_can_be_read(pair) -> None:
+    for lease in (_submit(pair, b"x" * 5000), pair.replies.lease(5000)):
+        lease.view[:5] = b"reply"
+    assert pair.worker.push(REPLY, 0, 1, lease.address, 5000)
+    pair.worker.close()
+    (descriptor,) = pair.frontend.drain()
+
+    assert bytes(pair.frontend.view(descriptor)[:5]) == b"reply"
+    assert not pair.frontend.read_socket()
 
 
 def test_large_payload_for_a_peer_that_has_gone_is_a_connection_error(pair) -> None:
@@ -341,6 +361,6 @@ def test_segment_announced_twice_is_a_protocol_error(stranger: Stranger) -> None
     assert attachment.read_socket()
     stranger.say(Announce(1, 4096), stranger.fds[:1])
 
-    with pytest.raises(ProtocolError, match="twice"):
+    with pytest.raises(ProtocolError, match="announced beside"):
         attachment.read_socket()
     attachment.close()

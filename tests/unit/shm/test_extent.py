@@ -107,7 +107,7 @@ def test_header_that_does_not_fit_is_refused_by_the_writer(nbytes: int, header_b
 
 def test_array_of_another_shape_than_planned_is_refused_by_the_writer() -> None:
     plan = plan_arrays([("a", "<i4", (3,))])
-    with pytest.raises(ValueError, match="broadcast"):
+    with pytest.raises(ValueError, match="planned as"):
         write_extent(_view(), b"", plan.refs, [np.arange(4, dtype="<i4")])
 
 

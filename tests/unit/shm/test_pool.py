@@ -64,7 +64,7 @@ def test_write_after_the_end_fails() -> None:
     lease = _must_lease(_pool(), 64)
     lease.end()
 
-    with pytest.raises(IndexError):
+    with pytest.raises(TypeError):
         lease.view[0] = 1
 
 

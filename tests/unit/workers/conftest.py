@@ -34,6 +34,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "xlm-roberta": LEARNED,
     "mpnet": LEARNED,
     "modernbert": {"local_attention": 8, "max_position_embeddings": 300, "cls_token_id": 0, "sep_token_id": 2},
+    "electra": {**LEARNED, "type_vocab_size": 2, "embedding_size": 16},
+    "distilbert": {"max_position_embeddings": 300, "dim": 32, "hidden_dim": 48, "n_layers": 3, "n_heads": 4},
+    "deberta-v2": {**LEARNED, "type_vocab_size": 0, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
+    "albert": {**LEARNED, "embedding_size": 16},
     "qwen2": {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
     "gemma3_text": {

@@ -100,7 +100,7 @@ def test_step_belongs_to_its_thread() -> None:
 @pytest.mark.parametrize("window", [None, 3])
 def test_tokens_that_are_not_seen_still_see_the_others(causal: bool, window: int | None) -> None:
     seen = np.array([4, 1, 2, 9, 4, 3], np.int32)
-    batch = pack_sequences([np.zeros(length, dtype=np.int32) for length in LENGTHS], seen)
+    batch = pack_sequences([np.zeros(length, dtype=np.int32) for length in LENGTHS], attended=seen)
     assert batch.attended is not None
     boundaries = Boundaries(torch.from_numpy(batch.cu_seqlens), batch.runs, batch.max_length,
                             torch.from_numpy(batch.attended))  # fmt: skip
@@ -126,4 +126,4 @@ def test_tokens_that_are_not_seen_still_see_the_others(causal: bool, window: int
 
 def test_batch_in_which_all_is_seen_is_an_ordinary_one() -> None:
     lengths = np.array(LENGTHS, np.int32)
-    assert pack_sequences([np.zeros(length, dtype=np.int32) for length in LENGTHS], lengths).attended is None
+    assert pack_sequences([np.zeros(length, dtype=np.int32) for length in LENGTHS], attended=lengths).attended is None

@@ -1,157 +1,175 @@
-"""A request in the worker, from its extent to its reply, with the frontend's reader as the judge."""
-
 from __future__ import annotations
 
-from typing import Any
-
+import msgspec
 import numpy as np
 import pytest
-from msgspec import msgpack
 
-from sie.control import ModelEntry
-from sie.errors import WireError
-from sie.frontend.links import Pending, Reply
-from sie.frontend.replies import read_reply
-from sie.shm.extent import extent_bytes, plan_arrays, read_extent, write_extent
-from sie.shm.layout import ERROR, REPLY, SUBMIT, Descriptor, ProtocolError
-from sie.shm.pool import ExtentPool, Lease
-from sie.types import EncodeReply, EncodeRequest, ModelCard, WorkHeader
-from sie.workers.ragged import KeptBytes
-from sie.workers.requests import Request
+from sie.errors import InputTooLong, WireError, from_wire
+from sie.shm.extent import array_view, extent_bytes, plan_arrays, read_extent, set_cancelled, write_extent
+from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
+from sie.shm.pool import ExtentPool
+from sie.types import ReplyHeader, WorkHeader
+from sie.workers.requests import Request, reply_layout
 
-MIB = 1 << 20
-CARD = ModelCard(id="a", kind="encoder", outputs=("dense", "sparse", "multivector"),
-                 dims={"dense": 3, "sparse": 100, "multivector": 2})  # fmt: skip
-ROWS = np.arange(6, dtype=np.float32).reshape(2, 3)
-SPARSE = [(np.array([1, 7, 99], np.int32), np.array([0.5, 1, 2], np.float32)),
-          (np.empty(0, np.int32), np.empty(0, np.float32))]  # fmt: skip
-VECTORS = [np.array([[1, 2]], np.float16), np.array([[3, 4], [5, 6]], np.float16)]
+_encode = msgspec.msgpack.Encoder().encode
 
 
-class Link:
-    """A frontend with so much reply memory, and what it was sent."""
+class MemoryLink:
+    """A link over plain memory that keeps what was sent."""
 
-    slot = 0
+    def __init__(self, extent: memoryview, reply_bytes: int = 4096) -> None:
+        self.slot = 3
+        self.extent = extent
+        self.pool = ExtentPool(memoryview(bytearray(reply_bytes)))
+        self.sent = []
 
-    def __init__(self, room: int = MIB) -> None:
-        self.pool = ExtentPool(memoryview(bytearray(room)))
-        self.submitted = memoryview(b"")
-        self.sent: list[tuple[int, Lease | None, int]] = []
+    def view(self, descriptor):
+        return self.extent[: descriptor.length].toreadonly()
 
-    def view(self, _descriptor: Descriptor) -> memoryview:
-        return self.submitted
-
-    def lease(self, nbytes: int) -> Lease | None:
+    def lease(self, nbytes):
         return self.pool.lease(nbytes)
 
-    def reply(self, kind: int, request_id: int, lease: Lease | None, length: int) -> None:
-        self.sent.append((kind, lease, length))
-
-    def error(self) -> WireError:
-        kind, lease, length = self.sent[-1]
-        assert (kind, lease is not None) == (ERROR, True)
-        return read_extent(lease.view[:length], msgpack.Decoder(WireError))[0]  # type: ignore[union-attr]
+    def reply(self, kind, request_id, lease, length):
+        self.sent.append((kind, request_id, lease, length))
+        if lease is not None:
+            lease.hand_over(request_id)
 
 
-def submit(link: Link, *outputs: str) -> Request:
-    arrays = [np.array([0, 1, 3], np.int32), np.array([5, 6, 7], np.int32)]
-    plan = plan_arrays([("cu_seqlens", "<i4", (3,)), ("token_ids", "<i4", (3,))])
-    header = msgpack.encode(WorkHeader("a", "encode", 2, plan.refs, output_types=outputs))
+def extent_of(num_items, **arrays):
+    """Return the bytes of a request with these int32 (or uint8, for `text`) arrays."""
+    values = {name: np.asarray(value, np.uint8 if name == "text" else np.int32) for name, value in arrays.items()}
+    plan = plan_arrays([(name, value.dtype.str, value.shape) for name, value in values.items()])
+    header = _encode(WorkHeader("m", "encode", num_items, plan.refs))
     view = memoryview(bytearray(extent_bytes(len(header), plan.nbytes)))
-    write_extent(view, header, plan.refs, arrays)
-    link.submitted = view.toreadonly()
-    return Request(link, Descriptor(SUBMIT, 0, 1, 1, 0, len(view), 0, 3, 0, 1))
+    write_extent(view, header, plan.refs, list(values.values()))
+    return view
 
 
-def kept_request(link: Link, kept: KeptBytes, *outputs: str, max_reply_bytes: int = MIB) -> Request:
-    request = submit(link, *outputs)
-    request.start_ragged(kept, max_reply_bytes, 10)
-    for index in range(2):
-        for output, arrays in (
-            ("dense", (ROWS[index],)),
-            ("sparse", SPARSE[index]),
-            ("multivector", (VECTORS[index],)),
-        ):
-            if output in outputs and not request.ended:
-                request.keep(output, index, arrays)
-    return request
+def request_of(link, flags=0, deadline_ns=50):
+    return Request(link, Descriptor(1, flags, 1, 77, 0, len(link.extent), deadline_ns, 0, 0, 1))
 
 
-def read(link: Link, *outputs: str) -> EncodeReply:
-    kind, lease, length = link.sent[-1]
-    assert (kind, lease is not None) == (REPLY, True)
-    pending: Any = Pending(1, "a", lease=lease, length=1, num_tokens=3, deadline_ns=0, submitted_ns=0, future=None)  # type: ignore[arg-type]
-    raw = Reply(None, pending, 0, lease.view[:length].toreadonly())  # type: ignore[arg-type, union-attr]
-    asked = EncodeRequest(model="a", texts=["", ""], output_types=outputs)
-    return read_reply(raw, ModelEntry(card=CARD, state="loaded"), asked, 0, 0)
+@pytest.fixture
+def link():
+    return MemoryLink(extent_of(2, cu_seqlens=[0, 3, 5], token_ids=[1, 2, 3, 4, 5]))
+
+
+def test_items_are_read_without_a_copy(link):
+    request = request_of(link, flags=FLAG_ALONE)
+
+    assert request.costs == [3, 2]
+    assert [ids.tolist() for ids in request.inputs] == [[1, 2, 3], [4, 5]]
+    assert not any(ids.flags.owndata or ids.flags.writeable for ids in request.inputs)
+    assert (request.deadline_ns, request.is_alone, request.inflight_entry) == (50, True, (3, 77))
+
+
+def test_text_comes_as_bytes_with_costs_of_its_own():
+    text = "héllo wörld".encode()
+    request = request_of(
+        MemoryLink(extent_of(2, cu_seqlens=[0, 2, 4], text=list(text), text_offsets=[0, 7, len(text)]))
+    )
+
+    assert request.costs == [2, 2]
+    assert [bytes(piece).decode() for piece in request.inputs] == ["héllo ", "wörld"]
 
 
 @pytest.mark.parametrize(
-    "outputs", [("sparse",), ("multivector",), ("dense", "sparse", "multivector"), ("multivector", "dense")]
+    ("num_items", "arrays"),
+    [
+        (1, {"token_ids": [1]}),
+        (1, {"cu_seqlens": [0, 1]}),
+        (1, {"cu_seqlens": [1, 1], "token_ids": [1]}),
+        (2, {"cu_seqlens": [0, 1], "token_ids": [1]}),
+        (0, {"cu_seqlens": [0], "token_ids": [1]}),
+        (-1, {"cu_seqlens": [], "token_ids": [1]}),
+        (1, {"cu_seqlens": [[0, 1]], "token_ids": [1]}),
+        (2, {"cu_seqlens": [0, 2, 1], "token_ids": [1]}),
+        (1, {"cu_seqlens": [0, 2], "token_ids": [1]}),
+        (1, {"cu_seqlens": [0, 1], "token_ids": [[1]]}),
+        (1, {"cu_seqlens": [0, 1], "text": [65]}),
+        (1, {"cu_seqlens": [0, 1], "text": [65], "text_offsets": [0, 2]}),
+        (1, {"cu_seqlens": [0, 1], "text": [65], "text_offsets": [0]}),
+        (1, {"cu_seqlens": [0, 1], "text": [[65]], "text_offsets": [0, 1]}),
+    ],
 )
-def test_reply_holds_what_was_kept(outputs: tuple[str, ...]) -> None:
-    link, kept = Link(), KeptBytes(MIB)
-    request = kept_request(link, kept, *outputs)
-    assert request.num_left == 0
-    assert kept.used_bytes > 0
+def test_extent_that_contradicts_itself_is_a_protocol_error(num_items, arrays):
+    with pytest.raises(ProtocolError):
+        request_of(MemoryLink(extent_of(num_items, **arrays)))
+
+
+def test_every_changed_byte_of_a_header_is_read_or_refused(link):
+    """A frontend's memory may hold anything: reading it ends in a request or in ProtocolError, never in a crash."""
+    num_refused = 0
+    for position in range(1, 64):
+        for value in (0, 1, 0x7F, 0x80, 0xC1, 0xFF):
+            extent = memoryview(bytearray(link.extent))
+            extent[position] = value
+            try:
+                request = request_of(MemoryLink(extent))
+            except ProtocolError:
+                num_refused += 1
+            else:
+                assert len(request.costs) == len(request.inputs) == request.num_left
+    assert num_refused > 50
+
+
+def test_reply_holds_rows_in_their_places_and_the_times(link):
+    request = request_of(link)
+    assert request.try_start("<f4", 2, now_ns=1000)
+    request.inference_ns, request.postprocessing_ns = 20, 3
+    request.put_row(1, memoryview(np.array([3, 4], np.float32)).cast("B"))
+    assert request.num_left == 1
+    request.put_row(0, memoryview(np.array([1, 2], np.float32)).cast("B"))
     assert request.try_answer()
-    assert (request.ended, kept.used_bytes) == (True, 0)
-    reply = read(link, *outputs)
-    if "dense" in outputs:
-        np.testing.assert_array_equal(np.frombuffer(reply.values, reply.dtype).reshape(2, 3), ROWS)
-    else:
-        assert reply.width == 0
-    assert (reply.sparse is not None) is ("sparse" in outputs)
-    if reply.sparse is not None:
-        assert (reply.sparse.dims, reply.sparse.dtype, reply.sparse.offsets) == (100, "<f4", [0, 3, 3])
-        assert np.frombuffer(reply.sparse.indices, "<i4").tolist() == [1, 7, 99]
-        assert np.frombuffer(reply.sparse.values, "<f4").tolist() == [0.5, 1, 2]
-    if reply.multivector is not None:
-        vectors = reply.multivector
-        assert (vectors.dims, vectors.dtype, vectors.width, vectors.offsets) == (2, "<f2", 2, [0, 1, 3])
-        assert np.frombuffer(vectors.values, "<f2").tolist() == [1, 2, 3, 4, 5, 6]
+
+    ((kind, request_id, lease, length),) = link.sent
+    assert (kind, request_id, request.ended) == (REPLY, 77, True)
+    header, payload = read_extent(lease.view[:length], msgspec.msgpack.Decoder(ReplyHeader))
+    times, rows = (array_view(payload, ref) for ref in header.arrays)
+    assert times.tolist() == [1000, 20, 3]
+    assert rows.tolist() == [[1, 2], [3, 4]]
 
 
-def test_reply_without_room_waits_and_is_sent_when_there_is_some() -> None:
-    link, kept = Link(4096), KeptBytes(MIB)
-    blocker = link.lease(4000)
-    request = kept_request(link, kept, "multivector")
-    assert blocker is not None
-    assert not request.try_answer()
-    assert (request.ended, link.sent) == (False, [])
-    blocker.end()
-    assert request.try_answer()
-    assert read(link, "multivector").multivector is not None
+def test_replies_of_one_shape_have_the_same_bytes_before_their_payload():
+    assert reply_layout(2, "<f4", 8) is reply_layout(2, "<f4", 8)
+    assert reply_layout(2, "<f4", 8).header != reply_layout(3, "<f4", 8).header
 
 
-def test_worker_that_keeps_too_much_refuses_that_request_alone() -> None:
-    link, kept = Link(), KeptBytes(30)
-    first = kept_request(link, kept, "multivector")  # 12 bytes
-    second = kept_request(link, kept, "dense", "sparse")  # more than is left
-    assert (first.ended, second.ended) == (False, True)
-    error = link.error()
-    assert (error.code, error.http_status, error.retry_after_s) == ("RESOURCE_EXHAUSTED", 503, 5)
-    assert kept.used_bytes == 12
-    assert first.try_answer()
-    assert kept.used_bytes == 0
+def test_no_room_for_the_reply_changes_nothing(link):
+    whole = link.pool.lease(4096)
+    request = request_of(link)
+    assert not request.try_start("<f4", 2, now_ns=1)
+    assert not request.has_started
+    whole.end()
+    assert request.try_start("<f4", 2, now_ns=2)
 
 
-def test_reply_over_its_limit_is_the_clients_fault() -> None:
-    link, kept = Link(), KeptBytes(MIB)
-    request = kept_request(link, kept, "multivector", max_reply_bytes=11)
-    assert request.ended
-    assert (link.error().http_status, link.error().code) == (400, "INVALID_INPUT")
-    assert kept.used_bytes == 0
+def test_cancelled_request_is_acknowledged_and_its_reply_memory_freed(link):
+    request = request_of(link)
+    assert not request.is_cancelled
+    set_cancelled(link.extent)
+    assert request.is_cancelled
+    assert request.try_start("<f4", 2, now_ns=1)
+    request.cancel()
+
+    assert link.sent == [(ERROR, 77, None, 0)]
+    assert (request.ended, link.pool.num_leased) == (True, 0)
 
 
-@pytest.mark.parametrize("end", [Request.cancel, Request.drop])
-def test_request_that_ends_early_lets_what_it_kept_go(end: Any) -> None:
-    link, kept = Link(), KeptBytes(MIB)
-    end(kept_request(link, kept, "sparse"))
-    assert kept.used_bytes == 0
+def test_error_crosses_whole_and_frees_the_reply_memory(link):
+    request = request_of(link)
+    assert request.try_start("<f4", 2, now_ns=1)
+    request.fail(InputTooLong("too long", extras={"items": [1]}))
+
+    ((kind, _, lease, length),) = link.sent
+    wire, _ = read_extent(lease.view[:length], msgspec.msgpack.Decoder(WireError))
+    error = from_wire(wire)
+    assert (kind, type(error), error.message, error.extras) == (ERROR, InputTooLong, "too long", {"items": [1]})
+    assert link.pool.num_leased == 1, "the error's own extent"
 
 
-@pytest.mark.parametrize("outputs", [(), ("dense", "thoughts")])
-def test_outputs_that_nobody_knows_break_the_protocol(outputs: tuple[str, ...]) -> None:
-    with pytest.raises(ProtocolError, match="outputs"):
-        submit(Link(), *outputs)
+def test_error_without_room_for_its_text_still_ends_the_request(link):
+    whole = link.pool.lease(4096)
+    request_of(link).fail(InputTooLong("too long"))
+    assert link.sent == [(ERROR, 77, None, 0)]
+    whole.end()

@@ -1,6 +1,6 @@
 """What a worker publishes about itself and its GPU. NVML is a fake module that can block, fail and recover."""
 
-# ruff: noqa: N801, N818  # the fake has pynvml's names
+# ruff: noqa: N801  # the fake has pynvml's names
 from __future__ import annotations
 
 import math

@@ -10,7 +10,7 @@ from sie.catalog.spec import parse_model_spec
 from sie.catalog.stub import stub_card
 from sie.errors import Internal
 from sie.types import ModelCard, WorkHeader
-from sie.workers.runners.stub import StubOutputsRunner, StubRunner
+from sie.workers.runners.stub import StubRunner
 
 
 def _runner(options: str = "") -> StubRunner:
@@ -64,7 +64,7 @@ def _wants(*outputs: tuple[str, ...]) -> list[WorkHeader]:
 
 def test_every_output_is_its_documented_digest() -> None:
     text = "grün 🌲 und mehr".encode()
-    runner = StubOutputsRunner(stub_card(parse_model_spec("a=stub:dense=5,sparse=1000,multivector=3")))
+    runner = StubRunner(stub_card(parse_model_spec("a=stub:dense=5,sparse=1000,multivector=3")))
     outputs = runner.run_wants([np.frombuffer(text, np.uint8)], _wants(("dense", "sparse", "multivector")))
     assert outputs.dense is not None
     assert outputs.sparse is not None
@@ -84,7 +84,7 @@ def test_every_output_is_its_documented_digest() -> None:
 
 
 def test_outputs_that_nobody_wants_are_left_out() -> None:
-    runner = StubOutputsRunner(stub_card(parse_model_spec("a=stub:sparse=9,multivector=3")))
+    runner = StubRunner(stub_card(parse_model_spec("a=stub:sparse=9,multivector=3")))
     assert runner.card.outputs == ("dense", "sparse", "multivector")
     outputs = runner.run_wants([b"x", b"y"], _wants(("sparse",), ("sparse", "multivector")))
     assert outputs.dense is None

@@ -224,3 +224,18 @@ def test_projection_that_does_not_fit_is_refused(make_checkpoint: Any, serve: An
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelLoadFailed, match=r"linear\.weight"):
         serve(directory)
+
+
+def test_text_without_a_token_has_nothing_and_its_neighbours_all(make_checkpoint: Any, serve: Any) -> None:
+    directory = make_checkpoint("xlm-roberta")
+    for name, width in (("sparse", 1), ("colbert", WIDTH)):
+        save_file({"weight": torch.randn(width, 32)}, directory / f"{name}_linear.safetensors")
+    model = serve(directory)
+    inputs = [np.empty(0, np.int32), *model.inputs(["w1 w2"]), np.empty(0, np.int32)]
+    outputs = model.runner.run_wants(inputs, [model.want("dense", "sparse", "multivector")] * 3)
+    alone = model.runner.run_wants(inputs[1:2], [model.want("dense", "sparse", "multivector")])
+    assert not outputs.dense[[0, 2]].any()
+    np.testing.assert_allclose(outputs.dense[1], alone.dense[0])
+    np.testing.assert_allclose(outputs.multivector[1], alone.multivector[0])
+    assert [len(indices) for indices, _ in outputs.sparse] == [0, len(alone.sparse[0][0]), 0]
+    assert outputs.multivector[2].shape == (0, WIDTH)

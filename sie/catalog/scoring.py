@@ -1,0 +1,121 @@
+"""Owns how a checkpoint's files say that it scores pairs, and how: sequence classifiers and causal rerankers.
+
+Follows sentence-transformers 6.2 (`CrossEncoder`). A causal model is a reranker when its `modules.json` ends in a
+LogitScore, or when an entry of `rerankers.toml` says so for its id.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from sie.catalog.files import Checkpoint, refuse
+from sie.catalog.modules import Module
+from sie.catalog.rerankers import Reranker, find_reranker, token_id
+from sie.types import ScoreRule
+
+_CLASSIFIER = "ForSequenceClassification"
+_ACTIVATIONS = "torch.nn."
+_UNTYPED_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend", "AlbertTokenizer", "AlbertTokenizerFast")
+"""Tokenizers of transformers 5 that give no token types unless their file asks for them; the others of models with two
+types do."""
+
+
+class Scoring(msgspec.Struct, frozen=True):
+    """What a checkpoint that scores pairs is, and how it does it.
+
+    task is what its `sentence_bert_config.json` must say, None when the catalogue says all there is to say about its
+    text. max_tokens None: as its tokenizer says.
+    """
+
+    kind: Literal["cross-encoder", "causal-reranker"]
+    task: str | None
+    rule: ScoreRule
+    max_tokens: int | None = None
+
+
+def read_scoring(
+    checkpoint: Checkpoint, transformer: Checkpoint, modules: list[Module] | None, config: dict[str, Any]
+) -> Scoring | None:
+    """Return how a checkpoint scores pairs, None for one that encodes. Raises ModelLoadFailed for what cannot be run."""
+    entry = find_reranker(checkpoint.id)
+    if entry is not None:
+        return Scoring("causal-reranker", None, _causal_rule(checkpoint, transformer, entry), entry.max_tokens)
+    names = [module.name for module in modules or ()]
+    if modules and names == ["Transformer", "LogitScore"]:
+        return Scoring("causal-reranker", "text-generation", _logit_rule(checkpoint, modules[1].folder, config))
+    is_classifier = str((config.get("architectures") or [""])[0]).endswith(_CLASSIFIER)
+    if is_classifier and names in ([], ["Transformer"]):
+        return Scoring("cross-encoder", "sequence-classification", _classifier_rule(checkpoint, transformer, config))
+    return None
+
+
+def _classifier_rule(checkpoint: Checkpoint, transformer: Checkpoint, config: dict[str, Any]) -> ScoreRule:
+    num_labels = len(config["id2label"]) if "id2label" in config else config.get("num_labels", 2)
+    if num_labels != 1:
+        raise refuse(checkpoint.id, f"its classifier has {num_labels} labels; a model that scores pairs has one")
+    if _has_chat_template(transformer):
+        raise refuse(checkpoint.id, "it reads pairs through a chat template, which cannot be run for a classifier")
+    return ScoreRule(
+        activation=_activation(checkpoint, config),
+        token_types=_reads_token_types(transformer, config),
+    )
+
+
+def _causal_rule(checkpoint: Checkpoint, transformer: Checkpoint, entry: Reranker) -> ScoreRule:
+    tokenizer = transformer.find("tokenizer.json")
+    if tokenizer is None:
+        raise refuse(checkpoint.id, "a reranker's tokens are looked up in tokenizer.json, and there is none")
+    return ScoreRule(
+        activation=entry.activation,
+        template=entry.template,
+        true_token_id=token_id(checkpoint.id, tokenizer, entry.true_token),
+        false_token_id=token_id(checkpoint.id, tokenizer, entry.false_token),
+    )
+
+
+def _logit_rule(checkpoint: Checkpoint, folder: str, config: dict[str, Any]) -> ScoreRule:
+    """Return the rule of a LogitScore module, without the template: `sie.catalog.chat_pairs` reads that."""
+    settings = checkpoint.read_object(f"{folder}/config.json")
+    if settings.get("module_input_name", "causal_logits") != "causal_logits":
+        raise refuse(checkpoint.id, f"{folder}: module_input_name {settings['module_input_name']!r} cannot be run")
+    tokens = [settings.get(name) for name in ("true_token_id", "false_token_id")]
+    size = int(config["vocab_size"])
+    if tokens[0] is None or not all(token is None or 0 <= token < size for token in tokens):
+        raise refuse(checkpoint.id, f"{folder}: token ids {tokens} are not in the vocabulary")
+    return ScoreRule(activation=_activation(checkpoint, config), true_token_id=tokens[0], false_token_id=tokens[1])
+
+
+def _activation(checkpoint: Checkpoint, config: dict[str, Any]) -> str:
+    """Return the activation's name in torch.nn.
+
+    Source: sentence_transformers 6.2 cross_encoder/model.py: its own file, config.json in two spellings, sigmoid.
+    """
+    nested = config.get("sentence_transformers")
+    path = checkpoint.read_object("config_sentence_transformers.json").get("activation_fn")
+    if path is None and isinstance(nested, dict):
+        path = nested.get("activation_fn")
+    if path is None:
+        path = config.get("sbert_ce_default_activation_function")
+    if path is None:
+        return "Sigmoid"
+    if not isinstance(path, str) or not path.startswith(_ACTIVATIONS):
+        raise refuse(checkpoint.id, f"activation {path!r} is code of its own")
+    return path.rpartition(".")[2]
+
+
+def _reads_token_types(transformer: Checkpoint, config: dict[str, Any]) -> bool:
+    if int(config.get("type_vocab_size") or 0) < 2:
+        return False
+    tokenizer = transformer.read_object("tokenizer_config.json")
+    names = tokenizer.get("model_input_names")
+    if isinstance(names, list):
+        return "token_type_ids" in names
+    return tokenizer.get("tokenizer_class") not in _UNTYPED_TOKENIZERS
+
+
+def _has_chat_template(transformer: Checkpoint) -> bool:
+    if transformer.find("chat_template.jinja") is not None:
+        return True
+    return bool(transformer.read_object("tokenizer_config.json").get("chat_template"))

@@ -1,0 +1,109 @@
+"""Owns the native wire of `/v1/score`. Source: SIE API reference, sections 6 and 11.
+
+Read in two steps, as encode is: `decode_score` needs no model, `resolve_score` judges the request against its card.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from sie.errors import BadRequest
+from sie.frontend import score
+from sie.frontend.body_limits import check_json, decode_free_form, decode_typed
+from sie.frontend.dialects.arrays import pack
+from sie.frontend.dialects.sie import Item, check_items, check_options, check_profile, find_non_text
+from sie.settings import Limits
+from sie.types import ModelCard, ScoreReply, ScoreRequest
+
+_MOST_ITEMS = 65_536  # the most that settings allow; the setting itself is checked after decoding
+_ABSENT = msgspec.Raw(b"")
+_to_json = msgspec.json.Encoder().encode
+
+
+class _ScoreBody(msgspec.Struct, gc=False):
+    query: Item
+    items: Annotated[list[Item], msgspec.Meta(max_length=_MOST_ITEMS)]
+    instruction: str | None = None
+    options: msgspec.Raw = _ABSENT
+
+
+class _Score(msgspec.Struct, frozen=True):
+    item_id: str
+    score: float
+    rank: int
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    input_tokens: int
+
+
+class _ReplyBody(msgspec.Struct, frozen=True):
+    model: str
+    query_id: str | None
+    scores: list[_Score]
+    usage: _Usage
+
+
+_FROM_MSGPACK = msgspec.msgpack.Decoder(_ScoreBody)
+_FROM_JSON = msgspec.json.Decoder(_ScoreBody)
+
+
+def decode_score(body: bytes, msgpack: bool, model: str, limits: Limits) -> ScoreRequest:
+    """Return the request in a score body, shapes and sizes checked; pass it to `resolve_score` next.
+
+    Unknown fields are ignored. Raises BadRequest (InputTooLong for limits) with the path of the fault in its text.
+    """
+    if not msgpack:
+        check_json(body, limits.max_depth)
+    call = decode_typed(_FROM_MSGPACK if msgpack else _FROM_JSON, body)
+    items = call.items
+    if not items:
+        raise BadRequest("Field 'items' must not be empty")
+    if len(items) > limits.max_candidates:
+        raise BadRequest(
+            f"Field 'items' must hold at most {limits.max_candidates} items, got {len(items)}; split the request"
+        )
+    check_items([call.query], msgpack, len(body), limits.max_item_text_bytes, "query")
+    check_items(items, msgpack, len(body), limits.max_item_text_bytes)
+    non_text = _find_non_text(call)
+    ids = [item.id for item in items]
+    return ScoreRequest(
+        model=model,
+        query=call.query.text or "",
+        documents=[item.text or "" for item in items] if non_text is None else [],
+        query_id=call.query.id,
+        ids=ids if any(id_ is not None for id_ in ids) else [],
+        instruction=call.instruction,
+        options=decode_free_form(call.options, msgpack=msgpack, path="$.options", max_depth=limits.max_depth),
+        non_text=non_text,
+    )
+
+
+def _find_non_text(call: _ScoreBody) -> str | None:
+    if find_non_text([call.query]) is not None:
+        return "$.query"
+    index = find_non_text(call.items)
+    return None if index is None else f"$.items[{index}]"
+
+
+def resolve_score(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
+    """Return the request with its instruction final. Raises BadRequest for what this model cannot serve."""
+    request = score.resolve_score(request, card)
+    if request.options:
+        check_profile(request.options.pop("profile", None))
+        check_options(request.options, card, "$.options")
+    if request.instruction is None:
+        request.instruction = request.options.get("instruction")
+    return request
+
+
+def encode_scores(request: ScoreRequest, reply: ScoreReply, msgpack: bool) -> bytes:
+    """Return the body of a score reply, best first; an item without an id is called `item-<index>`."""
+    scores = [
+        _Score((request.ids[index] if request.ids else None) or f"item-{index}", reply.scores[index], rank)
+        for rank, index in enumerate(reply.ranking())
+    ]
+    body = _ReplyBody(reply.model, request.query_id, scores, _Usage(reply.input_tokens))
+    return pack(body) if msgpack else _to_json(body)

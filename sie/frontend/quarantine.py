@@ -1,0 +1,49 @@
+"""Owns the inputs that are refused because they killed two workers, known by what they hold and not by who sent them."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+import msgspec
+
+from sie.errors import PoisonInput
+from sie.shm.extent import array_view, read_extent
+from sie.types import WorkHeader
+
+_decoder = msgspec.msgpack.Decoder(WorkHeader)
+_encoder = msgspec.msgpack.Encoder()
+_QUARANTINE_S = 600.0
+"""Long enough to stop a retry loop; short enough that a fault which was not the input's heals by itself."""
+
+
+class QuarantinedInputs:
+    """Digests of refused inputs, each until its time is over."""
+
+    def __init__(self) -> None:
+        self._until_s: dict[bytes, float] = {}
+
+    def add(self, digest: bytes) -> None:
+        """Refuse this input from now on."""
+        now_s = time.monotonic()
+        self._until_s = {key: until_s for key, until_s in self._until_s.items() if until_s > now_s}
+        self._until_s[digest] = now_s + _QUARANTINE_S
+
+    def check(self, extent: memoryview) -> None:
+        """Raise PoisonInput when a request's extent holds a refused input. Costs nothing while there is none."""
+        if self._until_s and self._until_s.get(digest_of(extent), 0.0) > time.monotonic():
+            raise poison()
+
+
+def digest_of(extent: memoryview) -> bytes:
+    """Return the identity of a request's input: its header and its arrays, without the unused bytes between them."""
+    header, payload = read_extent(extent, _decoder)
+    digest = hashlib.blake2b(_encoder.encode(header), digest_size=16)
+    for ref in header.arrays:
+        digest.update(array_view(payload, ref).data)
+    return digest.digest()
+
+
+def poison() -> PoisonInput:
+    """Return what the client of a refused input hears."""
+    return PoisonInput("This input was running when a worker died, twice; it is refused")

@@ -1,0 +1,99 @@
+"""Owns the score operation: a typed request to one score for each document, whatever dialect it came in.
+
+One request is one submit, a pair an item, so the worker spreads its pairs over steps and joins them as it does texts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from sie.control import ModelEntry
+from sie.errors import BadRequest, Internal
+from sie.frontend.engine import ShmEngine
+from sie.frontend.links import Pending, Reply
+from sie.frontend.models import ModelTable
+from sie.frontend.pairs import Arrays, pair_arrays
+from sie.frontend.tokenize import is_long
+from sie.shm.extent import array_view, read_extent
+from sie.shm.layout import ProtocolError
+from sie.types import ModelCard, ReplyHeader, ScoreReply, ScoreRequest, Timing, WorkHeader
+
+_LONG_TEXT_BYTES: Final = 8192
+"""From here tokenising takes over about 2 ms, and moves to a thread."""
+_decoder: Final = msgspec.msgpack.Decoder(ReplyHeader)
+
+
+def resolve_score(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
+    """Return the request as this model can serve it. Raises BadRequest when it cannot."""
+    if "score" not in card.outputs:
+        raise BadRequest(
+            f"Model '{card.id}' does not support scoring. Its outputs are {list(card.outputs)}; "
+            "choose a model whose outputs include 'score'"
+        )
+    if request.non_text is not None:
+        raise BadRequest(f"Model '{card.id}' requires text input - at `{request.non_text}`")
+    return request
+
+
+class Scorer:
+    """Run score requests on the engine."""
+
+    def __init__(self, engine: ShmEngine, models: ModelTable, pool: ThreadPoolExecutor) -> None:
+        self._engine = engine
+        self._models = models
+        self._pool = pool
+
+    async def start(self, entry: ModelEntry, request: ScoreRequest, deadline_ns: int) -> tuple[Pending, int]:
+        """Tokenise and submit a resolved request; return its record and the nanoseconds that tokenising took.
+
+        Raises what admission and the tokenizer raise.
+        """
+        began_ns = time.monotonic_ns()
+        arrays = await self._prepare(entry, request)
+        took_ns = time.monotonic_ns() - began_ns
+        header = WorkHeader(entry.card.id, "score", len(request.documents), ())
+        return self._engine.submit(header, arrays, int(arrays[0][1][-1]), deadline_ns), took_ns
+
+    async def _prepare(self, entry: ModelEntry, request: ScoreRequest) -> Arrays:
+        """Tokenise here and now, or on a thread when that would keep the event loop too long."""
+        tokenizer = await self._models.tokenizer(entry) if entry.card.tokenizer_file else None
+        arguments = (entry.card, tokenizer, request.query, request.documents, request.instruction)
+        # The query is tokenised with every document.
+        texts = [*request.documents, *[request.query] * len(request.documents)]
+        if tokenizer is None or not is_long(texts, _LONG_TEXT_BYTES):
+            return pair_arrays(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, pair_arrays, *arguments)
+
+
+def read_scores(reply: Reply, request: ScoreRequest, began_ns: int, tokenization_ns: int) -> ScoreReply:
+    """Return a reply's scores and times, copied out of its extent.
+
+    began_ns is when the request's headers were read. Raises Internal when the extent is not what the layout says.
+    """
+    try:
+        header, payload = read_extent(reply.view, _decoder)
+        arrays = {ref.name: array_view(payload, ref) for ref in header.arrays}
+        times, rows = arrays["times"], arrays["score"]
+    except (ProtocolError, KeyError) as error:
+        raise Internal("the worker's reply could not be read") from error
+    if rows.shape != (len(request.documents), 1) or rows.dtype != np.float32 or times.shape != (3,):
+        raise Internal("the worker's reply has another shape than the request")
+    started_ns, inference_ns, postprocessing_ns = times.tolist()
+    return ScoreReply(
+        model=request.model,
+        scores=rows[:, 0].tolist(),
+        input_tokens=reply.pending.num_tokens,
+        timing=Timing(
+            total_ms=(time.monotonic_ns() - began_ns) / 1e6,
+            queue_ms=max(0, started_ns - reply.pending.submitted_ns) / 1e6,
+            tokenization_ms=tokenization_ns / 1e6,
+            inference_ms=inference_ns / 1e6,
+            postprocessing_ms=postprocessing_ns / 1e6,
+        ),
+    )

@@ -1,0 +1,137 @@
+"""Owns the runner of a model that scores pairs: its transformer on the packed step, then its own head.
+
+No head is known by name. The model's forward runs with a stand-in where its transformer was, which answers with hidden
+states that are there already. Sequences of one length are a rectangle of the packed row; and since most heads read only
+the first token or the last, the probe lets those see just the two ends of every sequence, all in one call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
+
+from sie.types import ModelCard, ScoreRule
+from sie.workers.batch import PackedBatch, pack_sequences
+from sie.workers.runners import Pair
+from sie.workers.runners.encode import Backbone, Execution
+
+HeadView = Literal["ends", "all", "model"]
+"""What the head sees: each sequence's first and last token, every token, or the model cannot be parted from it."""
+
+
+class ScoreModel:
+    """A model with a transformer and a head, run together or apart."""
+
+    def __init__(self, model: PreTrainedModel, device: torch.device, rule: ScoreRule) -> None:
+        self.backbone = Backbone(cast("PreTrainedModel", model.base_model), device)
+        self.memory_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in model.parameters()}.values())
+        self._model = model
+        self._rule = rule
+        self._padding: int | None = model.config.get_text_config().pad_token_id
+        keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._arguments: dict[str, Any] = {"logits_to_keep": 1} if keeps else {}
+
+    def run(self, batch: PackedBatch, execution: Execution, view: HeadView) -> Tensor:
+        """Return (n,) float32 logits, in the batch's order."""
+        if view == "model":
+            return self.run_whole(batch)
+        return self.run_head(self.backbone.run(batch, execution), batch, view)
+
+    def run_whole(self, batch: PackedBatch) -> Tensor:
+        """Run the model as the library does, each length's sequences as a batch of their own."""
+        parts: list[Tensor] = []
+        for start, count, length in batch.runs:
+            rectangle = batch.input_ids[start : start + count * length].reshape(count, length)
+            types = self.backbone.type_arguments(batch, start, count, length)
+            parts.append(self._logits(self.backbone.move(rectangle), types))
+        return torch.cat(parts)
+
+    def run_head(self, hidden: Tensor, batch: PackedBatch, view: HeadView) -> Tensor:
+        """Run what follows the transformer on its hidden states (t, d)."""
+        input_ids = self.backbone.move(batch.input_ids)
+        last = batch.cu_seqlens[1:] - 1
+        # A head that looks for the last token that is no padding must see all, should a sequence end in such a token.
+        if view == "ends" and not (batch.input_ids[last] == self._padding).any():
+            ends = self.backbone.move(np.stack((batch.cu_seqlens[:-1], last), axis=1).astype(np.int64))
+            return self._run_apart(input_ids[ends], hidden[ends])
+        parts: list[Tensor] = []
+        for start, count, length in batch.runs:
+            tokens = slice(start, start + count * length)
+            shape = (count, length)
+            parts.append(self._run_apart(input_ids[tokens].unflatten(0, shape), hidden[tokens].unflatten(0, shape)))
+        return torch.cat(parts)
+
+    def _run_apart(self, input_ids: Tensor, hidden: Tensor) -> Tensor:
+        """Run the model on hidden states (n, length, d) in its transformer's place."""
+        model, name = self._model, self._model.base_model_prefix
+        setattr(model, name, _StandIn(hidden, getattr(self.backbone.model, "pooler", None)))
+        try:
+            return self._logits(input_ids, {})
+        finally:
+            setattr(model, name, self.backbone.model)
+
+    def _logits(self, input_ids: Tensor, types: dict[str, Tensor]) -> Tensor:
+        logits: Tensor = self._model(input_ids=input_ids, **types, **self._arguments).logits
+        if self._rule.true_token_id is None:
+            return logits[:, 0].float()
+        scores = logits[:, -1, self._rule.true_token_id].float()
+        if self._rule.false_token_id is not None:
+            scores = scores - logits[:, -1, self._rule.false_token_id].float()
+        return scores
+
+
+class _StandIn(nn.Module):
+    """Answers in place of a transformer with hidden states it was given, pooled by that transformer's own pooler."""
+
+    def __init__(self, hidden: Tensor, pooler: nn.Module | None) -> None:
+        super().__init__()
+        self._hidden = hidden
+        self._pooler = pooler
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> BaseModelOutputWithPoolingAndCrossAttentions:
+        """Answer, whatever the question."""
+        pooled = None if self._pooler is None else self._pooler(self._hidden)
+        return BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=self._hidden, pooler_output=pooled)  # type: ignore[arg-type]
+
+
+class ScoreRunner:
+    """A loaded model that scores pairs. Built by `sie.workers.loader`; used by one thread at a time."""
+
+    def __init__(
+        self,
+        card: ModelCard,
+        model: ScoreModel,
+        activation: nn.Module,
+        *,
+        execution: Execution,
+        view: HeadView,
+        dtype: str,
+    ) -> None:
+        self.card = card
+        self.execution = execution
+        self.view: HeadView = view
+        self.dtype = dtype
+        """Format of the weights: float32, bfloat16 or float16."""
+        self.memory_bytes = model.memory_bytes
+        self._model = model
+        self._activation = activation
+
+    def run_pairs(self, pairs: Sequence[Pair]) -> NDArray[np.float32]:
+        """Return (n, 1) float32 scores, the caller's to keep. Raises as `Backbone.check` does."""
+        types = [pair.token_types for pair in pairs if pair.token_types is not None]
+        batch = pack_sequences([pair.token_ids for pair in pairs], types if len(types) == len(pairs) else None)
+        self._model.backbone.check(self.card.id, batch)
+        with torch.inference_mode():
+            logits = self._model.run(batch, self.execution, self.view)
+            scores = self._activation(logits[:, None]).cpu().numpy()
+        answer = np.empty_like(scores)
+        answer[batch.order] = scores
+        return answer

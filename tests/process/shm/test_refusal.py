@@ -1,0 +1,30 @@
+"""Memory that cannot be had is a clear refusal in the first second, never a SIGBUS later."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+_SCRIPT = """
+import resource, sys
+from sie.shm.segment import ReservationError, Segment
+limit, nbytes = getattr(resource, sys.argv[1]), int(sys.argv[2])
+resource.setrlimit(limit, (int(sys.argv[3]),) * 2)
+try:
+    Segment.create("requests", nbytes)
+except ReservationError as error:
+    print(error.needed_bytes, error)
+    sys.exit(78)
+"""
+
+
+@pytest.mark.parametrize(("limit", "limit_bytes"), [("RLIMIT_FSIZE", 1 << 20), ("RLIMIT_AS", 1 << 20)])
+def test_reservation_under_a_limit_of_the_system_names_the_bytes(limit: str, limit_bytes: int) -> None:
+    nbytes = 4 << 20
+    command = [sys.executable, "-c", _SCRIPT, limit, str(nbytes), str(limit_bytes)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+
+    assert done.returncode == 78, done.stderr
+    assert done.stdout.startswith(f"{nbytes} cannot reserve {nbytes} bytes for requests")

@@ -1,0 +1,369 @@
+"""Whatever a client sends, it gets a typed answer, no process dies, and the next client is served."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+import msgpack
+import numpy as np
+import pytest
+
+from tests.process.harness import Server
+from tests.process.wire import (
+    MSGPACK,
+    Client,
+    connect,
+    dense_rows,
+    encode,
+    raw_request,
+    read_response,
+    send_raw,
+    stub_rows,
+    wait_no_extents,
+)
+
+SEED = 31_337
+ENCODE = "/v1/encode/stub/a"
+EMBED = "/v1/embeddings"
+GOOD = {"items": [{"text": "x"}]}
+JSON = {"content-type": "application/json"}
+PACKED = {"content-type": MSGPACK}
+
+
+@pytest.fixture
+def server(stub_server: Server) -> Iterator[Server]:
+    """Return the shared server; afterwards it must have the same processes, answer, and hold no extent."""
+    before = sorted(stub_server.pids())
+    yield stub_server
+    assert np.array_equal(dense_rows(encode(stub_server.port, "stub/a", ["after"])), stub_rows(["after"], 16))
+    assert sorted(stub_server.pids()) == before
+    wait_no_extents(stub_server.port)
+
+
+# --- paths and methods ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/encod/stub/a", "/v1/embeddings/x", "/healthz/", "//"])
+def test_unknown_path_is_404(server, path):
+    response = send_raw(server.port, raw_request(path, method="GET"))
+    assert (response.status, response.json()) == (404, {"detail": "Not Found"})
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allow"),
+    [
+        ("GET", ENCODE, "POST"),
+        ("PUT", ENCODE, "POST"),
+        ("DELETE", EMBED, "POST"),
+        ("POST", "/v1/models", "GET"),
+        ("OPTIONS", ENCODE, "POST"),
+        ("BREW", "/healthz", "GET"),
+    ],
+)
+def test_wrong_method_is_405_with_allow(server, method, path, allow):
+    response = send_raw(server.port, raw_request(path, method=method))
+    assert (response.status, response.headers["allow"]) == (405, allow)
+    assert response.json() == {"detail": "Method Not Allowed"}
+
+
+def test_head_is_405_without_a_body(server):
+    with connect(server.port) as sock:
+        sock.sendall(raw_request("/healthz", method="HEAD"))
+        assert read_response(sock, "HEAD").status == 405
+
+
+def test_missing_tail_is_redirected_to_an_unknown_model(server):
+    redirect = send_raw(server.port, raw_request("/v1/encode", msgpack.packb(GOOD), PACKED))
+    assert (redirect.status, redirect.headers["location"]) == (307, "/v1/encode/")
+    unknown = send_raw(server.port, raw_request("/v1/encode/", msgpack.packb(GOOD), PACKED))
+    assert (unknown.status, unknown.code()) == (404, "MODEL_NOT_FOUND")
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/encode/stub/a/", "/v1/encode/STUB/A", "/v1/encode/%ff", "/v1/encode/" + "m" * 4000]
+)
+def test_other_ids_are_unknown_models(server, path):
+    response = send_raw(server.port, raw_request(path, msgpack.packb(GOOD), PACKED))
+    assert (response.status, response.code()) == (404, "MODEL_NOT_FOUND")
+
+
+def test_malformed_body_is_judged_before_the_model(server):
+    response = send_raw(server.port, raw_request("/v1/encode/nobody/knows", b"{", JSON))
+    assert (response.status, response.code()) == (400, "INVALID_INPUT")
+
+
+# --- bodies -----------------------------------------------------------------------------------------------------------
+
+BAD_JSON = {
+    "empty": b"",
+    "no JSON": b"hello",
+    "cut": b'{"items":[{"text":"x"}',
+    "a list": b"[]",
+    "a number": b"3",
+    "null": b"null",
+    "no items": b"{}",
+    "empty items": b'{"items":[]}',
+    "items null": b'{"items":null}',
+    "items a map": b'{"items":{}}',
+    "item a string": b'{"items":["x"]}',
+    "text a number": b'{"items":[{"text":1}]}',
+    "id a number": b'{"items":[{"id":1,"text":"x"}]}',
+    "no text": b'{"items":[{}]}',
+    "metadata a list": b'{"items":[{"text":"x","metadata":[]}]}',
+    "image without data": b'{"items":[{"text":"x","images":[{}]}]}',
+    "image not base64": b'{"items":[{"text":"x","images":[{"data":"!"}]}]}',
+    "params a list": b'{"items":[{"text":"x"}],"params":[]}',
+    "options a list": b'{"items":[{"text":"x"}],"params":{"options":[1]}}',
+    "output type unknown": b'{"items":[{"text":"x"}],"params":{"output_types":["x"]}}',
+    "output types empty": b'{"items":[{"text":"x"}],"params":{"output_types":[]}}',
+    "bytes after it": b'{"items":[{"text":"x"}]}x',
+    "invalid UTF-8": b'{"items":[{"text":"\xff"}]}',
+    "a lone surrogate": b'{"items":[{"text":"\\ud800"}]}',
+    "NaN": b'{"items":[{"text":"x"}],"params":{"options":{"a":NaN}}}',
+    "deep": b'{"items":[{"text":"x","metadata":' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}]}",
+    "deep and open": b"[" * 100_000,
+    "many maps": b'{"items":[' + b"{}," * 200_000 + b"{}]}",
+    "too many items": b'{"items":[' + b",".join([b'{"text":"x"}'] * 65) + b"]}",
+    "too long an item": b'{"items":[{"text":"' + b"x" * 600_000 + b'"}]}',
+}
+BAD_MSGPACK = {
+    "empty": b"",
+    "reserved byte": b"\xc1",
+    "a number": b"\x03",
+    "an array": b"\x90",
+    "a cut map": b"\x81",
+    "a cut text": b"\x81\xa5items\x91\x81\xa4text\xdb\xff\xff\xff\xff",
+    "a huge array header": b"\x81\xa5items\xdd\xff\xff\xff\xff",
+    "a huge map header": b"\xdf\xff\xff\xff\xff",
+    "a huge bin": b"\x81\xa5items\xc6\xff\xff\xff\xff",
+    "a huge array in metadata": b"\x81\xa5items\x91\x82\xa4text\xa1x\xa8metadata\x81\xa1a\xdd\xff\xff\xff\xff",
+    "deep": b"\x91" * 100_000,
+    "deep metadata": b"\x81\xa5items\x91\x82\xa4text\xa1x\xa8metadata" + b"\x81\xa1a" * 5000 + b"\xc0",
+    "bytes after it": msgpack.packb(GOOD) + b"\x00",
+    "text as bin": msgpack.packb({"items": [{"text": b"x"}]}),
+    "invalid UTF-8": b"\x81\xa5items\x91\x81\xa4text\xa1\xff",
+    "a surrogate": b"\x81\xa5items\x91\x81\xa4text\xa3\xed\xa0\x80",
+    "an ext type": b"\x81\xa5items\xd4\x01\x00",
+    "bin keys": b"\x81\xc4\x05items\x90",
+}
+
+
+@pytest.mark.parametrize("name", BAD_JSON)
+def test_bad_json_is_400(server, name):
+    response = send_raw(server.port, raw_request(ENCODE, BAD_JSON[name], JSON))
+    assert response.status == 400, response
+    assert response.code() in ("INVALID_INPUT", "INPUT_TOO_LONG")
+    assert response.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize("name", BAD_MSGPACK)
+def test_bad_msgpack_is_400(server, name):
+    response = send_raw(server.port, raw_request(ENCODE, BAD_MSGPACK[name], PACKED))
+    assert (response.status, response.code()) == (400, "INVALID_INPUT"), response
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"model":"stub/a"}',
+        b'{"model":1,"input":"x"}',
+        b'{"model":"stub/a","input":[1,"x"]}',
+        b'{"model":"stub/a","input":[[-1]]}',
+        b'{"model":"stub/a","input":"\\udc00"}',
+        b'{"model":"stub/a","input":"x","encoding_format":"hex"}',
+        b'{"model":"stub/a","input":"x","dimensions":0}',
+        b"[" * 100_000,
+    ],
+)
+def test_bad_embeddings_body_is_refused_in_its_own_envelope(server, body):
+    response = send_raw(server.port, raw_request(EMBED, body, JSON))
+    assert response.status in (400, 422), response
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_embeddings_take_json_only(server):
+    response = send_raw(server.port, raw_request(EMBED, msgpack.packb({"model": "stub/a", "input": "x"}), PACKED))
+    assert response.status == 422
+
+
+def test_violation_names_its_path(server):
+    response = send_raw(server.port, raw_request(ENCODE, BAD_JSON["text a number"], JSON))
+    assert response.json()["detail"]["message"] == "Expected `str | null`, got `int` - at `$.items[0].text`"
+
+
+def test_unknown_fields_are_ignored_and_last_key_wins(server):
+    body = b'{"new":[1],"items":[{"text":"lost"}],"items":[{"text":"kept","extra":{}}],"params":{"later":1}}'
+    response = send_raw(server.port, raw_request(ENCODE, body, JSON))
+    assert np.array_equal(dense_rows(response), stub_rows(["kept"], 16))
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "abc", "", "999999999999999999999", "1e3"])
+def test_bad_timeout_header_is_400(server, value):
+    request = raw_request(ENCODE, msgpack.packb(GOOD), {**PACKED, "x-sie-timeout-ms": value})
+    assert send_raw(server.port, request).status == 400
+
+
+def test_headers_that_ask_for_another_server_are_400(server):
+    for name, value in (("x-sie-machine-profile", "h100"), ("x-sie-remote", "allow")):
+        response = send_raw(server.port, raw_request(ENCODE, msgpack.packb(GOOD), {**PACKED, name: value}))
+        assert (response.status, response.code()) == (400, "INVALID_INPUT")
+
+
+# --- the transport ----------------------------------------------------------------------------------------------------
+
+
+def test_announced_body_over_the_limit_is_refused_before_it_is_sent(server):
+    with connect(server.port) as sock:
+        sock.sendall(raw_request(ENCODE, b"", {**PACKED, "content-length": str(1 << 40)}, length=False))
+        response = read_response(sock)
+        assert (response.status, response.code()) == (413, "INPUT_TOO_LONG")
+        assert response.headers["connection"] == "close"
+
+
+def test_endless_chunked_body_is_cut(server):
+    chunk = b"10000\r\n" + b"x" * 65536 + b"\r\n"
+    with connect(server.port) as sock:
+        sock.sendall(raw_request(ENCODE, b"", {**PACKED, "transfer-encoding": "chunked"}, length=False))
+        num_sent = 0
+        sock.settimeout(0.05)
+        deadline_s = time.monotonic() + 20
+        while time.monotonic() < deadline_s:
+            try:
+                sock.sendall(chunk)
+                num_sent += len(chunk)
+            except (TimeoutError, ConnectionError):
+                break
+        else:
+            pytest.fail(f"{num_sent} bytes were taken and no end in sight")
+        assert num_sent < 32 << 20
+        sock.settimeout(20)
+        with contextlib.suppress(ConnectionError):  # our unread bytes cause a reset, and the answer may be lost to it
+            assert read_response(sock).status == 413
+
+
+def test_chunked_body_is_served(server):
+    body = msgpack.packb(GOOD)
+    chunks = b"".join(b"%x\r\n%s\r\n" % (1, body[i : i + 1]) for i in range(len(body))) + b"0\r\n\r\n"
+    head = raw_request(ENCODE, b"", {**PACKED, "transfer-encoding": "chunked"}, length=False)
+    assert np.array_equal(dense_rows(send_raw(server.port, head + chunks)), stub_rows(["x"], 16))
+
+
+def test_slow_body_is_408(server):
+    with connect(server.port) as sock:
+        sock.sendall(raw_request(ENCODE, b"", {**PACKED, "content-length": "100"}, length=False) + b"\x81")
+        response = read_response(sock)
+        assert (response.status, response.code()) == (408, "REQUEST_TIMEOUT")
+        assert response.headers["connection"] == "close"
+
+
+def test_slow_chunked_body_is_408(server):
+    head = raw_request(ENCODE, b"", {**PACKED, "transfer-encoding": "chunked"}, length=False)
+    assert send_raw(server.port, head + b"1\r\n\x81\r\n").status == 408
+
+
+def test_both_lengths_are_refused(server):
+    """A request that two readers would cut in different places must not reach a handler as two."""
+    smuggled = raw_request("/healthz", method="GET")
+    head = raw_request(ENCODE, b"", {**PACKED, "content-length": "4", "transfer-encoding": "chunked"}, length=False)
+    with connect(server.port) as sock:
+        sock.sendall(head + b"0\r\n\r\n" + smuggled)
+        response = read_response(sock)
+    assert response.status == 400
+
+
+@pytest.mark.parametrize("value", ["-1", "abc", "1, 2", "+5", "0x10"])
+def test_bad_content_length_is_400(server, value):
+    response = send_raw(server.port, raw_request(ENCODE, b"", {**PACKED, "content-length": value}, length=False))
+    assert response.status == 400
+
+
+@pytest.mark.parametrize("num_sent", [0, 1, 9])
+def test_cut_upload_leaves_nothing_behind(server, num_sent):
+    body = msgpack.packb(GOOD)
+    with connect(server.port) as sock:
+        sock.sendall(raw_request(ENCODE, body, PACKED)[: -len(body) + num_sent])
+        sock.shutdown(socket.SHUT_WR)
+        sock.settimeout(5)
+        answer = b"".join(iter(lambda: sock.recv(65536), b""))
+    assert b" 200 " not in answer.split(b"\r\n")[0]
+
+
+@pytest.mark.parametrize("data", [b"\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"GET\r\n\r\n", b"POST " + b"/" * 70_000])
+def test_bytes_that_are_no_http_are_answered_or_cut(server, data):
+    with connect(server.port) as sock:
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: sock.recv(65536), b""))
+    assert not answer or int(answer.split(b" ")[1]) in range(400, 500)
+
+
+def test_pipelined_requests_are_answered_in_order(server):
+    texts = ["first", "second", "third"]
+    requests = [raw_request(ENCODE, msgpack.packb({"items": [{"text": text}]}), PACKED) for text in texts]
+    with connect(server.port) as sock:
+        sock.sendall(b"".join(requests))
+        stream = sock.makefile("rb")
+        for text in texts:
+            head = b"".join(iter(stream.readline, b"\r\n"))
+            assert head.startswith(b"HTTP/1.1 200 ")
+            length = next(int(line[15:]) for line in head.lower().splitlines() if line.startswith(b"content-length:"))
+            item = msgpack.unpackb(stream.read(length), strict_map_key=False)["items"][0]
+            assert item["dense"]["values"][b"data"] == stub_rows([text], 16).tobytes()
+
+
+# --- fuzz -------------------------------------------------------------------------------------------------------------
+
+
+def seeds() -> list[tuple[str, bytes, dict[str, str]]]:
+    params = {"output_dtype": "int8", "instruction": "Find", "options": {"is_query": True, "normalize": False}}
+    full = {"items": [{"id": "a", "text": "häß", "metadata": {"k": [1, None]}}, {"text": ""}], "params": params}
+    image = {"items": [{"text": "x", "images": [{"data": b"\xff\xd8", "format": "jpeg"}]}]}
+    openai = json.dumps({"model": "stub/a", "input": ["x", "é"], "encoding_format": "base64", "dimensions": 4})
+    return [
+        (ENCODE, msgpack.packb(GOOD), PACKED),
+        (ENCODE, msgpack.packb(full), PACKED),
+        (ENCODE, msgpack.packb(image), PACKED),
+        (ENCODE, json.dumps(full).encode(), JSON),
+        (EMBED, openai.encode(), JSON),
+    ]
+
+
+def mutate(body: bytes, rng: np.random.Generator) -> bytes:
+    """Return the body with one to four bytes flipped, put in, taken out or doubled, or its end cut."""
+    changed = bytearray(body)
+    for _ in range(rng.integers(1, 5)):
+        at = int(rng.integers(0, len(changed) + 1))
+        match int(rng.integers(0, 5)):
+            case 0 if at < len(changed):
+                changed[at] ^= 1 << int(rng.integers(0, 8))
+            case 1:
+                changed[at:at] = rng.bytes(int(rng.integers(1, 9)))
+            case 2:
+                del changed[at : at + int(rng.integers(1, 9))]
+            case 3:
+                changed[at:at] = changed[at : at + 16]
+            case _ if at < len(changed):
+                changed[at] = int(rng.choice([0x80, 0x90, 0xC1, 0xC6, 0xD9, 0xDB, 0xDC, 0xDD, 0xDF, 0xFF]))
+    return bytes(changed)
+
+
+def test_three_thousand_mutated_bodies_cause_no_server_error(server):
+    print(f"fuzz seed {SEED}")
+    rng = np.random.default_rng(SEED)
+    corpus = seeds()
+    answers: dict[int, int] = {}
+    with Client(server.port) as client:
+        for index in range(3000):
+            path, body, headers = corpus[index % len(corpus)]
+            mutated = mutate(body, rng)
+            status = client.request("POST", path, mutated, headers).status
+            answers[status] = answers.get(status, 0) + 1
+            assert status < 500, (index, path, mutated)
+    assert {200, 400} <= answers.keys(), f"the fuzz was one-sided: {answers}"

@@ -1,0 +1,147 @@
+"""Models that load late, fail to load, or go when nobody asks for them, and what their neighbours feel: nothing."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.process.harness import Server, eventually, start_server
+from tests.process.wire import Client, dense_rows, encode, get, post_json, stub_rows, total
+
+
+def state(server: Server, model: str) -> str:
+    return get(server.port, f"/v1/models/{model}").json()["state"]
+
+
+def test_a_cold_model_answers_503_at_once_and_loads():
+    with start_server("--lazy-model", "stub/lazy=stub:dense=16,load_ms=300") as server:
+        assert state(server, "stub/lazy") == "available"
+        response = encode(server.port, "stub/lazy", ["x"])
+        assert (response.status, response.code(), response.headers["retry-after"]) == (503, "MODEL_LOADING", "5")
+        eventually(lambda: state(server, "stub/lazy") == "loading", "the load began")
+        eventually(lambda: state(server, "stub/lazy") == "loaded", "the model loaded")
+        assert np.array_equal(dense_rows(encode(server.port, "stub/lazy", ["x"])), stub_rows(["x"], 16))
+
+
+def test_a_load_never_delays_a_model_that_serves():
+    with start_server(
+        "--model", "stub/a=stub:dense=16", "--lazy-model", "stub/late=stub:dense=16,load_ms=2000"
+    ) as server:
+        with Client(server.port) as client:
+            dense_rows(client.encode("stub/a", ["warm"]))
+            assert encode(server.port, "stub/late", ["x"]).status == 503
+            slowest_s, num_answered = 0.0, 0
+            deadline_s = time.monotonic() + 20
+            while state(server, "stub/late") != "loaded":
+                began_s = time.monotonic()
+                assert began_s < deadline_s
+                assert np.array_equal(dense_rows(client.encode("stub/a", ["x"])), stub_rows(["x"], 16))
+                slowest_s = max(slowest_s, time.monotonic() - began_s)
+                num_answered += 1
+        assert num_answered > 50, num_answered
+        assert slowest_s < 0.5, f"{slowest_s:.2f} s beside a load of 2 s"
+
+
+def test_a_load_that_its_worker_did_not_survive_starts_again():
+    with start_server("--lazy-model", "stub/lazy=stub:dense=16,load_ms=1000") as server:
+        assert encode(server.port, "stub/lazy", ["x"]).status == 503
+        eventually(lambda: state(server, "stub/lazy") == "loading", "the load began")
+        server.kill_worker()
+        eventually(lambda: state(server, "stub/lazy") == "loaded", "the model loaded")
+        assert encode(server.port, "stub/lazy", ["x"]).status == 200
+
+
+def test_a_real_load_beside_a_serving_model_fails_none_of_its_requests(minilm_directory):
+    with start_server("--model", "stub/a=stub:dense=16", "--lazy-model", f"mini={minilm_directory}") as server:
+        assert encode(server.port, "mini", ["x"]).status == 503
+        with Client(server.port) as client:
+            deadline_s = time.monotonic() + 40
+            while state(server, "mini") != "loaded":
+                assert time.monotonic() < deadline_s
+                assert np.array_equal(dense_rows(client.encode("stub/a", ["x"])), stub_rows(["x"], 16))
+        assert dense_rows(encode(server.port, "mini", ["x"])).shape == (1, 384)
+
+
+@pytest.fixture(scope="module")
+def broken_server(minilm_directory: Path, tmp_path_factory: pytest.TempPathFactory):
+    """Return a server with a good stub and a MiniLM whose weights were cut in the middle; its load has failed."""
+    directory = tmp_path_factory.mktemp("cut") / "model"
+    shutil.copytree(minilm_directory, directory)
+    weights = directory / "model.safetensors"
+    data = weights.read_bytes()
+    weights.unlink()
+    weights.write_bytes(data[: len(data) // 2])
+    with start_server("--model", "stub/a=stub:dense=16", "--lazy-model", f"broken={directory}") as server:
+        assert encode(server.port, "broken", ["x"]).code() == "MODEL_LOADING"
+        eventually(lambda: state(server, "broken") == "failed", "the load failed", 40.0)
+        yield server
+
+
+def test_a_failed_load_is_502_without_retry_after(broken_server):
+    response = encode(broken_server.port, "broken", ["x"])
+    assert (response.status, response.code()) == (502, "MODEL_LOAD_FAILED")
+    assert "retry-after" not in response.headers
+    detail = response.json()["detail"]
+    assert {"error_class", "attempts", "permanent"} <= detail.keys()
+    assert detail["attempts"] == 1
+
+
+def test_a_failed_load_on_the_openai_route_is_502(broken_server):
+    response = post_json(broken_server.port, "/v1/embeddings", {"model": "broken", "input": "x"})
+    assert response.status == 502
+    assert response.json()["error"]["code"] == "MODEL_LOAD_FAILED"
+
+
+def test_a_failed_load_shows_in_the_model_list(broken_server):
+    info = get(broken_server.port, "/v1/models/broken").json()
+    assert info["loaded"] is False
+    assert info["last_error"]["code"] == "MODEL_LOAD_FAILED"
+    assert info["last_error"]["message"]
+
+
+def test_a_failed_load_leaves_the_server_ready_and_the_other_model_serving(broken_server):
+    assert get(broken_server.port, "/readyz").status == 200
+    rows = dense_rows(encode(broken_server.port, "stub/a", ["x"]))
+    assert np.array_equal(rows, stub_rows(["x"], 16))
+
+
+def test_an_idle_model_goes_and_comes_back():
+    with start_server(
+        "--lazy-model", "stub/lazy=stub:dense=16", "--model", "stub/a=stub:dense=16", "--idle-unload-s", "1"
+    ) as server:
+        for _ in range(2):
+            assert encode(server.port, "stub/lazy", ["x"]).code() == "MODEL_LOADING"
+            eventually(lambda: state(server, "stub/lazy") == "loaded", "the model loaded")
+            assert np.array_equal(dense_rows(encode(server.port, "stub/lazy", ["x"])), stub_rows(["x"], 16))
+            eventually(lambda: state(server, "stub/lazy") == "available", "the model unloaded", 15.0)
+            assert total(server.port, "sie_model_loaded", model="stub/lazy") == 0
+        assert state(server, "stub/a") == "loaded", "a model to load before readiness stays"
+
+
+def test_a_model_in_use_is_not_unloaded():
+    with (
+        start_server("--lazy-model", "stub/lazy=stub:dense=16", "--idle-unload-s", "1") as server,
+        Client(server.port) as client,
+    ):
+        assert client.encode("stub/lazy", ["x"]).status == 503
+        eventually(lambda: state(server, "stub/lazy") == "loaded", "the model loaded")
+        deadline_s = time.monotonic() + 3.0
+        while time.monotonic() < deadline_s:
+            assert client.encode("stub/lazy", ["x"]).status == 200
+
+
+def test_readiness_waits_for_the_models_to_load_first(minilm_directory):
+    with start_server("--model", f"mini={minilm_directory}") as server:
+        assert get(server.port, "/readyz").status == 200
+        assert dense_rows(encode(server.port, "mini", ["x"])).shape == (1, 384)
+        server.kill_worker()
+        eventually(lambda: get(server.port, "/readyz").status == 503, "not ready without its only worker", 5.0)
+        assert get(server.port, "/readyz").body == b"not ready"
+        assert get(server.port, "/healthz").status == 200
+        # A model that was loaded when its worker died is waited for, not refused.
+        assert dense_rows(encode(server.port, "mini", ["x"])).shape == (1, 384)
+        eventually(lambda: get(server.port, "/readyz").status == 200, "ready again", 40.0)

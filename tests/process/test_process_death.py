@@ -1,0 +1,166 @@
+"""A frontend that dies is replaced while the others serve; a supervisor that dies leaves nobody behind."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import signal
+import time
+
+import numpy as np
+
+from tests.process.harness import count_fds, eventually, running, start_server
+from tests.process.wire import Client, connect, dense_rows, encode, get, samples, stub_rows, wait_no_extents
+
+
+def test_a_killed_frontend_is_replaced_within_two_seconds_and_the_other_serves():
+    with start_server("--model", "stub/a=stub:dense=16", "--frontends", "2") as server, contextlib.ExitStack() as stack:
+        worker = server.worker()
+        victim, survivor = server.frontends()
+        baseline = count_fds(worker)
+        open_clients = [stack.enter_context(Client(server.port)) for _ in range(16)]
+        for client in open_clients:
+            assert client.request("GET", "/healthz").status == 200
+        os.kill(victim, signal.SIGKILL)
+        began_s = time.monotonic()
+        num_cut = 0
+        for client in open_clients:
+            try:
+                assert np.array_equal(dense_rows(client.encode("stub/a", ["x"])), stub_rows(["x"], 16))
+            except (OSError, http.client.HTTPException):
+                num_cut += 1
+        assert 0 < num_cut < 16, "each frontend had some of the connections"
+        eventually(lambda: len(server.frontends()) == 2, "two frontends again", 2.0)
+        assert survivor in server.frontends()
+        eventually(lambda: answers_from_both(server), "an answer of each frontend", 5.0)
+        print(f"replaced after {time.monotonic() - began_s:.2f} s")
+        assert server.worker() == worker
+        wait_no_extents(server.port)
+        eventually(lambda: count_fds(worker) == baseline, f"the worker's descriptors back at {baseline}")
+
+
+def answers_from_both(server) -> bool:
+    """Return whether fresh connections reach two frontends, which name themselves in a header."""
+    try:
+        replies = [encode(server.port, "stub/a", ["x"]) for _ in range(12)]
+    except (OSError, http.client.HTTPException):
+        return False
+    assert all(reply.status == 200 for reply in replies), replies
+    return len({reply.headers["x-sie-runtime-instance"] for reply in replies}) == 2
+
+
+def test_a_frontend_killed_with_work_in_the_queue_leaves_no_extent_behind():
+    with start_server("--model", "stub/a=stub:dense=16,latency_ms=100", "--frontends", "2") as server:
+        sockets = [connect(server.port) for _ in range(12)]
+        try:
+            for sock in sockets:
+                sock.sendall(b"POST /v1/encode/stub/a HTTP/1.1\r\nhost: t\r\ncontent-length: 24\r\n\r\n"
+                             b'{"items":[{"text":"xx"}]}'[:24])  # fmt: skip
+            os.kill(server.frontends()[0], signal.SIGKILL)
+            eventually(lambda: len(server.frontends()) == 2, "two frontends again")
+            wait_no_extents(server.port)
+        finally:
+            for sock in sockets:
+                sock.close()
+        assert np.array_equal(dense_rows(encode(server.port, "stub/a", ["x"])), stub_rows(["x"], 16))
+
+
+def test_a_stopped_frontend_is_killed_and_replaced():
+    with start_server("--model", "stub/a=stub:dense=16", "--tick-timeout-s", "1") as server:
+        (stopped,) = server.frontends()
+        os.kill(stopped, signal.SIGSTOP)
+        eventually(lambda: not running(stopped), "the end of the stopped frontend", 6.0)
+        eventually(lambda: server.frontends() and server.frontends() != [stopped], "a successor")
+        eventually(lambda: can_connect(server.port), "a listener")
+        assert np.array_equal(dense_rows(encode(server.port, "stub/a", ["x"])), stub_rows(["x"], 16))
+
+
+def can_connect(port: int) -> bool:
+    try:
+        return get(port, "/healthz").status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def test_no_process_outlives_a_killed_supervisor():
+    with start_server(
+        "--model", "stub/a=stub:dense=16", "--frontends", "2", "--devices", "cpu:2", is_stopped=True
+    ) as server:
+        pids = server.pids()
+        assert len(pids) >= 1 + 2 * 2 + 2
+        server.process.kill()
+        eventually(lambda: not any(running(pid) for pid in pids), "the end of every process", 2.0)
+        assert not server.pids()
+
+
+def test_no_process_outlives_a_supervisor_killed_under_load_or_while_it_loads(minilm_directory):
+    with start_server(
+        "--model", "stub/a=stub:dense=16", "--lazy-model", f"m={minilm_directory}", is_stopped=True
+    ) as server:
+        assert encode(server.port, "m", ["x"]).status == 503
+        with connect(server.port):
+            server.process.kill()
+            server.wait_gone(2.0)
+
+
+def test_the_shortest_tick_timeout_kills_no_frontend_that_answers():
+    with (
+        start_server("--model", "stub/a=stub:dense=16", "--tick-timeout-s", "0.5") as server,
+        Client(server.port) as client,
+    ):
+        before = server.frontends()
+        deadline_s = time.monotonic() + 2.0
+        while time.monotonic() < deadline_s:
+            assert client.encode("stub/a", ["x"]).status == 200
+        assert server.frontends() == before
+
+
+def test_a_supervisor_that_was_stopped_for_a_while_kills_nobody_when_it_goes_on():
+    """It missed every tick of the others; they did not miss one of its."""
+    with start_server(
+        "--model", "stub/a=stub:dense=16", "--tick-timeout-s", "1", "--watchdog-s", "1"
+    ) as server:  # fmt: skip
+        before = sorted(server.pids())
+        os.kill(server.process.pid, signal.SIGSTOP)
+        try:
+            deadline_s = time.monotonic() + 2.0
+            while time.monotonic() < deadline_s:
+                assert encode(server.port, "stub/a", ["x"]).status == 200
+        finally:
+            os.kill(server.process.pid, signal.SIGCONT)
+        deadline_s = time.monotonic() + 1.5
+        while time.monotonic() < deadline_s:
+            assert encode(server.port, "stub/a", ["x"]).status == 200
+        assert sorted(server.pids()) == before
+
+
+def test_the_port_is_free_for_the_next_server_after_a_kill():
+    with start_server("--model", "stub/a=stub:dense=16", is_stopped=True) as first:
+        first.process.kill()
+        first.wait_gone(2.0)
+        with start_server("--model", "stub/a=stub:dense=16", "--port", str(first.port)) as second:
+            assert second.port == first.port
+            assert encode(second.port, "stub/a", ["x"]).status == 200
+
+
+def test_counters_never_fall_when_processes_are_killed():
+    with start_server("--model", "stub/a=stub:dense=16", "--frontends", "2") as server:
+        for n in range(20):
+            assert encode(server.port, "stub/a", [f"text {n}"]).status == 200
+        before = {key: value for key, value in samples(server.port).items() if is_cumulative(key[0])}
+        server.kill_worker()
+        victim = server.frontends()[0]
+        os.kill(victim, signal.SIGKILL)
+        eventually(lambda: victim not in server.frontends() and len(server.frontends()) == 2, "a new frontend")
+        eventually(lambda: answers_from_both(server), "an answer of each frontend", 10.0)
+        after = samples(server.port)
+        fallen = {key: (value, after.get(key)) for key, value in before.items() if after.get(key, -1) < value}
+        assert not fallen
+        key = ("sie_requests_total", (("endpoint", "encode"), ("model", "stub/a"), ("status", "success")))
+        assert before[key] == 20
+        assert after[key] > 20
+
+
+def is_cumulative(name: str) -> bool:
+    return name.endswith(("_total", "_count", "_bucket", "_sum"))

@@ -1,0 +1,117 @@
+"""SIGTERM finishes what was accepted and refuses what is new; a second one does not wait."""
+
+from __future__ import annotations
+
+import http.client
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from tests.process.harness import eventually, start_server
+from tests.process.wire import Client, connect, dense_rows, encode, raw_request, stub_rows, total
+
+SLOW = "stub/a=stub:dense=16,latency_ms=1000"
+
+
+def test_an_idle_server_stops_at_once():
+    with start_server("--model", "stub/a=stub:dense=16") as server:
+        began_s = time.monotonic()
+        server.stop()
+        assert time.monotonic() - began_s < 3
+
+
+def test_an_idle_connection_does_not_delay_the_stop():
+    with start_server("--model", "stub/a=stub:dense=16") as server, Client(server.port) as client:
+        assert client.request("GET", "/healthz").status == 200
+        began_s = time.monotonic()
+        server.stop()
+        assert time.monotonic() - began_s < 5
+
+
+def test_accepted_requests_are_answered_and_new_ones_refused():
+    with start_server("--model", SLOW) as server, ThreadPoolExecutor(4) as pool, Client(server.port) as late:
+        assert late.request("GET", "/healthz").status == 200
+        accepted = [pool.submit(encode, server.port, "stub/a", [f"text {n}"]) for n in range(4)]
+        eventually(lambda: total(server.port, "sie_extents_in_use", segment="request") == 4, "four accepted")
+        server.process.send_signal(signal.SIGTERM)
+        server.log_line("SIGTERM")
+        refusal = eventually(lambda: refused(late), "a refusal on an open connection", 2.0)
+        assert (refusal.status, refusal.code(), refusal.headers["connection"]) == (503, "SHUTTING_DOWN", "close")
+        for n, answer in enumerate(accepted):
+            assert np.array_equal(dense_rows(answer.result(20)), stub_rows([f"text {n}"], 16))
+        server.stop()
+
+
+def refused(client: Client) -> object:
+    response = client.encode("stub/a", ["late"], {"x-sie-timeout-ms": "1"})
+    return response if response.status == 503 else None
+
+
+def test_a_stop_under_load_fails_no_accepted_request():
+    """A client sees right answers, then 503 or a closed connection: never a wrong or half answer."""
+    stop = threading.Event()
+    wrong: list[str] = []
+    num_right = [0] * 4
+
+    def ask(port: int, index: int) -> None:
+        while not stop.is_set():
+            try:
+                response = encode(port, "stub/a", ["x", str(index)])
+            except (ConnectionError, http.client.RemoteDisconnected):  # closed before it was accepted
+                continue
+            if response.status == 200 and np.array_equal(dense_rows(response), stub_rows(["x", str(index)], 16)):
+                num_right[index] += 1
+            elif response.status != 503 or response.code() != "SHUTTING_DOWN":
+                wrong.append(f"{response.status} {response.body[:200]!r}")
+
+    with start_server("--model", "stub/a=stub:dense=16,latency_ms=20") as server, ThreadPoolExecutor(4) as pool:
+        clients = [pool.submit(ask, server.port, index) for index in range(4)]
+        try:
+            eventually(lambda: all(count >= 5 for count in num_right), "answers for every client")
+            server.stop()
+        finally:
+            stop.set()
+        for client in clients:
+            client.result(10)
+    assert not wrong
+
+
+def test_a_second_signal_stops_at_once():
+    with start_server("--model", "stub/a=stub:dense=16,latency_ms=20000", is_stopped=True) as server:
+        with connect(server.port) as sock:
+            sock.sendall(raw_request("/v1/encode/stub/a", b'{"items":[{"text":"x"}]}'))
+            eventually(lambda: total(server.port, "sie_extents_in_use", segment="request") == 1, "one accepted")
+            server.process.send_signal(signal.SIGTERM)
+            server.log_line("SIGTERM: finishing")
+            began_s = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            server.process.wait(5.0)
+            assert time.monotonic() - began_s < 3
+        server.wait_gone(1.0)
+
+
+def test_work_that_takes_longer_than_the_drain_is_cut():
+    with start_server(
+        "--model", "stub/a=stub:dense=16,latency_ms=20000", "--drain-timeout-s", "0.5", is_stopped=True
+    ) as server:  # fmt: skip
+        with connect(server.port) as sock:
+            sock.sendall(raw_request("/v1/encode/stub/a", b'{"items":[{"text":"x"}]}'))
+            eventually(lambda: total(server.port, "sie_extents_in_use", segment="request") == 1, "one accepted")
+            began_s = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            server.process.wait(15.0)
+            assert time.monotonic() - began_s < 8
+        server.wait_gone(1.0)
+
+
+def test_a_stop_while_a_worker_is_down_still_answers_what_was_accepted():
+    model = "stub/a=stub:dense=16,latency_ms=300,load_ms=500"
+    with start_server("--model", model) as server, ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(encode, server.port, "stub/a", ["x"])
+        eventually(lambda: total(server.port, "sie_extents_in_use", segment="request") == 1, "one accepted")
+        server.kill_worker()
+        server.stop()
+        assert np.array_equal(dense_rows(accepted.result(5)), stub_rows(["x"], 16))

@@ -1,0 +1,166 @@
+"""A worker that is killed or hangs costs time, never an answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from tests.conftest import MINILM
+from tests.process.harness import Server, count_fds, eventually, running, start_server
+from tests.process.wire import Client, dense_rows, encode, get, stub_rows, total, under_load, wait_no_extents
+
+SEED = 20_001
+
+
+def settled_fds(server: Server) -> dict[str, int]:
+    """Return how many descriptors each process holds once no request is in flight."""
+    wait_no_extents(server.port)
+    roles = {"supervisor": server.process.pid, "frontend": server.frontends()[0], "worker": server.worker()}
+    return {role: count_fds(pid) for role, pid in roles.items()}
+
+
+def test_twenty_kills_of_the_only_worker_under_load_fail_no_request():
+    with start_server("--model", "stub/a=stub:dense=16,latency_ms=2") as server:
+        encode(server.port, "stub/a", ["warm"])
+        baseline = settled_fds(server)
+        with under_load(server, "stub/a", 16, seed=SEED) as load:
+            for _ in range(20):
+                server.kill_worker()
+                load.wait_answers(25)
+        print(f"{load.num_answered} answered, the slowest in {load.slowest_s:.2f} s")
+        assert total(server.port, "sie_worker_restarts_total") == 20
+        eventually(lambda: settled_fds(server) == baseline, f"descriptors back at {baseline}", 5.0)
+
+
+def test_kills_in_quick_succession_before_the_successor_is_ready_fail_no_request():
+    """Deaths before readiness back off, and eat a budget: three are within it."""
+    with (
+        start_server("--model", "stub/a=stub:dense=16,load_ms=200", "--restart-backoff-s", "0.05") as server,
+        under_load(server, "stub/a", 16, seed=SEED + 1) as load,
+    ):
+        for _ in range(3):
+            server.kill_worker()
+        load.wait_answers(25)
+
+
+def test_a_killed_real_model_comes_back_with_the_same_vectors(minilm_directory):
+    texts = [[f"text {n} " * n] for n in range(1, 9)]
+    with start_server("--model", f"{MINILM}={minilm_directory}", "--dtype", "float32") as server:
+        expected = [dense_rows(encode(server.port, MINILM, text)) for text in texts]
+        baseline = settled_fds(server)
+        stop = threading.Event()
+
+        def ask(index: int) -> int:
+            num_answered = 0
+            with Client(server.port) as client:
+                while not stop.is_set():
+                    rows = dense_rows(client.encode(MINILM, texts[index]))
+                    np.testing.assert_allclose(rows, expected[index], atol=1e-4)
+                    num_answered += 1
+            return num_answered
+
+        with ThreadPoolExecutor(4) as pool:
+            clients = [pool.submit(ask, index) for index in range(0, 8, 2)]
+            try:
+                for _ in range(3):
+                    server.kill_worker()
+                    eventually(lambda: get(server.port, "/readyz").status == 200, "ready again", 40.0)
+            finally:
+                stop.set()
+            assert all(client.result(60) > 0 for client in clients)
+        assert get(server.port, "/healthz").status == 200
+        after = settled_fds(server)
+        # A library may keep a file or two more or less open from load to load; a leak would grow with every death.
+        assert (after["supervisor"], after["frontend"]) == (baseline["supervisor"], baseline["frontend"])
+
+
+def test_death_of_one_worker_of_two_moves_its_work_to_the_other():
+    with start_server("--model", "stub/a=stub:dense=16,latency_ms=5", "--devices", "cpu:2") as server:
+        workers = server.pids("worker")
+        assert len(workers) == 2
+        with under_load(server, "stub/a", 16, seed=SEED + 2, num_clients=6) as load:
+            load.wait_answers(50)
+            for victim in workers:
+                os.kill(victim, signal.SIGKILL)
+                eventually(lambda: total(server.port, "sie_model_loaded") == 1, "the model is still loaded")
+                load.wait_answers(50)
+                eventually(lambda: len(server.pids("worker")) == 2, "two workers again")
+                eventually(lambda: get(server.port, "/readyz").status == 200, "ready")
+
+
+def test_two_workers_share_the_work():
+    with start_server("--model", "stub/a=stub:dense=16,latency_ms=20", "--devices", "cpu:2") as server:
+        with under_load(server, "stub/a", 16, seed=SEED + 3, num_clients=8) as load:
+            load.wait_answers(200)
+        steps = [total(server.port, "sie_step_duration_seconds_count", worker=slot) for slot in ("0", "1")]
+        assert min(steps) >= 0.2 * sum(steps), steps
+
+
+def test_a_stopped_worker_is_found_killed_and_replaced():
+    """SIGABRT does not reach a stopped process; the SIGKILL after it does."""
+    with start_server("--model", "stub/a=stub:dense=16,latency_ms=50", "--watchdog-s", "1") as server:
+        stopped = server.worker()
+        with under_load(server, "stub/a", 16, seed=SEED + 4) as load:
+            os.kill(stopped, signal.SIGSTOP)
+            began_s = time.monotonic()
+            server.log_line("worker-0 hangs", 10.0)
+            eventually(lambda: not running(stopped), "the end of the stopped worker")
+            load.wait_answers(25)
+            assert time.monotonic() - began_s < 15
+        assert server.worker() != stopped
+
+
+def test_a_worker_that_is_stopped_while_idle_is_found_when_work_comes():
+    with start_server("--model", "stub/a=stub:dense=16", "--watchdog-s", "1") as server:
+        stopped = server.worker()
+        os.kill(stopped, signal.SIGSTOP)
+        rows = dense_rows(encode(server.port, "stub/a", ["x"]))
+        assert np.array_equal(rows, stub_rows(["x"], 16))
+        assert server.worker() != stopped
+
+
+def test_a_long_step_that_was_allowed_is_not_taken_for_a_hang():
+    with start_server("--model", "stub/a=stub:dense=16,latency_ms=1500", "--watchdog-s", "1") as server:
+        worker = server.worker()
+        assert np.array_equal(dense_rows(encode(server.port, "stub/a", ["x"])), stub_rows(["x"], 16))
+        assert server.worker() == worker
+
+
+def test_an_input_that_runs_at_every_death_is_refused_and_its_neighbours_succeed():
+    """An abort is what a crash in native code looks like from outside: whatever ran may be to blame."""
+    with start_server("--model", "stub/a=stub:dense=16,latency_ms=1000") as server, ThreadPoolExecutor(3) as pool:
+        poison = pool.submit(encode, server.port, "stub/a", ["poison"])
+        wait_in_flight(server, 1)
+        abort_worker(server)
+        assert not poison.done(), "one death proves nothing"
+        neighbours = [pool.submit(encode, server.port, "stub/a", [text]) for text in ("b", "c")]
+        wait_in_flight(server, 3)
+        abort_worker(server)
+        refusal = poison.result(10)
+        assert (refusal.status, refusal.code()) == (422, "POISON_INPUT"), refusal
+        for neighbour, text in zip(neighbours, ("b", "c"), strict=True):
+            assert np.array_equal(dense_rows(neighbour.result(20)), stub_rows([text], 16))
+        worker = server.worker()
+        assert encode(server.port, "stub/a", ["poison"]).status == 422
+        assert server.worker() == worker
+        assert get(server.port, "/v1/models/stub/a").json()["state"] == "loaded"
+
+
+def wait_in_flight(server: Server, num_requests: int) -> None:
+    eventually(
+        lambda: total(server.port, "sie_extents_in_use", segment="request") == num_requests,
+        f"{num_requests} requests in flight",
+    )
+
+
+def abort_worker(server: Server) -> None:
+    """SIGABRT the only worker, and wait until its successor has the model."""
+    restarts = total(server.port, "sie_worker_restarts_total")
+    os.kill(server.worker(), signal.SIGABRT)
+    eventually(lambda: total(server.port, "sie_worker_restarts_total") == restarts + 1, "a successor")
+    eventually(lambda: get(server.port, "/v1/models/stub/a").json()["state"] == "loaded", "the model loaded again")

@@ -1,0 +1,257 @@
+"""Owns how a test speaks to a running server: raw sockets, a small msgpack client, metrics, and load with checked answers."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Self
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.process.harness import Server, eventually
+
+MSGPACK = "application/msgpack"
+TIMEOUT_S = 20.0
+
+
+class Response(NamedTuple):
+    """One HTTP response; header names are in lower case."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        """Return the body as JSON."""
+        return json.loads(self.body)
+
+    def unpack(self) -> Any:
+        """Return the body as msgpack; arrays stay maps with bytes keys."""
+        return msgpack.unpackb(self.body, strict_map_key=False)
+
+    def code(self) -> str:
+        """Return the error code of the native envelope."""
+        return self.json()["detail"]["code"]
+
+
+def connect(port: int, timeout_s: float = TIMEOUT_S) -> socket.socket:
+    """Open a connection."""
+    return socket.create_connection(("127.0.0.1", port), timeout_s)
+
+
+def read_response(sock: socket.socket, method: str = "POST") -> Response:
+    """Read one response from a socket."""
+    parsed = http.client.HTTPResponse(sock, method=method)
+    parsed.begin()
+    body = parsed.read()
+    return Response(parsed.status, {name.lower(): value for name, value in parsed.getheaders()}, body)
+
+
+def send_raw(port: int, data: bytes, timeout_s: float = TIMEOUT_S) -> Response:
+    """Send bytes on a fresh connection and return the response."""
+    with connect(port, timeout_s) as sock:
+        sock.sendall(data)
+        return read_response(sock)
+
+
+def raw_request(
+    path: str, body: bytes = b"", headers: Mapping[str, str] | None = None, *, method: str = "POST", length: bool = True
+) -> bytes:
+    """Return the bytes of one HTTP/1.1 request."""
+    fields = {"host": "test", **({"content-length": str(len(body))} if length else {}), **(headers or {})}
+    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body
+
+
+class Client:
+    """One keep-alive connection that speaks msgpack. Use it from one thread."""
+
+    def __init__(self, port: int, timeout_s: float = 70.0) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    def request(
+        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> Response:
+        """Return the response to any request; a broken connection is opened anew by the next one."""
+        try:
+            self._connection.request(method, path, body, dict(headers or {}))
+            response = self._connection.getresponse()
+            found = {name.lower(): value for name, value in response.getheaders()}
+            return Response(response.status, found, response.read())
+        except (OSError, http.client.HTTPException):
+            self._connection.close()
+            raise
+
+    def encode(
+        self, model: str, texts: Iterable[str], headers: Mapping[str, str] | None = None, **params: Any
+    ) -> Response:
+        """Post texts to `/v1/encode`; params are `output_dtype`, `options` and so on."""
+        body = {"items": [{"text": text} for text in texts], **({"params": params} if params else {})}
+        return self.request(
+            "POST", f"/v1/encode/{model}", msgpack.packb(body), {"content-type": MSGPACK, **(headers or {})}
+        )
+
+
+def get(port: int, path: str, headers: Mapping[str, str] | None = None) -> Response:
+    """Return the response to a GET on a fresh connection."""
+    with Client(port) as client:
+        return client.request("GET", path, None, headers)
+
+
+def encode(
+    port: int, model: str, texts: Iterable[str], headers: Mapping[str, str] | None = None, **params: Any
+) -> Response:
+    """Post texts to `/v1/encode` on a fresh connection."""
+    with Client(port) as client:
+        return client.encode(model, texts, headers, **params)
+
+
+def post_json(port: int, path: str, value: Any, headers: Mapping[str, str] | None = None) -> Response:
+    """Post a JSON value, asking for JSON."""
+    with Client(port) as client:
+        fields = {"content-type": "application/json", "accept": "application/json", **(headers or {})}
+        return client.request("POST", path, json.dumps(value).encode(), fields)
+
+
+def to_array(packed: Mapping[bytes, Any]) -> NDArray[Any]:
+    """Return the array in a decoded msgpack array map. Source: SIE API reference, section 4."""
+    assert packed[b"nd"] is True
+    assert packed[b"kind"] == b""
+    return np.frombuffer(packed[b"data"], packed[b"type"]).reshape(packed[b"shape"])
+
+
+def dense_rows(response: Response) -> NDArray[Any]:
+    """Return the (n, width) rows of a good msgpack encode reply."""
+    assert response.status == 200, (response.status, response.body[:500])
+    return np.stack([to_array(item["dense"]["values"]) for item in response.unpack()["items"]])
+
+
+def stub_rows(texts: Iterable[str], dense: int) -> NDArray[np.float32]:
+    """Return what a stub must answer: int8(SHAKE-256(UTF-8 text)[i]) / 127 as float32."""
+    digests = [np.frombuffer(hashlib.shake_256(text.encode()).digest(dense), np.int8) for text in texts]
+    return np.stack(digests).astype(np.float32) / np.float32(127)
+
+
+def families(port: int) -> dict[str, Metric]:
+    """Return what `/metrics` holds, by family name as prometheus_client spells it (counters without `_total`)."""
+    response = get(port, "/metrics")
+    assert response.status == 200
+    return {family.name: family for family in text_string_to_metric_families(response.body.decode())}
+
+
+def samples(port: int) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Return every sample of `/metrics` by its name and labels."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families(port).values()
+        for sample in family.samples
+    }
+
+
+def total(port: int, name: str, **labels: str) -> float:
+    """Return the sum of one sample name over all its labels but those given."""
+    return sum(
+        value
+        for (sample, pairs), value in samples(port).items()
+        if sample == name and labels.items() <= dict(pairs).items()
+    )
+
+
+def extents_in_use(port: int) -> int:
+    """Return how many request and reply extents are under a lease."""
+    return int(total(port, "sie_extents_in_use"))
+
+
+def wait_no_extents(port: int, timeout_s: float = 10.0) -> None:
+    """Wait until every extent has been given back."""
+    eventually(lambda: extents_in_use(port) == 0, "no extent in use", timeout_s)
+
+
+class Load:
+    """Clients that ask without pause, each on its own connection, and check every answer.
+
+    failures holds whatever was not the right answer, and num_answered counts the right ones.
+    """
+
+    def __init__(self, server: Server, model: str, dense: int, num_clients: int, seed: int) -> None:
+        self.failures: list[str] = []
+        self.num_answered = 0
+        self.slowest_s = 0.0
+        self._server = server
+        self._model = model
+        self._dense = dense
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [threading.Thread(target=self._run, args=(seed, i), daemon=True) for i in range(num_clients)]
+
+    def start(self) -> None:
+        """Begin; return when the first answer is there."""
+        for thread in self._threads:
+            thread.start()
+        self.wait_answers(1)
+
+    def wait_answers(self, num_more: int, timeout_s: float = 60.0) -> None:
+        """Wait for further right answers, or for the first failure."""
+        goal = self.num_answered + num_more
+        eventually(lambda: self.failures or self.num_answered >= goal, f"{num_more} more answers", timeout_s)
+
+    def end(self, timeout_s: float = 70.0) -> None:
+        """Let every client finish what it asked, and assert that all of it was answered rightly."""
+        self._stop.set()
+        deadline_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+            assert not thread.is_alive(), f"a request was not answered within {timeout_s:g} s"
+        assert not self.failures, f"{len(self.failures)} failed, {self.num_answered} answered: {self.failures[:3]}"
+
+    def _run(self, seed: int, index: int) -> None:
+        rng = np.random.default_rng([seed, index])
+        with Client(self._server.port) as client:
+            while not self._stop.is_set():
+                texts = [f"{seed} {index} {n}" * int(n % 7 + 1) for n in rng.integers(0, 1 << 30, rng.integers(1, 5))]
+                began_s = time.monotonic()
+                fault = self._ask(client, texts)
+                with self._lock:
+                    self.slowest_s = max(self.slowest_s, time.monotonic() - began_s)
+                    if fault:
+                        self.failures.append(fault)
+                    else:
+                        self.num_answered += 1
+
+    def _ask(self, client: Client, texts: list[str]) -> str:
+        try:
+            response = client.encode(self._model, texts)
+        except (OSError, http.client.HTTPException) as error:
+            return repr(error)
+        if response.status != 200:
+            return f"{response.status} {response.body[:300]!r}"
+        return "" if np.array_equal(dense_rows(response), stub_rows(texts, self._dense)) else f"wrong rows: {texts}"
+
+
+@contextlib.contextmanager
+def under_load(server: Server, model: str, dense: int, *, seed: int, num_clients: int = 4) -> Iterator[Load]:
+    """Yield a running load; at the end assert that every request was answered, and rightly."""
+    print(f"load seed {seed}")
+    load = Load(server, model, dense, num_clients, seed)
+    load.start()
+    try:
+        yield load
+    finally:
+        load._stop.set()
+    load.end()

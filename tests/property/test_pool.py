@@ -1,0 +1,81 @@
+"""The pool against a plain list: no overlap, nothing lost, and all of it back in one piece at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import hypothesis.strategies as st
+from hypothesis import event, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from sie.shm.pool import ExtentPool, Lease
+
+_reached: Counter[str] = Counter()
+
+
+def _note(name: str) -> None:
+    event(name)
+    _reached[name] += 1
+
+
+class PoolMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.leases: list[Lease] = []
+
+    @initialize(units=st.integers(1, 200))
+    def start(self, units: int) -> None:
+        # 16 x k units: a size that is its own class, so that one lease can take everything.
+        units = units if units < 32 else units // 16 * 16
+        self.pool = ExtentPool(memoryview(bytearray(64 * units)))
+
+    @rule(nbytes=st.one_of(st.integers(0, 300), st.integers(0, 14_000)))
+    def lease(self, nbytes: int) -> None:
+        lease = self.pool.lease(nbytes)
+        if lease is None:
+            _note("full")
+            return
+        assert lease.nbytes >= nbytes
+        assert lease.address % 64 == 0
+        self.leases.append(lease)
+
+    @rule(pick=st.integers(0, 10_000))
+    def hand_over(self, pick: int) -> None:
+        fresh = [lease for lease in self.leases if not lease.is_handed_over]
+        if fresh:
+            fresh[pick % len(fresh)].hand_over(pick)
+            _note("handed over")
+
+    @rule(pick=st.integers(0, 10_000), num=st.integers(1, 8))
+    def end(self, pick: int, num: int) -> None:
+        for _ in range(min(num, len(self.leases))):
+            self.leases.pop(pick % len(self.leases)).end()
+
+    @rule()
+    def end_all(self) -> None:
+        for lease in self.leases:
+            lease.end()
+        self.leases.clear()
+        whole = self.pool.lease(self.pool.nbytes)
+        assert whole is not None, "free bytes that no lease can get"
+        whole.end()
+        _note("whole again")
+
+    @invariant()
+    def leased_and_free_are_the_whole_segment(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        taken = sorted((lease.address, lease.address + lease.nbytes) for lease in self.leases)
+        assert all(end <= start for (_, end), (start, _) in pairwise(taken))
+        assert all(0 <= start < end <= self.pool.nbytes for start, end in taken)
+        assert sum(end - start for start, end in taken) + self.pool.free_bytes == self.pool.nbytes
+        assert self.pool.num_leased == len(self.leases)
+        assert set(self.pool.handed_over) == {lease.address for lease in self.leases if lease.is_handed_over}
+
+
+def test_pool_agrees_with_the_model() -> None:
+    _reached.clear()
+    run_state_machine_as_test(PoolMachine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None))
+
+    assert all(_reached[name] > 20 for name in ("full", "handed over", "whole again")), _reached

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from sie.shm.layout import RELEASE
+from tests.unit.engine_rig import Rig, Worker, in_rig
+
+
+def released(worker: Worker) -> list[int]:
+    """Let a worker read its ring once; return the kinds of descriptors it found, all releases."""
+    (link,) = worker.loop._links.values()
+    descriptors = link.attachment.drain()
+    for descriptor in descriptors:
+        link.release(descriptor)
+    return [descriptor.kind for descriptor in descriptors]
+
+
+@in_rig()
+async def test_replies_released_in_one_turn_go_back_together(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    requests = [rig.submit([i]) for i in range(1, 4)]
+    await rig.serve(worker)
+    replies = [pending.future.result() for pending in requests]
+    for reply in replies:
+        reply.release()
+    assert released(worker) == [], "not before the turn ends"
+    await rig.settle()
+
+    assert released(worker) == [RELEASE] * 3
+
+
+@in_rig(ring_capacity=8)
+async def test_more_releases_than_the_ring_takes_follow_by_themselves(rig: Rig) -> None:
+    """Else a worker could wait for room that nobody knows to give back."""
+    worker = rig.start_worker("m")
+    replies = []
+    for _ in range(4):
+        requests = [rig.submit([i]) for i in range(1, 5)]
+        await rig.serve(worker)
+        replies += [pending.future.result() for pending in requests]
+    for reply in replies:
+        reply.release()
+    await rig.settle()
+    (link,) = worker.loop._links.values()
+    for _ in range(4):
+        worker.turn()
+        await rig.settle()
+
+    assert link.num_leased == 0
+
+
+@in_rig()
+async def test_release_after_the_worker_s_death_does_nothing(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    pending, other = rig.submit([1]), rig.submit([2])
+    await rig.serve(worker)
+    pending.future.result().release()
+    rig.die(worker)
+    other.future.result().release()
+    await rig.settle()
+
+
+@in_rig()
+async def test_outstanding_tokens_follow_submits_and_answers(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    first, second = rig.submit([1] * 5), rig.submit([2] * 3)
+    assert first.link is not None
+    assert first.link.outstanding_tokens == 8
+    await rig.serve(worker)
+    assert first.link.outstanding_tokens == 0
+    for pending in (first, second):
+        await rig.rows(pending)

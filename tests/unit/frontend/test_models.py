@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import tokenizers
+
+from sie.control import ModelEntry, Models, WorkerEntry
+from sie.errors import Internal, ModelLoadFailed, Unavailable, to_wire
+from sie.frontend.models import ModelTable
+from sie.types import ModelCard
+
+FAILURE = to_wire(Internal("no such weights", extras={"error_class": "STORAGE", "attempts": 2, "permanent": False}))
+
+
+def entry(model="m", state="loaded", tokenizer_file="", **details) -> ModelEntry:
+    return ModelEntry(
+        card=ModelCard(id=model, kind="encoder", tokenizer_file=str(tokenizer_file)), state=state, **details
+    )
+
+
+def message(*entries: ModelEntry, ready: bool = True) -> Models:
+    worker = WorkerEntry(slot=0, device="cpu", pid=1, state="ready", restarts=0)
+    return Models(entries, ready=ready, reason="" if ready else "loading", workers=(worker,))
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(1) as made:
+        yield made
+
+
+@pytest.fixture
+def asked():
+    return []
+
+
+@pytest.fixture
+def table(pool, asked):
+    return ModelTable(pool, asked.append)
+
+
+def save_tokenizer(path) -> None:
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")).save(str(path))
+
+
+def test_update_replaces_everything_in_the_supervisor_s_order(table):
+    table.update(message(entry("z"), entry("a"), ready=False))
+    assert (list(table.entries), table.is_ready, table.reason) == (["z", "a"], False, "loading")
+    assert "z" in table
+    table.update(message(entry("a")))
+    assert (list(table.entries), table.is_ready, table.find("z")) == (["a"], True, None)
+    assert [worker.slot for worker in table.workers] == [0]
+
+
+def test_loaded_model_serves_and_counts_as_used(table, asked):
+    table.check_serving(entry(workers=(0,)))
+    assert (table.used, asked) == ({"m"}, [])
+
+
+def test_recovering_model_lets_requests_wait(table, asked):
+    table.check_serving(entry(state="loading", recovering=True))
+    assert asked == []
+
+
+@pytest.mark.parametrize("state", ["available", "loading"])
+def test_model_that_is_not_loaded_is_asked_for_and_told_when_to_retry(table, asked, state):
+    with pytest.raises(Unavailable) as caught:
+        table.check_serving(entry(state=state))
+    assert (caught.value.code, caught.value.http_status, caught.value.retry_after_s) == ("MODEL_LOADING", 503, 5)
+    assert asked == ["m"]
+
+
+def test_unloading_model_is_refused_and_not_asked_for(table, asked):
+    with pytest.raises(Unavailable) as caught:
+        table.check_serving(entry(state="unloading", workers=(0,)))
+    assert caught.value.code == "MODEL_NOT_LOADED"
+    assert asked == []
+
+
+def test_failed_model_says_why_without_a_time_to_retry_but_is_asked_for(table, asked):
+    with pytest.raises(ModelLoadFailed) as caught:
+        table.check_serving(entry(state="failed", error=FAILURE))
+    error = caught.value
+    assert "no such weights" in error.message
+    assert (error.http_status, error.code, error.retry_after_s) == (502, "MODEL_LOAD_FAILED", None)
+    assert error.extras["error_class"] == "STORAGE"
+    assert asked == ["m"]
+
+
+# --- tokenizers ----------------------------------------------------------------------------------------------------------
+
+
+def test_tokenizer_is_read_as_soon_as_its_model_loads_and_then_kept(table, tmp_path):
+    save_tokenizer(tmp_path / "t.json")
+    loading = entry(state="loading", tokenizer_file=tmp_path / "t.json")
+
+    async def run() -> None:
+        assert table.ready_tokenizer(loading) is None
+        table.update(message(loading))
+        first = await table.tokenizer(loading)
+        assert table.ready_tokenizer(loading) is first
+        (tmp_path / "t.json").unlink()
+        table.update(message(entry(tokenizer_file=tmp_path / "t.json", workers=(0,))))
+        assert await table.tokenizer(loading) is first
+
+    asyncio.run(run())
+
+
+def test_model_that_nobody_loads_reads_no_tokenizer(table, tmp_path):
+    async def run() -> None:
+        table.update(message(entry(state="available", tokenizer_file=tmp_path / "absent.json"), entry("stub")))
+        await asyncio.sleep(0)
+        assert table._tokenizers == {}
+
+    asyncio.run(run())
+
+
+def test_other_tokenizer_file_is_another_tokenizer(table, tmp_path):
+    old, new = (entry(tokenizer_file=tmp_path / name) for name in ("old.json", "new.json"))
+    for name in ("old.json", "new.json"):
+        save_tokenizer(tmp_path / name)
+
+    async def run() -> None:
+        first = await table.tokenizer(old)
+        assert table.ready_tokenizer(new) is None
+        assert await table.tokenizer(new) is not first
+
+    asyncio.run(run())
+
+
+def test_tokenizer_that_could_not_be_read_is_tried_again(table, tmp_path, caplog):
+    broken = entry(tokenizer_file=tmp_path / "t.json")
+
+    async def run() -> None:
+        with pytest.raises(Internal, match="no readable tokenizer"):
+            await table.tokenizer(broken)
+        assert table.ready_tokenizer(broken) is None, "its failure is no answer to the next request"
+        save_tokenizer(tmp_path / "t.json")
+        assert (await table.tokenizer(broken)).card.id == "m"
+
+    asyncio.run(run())
+    assert "no readable tokenizer" in caplog.text

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from sie.supervisor import devices
+from sie.supervisor.devices import WorkerSlot, resolve_devices
+from sie.supervisor.host import StartError
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Return what sets the number of cores and GPUs of this machine."""
+
+    def make(num_cores: int, num_gpus: int | None = None):
+        def count_gpus(_timeout_s):
+            assert num_gpus is not None, "nothing here needs to know about GPUs"
+            return num_gpus
+
+        monkeypatch.setattr(devices, "usable_cores", lambda: list(range(num_cores)))
+        monkeypatch.setattr(devices, "_count_gpus", count_gpus)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("setting", "slots"),
+    [
+        ("cpu", [("cpu", (0, 1, 2, 3))]),
+        ("cpu:1", [("cpu", (0, 1, 2, 3))]),
+        ("cpu:2", [("cpu", (0, 1)), ("cpu", (2, 3))]),
+    ],
+)
+def test_cpu_workers_share_the_cores_and_no_gpu_is_looked_for(machine, setting, slots):
+    machine(4)
+    assert resolve_devices(setting, 1.0) == [WorkerSlot(*slot) for slot in slots]
+
+
+@pytest.mark.parametrize(
+    ("setting", "num_gpus", "names"),
+    [
+        ("auto", 0, ["cpu"]),
+        ("auto", 2, ["cuda:0", "cuda:1"]),
+        ("cuda", 2, ["cuda:0", "cuda:1"]),
+        ("cuda:1", 2, ["cuda:1"]),
+        ("cuda:1,cuda:0", 2, ["cuda:1", "cuda:0"]),
+    ],
+)
+def test_gpus_get_a_worker_each(machine, setting, num_gpus, names):
+    machine(4, num_gpus)
+    slots = resolve_devices(setting, 1.0)
+    assert [slot.device for slot in slots] == names
+    assert sorted(core for slot in slots for core in slot.cores) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "setting", ["", "gpu", "cpu:0", "cpu:x", "cuda:", "cuda:0,cpu", "cuda:0,", "CPU", "cuda:0,cuda:0"]
+)
+def test_wrong_setting_is_refused_by_name(machine, setting):
+    machine(4, 1)
+    with pytest.raises(StartError, match="devices"):
+        resolve_devices(setting, 1.0)
+
+
+@pytest.mark.parametrize(("setting", "num_gpus"), [("cuda", 0), ("cuda:1", 1), ("cuda:0,cuda:7", 2)])
+def test_gpu_that_is_not_there_is_refused_with_the_number_there_is(machine, setting, num_gpus):
+    machine(4, num_gpus)
+    with pytest.raises(StartError, match=f"{num_gpus} usable"):
+        resolve_devices(setting, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("probe", "reason"),
+    [
+        ("import time; time.sleep(60)", "did not answer within 0.2 s"),
+        ("raise SystemExit(3)", "failed"),
+        ("print('no number')", "failed"),
+        ("pass", "failed"),
+    ],
+)
+def test_driver_that_hangs_or_fails_is_named_with_the_way_out(monkeypatch, probe, reason):
+    monkeypatch.setattr(devices, "_PROBE", probe)
+    timeout_s = 0.2 if "sleep" in probe else 30.0
+    with pytest.raises(StartError, match=reason) as caught:
+        resolve_devices("auto", timeout_s)
+    assert "set devices to cpu" in str(caught.value)
+    assert isinstance(caught.value.__cause__, (subprocess.SubprocessError, ValueError, IndexError))
+
+
+def test_probe_s_last_line_counts_whatever_a_library_prints_before(monkeypatch):
+    monkeypatch.setattr(devices, "_PROBE", "print('a banner'); print(3)")
+    assert devices._count_gpus(30.0) == 3

@@ -1,0 +1,219 @@
+"""What the supervisor says to its children about models. The crew is a list of names here, and of what each heard."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from sie import control
+from sie.catalog.spec import ModelSpec
+from sie.control import ModelReport
+from sie.errors import Internal, WireError, to_wire
+from sie.progress import Progress
+from sie.settings import Settings
+from sie.supervisor import loads as loads_module
+from sie.supervisor.children import Child
+from sie.supervisor.devices import WorkerSlot
+from sie.supervisor.loads import Loads
+from sie.supervisor.models import ModelBook
+from sie.types import ModelCard
+
+
+class FakeCrew:
+    def __init__(self) -> None:
+        self.workers = [Child("worker", slot, WorkerSlot("cpu")) for slot in range(2)]
+        self.frontends = [Child("frontend", 0, WorkerSlot(""))]
+        self.heard: list[tuple[str, Any]] = []
+
+    def send(self, child: Child, message: Any, fds: Any = None) -> None:
+        self.heard.append((child.name, message))
+
+    def send_all(self, children: list[Child], message: Any) -> None:
+        for child in children:
+            self.send(child, message)
+
+    def take(self) -> list[tuple[str, Any]]:
+        heard, self.heard = self.heard, []
+        return heard
+
+
+class Office:
+    """Loads with one preloaded model `p` and one lazy model `l`; `prepared` is what the prepare helper answers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, idle_s: float = 0.0) -> None:
+        defaults = Settings()
+        models = msgspec.structs.replace(defaults.models, idle_unload_s=idle_s, load_timeout_s=100.0)
+        settings = msgspec.structs.replace(defaults, models=models)
+        self.prepared: ModelCard | WireError = card("l")
+        monkeypatch.setattr(loads_module, "Preparer", lambda *_args: SimpleNamespace(prepare=self._prepare))
+        self.crew = FakeCrew()
+        self.book = ModelBook(30.0)
+        self.book.add(ModelSpec(id="p"), True, card("p"))
+        self.book.add(ModelSpec(id="l"), False, None)
+        self.tasks: list[asyncio.Task[None]] = []
+        self.loads = Loads(settings, self.book, Progress(io.StringIO(), "json"), self._spawn)
+        self.num_ready = 0
+        self.not_ready = ""
+        self.loads.bind(self.crew, lambda: self.not_ready, self._on_ready)  # type: ignore[arg-type]
+
+    def _spawn(self, work: Any) -> None:
+        self.tasks.append(asyncio.ensure_future(work))
+
+    def _on_ready(self) -> None:
+        self.num_ready += 1
+
+    async def _prepare(self, _spec: ModelSpec) -> ModelCard | WireError:
+        return self.prepared
+
+    def report(self, model: str, state: Any, slot: int = 0, **details: Any) -> None:
+        self.loads.report(self.crew.workers[slot], ModelReport(model, state, **details))
+
+    async def broadcasts(self) -> list[control.Models]:
+        await asyncio.gather(*self.tasks)
+        await asyncio.sleep(0)
+        return [message for _, message in self.crew.take() if isinstance(message, control.Models)]
+
+
+def card(model: str) -> ModelCard:
+    return ModelCard(id=model, kind="encoder")
+
+
+def in_office(**options: Any) -> Callable[[Callable[[Office], Any]], Callable[[pytest.MonkeyPatch], None]]:
+    def decorate(test: Callable[[Office], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+        async def main(monkeypatch: pytest.MonkeyPatch) -> None:
+            await test(Office(monkeypatch, **options))
+
+        def run(monkeypatch: pytest.MonkeyPatch) -> None:
+            asyncio.run(main(monkeypatch))
+
+        return run
+
+    return decorate
+
+
+@in_office()
+async def test_start_loads_what_readiness_waits_for_on_every_worker(office: Office) -> None:
+    office.loads.start()
+    assert office.crew.take() == [("worker-0", control.Load(card("p"))), ("worker-1", control.Load(card("p")))]
+
+
+@in_office()
+async def test_child_that_joins_hears_what_it_missed(office: Office) -> None:
+    office.loads.greet(office.crew.workers[1])
+    office.loads.greet(office.crew.frontends[0])
+    (worker, load), (frontend, models) = office.crew.take()
+    assert (worker, load) == ("worker-1", control.Load(card("p")))
+    assert (frontend, [entry.card.id for entry in models.entries]) == ("frontend-0", ["p", "l"])
+
+
+@in_office()
+async def test_hub_model_is_prepared_before_it_is_loaded(office: Office) -> None:
+    office.loads.want("l")
+    office.loads.want("l")
+    assert [message for _, message in office.crew.take() if isinstance(message, control.Load)] == []
+    await asyncio.gather(*office.tasks)
+    assert [name for name, message in office.crew.take() if message == control.Load(card("l"))] == [
+        "worker-0",
+        "worker-1",
+    ]
+    assert len(office.tasks) == 1
+
+
+@in_office()
+async def test_model_that_cannot_be_prepared_has_failed(office: Office) -> None:
+    office.prepared = to_wire(Internal("gated", extras={"error_class": "GATED"}))
+    office.loads.want("l")
+    models = (await office.broadcasts())[-1]
+    assert [(entry.state, entry.error is not None) for entry in models.entries] == [
+        ("loading", False),
+        ("failed", True),
+    ]
+
+
+@in_office()
+async def test_changes_of_one_turn_are_one_broadcast(office: Office) -> None:
+    office.report("p", "loading")
+    office.report("p", "loaded")
+    office.loads.broadcast()
+    (models,) = await office.broadcasts()
+    assert models.entries[0].workers == (0,)
+
+
+@in_office()
+async def test_progress_of_a_load_is_no_news_for_frontends(office: Office) -> None:
+    office.report("p", "loading", progress=0.5, detail="reading")
+    assert await office.broadcasts() == []
+
+
+@in_office()
+async def test_server_is_ready_when_preloaded_models_are_and_says_so_once(office: Office) -> None:
+    office.loads.broadcast()
+    (models,) = await office.broadcasts()
+    assert (models.ready, models.reason) == (False, "not loaded: p")
+    office.not_ready = "frontends are starting"
+    office.report("p", "loaded")
+    (models,) = await office.broadcasts()
+    assert (models.ready, models.reason) == (False, "frontends are starting")
+    office.not_ready = ""
+    for _ in range(2):
+        office.loads.broadcast()
+        (models,) = await office.broadcasts()
+        assert (models.ready, models.reason) == (True, "")
+    assert office.num_ready == 1
+
+
+@in_office()
+async def test_failed_preload_is_tried_again_after_its_cool_down(office: Office) -> None:
+    office.loads.start()
+    office.report("p", "failed", error=to_wire(Internal("broke")))
+    office.crew.take()
+    retry_at_s = office.book.records["p"].retry_at_s
+    office.loads.tick(retry_at_s - 1)
+    assert office.crew.take() == []
+    office.loads.tick(retry_at_s)
+    assert [message for _, message in office.crew.take()] == [control.Load(card("p"))] * 2
+
+
+@in_office()
+async def test_load_over_its_time_fails_and_takes_its_worker_along(office: Office) -> None:
+    killed: list[str] = []
+    for worker in office.crew.workers:
+        worker.kill = lambda worker=worker: killed.append(worker.name)  # type: ignore[method-assign]
+    office.report("p", "loading", slot=1, progress=0.0)
+    since_s = office.book.records["p"].loading_since_s[1]
+    office.loads.tick(since_s + 99)
+    assert killed == []
+    office.loads.tick(since_s + 101)
+
+    assert killed == ["worker-1"]
+    error = office.book.records["p"].error
+    assert error is not None
+    assert error.extras["error_class"] == "TIMEOUT"
+
+
+@in_office(idle_s=10.0)
+async def test_idle_lazy_model_is_unloaded_everywhere(office: Office) -> None:
+    office.book.want("l", 0.0)
+    for slot in range(2):
+        office.report("l", "loaded", slot=slot)
+    used_s = office.book.records["l"].last_used_s
+    office.crew.take()
+    office.loads.tick(used_s + 9)
+    assert office.crew.take() == []
+    office.loads.tick(used_s + 11)
+    assert office.crew.take() == [("worker-0", control.Unload("l")), ("worker-1", control.Unload("l"))]
+
+
+@in_office()
+async def test_idle_model_stays_when_the_setting_says_never(office: Office) -> None:
+    office.book.want("l", 0.0)
+    office.report("l", "loaded")
+    office.crew.take()
+    office.loads.tick(1e9)
+    assert not any(isinstance(message, control.Unload) for _, message in office.crew.take())

@@ -1,0 +1,304 @@
+from __future__ import annotations
+
+import pytest
+
+from sie.catalog.spec import ModelSpec
+from sie.control import ModelEntry, ModelReport
+from sie.errors import Internal, WireError, to_wire
+from sie.supervisor.models import ModelBook
+from sie.types import ModelCard
+
+RETRY_S = 30.0
+
+
+def failure(error_class: str = "UNKNOWN") -> WireError:
+    return to_wire(Internal("it broke", extras={"error_class": error_class, "detail": "kept"}))
+
+
+class Book:
+    """One model `m` and the workers that report on it."""
+
+    def __init__(self, *, preload: bool = False, is_wanted: bool = True) -> None:
+        self.book = ModelBook(RETRY_S)
+        self.record = self.book.add(ModelSpec(id="m"), preload, ModelCard(id="m", kind="encoder"))
+        if is_wanted and not preload:
+            assert self.book.want("m", 0.0) is self.record
+
+    def report(self, state, slot=0, now_s=1.0, error_class="UNKNOWN", **details) -> None:
+        error = failure(error_class) if state == "failed" else None
+        self.book.report(slot, ModelReport("m", state, f"cpu-{slot}", error=error, **details), now_s)
+
+    @property
+    def entry(self) -> ModelEntry:
+        (entry,) = self.book.entries()
+        return entry
+
+    @property
+    def view(self) -> tuple[str, tuple[int, ...], bool]:
+        return self.entry.state, self.entry.workers, self.entry.recovering
+
+
+@pytest.fixture
+def lazy():
+    return Book()
+
+
+def test_lazy_model_is_available_until_somebody_wants_it():
+    lazy = Book(is_wanted=False)
+    assert lazy.view == ("available", (), False)
+    assert lazy.book.want("m", 1.0) is lazy.record
+    assert lazy.view == ("loading", (), False)
+    assert lazy.book.want("m", 2.0) is None, "it is loading already"
+
+
+def test_unknown_model_is_nobody_s():
+    book = ModelBook(RETRY_S)
+    assert book.want("x", 0.0) is None
+    book.report(0, ModelReport("x", "loaded"), 0.0)
+    book.touch(("x",), 0.0)
+    assert book.entries() == ()
+
+
+def test_loaded_model_names_its_workers_in_order_and_their_memory(lazy):
+    lazy.report("loading", slot=1)
+    lazy.report("loaded", slot=1, memory_bytes=10)
+    lazy.report("loaded", slot=0, memory_bytes=5)
+
+    assert lazy.view == ("loaded", (0, 1), False)
+    assert (lazy.entry.memory_bytes, lazy.entry.device) == (15, "cpu-1")
+
+
+def test_model_is_loaded_as_soon_as_one_worker_has_it(lazy):
+    lazy.report("loading", slot=0)
+    lazy.report("loaded", slot=1)
+    assert lazy.view == ("loaded", (1,), False)
+
+
+def test_readiness_waits_for_preloaded_models_only():
+    preloaded, lazy = Book(preload=True), Book()
+    assert lazy.book.is_ready()
+    assert preloaded.book.missing() == ["m"]
+    preloaded.report("loaded")
+    assert preloaded.book.is_ready()
+
+
+# --- failures ------------------------------------------------------------------------------------------------------------
+
+
+def test_failed_load_is_cooled_down_twice_as_long_each_time(lazy):
+    now_s, waits = 0.0, []
+    for _ in range(7):
+        lazy.report("failed", now_s=now_s)
+        assert lazy.view == ("failed", (), False)
+        waits.append(lazy.record.retry_at_s - now_s)
+        assert lazy.book.want("m", lazy.record.retry_at_s - 0.1) is None
+        now_s = lazy.record.retry_at_s
+        assert lazy.book.want("m", now_s) is lazy.record
+    assert waits == [30, 60, 120, 240, 480, 960, 1800]
+
+
+def test_eighth_failure_is_permanent(lazy):
+    for _ in range(8):
+        assert not (lazy.entry.error and lazy.entry.error.extras["permanent"])
+        lazy.report("failed", now_s=1e9)
+        lazy.book.want("m", 1e9 + 1e6)
+        lazy.record.wanted = True
+    assert lazy.record.error.extras == {
+        "error_class": "UNKNOWN", "detail": "kept", "attempts": 8, "permanent": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("error_class", ["GATED", "NOT_FOUND", "DEPENDENCY", "CONFIG"])
+def test_fault_that_trying_again_cannot_mend_is_permanent_at_once(lazy, error_class):
+    lazy.report("failed", error_class=error_class)
+    assert lazy.book.want("m", 1e12) is None
+    error = lazy.entry.error
+    assert (error.code, error.http_status, error.extras["permanent"]) == ("MODEL_LOAD_FAILED", 502, True)
+    assert error.message == "it broke"
+
+
+@pytest.mark.parametrize("error_class", ["OOM", "STORAGE", "NETWORK", "TIMEOUT", "UNKNOWN"])
+def test_fault_that_may_pass_is_not(lazy, error_class):
+    lazy.report("failed", error_class=error_class)
+    assert lazy.book.want("m", 1e6) is lazy.record
+    assert lazy.entry.error is None, "the old failure says nothing about the new try"
+
+
+def test_success_forgets_failures(lazy):
+    lazy.report("failed")
+    lazy.book.want("m", 1e6)
+    lazy.report("loaded")
+    assert lazy.entry.error is None
+    lazy.report("failed", now_s=0.0)
+    lazy.book.forget_worker(0, 0.0, blame=False)
+    assert lazy.record.retry_at_s == RETRY_S
+
+
+def test_load_that_failed_on_several_workers_is_one_attempt(lazy):
+    for slot in range(3):
+        lazy.report("loading", slot=slot)
+    for slot in range(3):
+        lazy.report("failed", slot=slot)
+    assert lazy.entry.error.extras["attempts"] == 1
+    assert lazy.view == ("failed", (), False)
+
+
+@pytest.mark.parametrize("order", [("loaded", "failed"), ("failed", "loaded")])
+def test_worker_that_cannot_load_does_not_take_the_model_from_the_one_that_has_it(lazy, order):
+    for slot in range(2):
+        lazy.report("loading", slot=slot)
+    for slot, state in enumerate(order):
+        lazy.report(state, slot=slot)
+
+    assert lazy.view == ("loaded", (order.index("loaded"),), False)
+    assert lazy.book.want("m", 1e6) is None
+
+
+def test_model_that_loaded_after_all_is_wanted_again(lazy):
+    """One worker said failed before the other one said that it had begun."""
+    lazy.report("failed", slot=0)
+    lazy.report("loading", slot=1)
+    lazy.report("loaded", slot=1)
+    assert lazy.view == ("loaded", (1,), False)
+
+
+def test_preloaded_model_is_tried_again_without_a_request():
+    preloaded = Book(preload=True)
+    preloaded.report("failed", now_s=0.0)
+    assert preloaded.book.due_again(RETRY_S - 0.1) == []
+    assert preloaded.book.due_again(RETRY_S) == [preloaded.record]
+    assert preloaded.book.due_again(RETRY_S) == []
+    assert preloaded.view == ("loading", (), False)
+
+
+def test_lazy_or_permanently_failed_model_is_not_tried_without_a_request(lazy):
+    lazy.report("failed", now_s=0.0)
+    preloaded = Book(preload=True)
+    preloaded.report("failed", error_class="CONFIG")
+    assert lazy.book.due_again(1e9) == preloaded.book.due_again(1e9) == []
+
+
+def test_load_that_takes_too_long_is_overdue_until_its_worker_is_gone(lazy):
+    lazy.report("loading", slot=1, now_s=100.0, progress=0.0)
+    lazy.report("loading", slot=1, now_s=150.0, progress=0.5)
+    assert lazy.book.overdue(60.0, 160.0) == []
+    assert lazy.book.overdue(60.0, 160.1) == [(lazy.record, 1)]
+    lazy.book.forget_worker(1, 0.0, blame=False)
+    assert lazy.book.overdue(60.0, 1e9) == []
+
+
+# --- death and recovery --------------------------------------------------------------------------------------------------
+
+
+def test_model_whose_worker_died_is_recovering_until_it_is_loaded_again(lazy):
+    lazy.report("loaded")
+    lazy.book.forget_worker(0, 0.0, blame=False)
+    assert lazy.view == ("loading", (), True)
+    lazy.report("loading")
+    assert lazy.view == ("loading", (), True)
+    lazy.report("loaded")
+    assert lazy.view == ("loaded", (0,), False)
+
+
+def test_model_that_another_worker_still_has_is_not_recovering(lazy):
+    lazy.report("loaded", slot=0)
+    lazy.report("loaded", slot=1)
+    lazy.book.forget_worker(0, 0.0, blame=False)
+    assert lazy.view == ("loaded", (1,), False)
+
+
+def test_model_that_was_never_loaded_is_not_recovering(lazy):
+    lazy.report("loading")
+    lazy.book.forget_worker(0, 0.0, blame=False)
+    assert lazy.view == ("loading", (), False)
+
+
+def test_model_that_cannot_be_loaded_again_is_not_recovering_and_neither_is_its_next_try(lazy):
+    lazy.report("loaded")
+    lazy.book.forget_worker(0, 0.0, blame=False)
+    lazy.report("failed")
+    assert lazy.view == ("failed", (), False)
+    lazy.book.want("m", 1e6)
+    assert lazy.view == ("loading", (), False)
+
+
+# --- idle models ---------------------------------------------------------------------------------------------------------
+
+
+def test_model_is_idle_when_unused_for_so_long(lazy):
+    lazy.report("loaded", now_s=100.0)
+    assert lazy.book.idle(10.0, 110.0) == []
+    assert lazy.book.idle(10.0, 110.1) == [lazy.record]
+    lazy.book.touch(("m",), 110.0)
+    assert lazy.book.idle(10.0, 119.0) == []
+
+
+def test_preloaded_model_is_never_idle():
+    preloaded = Book(preload=True)
+    preloaded.report("loaded")
+    assert preloaded.book.idle(1.0, 1e9) == []
+
+
+def test_model_that_loads_somewhere_is_not_idle_but_a_failed_worker_does_not_matter(lazy):
+    lazy.report("loaded", slot=0)
+    lazy.report("loading", slot=1)
+    assert lazy.book.idle(1.0, 1e9) == []
+    lazy.report("failed", slot=1)
+    assert lazy.book.idle(1.0, 1e9) == [lazy.record]
+
+
+def test_released_model_unloads_and_can_be_wanted_again(lazy):
+    lazy.report("loaded")
+    lazy.book.release(lazy.record)
+    assert lazy.view == ("unloading", (0,), False)
+    lazy.report("unloading")
+    assert lazy.view == ("unloading", (), False)
+    lazy.report("available")
+    assert lazy.view == ("available", (), False)
+    assert lazy.book.want("m", 1e3) is lazy.record
+
+
+def test_released_model_whose_worker_dies_is_not_recovering(lazy):
+    lazy.report("loaded")
+    lazy.book.release(lazy.record)
+    lazy.book.forget_worker(0, 0.0, blame=False)
+    assert lazy.view == ("available", (), False)
+
+
+def test_models_keep_the_order_in_which_they_were_named():
+    book = ModelBook(RETRY_S)
+    for name in ("z", "a", "k"):
+        book.add(ModelSpec(id=name), True, None)
+    assert [entry.card.id for entry in book.entries()] == ["z", "a", "k"]
+
+
+def test_load_that_killed_its_worker_has_failed_and_cools_down(lazy):
+    lazy.report("loading", progress=0.5)
+    lazy.book.forget_worker(0, 10.0, blame=True)
+    assert lazy.entry.state == "failed"
+    assert lazy.entry.error is not None
+    assert "died while it loaded" in lazy.entry.error.message
+    assert lazy.book.want("m", 10.0 + RETRY_S - 1) is None
+    assert lazy.book.want("m", 10.0 + RETRY_S) is lazy.record
+
+
+def test_load_that_waited_behind_another_is_not_to_blame_for_a_death(lazy):
+    lazy.report("loading")
+    lazy.book.forget_worker(0, 10.0, blame=True)
+    assert lazy.entry.state == "loading", "the restarted worker will load it"
+
+
+def test_load_is_overdue_from_its_own_start_not_from_the_queue(lazy):
+    lazy.report("loading", now_s=0.0)
+    assert lazy.book.overdue(60.0, 1000.0) == []
+    lazy.report("loading", now_s=1000.0, progress=0.0)
+    assert lazy.book.overdue(60.0, 1059.0) == []
+    assert lazy.book.overdue(60.0, 1061.0) == [(lazy.record, 0)]
+
+
+def test_preload_that_failed_is_due_again_after_its_cool_down():
+    preload = Book(preload=True)
+    preload.report("failed", now_s=5.0)
+    assert preload.book.due_again(5.0 + RETRY_S - 1) == []
+    assert preload.book.due_again(5.0 + RETRY_S) == [preload.record]
+    assert preload.view[0] == "loading"

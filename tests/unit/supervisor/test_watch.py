@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from sie.shm.inflight import InflightStatus
+from sie.supervisor import watch
+from sie.supervisor.watch import Watch, count_oom_kills
+
+WATCHDOG_S = 10.0
+
+
+def step(started_s: float, allowed_s: float = 1.0, seq: int = 1) -> InflightStatus:
+    return InflightStatus(seq, int(started_s * 1e9), int(allowed_s * 1e9), "step", [])
+
+
+@pytest.fixture
+def oom_kills(monkeypatch):
+    """How many processes the kernel says it killed; change the list's only entry."""
+    count = [4]
+    monkeypatch.setattr(watch, "count_oom_kills", lambda: count[0])
+    return count
+
+
+@pytest.fixture
+def judge(oom_kills):
+    return Watch(WATCHDOG_S)
+
+
+def test_step_within_its_allowance_and_the_watchdog_is_fine(judge):
+    assert judge.judge_worker(0, step(100), 111.0, 0.0) == "fine"
+
+
+def test_step_over_both_is_aborted_then_killed_but_not_before_its_stacks_are_out(judge):
+    assert judge.judge_worker(0, step(100), 111.1, 0.0) == "abort"
+    assert judge.judge_worker(0, step(100), 111.2, 0.0) == "fine"
+    assert judge.judge_worker(0, step(100), 111.7, 0.0) == "kill"
+
+
+def test_larger_step_may_take_longer(judge):
+    assert judge.judge_worker(0, step(100, allowed_s=20), 129.9, 0.0) == "fine"
+    assert judge.judge_worker(0, step(100, allowed_s=20), 130.1, 0.0) == "abort"
+
+
+def test_worker_whose_loop_has_not_turned_yet_is_not_judged(judge):
+    assert judge.judge_worker(0, InflightStatus(0, 0, 0, "idle", []), 1e6, 0.0) == "fine"
+
+
+def test_intervals_in_which_the_supervisor_was_late_are_forgiven_once_each(judge):
+    assert judge.judge_worker(0, step(100), 115.0, 8.0) == "fine"
+    assert judge.judge_worker(0, step(100), 118.0, 0.0) == "fine"
+    assert judge.judge_worker(0, step(100), 119.1, 0.0) == "abort"
+
+
+def test_what_was_forgiven_belongs_to_one_step(judge):
+    assert judge.judge_worker(0, step(100), 115.0, 8.0) == "fine"
+    assert judge.judge_worker(0, step(120, seq=2), 131.1, 0.0) == "abort"
+
+
+def test_workers_are_judged_apart(judge):
+    assert judge.judge_worker(0, step(100), 112.0, 0.0) == "abort"
+    assert judge.judge_worker(1, step(110), 112.0, 0.0) == "fine"
+
+
+def test_successor_of_an_aborted_worker_starts_afresh(judge):
+    assert judge.judge_worker(0, step(100), 112.0, 0.0) == "abort"
+    judge.forget(0)
+    assert judge.judge_worker(0, step(112), 113.0, 0.0) == "fine"
+
+
+def test_tick_tells_how_late_it_came_and_only_if_that_matters(judge):
+    assert [judge.tick(now_s) for now_s in (50.0, 50.1, 50.55, 53.55)] == [0.0, 0.0, 0.0, 3.0]
+
+
+@pytest.mark.parametrize("status", [1, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS])
+def test_every_death_but_a_kill_may_be_the_input_s_doing(judge, status):
+    assert judge.blames_input(status, 0)
+
+
+def test_kill_from_outside_blames_nothing(judge):
+    assert not judge.blames_input(-signal.SIGKILL, 0)
+    assert not judge.blames_input(0, 0), "a worker that was asked to stop exits with 0"
+
+
+def test_kill_after_our_own_abort_blames_the_step(judge):
+    judge.judge_worker(0, step(100), 112.0, 0.0)
+    assert judge.blames_input(-signal.SIGKILL, 0)
+    assert not judge.blames_input(-signal.SIGKILL, 1)
+
+
+def test_kill_for_want_of_memory_blames_the_step_once(judge, oom_kills):
+    oom_kills[0] += 1
+    assert judge.blames_input(-signal.SIGKILL, 0)
+    assert not judge.blames_input(-signal.SIGKILL, 0)
+
+
+def test_kernel_s_counter_can_be_read_here():
+    assert count_oom_kills() >= 0

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import select
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from sie.control import ModelReport
+from sie.errors import ModelLoadFailed
+from sie.types import ModelCard
+from sie.workers.hosting import Host
+
+DEADLINE_S = 5.0
+
+
+class Runner:
+    takes = "tokens"
+    memory_bytes = 11
+    dtype = "float32"
+
+
+class Hosting:
+    """A host, what it reported, and the thread in which it builds."""
+
+    def __init__(self) -> None:
+        self.reports: list[ModelReport] = []
+        self.built: list[str] = []
+        self.build: Callable[[ModelCard, Callable[[float, str], None]], Any] = lambda _card, _progress: Runner()
+        self.host = Host("cpu", self._build, self.reports.append)
+
+    def _build(self, card: ModelCard, progress: Callable[[float, str], None]) -> Any:
+        self.built.append(card.id)
+        assert threading.current_thread() is not threading.main_thread()
+        return self.build(card, progress)
+
+    def load(self, model: str) -> None:
+        self.host.load(ModelCard(id=model, kind="encoder"))
+
+    def collect_until(self, state: str) -> ModelReport:
+        """Take over news until a report of this state came."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while True:
+            found = [report for report in self.reports if report.state == state and report.progress is None]
+            if found:
+                return found[-1]
+            left_s = deadline_s - time.monotonic()
+            assert select.select([self.host.event_fd], [], [], max(0.0, left_s))[0], f"not {state} in time"
+            self.host.collect()
+
+    @property
+    def states(self) -> list[str]:
+        return [report.state for report in self.reports if report.progress is None]
+
+
+@pytest.fixture
+def hosting() -> Hosting:
+    return Hosting()
+
+
+def test_load_says_loading_at_once_and_loaded_when_it_is_taken_over(hosting):
+    hosting.load("m")
+    assert hosting.states == ["loading"]
+    assert hosting.host.runner("m") is None
+    report = hosting.collect_until("loaded")
+
+    assert isinstance(hosting.host.runner("m"), Runner)
+    assert (report.model, report.device, report.memory_bytes, report.dtype) == ("m", "cpu", 11, "float32")
+
+
+def test_progress_is_passed_on_in_order(hosting):
+    def build(_card, progress):
+        progress(0.25, "reading")
+        progress(0.75, "moving")
+        return Runner()
+
+    hosting.build = build
+    hosting.load("m")
+    hosting.collect_until("loaded")
+
+    told = [(report.progress, report.detail) for report in hosting.reports if report.progress is not None]
+    assert told == [(0.0, "starting"), (0.25, "reading"), (0.75, "moving")]
+
+
+@pytest.mark.parametrize(
+    ("error", "error_class"),
+    [
+        (ModelLoadFailed("gated", extras={"error_class": "GATED"}), "GATED"),
+        (MemoryError(), "OOM"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "OOM"),
+        (KeyError("secret path"), "UNKNOWN"),
+        (SystemExit(3), "UNKNOWN"),
+    ],
+)
+def test_failed_load_says_why_and_leaves_the_next_one_possible(hosting, error, error_class):
+    def build(_card, _progress):
+        raise error
+
+    hosting.build = build
+    hosting.load("m")
+    report = hosting.collect_until("failed")
+
+    assert report.error.extras["error_class"] == error_class
+    assert "secret" not in report.error.message
+    assert hosting.host.models == {}
+    hosting.build = lambda _card, _progress: Runner()
+    hosting.load("m")
+    hosting.collect_until("loaded")
+
+
+def test_models_load_one_at_a_time_in_order(hosting):
+    may_end = threading.Semaphore(0)
+
+    def build(_card, _progress):
+        assert may_end.acquire(timeout=DEADLINE_S)
+        return Runner()
+
+    hosting.build = build
+    for model in "abc":
+        hosting.load(model)
+    deadline_s = time.monotonic() + DEADLINE_S
+    for num_loaded, model in enumerate("abc"):
+        assert len(hosting.built) <= num_loaded + 1
+        may_end.release()
+        while hosting.host.runner(model) is None:
+            assert select.select([hosting.host.event_fd], [], [], deadline_s - time.monotonic())[0]
+            hosting.host.collect()
+
+    assert hosting.built == ["a", "b", "c"]
+
+
+def test_second_load_of_the_same_model_does_nothing(hosting):
+    may_end = threading.Event()
+
+    def build(_card, _progress):
+        assert may_end.wait(DEADLINE_S)
+        return Runner()
+
+    hosting.build = build
+    hosting.load("m")
+    hosting.load("m")
+    may_end.set()
+    hosting.collect_until("loaded")
+    hosting.load("m")
+
+    assert hosting.built == ["m"]
+    assert hosting.states == ["loading", "loaded"]
+
+
+def test_unloading_model_keeps_its_runner_for_what_is_queued_and_takes_no_more(hosting):
+    hosting.load("m")
+    hosting.collect_until("loaded")
+    hosting.host.start_unload("m")
+
+    assert hosting.host.runner("m") is None
+    assert hosting.host.models["m"].runner is not None
+    assert hosting.host.unloading() == ["m"]
+    hosting.host.finish_unload("m")
+    assert hosting.host.models == {}
+    assert hosting.states == ["loading", "loaded", "unloading", "available"]
+
+
+def test_load_calls_an_unload_off_that_has_not_ended(hosting):
+    hosting.load("m")
+    hosting.collect_until("loaded")
+    hosting.host.start_unload("m")
+    hosting.load("m")
+
+    assert hosting.host.runner("m") is not None
+    assert hosting.host.unloading() == []
+    assert hosting.states == ["loading", "loaded", "unloading", "loaded"]
+    assert hosting.built == ["m"]
+
+
+@pytest.mark.parametrize("model", ["unknown", "m"])
+def test_unload_of_what_is_not_loaded_does_nothing(hosting, model):
+    hosting.load("m")
+    hosting.host.start_unload(model)
+
+    assert hosting.states == ["loading"]
+    hosting.collect_until("loaded")

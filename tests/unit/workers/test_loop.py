@@ -1,0 +1,313 @@
+"""The step loop, attached to a real engine; `tests/unit/engine_rig.py` says how."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from sie import control
+from sie.control import PeerFault
+from sie.errors import BadRequest, Internal, Overloaded, Unavailable, WorkerLost
+from sie.shm.layout import REPLY
+from sie.shm.messages import Retire, send
+from sie.workers.scheduler import Budget
+from tests.unit.engine_rig import DEADLINE_S, MIB, Rig, SumRunner, card, checksum, in_rig
+
+TWO_ITEMS = Budget(max_tokens=1000, max_items=2, max_age_ns=10**12)
+WIDTH = 65536
+
+
+# --- steps -------------------------------------------------------------------------------------------------------------
+
+
+@in_rig()
+async def test_failing_request_does_not_fail_its_neighbours(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    worker.runners["m"].raises = {8: BadRequest("token 8 is out of range"), 9: RuntimeError("secret detail")}
+    good, bad, broken, last = rig.submit([1], [2]), rig.submit([8]), rig.submit([3], [9]), rig.submit([4])
+    await rig.serve(worker)
+
+    assert await rig.rows(good) == [checksum([1]), checksum([2])]
+    assert await rig.rows(last) == [checksum([4])]
+    assert str(await rig.error(bad)) == "token 8 is out of range"
+    error = await rig.error(broken)
+    assert isinstance(error, Internal)
+    assert "secret" not in str(error)
+
+
+@in_rig(budget=TWO_ITEMS)
+async def test_row_that_ran_again_after_a_neighbour_s_failure_counts_once(rig: Rig) -> None:
+    """The neighbour's values cannot be answered, which is found after the runner has returned all rows."""
+    worker = rig.start_worker("m")
+    long = rig.submit([1], [2] * 3, [3] * 4)
+    overflow = rig.submit([70000, 70000], output_dtype="float16")
+    await rig.serve(worker)
+
+    assert worker.ran[0] == [[1], [70000, 70000]], "both were in one step, the good one first"
+    assert await rig.rows(long) == [checksum([1]), checksum([2] * 3), checksum([3] * 4)]
+    assert isinstance(await rig.error(overflow), Internal)
+
+
+@in_rig()
+async def test_one_step_answers_each_request_in_its_own_form(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    plain = rig.submit([3, 4])
+    unit = rig.submit([3, 4], normalize=True)
+    cut = rig.submit([3, 4], truncate_dim=2)
+    half = rig.submit([3, 4], output_dtype="float16")
+    bits = rig.submit([3, 4], output_dtype="binary")
+    await rig.serve(worker)
+
+    row = np.array(checksum([3, 4]))
+    assert await rig.rows(plain) == [row.tolist()]
+    assert np.allclose(await rig.rows(unit), [row / np.linalg.norm(row)])
+    assert await rig.rows(cut) == [row[:2].tolist()]
+    assert await rig.rows(half) == [row.tolist()]
+    assert await rig.rows(bits) == [[0b11110000]]
+    assert len(worker.ran) == 1
+
+
+@in_rig()
+async def test_in_flight_page_names_what_runs_only_while_it_runs(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    seen = []
+    worker.runners["m"].on_step = lambda: seen.append(worker.page.read())
+    requests = [rig.submit([1], [2]), rig.submit([3])]
+    await rig.serve(worker)
+
+    (during,) = seen
+    assert during.phase == "step"
+    assert sorted(entry.request_id for entry in during.entries) == [pending.request_id for pending in requests]
+    assert during.allowed_ns >= 10**9
+    assert during.started_ns <= time.monotonic_ns()
+    after = worker.page.read()
+    assert (after.phase, after.entries) == ("idle", [])
+    for pending in requests:
+        await rig.rows(pending)
+
+
+@in_rig(budget=TWO_ITEMS)
+async def test_models_take_turns(rig: Rig) -> None:
+    worker = rig.start_worker("m", "n")
+    requests = [rig.submit([i], model=model) for model in "mn" for i in range(1, 7)]
+    order: list[str] = []
+    for name, runner in worker.runners.items():
+        runner.on_step = lambda name=name: order.append(name)
+    worker.turn(8)
+    await rig.settle()
+
+    assert order == ["m", "n"] * 3
+    for pending in requests:
+        await rig.rows(pending)
+
+
+# --- frontends come and go -----------------------------------------------------------------------------------------------
+
+
+@in_rig()
+async def test_work_of_a_frontend_that_was_replaced_never_runs(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    generation = worker.generation
+    pending = rig.submit([1])
+    worker.loop._poll(0.0)  # taken from the ring, not yet run
+    successor = Rig()
+    successor._num_generations = 7
+    successor.tell("m", workers=(0,))
+    successor.attach(worker, frontend=0)
+    theirs = successor.submit([2])
+    await successor.serve(worker)
+
+    assert await successor.rows(theirs) == [checksum([2])]
+    assert worker.ran == [[[2]]]
+    successor.close()
+    rig.engine.bury(0, generation, ())
+    rig.engine.abandon(pending, Overloaded("the test is over"))
+    assert isinstance(await rig.error(pending), Overloaded)
+
+
+@in_rig()
+async def test_dead_frontend_s_work_and_memory_are_dropped(rig: Rig) -> None:
+    worker = rig.start_worker("m", attach=False)
+    process = await asyncio.create_subprocess_exec("sleep", "60")
+    rig.attach(worker, frontend_pid=process.pid)
+    pending = rig.submit([1])
+    worker.loop._poll(0.0)
+    process.kill()
+    await process.wait()
+    worker.turn_until(lambda: not worker.loop._links)
+    worker.turn()
+
+    assert worker.ran == []
+    rig.die(worker, recovering=())
+    rig.engine.fail_held()
+    assert isinstance(await rig.error(pending), WorkerLost)
+
+
+@in_rig(max_large_bytes=4 * MIB, large_extent_bytes=65536)
+async def test_large_reply_for_a_frontend_that_has_gone_harms_nobody(rig: Rig) -> None:
+    worker = rig.start_worker("wide")
+    gone = Rig(max_large_bytes=4 * MIB, large_extent_bytes=65536)
+    gone.tell("wide", workers=(0,))
+    gone.attach(worker, frontend=1)
+    gone.submit([1], model="wide")
+    worker.loop._poll(0.0)
+    gone.engine._links[0].attachment._sock.close()
+    mine = rig.submit([2], model="wide")
+    await rig.serve(worker)
+
+    assert await rig.rows(mine) == [checksum([2], WIDTH)]
+    for link in list(worker.loop._links.values()):
+        if link.slot == 1:
+            worker.loop._detach(link)
+    gone.space.close()
+
+
+@pytest.mark.parametrize("deed", ["kind", "release", "doorbell", "socket", "retire"])
+def test_frontend_that_breaks_the_protocol_is_accused_and_dropped(deed: str) -> None:
+    @in_rig()
+    async def run(rig: Rig) -> None:
+        worker = rig.start_worker("m")
+        worker.heard()
+        attachment = rig.engine._links[0].attachment
+        match deed:
+            case "kind":
+                assert attachment.push(REPLY, 0, 1, 0, 64)
+            case "release":
+                attachment.push_release([64])
+            case "doorbell":
+                os.eventfd_write(attachment._producer.fds[1], 1000)
+            case "socket":
+                attachment._sock.send(b"junk")
+            case "retire":
+                send(attachment._sock, Retire(3), [])
+        worker.turn(2)
+
+        assert worker.heard() == [PeerFault(0)]
+        assert worker.loop._links == {}
+
+    run()
+
+
+@in_rig()
+async def test_frontend_that_does_not_attach_leaves_the_others_served(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    reading, writing = os.pipe()
+    pidfd = os.pidfd_open(os.getpid())
+    worker.supervisor.send(control.Attach(5, 99), [reading, pidfd])
+    for fd in (reading, writing, pidfd):
+        os.close(fd)
+    pending = rig.submit([1])
+    await rig.serve(worker)
+
+    assert await rig.rows(pending) == [checksum([1])]
+
+
+@in_rig()
+async def test_message_that_is_not_for_a_worker_is_ignored_and_its_descriptors_closed(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    reading, writing = os.pipe()
+    worker.supervisor.send(control.Drain(), [writing])
+    os.close(writing)
+    worker.turn()
+
+    assert os.read(reading, 1) == b"", "nobody has the other end any more"
+    os.close(reading)
+
+
+@in_rig()
+async def test_loop_ends_when_the_supervisor_has_gone(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    worker.supervisor.close()
+    worker.loop.run()
+    worker.is_dead = True
+
+
+# --- models --------------------------------------------------------------------------------------------------------------
+
+
+@in_rig()
+async def test_load_runs_beside_the_steps(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    may_end = threading.Event()
+
+    def build(model):
+        assert may_end.wait(DEADLINE_S)
+        return SumRunner(model)
+
+    worker.build = build
+    worker.supervisor.send(control.Load(card("slow")))
+    pending = rig.submit([1])
+    await rig.serve(worker)
+    assert await rig.rows(pending) == [checksum([1])]
+    assert worker.states()[-1] == ("slow", "loading")
+    may_end.set()
+    worker.turn_until(lambda: worker.host.runner("slow"))
+
+    assert worker.states() == [("slow", "loaded")]
+
+
+@in_rig()
+async def test_request_for_a_model_that_still_loads_is_refused(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    rig.tell("absent", workers=(0,))
+    pending = rig.submit([1], model="absent")
+    await rig.serve(worker)
+
+    error = await rig.error(pending)
+    assert isinstance(error, Unavailable)
+    assert error.code == "MODEL_NOT_LOADED"
+
+
+@in_rig(budget=TWO_ITEMS)
+async def test_unload_serves_what_is_queued_and_refuses_what_comes_later(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    worker.heard()
+    queued = [rig.submit([i]) for i in range(1, 7)]
+    worker.turn()
+    worker.supervisor.send(control.Unload("m"))
+    worker.turn()
+    late = rig.submit([9])
+    worker.turn(4)
+    await rig.settle()
+
+    for i, pending in enumerate(queued, 1):
+        assert await rig.rows(pending) == [checksum([i])]
+    assert (await rig.error(late)).code == "MODEL_NOT_LOADED"
+    assert worker.states() == [("m", "unloading"), ("m", "available")]
+
+
+@in_rig(budget=TWO_ITEMS)
+async def test_unload_does_not_wait_for_other_models_to_be_idle(rig: Rig) -> None:
+    worker = rig.start_worker("m", "n")
+    worker.heard()
+    busy = [rig.submit([i], model="n") for i in range(1, 9)]
+    worker.supervisor.send(control.Unload("m"))
+    worker.turn(2)
+
+    assert worker.states() == [("m", "unloading"), ("m", "available")]
+    assert worker.loop._state, "the other model still has work"
+    await rig.serve(worker)
+    for pending in busy:
+        await rig.rows(pending)
+
+
+@in_rig(budget=TWO_ITEMS)
+async def test_load_that_overtakes_an_unload_keeps_the_model_and_its_queue(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    worker.heard()
+    queued = [rig.submit([i]) for i in range(1, 6)]
+    worker.turn()
+    worker.supervisor.send(control.Unload("m"))
+    worker.supervisor.send(control.Load(card("m")))
+    worker.turn(4)
+    await rig.settle()
+
+    for i, pending in enumerate(queued, 1):
+        assert await rig.rows(pending) == [checksum([i])]
+    assert worker.states() == [("m", "unloading"), ("m", "loaded")]
+    assert len(worker.runners) == 1
