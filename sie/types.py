@@ -28,8 +28,63 @@ class StubOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Time the load takes."""
     max_tokens: int = 8192
     """Maximum sequence length; a stub's token is four UTF-8 bytes, and an empty text is one token."""
+    sparse: int = 0
+    """Width of the sparse vector; 0 leaves that output out."""
+    multivector: int = 0
+    """Width of each token's vector; 0 leaves that output out."""
     score: bool = False
     """Whether it also scores pairs."""
+
+
+class SparseOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """How a checkpoint's sparse vector is computed.
+
+    splade pools the logits of a masked language model over the tokens: activation `relu` means log1p(relu(x)),
+    `log1p_relu` a second log1p over it. lexical gives each token id the largest relu(linear(hidden)) of its tokens.
+    """
+
+    kind: Literal["splade", "lexical"]
+    pooling: Literal["max", "sum"] = "max"
+    activation: Literal["relu", "log1p_relu"] = "relu"
+    weights_file: str = ""
+    """Absolute path of the linear layer's safetensors; lexical only."""
+
+
+class StaticQueries(msgspec.Struct, frozen=True, kw_only=True):
+    """A table that gives queries their sparse vector without a model: one weight for each token id."""
+
+    tokenizer_file: str
+    weights_file: str
+    max_length: int | None = None
+
+
+class LateInteraction(msgspec.Struct, frozen=True, kw_only=True):
+    """How a checkpoint's vectors of tokens are computed, and which tokens of a text have one."""
+
+    steps: tuple[PipelineStep, ...] = ()
+    """From hidden states to vectors, the last normalise left out: a request may turn it off."""
+    linear_file: str = ""
+    """Absolute path of the safetensors with the projection (`linear.weight`, or a layer's own `weight` and `bias`);
+    used instead of steps."""
+    normalize: bool = True
+    """Whether the checkpoint itself ends in a normalise step."""
+    drop_first: bool = False
+    """Whether the first token has no vector."""
+    query_length: int | None = None
+    document_length: int | None = None
+    """Limits in tokens, special ones included, in place of the model's own."""
+    expand_to: int = 0
+    """Queries shorter than this are filled up with the expansion token; those tokens have vectors, too."""
+    expansion_token: str = ""
+    attend_to_expansion: bool = False
+    """Whether the other tokens see the expansion tokens."""
+    query_prefix: str = ""
+    document_prefix: str = ""
+    """Markers put before every text; one that the vocabulary knows becomes a single token."""
+    skipped_words: tuple[str, ...] = ()
+    """Tokens that have no vector, of documents and perhaps of queries."""
+    skip_in_documents: bool = True
+    skip_in_queries: bool = False
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +122,16 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     stub: StubOptions | None = None
     score: ScoreRule | None = None
     """How pairs are read and scored; None for a model without scores, and for a stub."""
+    sparse: SparseOutput | None = None
+    static_queries: StaticQueries | None = None
+    late: LateInteraction | None = None
+    missing_outputs: dict[str, str] = {}
+    """Outputs that the model is known for and that this checkpoint cannot give, with the reason."""
+
+    @property
+    def tells_queries(self) -> bool:
+        """Whether the worker, and not only the prompt, treats queries unlike documents."""
+        return self.late is not None or self.static_queries is not None
 
 
 class PipelineStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,12 +197,40 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     postprocessing_ms: float = 0.0
 
 
+class SparseRows(msgspec.Struct, frozen=True):
+    """The sparse vectors of a reply: item i has entries offsets[i] .. offsets[i + 1].
+
+    indices (int32) and values (dtype, a NumPy code) are memoryviews of unsigned bytes onto a reply extent.
+    """
+
+    dims: int
+    dtype: str
+    offsets: list[int]
+    indices: memoryview
+    values: memoryview
+
+
+class TokenRows(msgspec.Struct, frozen=True):
+    """The vectors of tokens of a reply: item i has rows offsets[i] .. offsets[i + 1].
+
+    values is a memoryview of unsigned bytes onto a reply extent, rows of width elements of a NumPy code; dims is the
+    model's own width.
+    """
+
+    dims: int
+    dtype: str
+    width: int
+    offsets: list[int]
+    values: memoryview
+
+
 class EncodeReply(msgspec.Struct, kw_only=True):
     """Rows ready to be encoded by a dialect.
 
     values is a C-contiguous (n, row_bytes) memoryview of unsigned bytes onto a reply extent: valid only until the
     dialect's encoder returns. dtype is the NumPy code of one element (`<f4`, `<f2`, `|i1`, `|u1`), width the number
-    of elements in a row, dims the model's own width (they differ for binary).
+    of elements in a row, dims the model's own width (they differ for binary). Without a dense output values is empty
+    and width 0.
     """
 
     model: str
@@ -150,6 +243,8 @@ class EncodeReply(msgspec.Struct, kw_only=True):
     output_dtype: str
     input_tokens: int
     timing: Timing
+    sparse: SparseRows | None = None
+    multivector: TokenRows | None = None
 
 
 class ScoreRequest(msgspec.Struct, kw_only=True):
@@ -208,14 +303,21 @@ class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     output_dtype: str = "float32"
     normalize: bool | None = None
     truncate_dim: int | None = None
+    output_types: tuple[str, ...] = ("dense",)
+    is_query: bool = False
+    """Only ever set for a model whose worker treats queries unlike documents."""
 
 
 class ReplyHeader(msgspec.Struct, array_like=True, frozen=True):
     """The header of a reply extent.
 
     Arrays: `times` int64 (3,), nanoseconds: when the first step started (CLOCK_MONOTONIC), time in forward passes,
-    time after them; and `dense` (n, width), or `score` float32 (n, 1). All that changes from one reply to the next is in the arrays, so the
-    header's bytes are the same for every reply of one shape and are encoded and decoded once.
+    time after them; and for each output that was asked for
+        dense         `dense` (n, width)
+        sparse        `sparse_offsets` int32 (n + 1,), `sparse_indices` int32 (e,), `sparse_values` (e,)
+        multivector   `multivector_offsets` int32 (n + 1,), `multivector` (rows, width)
+    or `score` float32 (n, 1). All that changes from one reply of dense rows or scores to the next is in the arrays, so
+    the header's bytes are the same for every such reply of one shape and are encoded and decoded once.
     """
 
     arrays: tuple[ArrayRef, ...]

@@ -48,6 +48,16 @@ def text_encoder_class(model_id: str, config: PretrainedConfig) -> type[Any]:
     raise refuse(model_id, f"transformers has no text encoder for model_type {config.model_type!r}")
 
 
+def masked_lm_class(model_id: str, config: PretrainedConfig) -> type[Any]:
+    """Return the auto class that builds a masked language model. Raises ModelLoadFailed when there is none."""
+    from transformers import AutoModelForMaskedLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
+        raise refuse(model_id, f"transformers has no masked language model for model_type {config.model_type!r}")
+    return AutoModelForMaskedLM
+
+
 def classifier_class(model_id: str, config: PretrainedConfig) -> type[Any]:
     """Return the auto class of a sequence classifier. Raises ModelLoadFailed when the architecture has none."""
     from transformers import AutoModelForSequenceClassification

@@ -11,11 +11,13 @@ from typing import Any
 import msgspec
 
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
-from sie.catalog.modules import Pipeline, default_pipeline, read_modules, read_pipeline
+from sie.catalog.late import is_late, read_late
+from sie.catalog.modules import Module, default_pipeline, read_modules, read_pipeline
 from sie.catalog.scoring import Scoring, read_scoring
+from sie.catalog.sparse import read_m3_heads, read_router, read_splade
 from sie.catalog.spec import ModelSpec
 from sie.catalog.weights import check_weights
-from sie.types import ModelCard
+from sie.types import LateInteraction, ModelCard, PipelineStep, SparseOutput, StaticQueries
 
 _TRANSFORMER_CONFIGS = tuple(
     f"sentence_{name}_config.json"
@@ -23,9 +25,11 @@ _TRANSFORMER_CONFIGS = tuple(
 )
 _TEXT_MODALITY = {
     "feature-extraction": {"method": "forward", "method_output_name": "last_hidden_state"},
+    "fill-mask": {"method": "forward", "method_output_name": "logits"},
     "sequence-classification": {"method": "forward", "method_output_name": "logits"},
     "text-generation": {"method": "forward", "method_output_name": "logits"},
 }
+_LATE_KEYS = ("query_length", "document_length", "query_expansion")
 _CHANGES_VECTORS = (
     "query_length", "document_length", "query_expansion", "processing_kwargs", "config_kwargs", "config_args",
 )  # fmt: skip
@@ -43,19 +47,63 @@ def read_card(spec: ModelSpec, directory: str) -> ModelCard:
     """
     checkpoint = open_checkpoint(spec.id, directory)
     modules = read_modules(checkpoint)
+    static = None
+    if modules and modules[0].name == "Router":
+        static, modules = read_router(checkpoint, modules)
     folder = modules[0].folder if modules else ""
     transformer = checkpoint.folder(folder) if folder else checkpoint
     config = _read_config(transformer, is_bare=modules is None)
+    check_weights(transformer)
     scoring = read_scoring(checkpoint, transformer, modules, config)
     if scoring is not None:
-        check_weights(transformer)
         return _score_card(spec, checkpoint, transformer, config, scoring)
+    outputs = _read_outputs(checkpoint, transformer, modules, config)
+    if static is not None and outputs.sparse is None:
+        raise refuse(spec.id, "its queries have a sparse vector and its documents have none")
+    return _card(spec, checkpoint, transformer, config, msgspec.structs.replace(outputs, static_queries=static))
+
+
+class _Outputs(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint gives, and how; fields as in `ModelCard`."""
+
+    dims: dict[str, int]
+    settings: _TransformerSettings
+    similarity: str = "cosine"
+    pipeline: tuple[PipelineStep, ...] = ()
+    normalize: bool = False
+    sparse: SparseOutput | None = None
+    static_queries: StaticQueries | None = None
+    late: LateInteraction | None = None
+    missing: dict[str, str] = {}
+
+
+def _read_outputs(
+    checkpoint: Checkpoint, transformer: Checkpoint, modules: list[Module] | None, config: dict[str, Any]
+) -> _Outputs:
+    """Tell the kinds of checkpoints apart."""
     hidden_size = _hidden_size(transformer, config)
+    settings = _read_settings(transformer)
+    if is_late(checkpoint, modules, config):
+        _check_settings(transformer, settings, "feature-extraction", _LATE_KEYS)
+        late, width = read_late(checkpoint, transformer, modules, hidden_size)
+        return _Outputs(dims={"multivector": width}, settings=settings, similarity="maxsim", late=late)
+    is_masked_lm = settings.transformer_task == "fill-mask" or bool(modules and modules[0].name == "MLMTransformer")
+    if is_masked_lm or (modules is None and _architecture(config).endswith("ForMaskedLM")):
+        _check_settings(transformer, settings, "fill-mask")
+        sparse = read_splade(checkpoint, modules)
+        return _Outputs(dims={"sparse": config["vocab_size"]}, settings=settings, similarity="dot", sparse=sparse)
+    _check_settings(transformer, settings, "feature-extraction")
     pipeline = (
         default_pipeline(config, hidden_size) if modules is None else read_pipeline(checkpoint, modules, hidden_size)
     )
-    check_weights(transformer)
-    return _card(spec, checkpoint, transformer, config, pipeline)
+    heads = read_m3_heads(checkpoint, hidden_size)
+    dims = {"dense": pipeline.dims}
+    if heads.sparse is not None:
+        dims["sparse"] = config["vocab_size"]
+    if heads.late is not None:
+        dims["multivector"] = heads.token_dims
+    return _Outputs(dims=dims, settings=settings, pipeline=pipeline.steps, normalize=pipeline.normalize,
+                    sparse=heads.sparse, late=heads.late, missing=heads.missing)  # fmt: skip
 
 
 class _TransformerSettings(msgspec.Struct):
@@ -91,31 +139,38 @@ class _SentenceSettings(msgspec.Struct):
 
 
 def _card(
-    spec: ModelSpec, checkpoint: Checkpoint, transformer: Checkpoint, config: dict[str, Any], pipeline: Pipeline
+    spec: ModelSpec, checkpoint: Checkpoint, transformer: Checkpoint, config: dict[str, Any], outputs: _Outputs
 ) -> ModelCard:
-    settings = _transformer_settings(transformer)
     tokenizer = transformer.find("tokenizer.json")
     sentence = checkpoint.read_json("config_sentence_transformers.json", _SentenceSettings) or _SentenceSettings()
     if sentence.truncate_dim is not None:
         raise refuse(spec.id, "truncate_dim in config_sentence_transformers.json cannot be run; ask for `dimensions`")
     prompts, default_prompt = _prompts(checkpoint)
+    if outputs.late is not None:  # a marker is put before the prompt, and is not part of it twice
+        for name, prefix in (("query", outputs.late.query_prefix), ("document", outputs.late.document_prefix)):
+            prompts.update({name: prompts[name].removeprefix(prefix)} if name in prompts else {})
     return ModelCard(
         id=spec.id,
         kind="encoder",
         directory=str(transformer.root),
         revision=spec.revision,
-        architecture=str((config.get("architectures") or [config["model_type"]])[0]),
-        dims={"dense": pipeline.dims},
-        max_sequence_length=_max_sequence_length(transformer, config, settings),
+        architecture=_architecture(config) or config["model_type"],
+        outputs=tuple(outputs.dims),
+        dims=outputs.dims,
+        max_sequence_length=_max_sequence_length(transformer, config, outputs.settings),
         vocab_size=int(config["vocab_size"]),
         tokenizer_file=str(tokenizer) if tokenizer else "",
-        lowercase=settings.do_lower_case,
+        lowercase=outputs.settings.do_lower_case,
         prompts=prompts,
         default_prompt=default_prompt,
-        similarity=sentence.similarity_fn_name or "cosine",
-        normalize=pipeline.normalize,
+        similarity=sentence.similarity_fn_name or outputs.similarity,
+        normalize=outputs.normalize,
         matryoshka=_matryoshka(config),
-        pipeline=pipeline.steps,
+        pipeline=outputs.pipeline,
+        sparse=outputs.sparse,
+        static_queries=outputs.static_queries,
+        late=outputs.late,
+        missing_outputs=outputs.missing,
     )
 
 
@@ -123,7 +178,9 @@ def _score_card(
     spec: ModelSpec, checkpoint: Checkpoint, transformer: Checkpoint, config: dict[str, Any], scoring: Scoring
 ) -> ModelCard:
     task = scoring.task
-    settings = _TransformerSettings() if task is None else _transformer_settings(transformer, task)
+    settings = _TransformerSettings() if task is None else _read_settings(transformer)
+    if task is not None:
+        _check_settings(transformer, settings, task)
     prompts, default_prompt = ({}, None) if task is None else _prompts(checkpoint)
     limits = (scoring.max_tokens, _max_sequence_length(transformer, config, settings))
     tokenizer = transformer.find("tokenizer.json")
@@ -160,12 +217,16 @@ def _read_config(transformer: Checkpoint, *, is_bare: bool) -> dict[str, Any]:
         raise refuse(transformer.id, "there is no config.json with a model_type")
     if transformer.find("adapter_config.json") is not None:
         raise refuse(transformer.id, "it is an adapter (adapter_config.json), not a whole model")
-    architecture = str((config.get("architectures") or [""])[0])
+    architecture = _architecture(config)
     if is_bare and architecture.endswith(_HEADS):
         raise refuse(transformer.id, f"{architecture} is not a text encoder")
     if not isinstance(config.get("vocab_size"), int) or "vision_config" in config or "audio_config" in config:
         raise refuse(transformer.id, f"{architecture or config['model_type']} is not a text encoder")
     return config
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    return str((config.get("architectures") or [""])[0])
 
 
 def _hidden_size(transformer: Checkpoint, config: dict[str, Any]) -> int:
@@ -176,10 +237,16 @@ def _hidden_size(transformer: Checkpoint, config: dict[str, Any]) -> int:
     raise refuse(transformer.id, "config.json has no hidden_size")
 
 
-def _transformer_settings(transformer: Checkpoint, task: str = "feature-extraction") -> _TransformerSettings:
-    """Return `sentence_bert_config.json`, or its older name, after refusing what would change the vectors."""
+def _read_settings(transformer: Checkpoint) -> _TransformerSettings:
+    """Return `sentence_bert_config.json`, or its older name."""
     found = (transformer.read_json(name, _TransformerSettings) for name in _TRANSFORMER_CONFIGS)
-    settings = next((settings for settings in found if settings is not None), _TransformerSettings())
+    return next((settings for settings in found if settings is not None), _TransformerSettings())
+
+
+def _check_settings(
+    transformer: Checkpoint, settings: _TransformerSettings, task: str, allowed: tuple[str, ...] = ()
+) -> None:
+    """Refuse what would change the vectors. allowed names the keys that the kind of checkpoint does obey."""
     if (settings.transformer_task or task) != task:
         raise refuse(transformer.id, f"its transformer_task is {settings.transformer_task!r}; only {task} can be run")
     if (settings.modality_config or {}).get("text", _TEXT_MODALITY[task]) != _TEXT_MODALITY[task]:
@@ -187,12 +254,11 @@ def _transformer_settings(transformer: Checkpoint, task: str = "feature-extracti
     if task == "text-generation" and (settings.processing_kwargs or {}).keys() <= {"chat_template"}:
         settings.processing_kwargs = None  # read with the template
     for key in _CHANGES_VECTORS:
-        if getattr(settings, key):
+        if getattr(settings, key) and key not in allowed:
             raise refuse(transformer.id, f"sentence_bert_config.json sets {key}, which cannot be run")
     unknown = settings.tokenizer_settings.keys() - _HARMLESS_TOKENIZER_KEYS
     if unknown:
         raise refuse(transformer.id, f"sentence_bert_config.json gives its tokenizer {sorted(unknown)}")
-    return settings
 
 
 def _max_sequence_length(transformer: Checkpoint, config: dict[str, Any], settings: _TransformerSettings) -> int | None:

@@ -23,7 +23,9 @@ _LEGACY_POOLING = {  # the order is that of the concatenated vectors
     "pooling_mode_lasttoken": "lasttoken",
 }
 _PREFIX = "sentence_transformers."
-_SENTENCE_KEYS = {"module_input_name": "sentence_embedding", "module_output_name": "sentence_embedding"}
+_PYLATE_DENSE = "pylate.models.Dense.Dense"  # the same as sentence-transformers' own
+_NAME_KEYS = ("module_input_name", "module_output_name")
+_SENTENCE, _TOKENS = "sentence_embedding", "token_embeddings"
 
 
 class Module(msgspec.Struct, frozen=True):
@@ -55,7 +57,7 @@ def read_modules(checkpoint: Checkpoint) -> list[Module] | None:
     """Return what `modules.json` lists, None for a bare checkpoint. Raises ModelLoadFailed for code of its own."""
     modules = checkpoint.read_json("modules.json", list[Module])
     for module in modules or ():
-        if not module.type.startswith(_PREFIX):
+        if not module.type.startswith(_PREFIX) and module.type != _PYLATE_DENSE:
             raise refuse(checkpoint.id, f"modules.json names {module.type!r}, which is code of its own")
     return modules
 
@@ -78,6 +80,26 @@ def read_pipeline(checkpoint: Checkpoint, modules: list[Module], hidden_size: in
     return Pipeline(steps=tuple(steps[:-1] if normalize else steps), dims=dims, normalize=normalize)
 
 
+def read_token_steps(
+    checkpoint: Checkpoint, modules: list[Module], hidden_size: int
+) -> tuple[tuple[PipelineStep, ...], int, bool]:
+    """Read the modules that make vectors of tokens: the steps, the width after them, and whether they normalise last.
+
+    A MultiVectorMask is passed over: it changes no vector.
+    """
+    steps: list[PipelineStep] = []
+    dims = hidden_size
+    for module in modules:
+        if module.name in ("Dropout", "MultiVectorMask"):
+            continue
+        if module.name == "Pooling":
+            raise refuse(checkpoint.id, "modules.json names a Pooling, but its vectors are those of tokens")
+        step, dims = _read_step(checkpoint, module.name, module.folder, dims, level=_TOKENS)
+        steps.append(step)
+    normalize = bool(steps) and steps[-1].kind == "normalize"
+    return tuple(steps[:-1] if normalize else steps), dims, normalize
+
+
 def default_pipeline(config: dict[str, Any], hidden_size: int) -> Pipeline:
     """Return what sentence-transformers does with a bare checkpoint: mean, or the last token of a causal one."""
     architectures = config.get("architectures") or [""]
@@ -86,8 +108,10 @@ def default_pipeline(config: dict[str, Any], hidden_size: int) -> Pipeline:
     return Pipeline(steps=(pooling,), dims=hidden_size, normalize=False)
 
 
-def _read_step(checkpoint: Checkpoint, name: str, folder: str, dims: int) -> tuple[PipelineStep, int]:
-    """Return one step and the width after it."""
+def _read_step(
+    checkpoint: Checkpoint, name: str, folder: str, dims: int, *, level: str = _SENTENCE
+) -> tuple[PipelineStep, int]:
+    """Return one step and the width after it; level is what the step reads and writes."""
     config = checkpoint.read_object(f"{folder}/config.json")
     directory = str(checkpoint.root / folder)
     if name == "Pooling":
@@ -95,9 +119,9 @@ def _read_step(checkpoint: Checkpoint, name: str, folder: str, dims: int) -> tup
         return PipelineStep(kind="pooling", config={"modes": modes}), dims * len(modes)
     if name not in ("Dense", "LayerNorm", "Normalize"):
         raise refuse(checkpoint.id, f"modules.json names the module {name}, which cannot be run")
-    for key, only in _SENTENCE_KEYS.items():
-        if (config.get(key) or only) != only:
-            raise refuse(checkpoint.id, f"{folder}: {key} {config[key]!r}; only {only!r} can be run")
+    for key in _NAME_KEYS:
+        if (config.get(key) or level) != level:
+            raise refuse(checkpoint.id, f"{folder}: {key} {config[key]!r}; only {level!r} can be run")
     if name == "Normalize":
         return PipelineStep(kind="normalize"), dims
     check_weights(checkpoint, folder)

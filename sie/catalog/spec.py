@@ -17,10 +17,11 @@ from sie.types import StubOptions
 SPEC_FORM = "ID[=DIRECTORY][@REVISION] or ID=stub:[key=value,...]"
 STUB_PREFIX = "stub:"
 MAX_ID_CHARS = 256
-MAX_STUB_DENSE = 65_536
+MAX_STUB_WIDTH = 65_536
 
 _ID = re.compile(r"[A-Za-z0-9._/-]+")
 _REVISION = re.compile(r"[A-Za-z0-9._/-]+")
+_STUB_WIDTHS = ("dense", "sparse", "multivector")
 _STUB_MINIMUM = {"dense": 1, "max_tokens": 1}
 
 
@@ -103,6 +104,9 @@ def _parse_stub(options: str, text: str) -> StubOptions:
         value, least = getattr(stub, key), _STUB_MINIMUM.get(key, 0)
         if not math.isfinite(value) or value < least:
             raise BadRequest(f"model spec {text!r}: stub option {key!r} is {value}, but must be at least {least}")
-    if stub.dense > MAX_STUB_DENSE:
-        raise BadRequest(f"model spec {text!r}: stub option 'dense' is {stub.dense}, the most is {MAX_STUB_DENSE}")
+    for key in _STUB_WIDTHS:
+        if getattr(stub, key) > MAX_STUB_WIDTH:
+            raise BadRequest(
+                f"model spec {text!r}: stub option {key!r} is {getattr(stub, key)}, the most is {MAX_STUB_WIDTH}"
+            )
     return stub

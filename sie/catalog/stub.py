@@ -1,6 +1,17 @@
 """Owns what a stub model is to the rest of the server: its card and its token count.
 
-A stub goes the whole path of a request and computes nothing worth having; it exists to measure and to test.
+A stub goes the whole path of a request and computes nothing worth having; it exists to measure and to test. With
+H(x) = SHAKE-256 of x and `text` the UTF-8 of the text:
+
+    dense        value i = int8(H(text)[i]) / 127
+    sparse       16 little-endian uint32 from H("sparse" text), modulo the width: the indices, each once, ascending;
+                 the value at index i = (1 + i modulo 127) / 127
+    multivector  one row a token; row r has value i = int8(H(r as uint32, little-endian, then text)[i]) / 127,
+                 then divided by its length unless the request turns that off
+    score        the first three bytes, little-endian, of H(pair) over 2**24: exact in float32; the pair is the length
+                 of the query's UTF-8 as uint32, little-endian, then the query and the document
+
+Values are float32. Queries and documents are alike.
 """
 
 from __future__ import annotations
@@ -16,12 +27,14 @@ def stub_card(spec: ModelSpec) -> ModelCard:
     """Return the card of a stub. Raises BadRequest when the spec is not one."""
     if spec.stub is None:
         raise BadRequest(f"model {spec.id!r} is not a stub")
+    widths = {"dense": spec.stub.dense, "sparse": spec.stub.sparse, "multivector": spec.stub.multivector}
+    dims = {output: width for output, width in widths.items() if width}
     return ModelCard(
         id=spec.id,
         kind="stub",
         architecture="stub",
-        outputs=("dense", "score") if spec.stub.score else ("dense",),
-        dims={"dense": spec.stub.dense},
+        outputs=(*dims, "score") if spec.stub.score else tuple(dims),
+        dims=dims,
         max_sequence_length=spec.stub.max_tokens,
         matryoshka=True,
         stub=spec.stub,

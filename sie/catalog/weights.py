@@ -5,12 +5,16 @@ Source: fault sheet S4 and S32.
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import msgspec
 
 from sie.catalog.files import Checkpoint, refuse
 from sie.errors import ModelLoadFailed
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.h5", "*.msgpack")
+_MAX_HEADER_BYTES = 16 << 20
 
 
 class _Index(msgspec.Struct):
@@ -35,6 +39,36 @@ def check_weights(checkpoint: Checkpoint, folder: str = "") -> None:
             raise refuse(checkpoint.id, f"{index_name} names {shard!r}, which is not a safetensors file beside it")
         if checkpoint.find(prefix + shard) is None:
             raise refuse(checkpoint.id, f"{prefix}{shard} is missing", "STORAGE")
+
+
+def find_tensor(checkpoint: Checkpoint, name: str) -> str:
+    """Return the absolute path of the weight file that holds a tensor; `check_weights` has passed.
+
+    Raises ModelLoadFailed when there is none of that name.
+    """
+    index = checkpoint.read_json("model.safetensors.index.json", _Index)
+    is_sharded = checkpoint.find("model.safetensors") is None and index is not None
+    file = index.weight_map.get(name) if is_sharded and index is not None else "model.safetensors"
+    path = None if file is None else checkpoint.find(file)
+    if path is None:
+        raise refuse(checkpoint.id, f"there is no {name} among its weights")
+    return str(path)
+
+
+def tensor_shape(model_id: str, path: str, name: str) -> tuple[int, ...]:
+    """Return a tensor's shape from the header of a safetensors file. Raises ModelLoadFailed.
+
+    Source: safetensors' format: eight bytes of length, then that many of JSON.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header: dict[str, Any] = msgspec.json.decode(file.read(min(length, _MAX_HEADER_BYTES)))
+        return tuple(header[name]["shape"])
+    except OSError as error:
+        raise refuse(model_id, f"{path}: {error.strerror}", "STORAGE") from error
+    except (msgspec.DecodeError, KeyError, TypeError) as error:
+        raise refuse(model_id, f"{Path(path).name} has no readable tensor {name!r}") from error
 
 
 def _missing(checkpoint: Checkpoint, folder: str) -> ModelLoadFailed:

@@ -19,10 +19,10 @@ from sie.errors import BadRequest, ClientGone, Internal, NotFound, Overloaded, S
 from sie.frontend import dashboard, routes
 from sie.frontend.dialects import models as models_dialect
 from sie.frontend.dialects import negotiate, openai, rerank, score, sie
-from sie.frontend.encode import read_reply
 from sie.frontend.links import Reply
 from sie.frontend.metrics import CONTENT_TYPE, render
 from sie.frontend.process import FrontendProcess
+from sie.frontend.replies import read_reply
 from sie.frontend.score import read_scores
 from sie.logs import get_logger
 from sie.process import calm_collector
@@ -130,13 +130,12 @@ class App:
         reply, raw = await self._run(exchange, entry, request)
         wants_msgpack = negotiate.wants_msgpack(headers.get("accept"))
         try:
-            if wants_msgpack or len(reply.values) < _LARGE_BODY_BYTES:
+            if wants_msgpack or len(raw.view) < _LARGE_BODY_BYTES:
                 answer = sie.encode_reply(reply, wants_msgpack)
             else:
                 answer = await self._on_thread(sie.encode_reply, reply, wants_msgpack)
         finally:
-            reply.values = memoryview(b"")
-            raw.release()
+            _let_go(reply, raw)
         content_type = ("content-type", negotiate.content_type(wants_msgpack))
         self._respond(exchange, 200, [content_type, *_timing_headers(reply.timing), *self._identity], answer)
 
@@ -175,13 +174,12 @@ class App:
         request = openai.resolve_embeddings(request, entry.card)
         reply, raw = await self._run(exchange, entry, request)
         try:
-            if call.base64 or len(reply.values) < _LARGE_BODY_BYTES:
+            if call.base64 or len(raw.view) < _LARGE_BODY_BYTES:
                 answer = openai.encode_embeddings(reply, call.base64)
             else:
                 answer = await self._on_thread(openai.encode_embeddings, reply, call.base64)
         finally:
-            reply.values = memoryview(b"")
-            raw.release()
+            _let_go(reply, raw)
         self._respond(exchange, 200, [_JSON, *self._identity], answer)
 
     def _check_headers(self, exchange: Exchange) -> None:
@@ -347,6 +345,12 @@ class App:
                 model, route.endpoint, outcome, total_s, queue_s=timing.queue_ms / 1e3,
                 tokenize_s=timing.tokenization_ms / 1e3, inference_s=timing.inference_ms / 1e3,
             )  # fmt: skip
+
+
+def _let_go(reply: EncodeReply, raw: Reply) -> None:
+    """Give a reply's extent back; no view of it is left."""
+    reply.values, reply.sparse, reply.multivector = memoryview(b""), None, None
+    raw.release()
 
 
 def _timing_headers(timing: Timing) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 import numpy as np
 import tokenizers
@@ -24,46 +25,64 @@ BytesArray = NDArray[np.uint8]
 _MAX_UTF8_BYTES = 4
 
 
+class _Reader(NamedTuple):
+    """How texts of one role, queries or documents, are read."""
+
+    tokenizer: tokenizers.Tokenizer
+    prefix: str = ""
+    add_special_tokens: bool = True
+
+
 class Tokenizer:
     """Turn texts into the token ids of one model. Safe to use from several threads at once."""
 
     def __init__(self, card: ModelCard, tokenizer: tokenizers.Tokenizer) -> None:
         self.card = card
         self.vocab_size = card.vocab_size or tokenizer.get_vocab_size()
-        self._tokenizer = tokenizer
+        self._document = self._query = _Reader(tokenizer)
         self._is_plain = not (card.strip or card.lowercase)
         self._wants_types = card.score is not None and card.score.token_types
 
     @classmethod
     def load(cls, card: ModelCard) -> Tokenizer:
-        """Read the card's tokenizer file.
+        """Read the card's tokenizer files.
 
-        The file's own truncation and padding are replaced: MiniLM's says to pad every text to 128 tokens.
-        Raises Internal when the file cannot be read; the message names the model, never a path.
+        The files' own truncation and padding are replaced: MiniLM's says to pad every text to 128 tokens.
+        Raises Internal when one cannot be read; the message names the model, never a path.
         """
-        try:
-            tokenizer = tokenizers.Tokenizer.from_file(card.tokenizer_file)
-        except Exception as exc:  # the library raises bare Exception for a missing and for a malformed file
-            raise Internal(f"Model '{card.id}' has no readable tokenizer") from exc
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        if card.max_sequence_length is not None:
-            tokenizer.enable_truncation(card.max_sequence_length)  # pyright: ignore[reportUnknownMemberType]  # untyped
-        return cls(card, tokenizer)
+        late, static = card.late, card.static_queries
+        if late is None:
+            tokenizer = cls(card, _open(card, card.tokenizer_file, card.max_sequence_length))
+        else:
+            document, query = (
+                _open(card, card.tokenizer_file, limit or card.max_sequence_length)
+                for limit in (late.document_length, late.query_length)
+            )
+            tokenizer = cls(card, document)
+            tokenizer._document = _Reader(_with_marker(document, late.document_prefix), late.document_prefix)
+            tokenizer._query = _Reader(_with_marker(query, late.query_prefix), late.query_prefix)
+        if static is not None:
+            query = _open(card, static.tokenizer_file, static.max_length)
+            tokenizer._query = _Reader(query, add_special_tokens=False)
+        return tokenizer
 
-    def encode_texts(self, texts: Sequence[str]) -> tuple[Int32Array, Int32Array]:
-        """Return (token_ids, cu_seqlens), special tokens included.
+    def encode_texts(self, texts: Sequence[str], is_query: bool = False) -> tuple[Int32Array, Int32Array]:
+        """Return (token_ids, cu_seqlens), special tokens included unless a table of weights reads the ids.
 
-        Raises BadRequest for a text that is not valid Unicode.
+        is_query matters only to a model that reads queries in a way of their own. Raises BadRequest for a text that is
+        not valid Unicode.
         """
+        tokenizer, prefix, add_special_tokens = self._query if is_query else self._document
         if not self._is_plain:
             texts = [self._clean(text) for text in texts]
+        if prefix:
+            texts = [prefix + text for text in texts]
         try:
             if len(texts) == 1:
                 # `encode` and the batch call cost the same for one text, but this one starts no thread pool
-                ids = self._tokenizer.encode(texts[0]).ids
+                ids = tokenizer.encode(texts[0], None, False, add_special_tokens).ids
                 return np.array(ids, np.int32), np.array((0, len(ids)), np.int32)
-            rows = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
+            rows = [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
         except TypeError as exc:
             raise unicode_error(texts, exc) from None
         return pack_ids(rows)
@@ -77,7 +96,7 @@ class Tokenizer:
         if not self._is_plain:
             query, documents = self._clean(query), [self._clean(document) for document in documents]
         try:
-            encodings = self._tokenizer.encode_batch_fast([(query, document) for document in documents])
+            encodings = self._document.tokenizer.encode_batch_fast([(query, document) for document in documents])
         except TypeError as exc:
             raise unicode_error((query, *documents), exc) from None
         token_ids, cu_seqlens = pack_ids([encoding.ids for encoding in encodings])
@@ -89,7 +108,9 @@ class Tokenizer:
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
         """Return each text's token ids without special tokens. Raises BadRequest as `encode_texts` does."""
         try:
-            return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+            return [
+                encoding.ids for encoding in self._document.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            ]
         except TypeError as exc:
             raise unicode_error(texts, exc) from None
 
@@ -111,6 +132,36 @@ class Tokenizer:
     def _clean(self, text: str) -> str:
         text = text.strip() if self.card.strip else text
         return text.lower() if self.card.lowercase else text
+
+
+def _open(card: ModelCard, path: str, limit: int | None) -> tokenizers.Tokenizer:
+    """Return the tokenizer of a file, without padding, that cuts at a limit."""
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(path)
+    except Exception as exc:  # the library raises bare Exception for a missing and for a malformed file
+        raise Internal(f"Model '{card.id}' has no readable tokenizer") from exc
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    if limit is not None:
+        tokenizer.enable_truncation(limit)  # pyright: ignore[reportUnknownMemberType]  # untyped
+    return tokenizer
+
+
+def _with_marker(tokenizer: tokenizers.Tokenizer, prefix: str) -> tokenizers.Tokenizer:
+    """Make a tokenizer take the marker in a prefix for one token, if its vocabulary has it.
+
+    `[unused0] ` would fall into pieces, and `[Q] ` not be found behind a lowercasing normaliser. A marker that the
+    vocabulary does not know stays ordinary text. Source: sentence_transformers 6.2 multi_vector_encoder/model.py.
+    """
+    words = prefix.split(None, 1)
+    for marker in (prefix, words[0]) if words else ():
+        if tokenizer.token_to_id(marker) is None:
+            continue
+        if tokenizer.encode(marker, add_special_tokens=False).tokens != [marker]:
+            token = tokenizers.AddedToken(marker, normalized=False, special=True)
+            tokenizer.add_special_tokens([token])  # pyright: ignore[reportUnknownMemberType]  # untyped
+        break
+    return tokenizer
 
 
 def encode_stub_texts(card: ModelCard, texts: Sequence[str]) -> tuple[BytesArray, Int32Array, Int32Array]:

@@ -34,15 +34,55 @@ class NotPackableError(Exception):
 class Boundaries:
     """Where the sequences of the running step begin, on its device, and how many layers asked.
 
-    cu_seqlens (n + 1,) int32 on the device of the step. Masks are made once a step, not once a layer.
+    cu_seqlens (n + 1,) int32 on the device of the step. attended (n,), where given, is how many tokens of each
+    sequence are seen (`sie.workers.batch.PackedBatch`). Masks are made once a step, not once a layer.
     """
 
-    def __init__(self, cu_seqlens: Tensor, runs: Sequence[Run], max_length: int) -> None:
+    def __init__(
+        self, cu_seqlens: Tensor, runs: Sequence[Run], max_length: int, attended: Tensor | None = None
+    ) -> None:
         self.cu_seqlens = cu_seqlens
         self.runs = runs
         self.max_length = max_length
+        self.attended = attended
         self.num_calls = 0
         self._masks: dict[tuple[int, int, bool], Tensor] = {}
+        self._run_masks: dict[tuple[int, int | None, bool], Tensor | None] = {}
+        self._seen: tuple[Tensor, Tensor] | None = None
+
+    def run_mask(self, run: Run, first: int, window: int | None, causal: bool) -> Tensor | None:
+        """Return the bool mask of a run whose first sequence has number `first`, True where attended.
+
+        (length, length), or (count, 1, 1 or length, length) where not every token is seen; None when all are.
+        """
+        band = self.band_mask(run.length, window, causal) if window is not None and window < run.length else None
+        if self.attended is None:
+            return band
+        key = (first, window, causal)
+        if key not in self._run_masks:
+            self._run_masks[key] = self._seen_mask(run, first, causal, band)
+        return self._run_masks[key]
+
+    def _seen_mask(self, run: Run, first: int, causal: bool, band: Tensor | None) -> Tensor | None:
+        assert self.attended is not None
+        columns = torch.arange(run.length, device=self.attended.device)
+        seen = columns < self.attended[first : first + run.count, None]
+        if band is None and causal:
+            band = self.band_mask(run.length, run.length, causal=True)
+        seen = seen[:, None, None, :]
+        return seen if band is None else seen & band
+
+    def seen_tokens(self) -> tuple[Tensor, Tensor]:
+        """Return the numbers of the tokens that are seen, and the bounds (n + 1,) int32 of each sequence's among them."""
+        assert self.attended is not None
+        if self._seen is None:
+            starts = self.cu_seqlens[:-1].repeat_interleave(self.cu_seqlens.diff())
+            position = torch.arange(int(self.cu_seqlens[-1]), device=self.cu_seqlens.device) - starts
+            limit = self.attended.repeat_interleave(self.cu_seqlens.diff())
+            bounds = torch.zeros_like(self.cu_seqlens)
+            bounds[1:] = self.attended.cumsum(0)
+            self._seen = ((position < limit).nonzero()[:, 0], bounds)
+        return self._seen
 
     def band_mask(self, length: int, window: int, causal: bool) -> Tensor:
         """Return the (length, length) bool mask of the tokens closer than window, True where attended."""
@@ -106,7 +146,9 @@ def attend(
     boundaries.num_calls += 1
     reaches_all = sliding_window is None or sliding_window >= boundaries.max_length
     rule = _Rule(scaling, _is_causal(module, is_causal), None if reaches_all else sliding_window)
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+    # With fewer keys than queries the kernel would align windows and causality to the wrong end.
+    is_plain = boundaries.attended is None or not (rule.causal or rule.window)
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and is_plain:
         attended = _attend_varlen(query[0], key[0], value[0], boundaries, rule)
     else:
         attended = _attend_runs(query[0], key[0], value[0], boundaries, rule)
@@ -126,10 +168,11 @@ def _attend_runs(query: Tensor, key: Tensor, value: Tensor, boundaries: Boundari
     """Attend run by run: sequences of one length are a rectangle already. Takes (h, t, d), returns (t, h, d)."""
     out = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
     grouped = key.shape[0] != query.shape[0]
-    for start, count, length in boundaries.runs:
-        mask = None
-        if rule.window is not None and rule.window < length:
-            mask = boundaries.band_mask(length, rule.window, rule.causal)
+    first = 0
+    for run in boundaries.runs:
+        start, count, length = run
+        mask = boundaries.run_mask(run, first, rule.window, rule.causal)
+        first += count
         tokens = slice(start, start + count * length)
         part = scaled_dot_product_attention(
             _rectangle(query, tokens, count),
@@ -170,6 +213,10 @@ def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, boundaries: Bounda
             key, value = key.repeat_interleave(repeats, 0), value.repeat_interleave(repeats, 0)
     cu_seqlens, longest = boundaries.cu_seqlens, boundaries.max_length
     query, key, value = (states.transpose(0, 1) for states in (query, key, value))
-    attended = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **arguments)
+    cu_keys = cu_seqlens
+    if boundaries.attended is not None:
+        seen, cu_keys = boundaries.seen_tokens()
+        key, value = key[seen], value[seen]
+    attended = varlen_attn(query, key, value, cu_seqlens, cu_keys, longest, longest, **arguments)
     assert isinstance(attended, Tensor)  # a pair only with return_aux
     return attended

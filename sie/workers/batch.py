@@ -37,12 +37,19 @@ class PackedBatch(NamedTuple):
     max_length: int
     token_types: NDArray[np.int64] | None = None
     """(t,), for pairs whose model wants them."""
+    attended: NDArray[np.int32] | None = None
+    """(n,): how many tokens of each sequence, from its first, are seen by its tokens; None when all of them are."""
 
 
 def pack_sequences(
-    token_ids: Sequence[NDArray[np.integer]], token_types: Sequence[NDArray[np.integer]] | None = None
+    token_ids: Sequence[NDArray[np.integer]],
+    token_types: Sequence[NDArray[np.integer]] | None = None,
+    *,
+    attended: NDArray[np.int32] | None = None,
 ) -> PackedBatch:
     """Pack the token ids of a step, each (t_i,) of any integer type, and their token types where there are some.
+
+    attended is (n,), in the order of token_ids.
 
     Copies; nothing of the input is kept. Raises ValueError when there is no sequence or an empty one.
     """
@@ -56,7 +63,10 @@ def pack_sequences(
     input_ids = np.concatenate([token_ids[i] for i in order], dtype=np.int64)
     position_ids = np.arange(len(input_ids), dtype=np.int64) - np.repeat(cu_seqlens[:-1], lengths)
     types = None if token_types is None else np.concatenate([token_types[i] for i in order], dtype=np.int64)
-    return PackedBatch(input_ids, position_ids, cu_seqlens, order, _runs(lengths.tolist()), int(lengths[-1]), types)
+    if attended is not None:
+        attended = None if np.array_equal(attended[order], lengths) else attended[order]
+    runs = _runs(lengths.tolist())
+    return PackedBatch(input_ids, position_ids, cu_seqlens, order, runs, int(lengths[-1]), types, attended)
 
 
 def _runs(lengths: list[int]) -> tuple[Run, ...]:

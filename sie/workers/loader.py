@@ -11,24 +11,36 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from tokenizers import Tokenizer
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from sie.catalog.architecture import causal_class, classifier_class, read_model_config, text_encoder_class
-from sie.catalog.files import refuse
+from sie.catalog.architecture import (
+    causal_class,
+    classifier_class,
+    masked_lm_class,
+    read_model_config,
+    text_encoder_class,
+)
+from sie.catalog.files import open_checkpoint, refuse
 from sie.types import ModelCard
 from sie.workers.device import DtypeSetting, choose_dtype, resolve_device
 from sie.workers.probe import choose_execution, choose_scoring
 from sie.workers.runners.encode import Backbone, EncodeRunner
 from sie.workers.runners.head import Head, build_activation
+from sie.workers.runners.outputs import Heads, OutputsRunner
 from sie.workers.runners.score import ScoreModel, ScoreRunner
+from sie.workers.runners.splade import LanguageHead, LexicalHead, SparseHead, SpladeHead, StaticTable, take_head
+from sie.workers.runners.tokens import QueryExpansion, TokenHead
 
 Progress = Callable[[float, str], None]
 """Takes the fraction that is done, 0 to 1, and what is being done."""
 ChooseClass = Callable[[str, PretrainedConfig], type[Any]]
 
 
-def load_encoder(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress) -> EncodeRunner:
+def load_encoder(
+    card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress
+) -> EncodeRunner | OutputsRunner:
     """Return an encoder that is ready for its first step. device_name as in `device.resolve_device`.
 
     Raises ModelLoadFailed, with `error_class` CONFIG for a checkpoint that can never be served and STORAGE for one
@@ -38,16 +50,54 @@ def load_encoder(card: ModelCard, device_name: str, dtype_setting: DtypeSetting,
     dtype = choose_dtype(dtype_setting, device)
     dtype_name = str(dtype).removeprefix("torch.")
     on_progress(0.1, "reading weights")
+    language_head = None
     with _storage_faults(card):
-        model = _read_model(card, text_encoder_class, unused="pooler.")
-        head = Head(card.id, card.pipeline, device)
+        if card.sparse is not None and card.sparse.kind == "splade":
+            model, language_head = take_head(card.id, _read_model(card, masked_lm_class))
+        else:
+            model = _read_model(card, text_encoder_class, unused="pooler.")
+        heads = _build_heads(card, language_head, device)
     on_progress(0.6, f"converting weights to {dtype_name} on {device}")
     _convert(model, dtype, device)
+    if language_head is not None:
+        _convert(language_head.model, dtype, device)
     on_progress(0.8, "comparing packed with single sequences")
     backbone = Backbone(model, device)
     execution = choose_execution(card.id, backbone)
     on_progress(1.0, "packed" if execution.packed else "in rectangles of equal length")
-    return EncodeRunner(card, backbone, head, execution, dtype_name)
+    if heads.dense is not None and card.outputs == ("dense",):
+        return EncodeRunner(card, backbone, heads.dense, execution, dtype_name)
+    return OutputsRunner(card, backbone, heads, execution, dtype_name)
+
+
+def _build_heads(card: ModelCard, language_head: LanguageHead | None, device: torch.device) -> Heads:
+    """Build what the card's outputs need beside the transformer."""
+    sparse: SparseHead | None = None
+    if card.sparse is not None:
+        if language_head is not None:
+            sparse = SpladeHead(card.sparse, language_head, card.dims["sparse"])
+        else:
+            sparse = LexicalHead(card.sparse, _special_ids(card), device)
+    expansion = None
+    if card.late is not None and card.late.expand_to:
+        expansion = QueryExpansion(card.id, card.late, Tokenizer.from_file(card.tokenizer_file))
+    return Heads(
+        dense=Head(card.id, card.pipeline, device) if "dense" in card.outputs else None,
+        sparse=sparse,
+        multivector=TokenHead(card, device) if card.late is not None else None,
+        expansion=expansion,
+        static_queries=StaticTable(card.static_queries.weights_file) if card.static_queries is not None else None,
+    )
+
+
+def _special_ids(card: ModelCard) -> list[int]:
+    """Return the ids that have no lexical weight: begin, end, padding and unknown, as far as there are any."""
+    names = ("bos_token", "cls_token", "eos_token", "sep_token", "pad_token", "unk_token")
+    tokenizer = Tokenizer.from_file(card.tokenizer_file)
+    settings = open_checkpoint(card.id, card.directory).read_object("tokenizer_config.json")
+    tokens = (settings.get(name) for name in names)
+    ids = (tokenizer.token_to_id(token["content"] if isinstance(token, dict) else token) for token in tokens if token)
+    return [token_id for token_id in ids if token_id is not None]
 
 
 def load_scorer(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress) -> ScoreRunner:
@@ -84,8 +134,9 @@ def _storage_faults(card: ModelCard) -> Iterator[None]:
 def _read_model(card: ModelCard, choose_class: ChooseClass, unused: str | None = None) -> PreTrainedModel:
     """Build the transformer on the CPU in float32.
 
-    choose_class picks the auto class for a configuration. In float32 because from_pretrained sets torch's default dtype, for the whole process, to what it is asked for:
-    with any other one, a step that runs meanwhile would compute in the wrong format.
+    choose_class picks the auto class for a configuration. In float32 because from_pretrained sets torch's default
+    dtype, for the whole process, to what it is asked for: with any other one, a step that runs meanwhile would compute
+    in the wrong format.
     """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -11,9 +11,6 @@ import select
 import time
 from collections.abc import Callable
 
-import numpy as np
-from numpy.typing import NDArray
-
 from sie import control
 from sie.control import Channel, ChannelClosedError
 from sie.errors import BadRequest, Internal, SieError, Unavailable
@@ -25,12 +22,12 @@ from sie.shm.large import LargeBudget
 from sie.shm.layout import RELEASE, SUBMIT, Descriptor, ProtocolError
 from sie.shm.segment import ReservationError
 from sie.types import ModelCard
+from sie.workers.answers import NEVER_FITS, Answers
 from sie.workers.hosting import Host
 from sie.workers.links import FrontendLink, JoiningFrontend
-from sie.workers.operations import by_operation, forward, is_score, row_layout, words_of
+from sie.workers.operations import by_operation, costs_of, forward, row_layout, words_of
 from sie.workers.requests import Request, send_error
 from sie.workers.runners import Runner
-from sie.workers.runners.quantise import check_scores, finish_rows
 from sie.workers.scheduler import Budget, State, Step, Waiting, plan_step
 from sie.workers.telemetry import WorkerMetrics
 
@@ -72,6 +69,7 @@ class Loop:
         self._state = State()
         self._parked: dict[str, list[Waiting]] = {}
         """Items by model that no reply memory could be found for; not in the queues, where they would block others."""
+        self._answers = Answers(settings)
         self._joining: dict[int, JoiningFrontend] = {}
         self._links: dict[int, FrontendLink] = {}
         self._epoll = select.epoll()
@@ -96,6 +94,8 @@ class Loop:
         Raises ChannelClosedError when the supervisor has gone.
         """
         self._poll(0.0 if self._state else self._idle_wait_s(wait_s))
+        if self._answers:
+            self._answers.retry(time.monotonic_ns(), self._may_get_room)
         now_ns = time.monotonic_ns()
         if now_ns - self._beat_ns > _BEAT_NS:
             self._beat(now_ns)
@@ -113,9 +113,9 @@ class Loop:
     # --- what comes in --------------------------------------------------------------------------------------------
 
     def _idle_wait_s(self, wait_s: float) -> float:
-        """Return how long to wait for news; replies without credit are tried again soon."""
+        """Return how long to wait for news; replies without credit or room are tried again soon."""
         num_unsent = sum(not link.flush() for link in self._links.values())
-        return min(wait_s, _CREDIT_WAIT_S) if num_unsent else wait_s
+        return min(wait_s, _CREDIT_WAIT_S) if num_unsent or self._answers else wait_s
 
     def _watch(self, fd: int, handler: Callable[[], None]) -> None:
         self._handlers[fd] = handler
@@ -204,6 +204,7 @@ class Loop:
         self._unpark()  # and what is left behind may find room in memory that now is free
         for item in self._state.drop_where(lambda request: request.link is link):
             item.request.drop()
+        self._answers.drop(link)
         if self._links.get(link.slot) is link:
             del self._links[link.slot]
         link.close()
@@ -244,12 +245,13 @@ class Loop:
             send_error(link, descriptor.request_id, Internal("the request did not reach the worker whole"))
             return
         model = request.header.model
-        if self._host.runner(model) is None:
+        runner = self._host.runner(model)
+        if runner is None:
             error = Unavailable(f"Model '{model}' is not loaded", code="MODEL_NOT_LOADED")
             send_error(link, request.request_id, error)
             return
         now_ns = time.monotonic_ns()
-        for index, cost in enumerate(request.costs):
+        for index, cost in enumerate(costs_of(request, runner.card)):
             item = Waiting(request, index, cost, now_ns, request.deadline_ns, request.is_alone)
             self._state.add(model, item)
 
@@ -284,15 +286,19 @@ class Loop:
         except SieError as error:
             request.fail(error)
             return False
-        return request.try_start(code, width, now_ns)
+        return self._answers.try_start(request, code, width, now_ns)
+
+    def _may_get_room(self) -> bool:
+        """Tell whether a frontend still has a reply that it will give back."""
+        return any(link.num_leased for link in self._links.values())
 
     def _park(self, model: str, items: list[Waiting]) -> None:
         """Set items aside until a reply extent is released; without one that could be, there will never be room."""
-        if any(link.num_leased for link in self._links.values()):
+        if self._may_get_room():
             self._parked.setdefault(model, []).extend(items)
             return
         for request in {id(item.request): item.request for item in items}.values():
-            request.fail(BadRequest("The reply would not fit into this worker's memory for replies; split the request"))
+            request.fail(BadRequest(NEVER_FITS))
 
     def _unpark(self) -> None:
         """Let parked items compete again, ahead of what came after them."""
@@ -309,57 +315,15 @@ class Loop:
         allowed_ns = int(_MIN_ALLOWED_NS + _SLACK * self._ns_per_token * num_tokens)
         self._page.write(self._num_steps, started_ns, allowed_ns, "step", running.values())
         try:
-            rows = forward(runner, items)
+            outputs = forward(runner, items)
             ran_ns = time.monotonic_ns()
-            self._finish(card, items, rows, ran_ns - started_ns)
+            self._answers.put(card, items, outputs, ran_ns - started_ns)
         except Exception as error:
             self._recover(runner, card, items, error)
         finally:
             ended_ns = time.monotonic_ns()
             self._beat(ended_ns)
         self._measure(card.id, items, num_tokens, ended_ns - started_ns)
-
-    def _finish(self, card: ModelCard, items: list[Waiting], rows: NDArray[np.float32], ran_ns: int) -> None:
-        """Turn rows into what each request asked for, all requests that want the same at once.
-
-        No row goes to its place before all are good: a step that fails is run again, and must not fill a place twice.
-        """
-        if is_score(items):
-            check_scores(card.id, rows)
-            self._put(items, list(range(len(items))), rows, ran_ns, 0)
-            return
-        groups: dict[tuple[bool | None, int | None, str], list[int]] = {}
-        for row, item in enumerate(items):
-            header = item.request.header
-            groups.setdefault((header.normalize, header.truncate_dim, header.output_dtype), []).append(row)
-        good: list[tuple[list[int], NDArray[np.generic], int]] = []
-        for (normalize, truncate_dim, output_dtype), members in groups.items():
-            began_ns = time.monotonic_ns()
-            finished = finish_rows(
-                rows if len(members) == len(items) else rows[members],
-                normalize=card.normalize if normalize is None else normalize,
-                truncate_dim=truncate_dim,
-                output_dtype=output_dtype,
-            )
-            good.append((members, finished, time.monotonic_ns() - began_ns))
-        for members, finished, took_ns in good:
-            self._put(items, members, finished, ran_ns, took_ns)
-
-    def _put(
-        self, items: list[Waiting], members: list[int], finished: NDArray[np.generic], ran_ns: int, took_ns: int
-    ) -> None:
-        data = finished.data.cast("B")
-        row_bytes = len(data) // len(members)
-        touched: dict[int, Request] = {}
-        for place, row in enumerate(members):
-            request = items[row].request
-            request.put_row(items[row].index, data[place * row_bytes : (place + 1) * row_bytes])
-            touched[id(request)] = request
-        for request in touched.values():
-            request.inference_ns += ran_ns
-            request.postprocessing_ns += took_ns
-            if request.num_left == 0:
-                request.answer()
 
     def _recover(self, runner: Runner, card: ModelCard, items: list[Waiting], error: Exception) -> None:
         """Answer a failed step: alone, a request gets the error; together, each is tried by itself."""
@@ -376,8 +340,8 @@ class Loop:
             own = [item for item in items if item.request is request]
             try:
                 began_ns = time.monotonic_ns()
-                rows = forward(runner, own)
-                self._finish(card, own, rows, time.monotonic_ns() - began_ns)
+                outputs = forward(runner, own)
+                self._answers.put(card, own, outputs, time.monotonic_ns() - began_ns)
             except Exception as own_error:
                 self._recover(runner, card, own, own_error)
 

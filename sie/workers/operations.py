@@ -1,13 +1,16 @@
-"""Owns what differs between the operations of a step: the runner's method, the reply's rows and the words for it."""
+"""Owns what differs between the operations of a step: the runner's method, the reply's rows and the words for it.
+
+Pure but for the call of the runner.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from sie.errors import BadRequest
 from sie.types import ModelCard, WorkHeader
+from sie.workers.requests import Request
+from sie.workers.runners import StepOutputs
 from sie.workers.runners.quantise import output_layout
 from sie.workers.scheduler import Waiting
 
@@ -31,15 +34,31 @@ def words_of(items: list[Waiting]) -> str:
 
 
 def row_layout(header: WorkHeader, card: ModelCard) -> tuple[str, int]:
-    """Return dtype code and width of a request's rows. Raises BadRequest as `output_layout` does."""
+    """Return dtype code and width of a request's rows; of a request without dense rows the width means nothing.
+
+    Raises BadRequest as `output_layout` does, and for an output that the model does not have.
+    """
     if header.operation == "score":
         return "<f4", 1
-    return output_layout(card.dims["dense"], header.truncate_dim, header.output_dtype)
+    if not set(header.output_types) <= set(card.outputs):
+        raise BadRequest(f"Model '{card.id}' does not have all of the outputs {list(header.output_types)}")
+    return output_layout(card.dims.get("dense", 1), header.truncate_dim, header.output_dtype)
 
 
-def forward(runner: Any, items: list[Waiting]) -> NDArray[np.float32]:
-    """Run one forward pass of one operation; return a row for each item. runner is a `sie.workers.runners.Runner`."""
+def costs_of(request: Request, card: ModelCard) -> list[int]:
+    """Return the tokens of each item as the runner will see them: it fills short queries up."""
+    if card.late is None or not request.header.is_query:
+        return request.costs
+    return [max(cost, card.late.expand_to) for cost in request.costs]
+
+
+def forward(runner: Any, items: list[Waiting]) -> StepOutputs:
+    """Run one forward pass of one operation. runner is a `sie.workers.runners.Runner`."""
     inputs = [item.request.inputs[item.index] for item in items]
     if is_score(items):
-        return runner.run_pairs(inputs)
-    return runner.run_tokens(inputs) if runner.takes == "tokens" else runner.run_texts(inputs)
+        return StepOutputs(scores=runner.run_pairs(inputs))
+    if runner.takes == "tokens":
+        return StepOutputs(runner.run_tokens(inputs))
+    if runner.takes == "text":
+        return StepOutputs(runner.run_texts(inputs))
+    return runner.run_wants(inputs, [item.request.header for item in items])

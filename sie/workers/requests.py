@@ -1,5 +1,8 @@
 """Owns a request's life in the worker: read from its extent, given a reply extent, filled row by row, answered.
 
+A reply of fixed size is leased before the first step and filled in place. One with outputs of unknown size is kept by
+`sie.workers.ragged` until it is whole, and may then wait for room.
+
 A request gets exactly one terminal descriptor: REPLY, or ERROR (with length 0 when its client cancelled it).
 """
 
@@ -20,11 +23,13 @@ from sie.shm.extent import array_view, begin_extent, extent_bytes, is_cancelled,
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
 from sie.shm.pool import Lease
 from sie.types import ArrayRef, ReplyHeader, WorkHeader
+from sie.workers.ragged import RAGGED_OUTPUTS, KeptBytes, RaggedReply
 from sie.workers.runners import Pair
 
 _decoder = msgspec.msgpack.Decoder(WorkHeader)
 _encoder = msgspec.msgpack.Encoder()
 _TIMES: Final = struct.Struct("<3q")
+_OUTPUTS: Final = frozenset(("dense", *RAGGED_OUTPUTS))
 
 
 class Link(Protocol):
@@ -72,7 +77,8 @@ class Request:
 
     __slots__ = (
         "_layout", "_lease", "_payload", "_view", "costs", "deadline_ns", "ended", "header", "inference_ns",
-        "inflight_entry", "inputs", "is_alone", "link", "num_left", "postprocessing_ns", "request_id", "started_ns",
+        "inflight_entry", "inputs", "is_alone", "is_ragged", "link", "num_left", "postprocessing_ns", "ragged",
+        "request_id", "started_ns",
     )  # fmt: skip
 
     def __init__(self, link: Link, descriptor: Descriptor) -> None:
@@ -85,7 +91,11 @@ class Request:
         self._view = link.view(descriptor)
         self.header, payload = read_extent(self._view, _decoder)
         self.costs, self.inputs = _read_inputs(self.header, payload)
-        self.num_left = self.header.num_items
+        if not self.header.output_types or not set(self.header.output_types) <= _OUTPUTS:
+            raise ProtocolError(f"a request for outputs {self.header.output_types}")
+        self.is_ragged = not RAGGED_OUTPUTS.isdisjoint(self.header.output_types)
+        self.num_left = self.header.num_items * len(self.header.output_types)
+        self.ragged: RaggedReply | None = None
         self.started_ns = self.inference_ns = self.postprocessing_ns = 0
         self.ended = False
         self._lease: Lease | None = None
@@ -99,8 +109,8 @@ class Request:
 
     @property
     def has_started(self) -> bool:
-        """Whether room for the reply was found."""
-        return self._lease is not None
+        """Whether its items may run: room for the reply was found, or is looked for when it is whole."""
+        return self.started_ns != 0
 
     def try_start(self, code: str, width: int, now_ns: int) -> bool:
         """Lease the reply extent for rows of width elements of dtype `code`; False when there is no room now."""
@@ -114,6 +124,21 @@ class Request:
         self.started_ns = now_ns
         return True
 
+    def start_ragged(self, kept: KeptBytes, max_reply_bytes: int, now_ns: int) -> None:
+        """Begin to keep the outputs of a request whose reply's size nobody knows yet."""
+        header = self.header
+        self.ragged = RaggedReply(header.num_items, header.output_types, kept, max_reply_bytes)
+        self.started_ns = now_ns
+
+    def keep(self, output: str, index: int, arrays: tuple[NDArray[Any], ...]) -> None:
+        """Keep one item's arrays of one output; a request that gets too large for it ends with an error."""
+        assert self.ragged is not None
+        try:
+            self.ragged.keep(output, index, arrays)
+        except SieError as error:
+            self.fail(error)
+        self.num_left -= 1
+
     def put_row(self, index: int, row: memoryview) -> None:
         """Copy one finished row (bytes) to its place in the reply extent."""
         assert self._layout is not None
@@ -122,12 +147,27 @@ class Request:
         self._payload[start : start + row_bytes] = row
         self.num_left -= 1
 
-    def answer(self) -> None:
-        """Send the reply; every row is in its place."""
+    def try_answer(self) -> bool:
+        """Send the reply, which is whole; False when a ragged one has no room now."""
+        if self.ragged is not None:
+            return self._try_answer_ragged(self.ragged)
         assert self._lease is not None
         assert self._layout is not None
         _TIMES.pack_into(self._payload, 0, self.started_ns, self.inference_ns, self.postprocessing_ns)
         self._end(REPLY, self._lease, self._layout.nbytes)
+        return True
+
+    def _try_answer_ragged(self, ragged: RaggedReply) -> bool:
+        header, plan = ragged.plan()
+        nbytes = extent_bytes(len(header), plan.nbytes)
+        lease = self.link.lease(nbytes)
+        if lease is None:
+            return False
+        payload = begin_extent(lease.view, header)
+        ragged.write(payload, plan)
+        _TIMES.pack_into(payload, 0, self.started_ns, self.inference_ns, self.postprocessing_ns)
+        self._end(REPLY, lease, nbytes)
+        return True
 
     def cancel(self) -> None:
         """Acknowledge that the client gave up, or that its deadline passed: nobody waits for these rows."""
@@ -144,8 +184,14 @@ class Request:
         """Forget the request: its frontend is gone."""
         self.ended = True
         self._lease = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self.ragged is not None:
+            self.ragged.close()
 
     def _give_back(self) -> None:
+        self._let_go()
         if self._lease is not None:
             self._lease.end()
             self._lease = None
@@ -154,6 +200,7 @@ class Request:
         self.ended = True
         self._lease = None
         self._payload = memoryview(b"")
+        self._let_go()
         self.link.reply(kind, self.request_id, lease, length)
 
 

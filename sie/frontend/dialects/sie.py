@@ -17,7 +17,8 @@ import numpy as np
 
 from sie.errors import BadRequest, InputTooLong, NotFound, SieError
 from sie.frontend.body_limits import check_json, decode_free_form, decode_typed
-from sie.frontend.dialects.arrays import array_header, array_prefix, pack
+from sie.frontend.dialects import outputs
+from sie.frontend.dialects.arrays import array_header, pack
 from sie.settings import Limits
 from sie.types import OUTPUT_DTYPES, EncodeReply, EncodeRequest, ModelCard, Timing
 
@@ -205,8 +206,10 @@ def _resolve_output_types(request: EncodeRequest, card: ModelCard) -> tuple[str,
         if name not in OUTPUT_TYPES:
             raise BadRequest(f"Unknown output type {name!r}. Valid: {list(OUTPUT_TYPES)}")
         if name not in card.outputs:
+            reason = card.missing_outputs.get(name)
+            because = f" ({reason})" if reason else ""
             raise BadRequest(
-                f"Model '{card.id}' does not support output type '{name}'. Available: {list(card.outputs)}"
+                f"Model '{card.id}' does not support output type '{name}'{because}. Available: {list(card.outputs)}"
             )
     return tuple(dict.fromkeys(wanted))
 
@@ -238,14 +241,21 @@ def encode_reply(reply: EncodeReply, msgpack: bool) -> bytes:
 
     Reads reply.values once and keeps no view of it. As msgpack it is one join of cached fragments and row views.
     """
-    return _reply_msgpack(reply) if msgpack else _reply_json(reply)
+    if reply.sparse is None and reply.multivector is None:
+        return _reply_msgpack(reply) if msgpack else _reply_json(reply)
+    tail = _tail(reply)
+    if msgpack:
+        parts = [_head(reply.model), *outputs.msgpack_items(reply), pack(tail)[1:]]
+        return b"".join(parts)
+    head = _to_json({"model": reply.model, "items": outputs.json_items(reply)})
+    return head[:-1] + b"," + _to_json(tail)[1:]
 
 
 def _reply_msgpack(reply: EncodeReply) -> bytes:
     count = reply.num_items
     rows = reply.values.cast("B")
     row_bytes = rows.nbytes // count
-    before = _dense_prefix(reply.output_dtype, reply.dims, reply.dtype, reply.width, row_bytes)
+    before = outputs.dense_prefix(reply.output_dtype, reply.dims, reply.dtype, reply.width, row_bytes)
     parts: list[Any] = [_head(reply.model), array_header(count)]
     if not reply.ids:
         for start in range(0, count * row_bytes, row_bytes):
@@ -267,20 +277,9 @@ def _head(model: str) -> bytes:
     return b"\x84" + pack("model") + pack(model) + pack("items")
 
 
-@lru_cache(maxsize=256)
-def _dense_prefix(output_dtype: str, dims: int, dtype: str, width: int, row_bytes: int) -> bytes:
-    """Return an item from its key `dense` to the header of the row's bytes."""
-    fields = pack("dims") + pack(dims) + pack("dtype") + pack(_wire_dtype(output_dtype)) + pack("values")
-    return pack("dense") + b"\x83" + fields + array_prefix(dtype, (width,), row_bytes)
-
-
-def _wire_dtype(output_dtype: str) -> str:
-    return "binary" if output_dtype == "ubinary" else output_dtype  # the reference never answers `ubinary`
-
-
 def _reply_json(reply: EncodeReply) -> bytes:
     rows = np.frombuffer(reply.values.cast("B"), reply.dtype).reshape(reply.num_items, reply.width).tolist()
-    dtype = _wire_dtype(reply.output_dtype)
+    dtype = outputs.wire_dtype(reply.output_dtype)
     ids: Sequence[str | None] = reply.ids or (None,) * reply.num_items
     items: list[dict[str, Any]] = []
     for id_, row in zip(ids, rows, strict=True):

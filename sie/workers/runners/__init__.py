@@ -1,7 +1,7 @@
 """Owns what the step loop may ask of a loaded model, whatever kind it is.
 
-A runner turns one step's inputs into rows and knows nothing of rings, requests or output types: the loop passes its
-rows on to `sie.workers.runners.quantise.finish_rows`, once per request. It is called from one thread at a time.
+A runner turns one step's inputs into rows and knows nothing of rings, requests or dtypes: the loop passes its rows on
+to `sie.workers.finish`. It is called from one thread at a time.
 """
 
 from __future__ import annotations
@@ -50,6 +50,46 @@ class TextRunner(Protocol):
         ...
 
 
+class Want(Protocol):
+    """What one item of a step is for; a request's header is one."""
+
+    @property
+    def output_types(self) -> tuple[str, ...]:
+        """Which of the card's outputs the item wants."""
+        ...
+
+    @property
+    def is_query(self) -> bool:
+        """Whether it is a query, for a model that treats queries unlike documents."""
+        ...
+
+
+class StepOutputs(NamedTuple):
+    """What one forward pass gave, for the n items of a step; an output that no item wants is None.
+
+    dense is (n, d) float32 and counts only where an item wants it. sparse holds for each item that wants it its
+    indices (e,) int32, ascending, and values (e,) float32, positive and finite; multivector its rows (r, d) float32,
+    not normalised; both hold None for the others. scores (n, 1) float32 come alone, from pairs.
+    """
+
+    dense: NDArray[np.float32] | None = None
+    sparse: Sequence[tuple[NDArray[np.int32], NDArray[np.float32]] | None] | None = None
+    multivector: Sequence[NDArray[np.float32] | None] | None = None
+    scores: NDArray[np.float32] | None = None
+
+
+class OutputsRunner(Protocol):
+    """A model with outputs beside dense; reads token ids, or for a stub UTF-8 text."""
+
+    takes: Literal["wants"]
+    card: ModelCard
+    memory_bytes: int
+
+    def run_wants(self, inputs: Sequence[Any], wants: Sequence[Want]) -> StepOutputs:
+        """Return the outputs that each input wants, from one forward pass. Raises as the other two."""
+        ...
+
+
 class PairRunner(Protocol):
     """A model that scores pairs, beside or instead of encoding."""
 
@@ -64,5 +104,5 @@ class PairRunner(Protocol):
         ...
 
 
-Runner = TokenRunner | TextRunner | PairRunner
+Runner = TokenRunner | TextRunner | OutputsRunner | PairRunner
 """What a loaded model is to the loop; its card's outputs say which operations it may be asked for."""

@@ -7,7 +7,7 @@ through the registry. `sie.workers.probe` says which one a model takes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -47,7 +47,8 @@ class Backbone:
 
     def run_packed(self, batch: PackedBatch, position_offset: int) -> tuple[Tensor, int]:
         """Run the step as one row; return (t, d) and how often a layer attended."""
-        boundaries = Boundaries(self.move(batch.cu_seqlens), batch.runs, batch.max_length)
+        attended = None if batch.attended is None else self.move(batch.attended)
+        boundaries = Boundaries(self.move(batch.cu_seqlens), batch.runs, batch.max_length, attended)
         positions = batch.position_ids + position_offset if position_offset else batch.position_ids
         with packed_step(boundaries):
             hidden = self.model(
@@ -60,10 +61,15 @@ class Backbone:
     def run_rectangles(self, batch: PackedBatch) -> Tensor:
         """Run each length's sequences as a batch of their own, with the library's own attention and positions."""
         parts: list[Tensor] = []
+        first = 0
         for start, count, length in batch.runs:
             rectangle = batch.input_ids[start : start + count * length].reshape(count, length)
-            types = self.type_arguments(batch, start, count, length)
-            parts.append(self.model(input_ids=self.move(rectangle), **types).last_hidden_state.flatten(0, 1))
+            arguments = self.type_arguments(batch, start, count, length)
+            if batch.attended is not None:
+                seen = np.arange(length) < batch.attended[first : first + count, None]
+                arguments["attention_mask"] = self.move(seen.astype(np.int64))
+            first += count
+            parts.append(self.model(input_ids=self.move(rectangle), **arguments).last_hidden_state.flatten(0, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def type_arguments(
@@ -109,8 +115,7 @@ class EncodeRunner:
         """Format of the weights: float32, bfloat16 or float16."""
         self._backbone = backbone
         self._head = head
-        weights = {tensor.data_ptr(): tensor.nbytes for tensor in backbone.model.parameters()}
-        self.memory_bytes = sum(weights.values()) + head.memory_bytes
+        self.memory_bytes = weight_bytes(backbone.model.parameters()) + head.memory_bytes
 
     def run_tokens(self, token_ids: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:
         """Return (n, d) float32 rows, the caller's to keep; the checkpoint's last normalise is not applied.
@@ -137,6 +142,11 @@ class EncodeRunner:
         if filled:
             rows[filled] = self.run_tokens([token_ids[row] for row in filled])
         return rows
+
+
+def weight_bytes(weights: Iterable[Tensor]) -> int:
+    """Return the bytes of all weights; those that are shared count once."""
+    return sum({weight.data_ptr(): weight.nbytes for weight in weights}.values())
 
 
 def _max_positions(model: nn.Module) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ class Head:
     def __init__(self, model_id: str, steps: tuple[PipelineStep, ...], device: torch.device) -> None:
         pooling, *rest = steps
         self._modes: list[str] = pooling.config["modes"]
-        self._layers = nn.Sequential(*(_build_layer(model_id, step) for step in rest)).to(device).eval()
+        self._layers = build_layers(model_id, rest, device)
 
     @property
     def memory_bytes(self) -> int:
@@ -31,6 +32,11 @@ class Head:
     def __call__(self, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Turn packed hidden states (t, d) into (n, dims) float32; cu_seqlens as in `pooling.pool`."""
         return self._layers(pool(hidden, cu_seqlens, self._modes))
+
+
+def build_layers(model_id: str, steps: Iterable[PipelineStep], device: torch.device) -> nn.Sequential:
+    """Return the layers of steps after the transformer or the pooling, in float32. Raises ModelLoadFailed."""
+    return nn.Sequential(*(_build_layer(model_id, step) for step in steps)).to(device).eval()
 
 
 class _Dense(nn.Module):

@@ -1,5 +1,7 @@
 """Owns the runner of a stub model: rows from a hash of the text, after the time its options ask for.
 
+The formulas are in `sie.catalog.stub`.
+
 Never imports torch: a worker that serves only stubs stays small and starts at once.
 """
 
@@ -16,18 +18,18 @@ from numpy.typing import NDArray
 from sie.catalog.stub import count_stub_tokens
 from sie.errors import Internal
 from sie.types import ModelCard
+from sie.workers.runners import StepOutputs, Want
+
+_NUM_ENTRIES = 16
+"""Most entries of a stub's sparse vector."""
 
 
 class StubRunner:
-    """Answer texts with `value i = int8(SHAKE-256(UTF-8 text)[i]) / 127` as float32, not normalised.
-
-    A pair's score is the first three bytes, little-endian, of SHAKE-256(pair) over 2**24: exact in float32. The pair
-    is the length of the query's UTF-8 in four bytes, little-endian, then the query and the document.
+    """Answer texts with every output that the card names, and pairs with scores.
 
     Building it takes the card's `load_ms`.
     """
 
-    takes: Literal["text"] = "text"
     memory_bytes = 0
 
     def __init__(self, card: ModelCard) -> None:
@@ -35,6 +37,7 @@ class StubRunner:
             raise Internal(f"model {card.id!r} is not a stub")
         self.card = card
         self._options = card.stub
+        self.takes: Literal["text", "wants"] = "text" if set(card.outputs) <= {"dense", "score"} else "wants"
         time.sleep(card.stub.load_ms / 1e3)
 
     def run_texts(self, texts: Sequence[bytes | memoryview]) -> NDArray[np.float32]:
@@ -56,3 +59,29 @@ class StubRunner:
         if options.latency_ms or options.per_token_us:
             tokens = sum(count_stub_tokens(len(text), options.max_tokens) for text in texts)
             time.sleep(options.latency_ms / 1e3 + tokens * options.per_token_us / 1e6)
+
+    def run_wants(self, inputs: Sequence[bytes | memoryview], wants: Sequence[Want]) -> StepOutputs:
+        """Return what each text wants; takes the time of one step."""
+        wanted = {output for want in wants for output in want.output_types}
+        if "dense" in wanted:
+            dense = self.run_texts(inputs)
+        else:
+            dense = None
+            self._take_time(inputs)
+        sparse = [self._sparse(text) if "sparse" in want.output_types else None
+                  for text, want in zip(inputs, wants, strict=True)]  # fmt: skip
+        vectors = [self._multivector(text) if "multivector" in want.output_types else None
+                   for text, want in zip(inputs, wants, strict=True)]  # fmt: skip
+        return StepOutputs(dense, sparse if "sparse" in wanted else None, vectors if "multivector" in wanted else None)
+
+    def _sparse(self, text: bytes | memoryview) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        digest = hashlib.shake_256(b"sparse" + bytes(text)).digest(4 * _NUM_ENTRIES)
+        indices = np.unique(np.frombuffer(digest, "<u4") % self.card.dims["sparse"]).astype(np.int32)
+        return indices, ((1 + indices % 127) / 127).astype(np.float32)
+
+    def _multivector(self, text: bytes | memoryview) -> NDArray[np.float32]:
+        width = self.card.dims["multivector"]
+        num_tokens = count_stub_tokens(len(text), self._options.max_tokens)
+        rows = (hashlib.shake_256(row.to_bytes(4, "little") + bytes(text)).digest(width) for row in range(num_tokens))
+        values = np.frombuffer(b"".join(rows), np.int8).reshape(num_tokens, width)
+        return np.true_divide(values, np.float32(127), dtype=np.float32)

@@ -210,7 +210,7 @@ def test_whole_set_of_shards_is_taken(write_files: Any) -> None:
         ({"config.json": {"model_type": "bert", "vocab_size": 9}}, "hidden_size"),
         ({"adapter_config.json": {}}, "adapter"),
         ({"tokenizer_config.json": {"model_max_length": 0.5}}, "maximum sequence length"),
-        ({"sentence_bert_config.json": {"transformer_task": "fill-mask"}}, "fill-mask"),
+        ({"sentence_bert_config.json": {"transformer_task": "text-generation"}}, "text-generation"),
         ({"sentence_bert_config.json": {"config_kwargs": {"is_causal": False}}}, "config_kwargs"),
         ({"sentence_bert_config.json": {"query_expansion": {"length": 32}}}, "query_expansion"),
         ({"sentence_bert_config.json": {"tokenizer_args": {"add_eos": True}}}, "add_eos"),

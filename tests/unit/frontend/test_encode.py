@@ -19,9 +19,10 @@ from sie.catalog.spec import parse_model_spec
 from sie.catalog.stub import stub_card
 from sie.control import ModelEntry
 from sie.errors import BadRequest, Internal
-from sie.frontend.encode import Encoder, read_reply
+from sie.frontend.encode import Encoder
 from sie.frontend.links import Reply
 from sie.frontend.models import ModelTable
+from sie.frontend.replies import read_reply
 from sie.settings import Limits
 from sie.shm.extent import extent_bytes, plan_arrays, write_extent
 from sie.types import EncodeReply, EncodeRequest, ModelCard, ReplyHeader

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from sie.types import ModelCard
 
 WORDS = [f"w{i}" for i in range(200)]
-SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
+SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "[unused0]", "[unused1]", ".", ","]
 COMMON = {
     "vocab_size": len(SPECIAL) + len(WORDS),
     "hidden_size": 32,
@@ -67,6 +67,7 @@ def save_tokenizer(directory: Path, max_length: int) -> None:
         eos_token="</s>",
         pad_token="<pad>",
         unk_token="<unk>",
+        mask_token="<mask>",
         cls_token="<s>",
         sep_token="</s>",
     ).save_pretrained(directory)
@@ -76,10 +77,12 @@ def save_tokenizer(directory: Path, max_length: int) -> None:
 def make_checkpoint(tmp_path: Path) -> MakeCheckpoint:
     """Return a function that writes a checkpoint of a family and returns its directory."""
 
-    def make(family: str, *, max_length: int = 128, name: str = "model", **changes: Any) -> Path:
+    def make(
+        family: str, *, max_length: int = 128, name: str = "model", auto: Any = transformers.AutoModel, **changes: Any
+    ) -> Path:
         torch.manual_seed(0)
-        config = transformers.CONFIG_MAPPING[family](**{**COMMON, **FAMILIES[family], **changes})
-        model = transformers.AutoModel.from_config(config)
+        config = transformers.CONFIG_MAPPING[family](**{**COMMON, **FAMILIES.get(family, LEARNED), **changes})
+        model = auto.from_config(config)
         with torch.no_grad():
             for weight in model.parameters():
                 # Far from the usual 0.02: a wrong mask or position must be seen in the result.

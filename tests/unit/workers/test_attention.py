@@ -94,3 +94,36 @@ def test_step_belongs_to_its_thread() -> None:
         thread.start()
         thread.join(10)
     assert refused == [True]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 3])
+def test_tokens_that_are_not_seen_still_see_the_others(causal: bool, window: int | None) -> None:
+    seen = np.array([4, 1, 2, 9, 4, 3], np.int32)
+    batch = pack_sequences([np.zeros(length, dtype=np.int32) for length in LENGTHS], attended=seen)
+    assert batch.attended is not None
+    boundaries = Boundaries(torch.from_numpy(batch.cu_seqlens), batch.runs, batch.max_length,
+                            torch.from_numpy(batch.attended))  # fmt: skip
+    query, key, value = _states(4, 1), _states(2, 2), _states(2, 3)
+    with packed_step(boundaries):
+        got, _ = attend(
+            torch.nn.Module(), query, key, value, None, scaling=0.3, is_causal=causal, sliding_window=window
+        )
+    start = 0
+    for length, count in zip(sorted(LENGTHS), batch.attended.tolist(), strict=True):
+        scores = torch.einsum("hqd,hkd->hqk", query[0, :, start : start + length],
+                              key[0, :, start : start + length].repeat_interleave(2, 0)) * 0.3  # fmt: skip
+        distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+        hidden = (torch.arange(length) >= count)[None, :] | (distance < 0 if causal else distance < -length)
+        if window is not None:
+            hidden = hidden | (distance.abs() >= window)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        expected = torch.einsum("hqk,hkd->qhd", weights, value[0, :, start : start + length].repeat_interleave(2, 0))
+        sees_some = ~hidden.all(1)
+        np.testing.assert_allclose(got[0, start : start + length][sees_some], expected[sees_some], rtol=1e-4, atol=1e-5)
+        start += length
+
+
+def test_batch_in_which_all_is_seen_is_an_ordinary_one() -> None:
+    lengths = np.array(LENGTHS, np.int32)
+    assert pack_sequences([np.zeros(length, dtype=np.int32) for length in LENGTHS], attended=lengths).attended is None

@@ -195,7 +195,7 @@ def test_head_that_looks_for_padding_sees_every_token_of_a_text_that_ends_in_it(
     np.testing.assert_allclose(runner.run_pairs([Pair(ids)])[0, 0], expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize(("ids", "types"), [([0, 204], [0, 0]), ([0, -1], [0, 0]), ([0, 5], [0, 2])])
+@pytest.mark.parametrize(("ids", "types"), [([0, 209], [0, 0]), ([0, -1], [0, 0]), ([0, 5], [0, 2])])
 def test_id_that_is_in_no_table_is_refused(ids: list[int], types: list[int], make_scorer: Any) -> None:
     runner = _load(make_scorer("bert", typed=True))
     with pytest.raises(BadRequest):

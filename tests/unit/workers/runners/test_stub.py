@@ -9,7 +9,7 @@ import pytest
 from sie.catalog.spec import parse_model_spec
 from sie.catalog.stub import stub_card
 from sie.errors import Internal
-from sie.types import ModelCard
+from sie.types import ModelCard, WorkHeader
 from sie.workers.runners.stub import StubRunner
 
 
@@ -56,3 +56,37 @@ def test_load_takes_its_time() -> None:
 def test_card_of_an_encoder_is_refused() -> None:
     with pytest.raises(Internal):
         StubRunner(ModelCard(id="a", kind="encoder"))
+
+
+def _wants(*outputs: tuple[str, ...]) -> list[WorkHeader]:
+    return [WorkHeader("a", "encode", 1, (), output_types=names) for names in outputs]
+
+
+def test_every_output_is_its_documented_digest() -> None:
+    text = "grün 🌲 und mehr".encode()
+    runner = StubRunner(stub_card(parse_model_spec("a=stub:dense=5,sparse=1000,multivector=3")))
+    outputs = runner.run_wants([np.frombuffer(text, np.uint8)], _wants(("dense", "sparse", "multivector")))
+    assert outputs.dense is not None
+    assert outputs.sparse is not None
+    assert outputs.multivector is not None
+    np.testing.assert_array_equal(outputs.dense, _runner("dense=5").run_texts([text]))
+    entries = outputs.sparse[0]
+    assert entries is not None
+    digest = hashlib.shake_256(b"sparse" + text).digest(64)
+    indices = sorted({int.from_bytes(digest[i : i + 4], "little") % 1000 for i in range(0, 64, 4)})
+    assert entries[0].tolist() == indices
+    np.testing.assert_allclose(entries[1], [(1 + index % 127) / 127 for index in indices], rtol=1e-6)
+    rows = outputs.multivector[0]
+    assert rows is not None
+    assert rows.shape == (-(-len(text) // 4), 3)
+    digest = hashlib.shake_256((2).to_bytes(4, "little") + text).digest(3)
+    np.testing.assert_allclose(rows[2], [(byte - 256 if byte > 127 else byte) / 127 for byte in digest], rtol=1e-6)
+
+
+def test_outputs_that_nobody_wants_are_left_out() -> None:
+    runner = StubRunner(stub_card(parse_model_spec("a=stub:sparse=9,multivector=3")))
+    assert runner.card.outputs == ("dense", "sparse", "multivector")
+    outputs = runner.run_wants([b"x", b"y"], _wants(("sparse",), ("sparse", "multivector")))
+    assert outputs.dense is None
+    assert outputs.multivector is not None
+    assert [rows is None for rows in outputs.multivector] == [True, False]

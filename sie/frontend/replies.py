@@ -1,0 +1,160 @@
+"""Owns reading an encode reply's extent: which arrays it holds, checked, as views that the dialect turns into bytes.
+
+What lies in the extent was written by another process: offsets are copied before they are checked, so they cannot
+change afterwards. Layout: `sie.types.ReplyHeader`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import time
+from functools import lru_cache
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from sie.control import ModelEntry
+from sie.errors import Internal
+from sie.frontend.links import Reply
+from sie.shm.extent import DTYPES, array_view, read_extent
+from sie.shm.layout import PROLOGUE, PROLOGUE_BYTES, ProtocolError, round_up
+from sie.types import ArrayRef, EncodeReply, EncodeRequest, ReplyHeader, SparseRows, Timing, TokenRows
+
+_TIMES: Final = struct.Struct("<3q")
+_DENSE_ONLY: Final = ("dense",)
+_decoder: Final = msgspec.msgpack.Decoder(ReplyHeader)
+
+
+def read_reply(
+    reply: Reply, entry: ModelEntry, request: EncodeRequest, began_ns: int, tokenization_ns: int
+) -> EncodeReply:
+    """Return a reply's rows and times; the rows are valid until `reply.release`.
+
+    began_ns is when the request's headers were read. Raises Internal when the extent is not what the layout says.
+    """
+    try:
+        if (request.output_types or _DENSE_ONLY) == _DENSE_ONLY:
+            answer, times = _read_dense(reply.view, entry, request)
+        else:
+            answer, times = _read_outputs(reply.view, entry, request)
+    except (ProtocolError, msgspec.MsgspecError, UnicodeDecodeError, struct.error) as error:
+        raise Internal("the worker's reply could not be read") from error
+    if answer.num_items != count_items(request):
+        raise Internal("the worker's reply has another shape than the request")
+    started_ns, inference_ns, postprocessing_ns = times
+    answer.input_tokens = reply.pending.num_tokens
+    answer.timing = Timing(
+        total_ms=(time.monotonic_ns() - began_ns) / 1e6,
+        queue_ms=max(0, started_ns - reply.pending.submitted_ns) / 1e6,
+        tokenization_ms=tokenization_ns / 1e6,
+        inference_ms=inference_ns / 1e6,
+        postprocessing_ms=postprocessing_ns / 1e6,
+    )
+    return answer
+
+
+def count_items(request: EncodeRequest) -> int:
+    """Return how many items a request has."""
+    return len(request.texts if request.texts is not None else request.token_lists or ())
+
+
+def _read_dense(
+    view: memoryview, entry: ModelEntry, request: EncodeRequest
+) -> tuple[EncodeReply, tuple[int, int, int]]:
+    header_bytes: int = PROLOGUE.unpack_from(view)[1]
+    payload = round_up(PROLOGUE_BYTES + header_bytes)
+    code, num_items, width, offset, nbytes = _rows_of(bytes(view[PROLOGUE_BYTES : PROLOGUE_BYTES + header_bytes]))
+    rows = view[payload + offset : payload + offset + nbytes]
+    if len(rows) != nbytes:
+        raise ProtocolError("rows beyond the end of a reply")
+    answer = _empty(entry, request, num_items)
+    answer.values, answer.dtype, answer.width = rows, code, width
+    return answer, _TIMES.unpack_from(view, payload)
+
+
+@lru_cache(maxsize=4096)
+def _rows_of(header: bytes) -> tuple[str, int, int, int, int]:
+    """Return (dtype code, n, width, offset in the payload, bytes) of a reply header's rows.
+
+    Every reply of one shape has the same header, so a busy server decodes none. Raises ProtocolError.
+    """
+    for ref in _decoder.decode(header).arrays:
+        dtype = DTYPES.get(ref.dtype)
+        if ref.name == "dense" and dtype is not None and len(ref.shape) == 2 and min(ref.shape) > 0 and ref.offset >= 0:
+            num_items, width = ref.shape
+            return ref.dtype, num_items, width, ref.offset, num_items * width * dtype.itemsize
+    raise ProtocolError("a reply without rows")
+
+
+def _read_outputs(
+    view: memoryview, entry: ModelEntry, request: EncodeRequest
+) -> tuple[EncodeReply, tuple[int, int, int]]:
+    """Read a reply with several outputs, or one of unknown size; each has its own header."""
+    header, payload = read_extent(view, _decoder)
+    refs = {ref.name: ref for ref in header.arrays}
+    num_items, dims = count_items(request), entry.card.dims
+    answer = _empty(entry, request, num_items)
+    for output in request.output_types or ():
+        if output == "dense":
+            ref = _ref(refs, "dense", 2)
+            if ref.shape[0] != num_items:
+                raise ProtocolError("another number of dense rows than of items")
+            answer.values, answer.dtype, answer.width = _bytes_of(payload, ref), ref.dtype, ref.shape[1]
+        elif output == "sparse":
+            indices, values = _ref(refs, "sparse_indices", 1), _ref(refs, "sparse_values", 1)
+            if indices.dtype != "<i4":
+                raise ProtocolError(f"sparse_indices of {indices.dtype}")
+            offsets = _offsets(payload, refs, "sparse_offsets", num_items, min(indices.shape[0], values.shape[0]))
+            answer.sparse = SparseRows(
+                dims[output], values.dtype, offsets, _bytes_of(payload, indices), _bytes_of(payload, values)
+            )
+        else:
+            ref = _ref(refs, "multivector", 2)
+            offsets = _offsets(payload, refs, "multivector_offsets", num_items, ref.shape[0])
+            answer.multivector = TokenRows(dims[output], ref.dtype, ref.shape[1], offsets, _bytes_of(payload, ref))
+    return answer, _TIMES.unpack_from(payload, _ref(refs, "times", 1).offset)
+
+
+def _ref(refs: dict[str, ArrayRef], name: str, num_dimensions: int) -> ArrayRef:
+    ref = refs.get(name)
+    if ref is None or len(ref.shape) != num_dimensions:
+        raise ProtocolError(f"a reply without {name}")
+    return ref
+
+
+def _bytes_of(payload: memoryview, ref: ArrayRef) -> memoryview:
+    """Return an array's bytes, which lie within the payload."""
+    nbytes = array_view(payload, ref).nbytes
+    return payload[ref.offset : ref.offset + nbytes]
+
+
+def _offsets(payload: memoryview, refs: dict[str, ArrayRef], name: str, num_items: int, num_rows: int) -> list[int]:
+    array = array_view(payload, _ref(refs, name, 1))
+    offsets: list[int] = array.tolist()
+    rises = all(start <= end for start, end in itertools.pairwise(offsets))
+    if array.dtype != np.int32 or len(offsets) != num_items + 1 or offsets[0] != 0 or not rises:
+        raise ProtocolError(f"{name} that do not rise from 0")
+    if offsets[-1] != num_rows:
+        raise ProtocolError(f"{name} end at {offsets[-1]}, not at {num_rows}")
+    return offsets
+
+
+def _empty(entry: ModelEntry, request: EncodeRequest, num_items: int) -> EncodeReply:
+    return EncodeReply(
+        model=request.model,
+        ids=request.ids,
+        num_items=num_items,
+        values=_NO_BYTES,
+        dtype="<f4",
+        width=0,
+        dims=request.dimensions or entry.card.dims.get("dense", 0),
+        output_dtype=request.output_dtype or "float32",
+        input_tokens=0,
+        timing=_NO_TIME,
+    )
+
+
+_NO_BYTES: Final = memoryview(b"")
+_NO_TIME: Final = Timing()

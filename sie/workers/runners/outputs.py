@@ -1,0 +1,168 @@
+"""Owns the runner of models with outputs beside dense: one forward pass of a step, then each output's own head.
+
+Queries of a model that has a table of weights for them (`StaticQueries`) never reach the transformer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sie.types import ModelCard
+from sie.workers.batch import PackedBatch, pack_sequences
+from sie.workers.runners import StepOutputs, Want
+from sie.workers.runners.encode import Backbone, Execution, weight_bytes
+from sie.workers.runners.head import Head
+from sie.workers.runners.splade import Entries, SparseHead, StaticTable
+from sie.workers.runners.tokens import QueryExpansion, TokenHead
+
+T = TypeVar("T")
+_NO_ENTRIES: Entries = (np.empty(0, np.int32), np.empty(0, np.float32))
+
+
+class Heads(NamedTuple):
+    """What a model computes from its hidden states; None for an output that it does not have."""
+
+    dense: Head | None = None
+    sparse: SparseHead | None = None
+    multivector: TokenHead | None = None
+    expansion: QueryExpansion | None = None
+    static_queries: StaticTable | None = None
+
+
+class OutputsRunner:
+    """A loaded model with several outputs, or one that is not dense. Built by `sie.workers.loader`."""
+
+    takes: Literal["wants"] = "wants"
+
+    def __init__(self, card: ModelCard, backbone: Backbone, heads: Heads, execution: Execution, dtype: str) -> None:
+        self.card = card
+        self.execution = execution
+        self.dtype = dtype
+        """Format of the weights: float32, bfloat16 or float16."""
+        self._backbone = backbone
+        self._heads = heads
+        sparse = () if heads.sparse is None else heads.sparse.weights()
+        others = (heads.dense, heads.multivector, heads.static_queries)
+        self.memory_bytes = weight_bytes((*backbone.model.parameters(), *sparse))
+        self.memory_bytes += sum(head.memory_bytes for head in others if head is not None)
+
+    def run_wants(self, inputs: Sequence[NDArray[np.int32]], wants: Sequence[Want]) -> StepOutputs:
+        """Return what each input wants. Each is (t_i,); one without a token has zeros, no entries and no vectors.
+
+        Raises what `Backbone.check` raises, and Internal NON_FINITE.
+        """
+        table, filled = self._heads.static_queries, self._filled(inputs, wants)
+        looked_up = [item for item, want in enumerate(wants) if table is not None and want.is_query]
+        run = [item for item in range(len(inputs)) if len(filled[item][0]) and item not in looked_up]
+        if len(run) == len(inputs):
+            return self._run(filled, wants)
+        outputs = self._run([filled[item] for item in run], [wants[item] for item in run]) if run else StepOutputs()
+        spread = self._spread(outputs, run, wants)
+        if table is not None and spread.sparse is not None:
+            sparse = list(spread.sparse)
+            for item in looked_up:
+                sparse[item] = table(inputs[item])
+            spread = spread._replace(sparse=sparse)
+        return spread
+
+    def _filled(
+        self, inputs: Sequence[NDArray[np.int32]], wants: Sequence[Want]
+    ) -> list[tuple[NDArray[np.int32], int]]:
+        """Return the tokens of each input, short queries filled up, and how many of them are seen."""
+        expand = self._heads.expansion
+        return [
+            expand(ids) if expand is not None and want.is_query else (ids, len(ids))
+            for ids, want in zip(inputs, wants, strict=True)
+        ]
+
+    def _spread(self, outputs: StepOutputs, run: list[int], wants: Sequence[Want]) -> StepOutputs:
+        """Put the outputs of the items that ran among what the others have, which is nothing."""
+        dims, num_items = self.card.dims, len(wants)
+        dense = sparse = vectors = None
+        if _wanted("dense", wants):
+            dense = np.zeros((num_items, dims["dense"]), np.float32)
+            if outputs.dense is not None:
+                dense[run] = outputs.dense
+        if wanted := _wanted("sparse", wants):
+            sparse = [_NO_ENTRIES if item in wanted else None for item in range(num_items)]
+            for item, entries in zip(run, outputs.sparse or (), strict=False):
+                sparse[item] = entries
+        if wanted := _wanted("multivector", wants):
+            empty = np.empty((0, dims["multivector"]), np.float32)
+            vectors = [empty if item in wanted else None for item in range(num_items)]
+            for item, rows in zip(run, outputs.multivector or (), strict=False):
+                vectors[item] = rows
+        return StepOutputs(dense, sparse, vectors)
+
+    def _run(self, filled: Sequence[tuple[NDArray[np.int32], int]], wants: Sequence[Want]) -> StepOutputs:
+        """Run the transformer over all inputs at once; none is empty."""
+        seen = None if self._heads.expansion is None else np.array([count for _, count in filled], np.int32)
+        batch = pack_sequences([ids for ids, _ in filled], attended=seen)
+        self._backbone.check(self.card.id, batch)
+        with torch.inference_mode():
+            hidden = self._backbone.run(batch, self.execution)
+            return StepOutputs(
+                self._dense(hidden, batch, wants),
+                self._sparse(hidden, batch, wants),
+                self._vectors(hidden, batch, wants),
+            )
+
+    def _dense(self, hidden: Tensor, batch: PackedBatch, wants: Sequence[Want]) -> NDArray[np.float32] | None:
+        head = self._heads.dense
+        if head is None or not _wanted("dense", wants):
+            return None
+        cu_seqlens = torch.from_numpy(batch.cu_seqlens).to(hidden.device)
+        rows = head(hidden, cu_seqlens).cpu().numpy()
+        answer = np.empty_like(rows)
+        answer[batch.order] = rows
+        return answer
+
+    def _sparse(self, hidden: Tensor, batch: PackedBatch, wants: Sequence[Want]) -> list[Entries | None] | None:
+        head = self._heads.sparse
+        if head is None or not (wanted := _wanted("sparse", wants)):
+            return None
+        own, sequences = _select(hidden, batch, wanted)
+        return _place(head(own, sequences), batch, wanted)
+
+    def _vectors(
+        self, hidden: Tensor, batch: PackedBatch, wants: Sequence[Want]
+    ) -> list[NDArray[np.float32] | None] | None:
+        head = self._heads.multivector
+        if head is None or not (wanted := _wanted("multivector", wants)):
+            return None
+        own, sequences = _select(hidden, batch, wanted)
+        is_query = np.array([wants[item].is_query for item in batch.order if item in wanted], np.bool_)
+        return _place(head(own, sequences, is_query), batch, wanted)
+
+
+def _wanted(output: str, wants: Sequence[Want]) -> set[int]:
+    return {item for item, want in enumerate(wants) if output in want.output_types}
+
+
+def _select(hidden: Tensor, batch: PackedBatch, wanted: set[int]) -> tuple[Tensor, PackedBatch]:
+    """Return the hidden states of some sequences of a batch, in its order, as a batch of their own.
+
+    Only its input_ids and cu_seqlens are to be read.
+    """
+    if len(wanted) == len(batch.order):
+        return hidden, batch
+    lengths = np.diff(batch.cu_seqlens)
+    chosen = np.isin(batch.order, list(wanted))
+    tokens = np.repeat(chosen, lengths).nonzero()[0]
+    cu_seqlens = np.concatenate(([0], lengths[chosen].cumsum())).astype(np.int32)
+    own = batch._replace(input_ids=batch.input_ids[tokens], cu_seqlens=cu_seqlens)
+    return hidden[torch.from_numpy(tokens).to(hidden.device)], own
+
+
+def _place(values: list[T], batch: PackedBatch, wanted: set[int]) -> list[T | None]:
+    """Return one value for each item of the step, None for those that want none."""
+    placed: list[T | None] = [None] * len(batch.order)
+    for item, value in zip((item for item in batch.order if item in wanted), values, strict=True):
+        placed[item] = value
+    return placed

