@@ -209,13 +209,18 @@ class App:
         exchange.known_model = model
         return entry
 
+    async def _serving(self, exchange: Exchange, entry: ModelEntry) -> ModelEntry:
+        """Return a model's entry as soon as it can be served; whether one that loads is waited for is the route's."""
+        models = self._process.models
+        if exchange.waits:
+            return await models.wait_serving(entry, exchange.deadline_ns)
+        models.check_serving(entry)
+        return entry
+
     async def _run(self, exchange: Exchange, entry: ModelEntry, request: EncodeRequest) -> tuple[EncodeReply, Reply]:
         """Return a request's rows and the reply that holds them, which the caller releases."""
         process = self._process
-        if exchange.waits:
-            entry = await process.models.wait_serving(entry, exchange.deadline_ns)
-        else:
-            process.models.check_serving(entry)
+        entry = await self._serving(exchange, entry)
         pending, tokenization_ns = await process.encoder.start(entry, request, exchange.deadline_ns)
         process.watch_client(pending, exchange.protocol)
         raw: Reply = await pending.future
@@ -229,7 +234,7 @@ class App:
 
     async def _run_score(self, exchange: Exchange, entry: ModelEntry, request: ScoreRequest) -> ScoreReply:
         process = self._process
-        process.models.check_serving(entry)
+        entry = await self._serving(exchange, entry)
         pending, tokenization_ns = await process.scorer.start(entry, request, exchange.deadline_ns)
         process.watch_client(pending, exchange.protocol)
         raw: Reply = await pending.future

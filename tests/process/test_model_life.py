@@ -27,6 +27,21 @@ def test_a_cold_model_answers_503_at_once_and_loads():
         assert np.array_equal(dense_rows(encode(server.port, "stub/lazy", ["x"])), stub_rows(["x"], 16))
 
 
+@pytest.mark.parametrize(
+    ("flags", "path", "body"),
+    [
+        ((), "/v1/embeddings", {"model": "stub/lazy", "input": "x"}),
+        ((), "/v1/rerank", {"model": "stub/lazy", "query": "q", "documents": ["a", "b"]}),
+        (("--wait-for-load",), "/v1/encode/stub/lazy", {"items": [{"text": "x"}]}),
+        (("--wait-for-load",), "/v1/score/stub/lazy", {"query": {"text": "q"}, "items": [{"text": "x"}]}),
+    ],
+)
+def test_a_cold_model_is_waited_for_where_clients_know_no_loading(flags, path, body):
+    with start_server(*flags, "--lazy-model", "stub/lazy=stub:dense=16,score=1,load_ms=300") as server:
+        assert post_json(server.port, path, body, {"x-sie-timeout-ms": "100"}).status == 503, "not for ever"
+        assert post_json(server.port, path, body).status == 200
+
+
 def test_a_load_never_delays_a_model_that_serves():
     with start_server(
         "--model", "stub/a=stub:dense=16", "--lazy-model", "stub/late=stub:dense=16,load_ms=2000"
