@@ -20,12 +20,10 @@ from sie.frontend.links import Pending
 from sie.frontend.models import ModelTable
 from sie.frontend.prompts import apply_prompt
 from sie.frontend.replies import count_items
-from sie.frontend.tokenize import Tokenizer, encode_stub_texts, is_long
+from sie.frontend.tokenize import LONG_TEXT_BYTES, Tokenizer, encode_stub_texts, is_long
 from sie.settings import Limits
 from sie.types import EncodeRequest, WorkHeader
 
-_LONG_TEXT_BYTES: Final = 8192
-"""From here tokenising takes over about 2 ms, and moves to a thread."""
 _ITEM_BYTES: Final = {"float32": 4, "float16": 2, "int8": 1, "uint8": 1, "binary": 0.125, "ubinary": 0.125}
 
 
@@ -64,7 +62,7 @@ class Encoder:
         tokenizer = None
         if entry.card.tokenizer_file:
             tokenizer = self._models.ready_tokenizer(entry)
-            if tokenizer is None or (request.texts is not None and is_long(request.texts, _LONG_TEXT_BYTES)):
+            if tokenizer is None or (request.texts is not None and is_long(request.texts, LONG_TEXT_BYTES)):
                 return None
         return _prepare(entry, request, tokenizer)
 

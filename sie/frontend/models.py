@@ -57,6 +57,10 @@ class ModelTable:
         """Return a model's entry, or None for an unknown id."""
         return self.entries.get(model)
 
+    def able(self, output: str) -> list[str]:
+        """Return the ids of the models that have this output."""
+        return [name for name, entry in self.entries.items() if output in entry.card.outputs]
+
     def check_serving(self, entry: ModelEntry) -> None:
         """Raise what a request for this model has to hear, unless it can be served or waits for a recovery.
 

@@ -118,17 +118,17 @@ class FrontendProcess:
         """Return the model for requests that name none: the setting's, else the only one able; None without."""
         if self.settings.models.default_model:
             return self.settings.models.default_model
-        able = [name for name, entry in self.models.entries.items() if output in entry.card.outputs]
+        able = self.models.able(output)
         return able[0] if len(able) == 1 else None
 
     def resolve_default(self, model: str, output: str) -> str:
-        """Return the id that `default`, or no id, stands for. Raises NotFound naming the able models."""
+        """Return the id that `default`, or no id, stands for. Raises SieError 404 naming the able models."""
         if model != DEFAULT_MODEL or model in self.models.entries:
             return model
         default = self.default_model(output)
         if default is None:
-            able = [name for name, entry in self.models.entries.items() if output in entry.card.outputs]
-            raise SieError(f"No default model; name one of: {', '.join(able)}", code="MODEL_NOT_FOUND", http_status=404)
+            able = ", ".join(self.models.able(output))
+            raise SieError(f"No default model; name one of: {able}", code="MODEL_NOT_FOUND", http_status=404)
         return default
 
     def watch_client(self, pending: Pending, protocol: Any) -> None:

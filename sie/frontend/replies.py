@@ -1,4 +1,4 @@
-"""Owns reading an encode reply's extent: which arrays it holds, checked, as views that the dialect turns into bytes.
+"""Owns reading an encode reply's extent, and the times of any reply: which arrays it holds, checked, as views that the dialect turns into bytes.
 
 What lies in the extent was written by another process: offsets are copied before they are checked, so they cannot
 change afterwards. Layout: `sie.types.ReplyHeader`.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import struct
 import time
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
@@ -43,16 +44,21 @@ def read_reply(
         raise Internal("the worker's reply could not be read") from error
     if answer.num_items != count_items(request):
         raise Internal("the worker's reply has another shape than the request")
-    started_ns, inference_ns, postprocessing_ns = times
     answer.input_tokens = reply.pending.num_tokens
-    answer.timing = Timing(
+    answer.timing = timing_of(reply, times, began_ns, tokenization_ns)
+    return answer
+
+
+def timing_of(reply: Reply, times: Sequence[int], began_ns: int, tokenization_ns: int) -> Timing:
+    """Return where a request's time went; times are the reply's own (`sie.types.ReplyHeader`)."""
+    started_ns, inference_ns, postprocessing_ns = times
+    return Timing(
         total_ms=(time.monotonic_ns() - began_ns) / 1e6,
         queue_ms=max(0, started_ns - reply.pending.submitted_ns) / 1e6,
         tokenization_ms=tokenization_ns / 1e6,
         inference_ms=inference_ns / 1e6,
         postprocessing_ms=postprocessing_ns / 1e6,
     )
-    return answer
 
 
 def count_items(request: EncodeRequest) -> int:

@@ -19,13 +19,12 @@ from sie.frontend.engine import ShmEngine
 from sie.frontend.links import Pending, Reply
 from sie.frontend.models import ModelTable
 from sie.frontend.pairs import Arrays, pair_arrays
-from sie.frontend.tokenize import is_long
+from sie.frontend.replies import timing_of
+from sie.frontend.tokenize import LONG_TEXT_BYTES, is_long
 from sie.shm.extent import array_view, read_extent
 from sie.shm.layout import ProtocolError
-from sie.types import ModelCard, ReplyHeader, ScoreReply, ScoreRequest, Timing, WorkHeader
+from sie.types import ModelCard, ReplyHeader, ScoreReply, ScoreRequest, WorkHeader
 
-_LONG_TEXT_BYTES: Final = 8192
-"""From here tokenising takes over about 2 ms, and moves to a thread."""
 _decoder: Final = msgspec.msgpack.Decoder(ReplyHeader)
 
 
@@ -66,7 +65,7 @@ class Scorer:
         arguments = (entry.card, tokenizer, request.query, request.documents, request.instruction)
         # The query is tokenised with every document.
         texts = [*request.documents, *[request.query] * len(request.documents)]
-        if tokenizer is None or not is_long(texts, _LONG_TEXT_BYTES):
+        if tokenizer is None or not is_long(texts, LONG_TEXT_BYTES):
             return pair_arrays(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._pool, pair_arrays, *arguments)
 
@@ -84,16 +83,9 @@ def read_scores(reply: Reply, request: ScoreRequest, began_ns: int, tokenization
         raise Internal("the worker's reply could not be read") from error
     if rows.shape != (len(request.documents), 1) or rows.dtype != np.float32 or times.shape != (3,):
         raise Internal("the worker's reply has another shape than the request")
-    started_ns, inference_ns, postprocessing_ns = times.tolist()
     return ScoreReply(
         model=request.model,
         scores=rows[:, 0].tolist(),
         input_tokens=reply.pending.num_tokens,
-        timing=Timing(
-            total_ms=(time.monotonic_ns() - began_ns) / 1e6,
-            queue_ms=max(0, started_ns - reply.pending.submitted_ns) / 1e6,
-            tokenization_ms=tokenization_ns / 1e6,
-            inference_ms=inference_ns / 1e6,
-            postprocessing_ms=postprocessing_ns / 1e6,
-        ),
+        timing=timing_of(reply, times.tolist(), began_ns, tokenization_ns),
     )

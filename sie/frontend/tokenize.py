@@ -22,6 +22,8 @@ from sie.types import ModelCard
 Int32Array = NDArray[np.int32]
 BytesArray = NDArray[np.uint8]
 
+LONG_TEXT_BYTES = 8192
+"""From here tokenising takes over about 2 ms, and leaves the event loop (`is_long`)."""
 _MAX_UTF8_BYTES = 4
 
 

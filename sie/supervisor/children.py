@@ -40,7 +40,6 @@ class Child:
         self.peer_pid = 0
         self.peer_pidfd = -1
         self.started_s = 0.0
-        self.ping_number = 0
         self.pong_s = 0.0
 
     @property

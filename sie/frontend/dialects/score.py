@@ -9,11 +9,10 @@ from typing import Annotated
 
 import msgspec
 
-from sie.errors import BadRequest
 from sie.frontend import score
 from sie.frontend.body_limits import check_json, decode_free_form, decode_typed
 from sie.frontend.dialects.arrays import pack
-from sie.frontend.dialects.sie import Item, check_items, check_options, check_profile, find_non_text
+from sie.frontend.dialects.sie import Item, check_count, check_items, check_options, check_profile, find_non_text
 from sie.settings import Limits
 from sie.types import ModelCard, ScoreReply, ScoreRequest
 
@@ -59,12 +58,7 @@ def decode_score(body: bytes, msgpack: bool, model: str, limits: Limits) -> Scor
         check_json(body, limits.max_depth)
     call = decode_typed(_FROM_MSGPACK if msgpack else _FROM_JSON, body)
     items = call.items
-    if not items:
-        raise BadRequest("Field 'items' must not be empty")
-    if len(items) > limits.max_candidates:
-        raise BadRequest(
-            f"Field 'items' must hold at most {limits.max_candidates} items, got {len(items)}; split the request"
-        )
+    check_count(items, limits.max_candidates)
     check_items([call.query], msgpack, len(body), limits.max_item_text_bytes, "query")
     check_items(items, msgpack, len(body), limits.max_item_text_bytes)
     non_text = _find_non_text(call)

@@ -92,12 +92,7 @@ def decode_encode(body: bytes, msgpack: bool, model: str, limits: Limits) -> Enc
         check_json(body, limits.max_depth)
     call = decode_typed(_FROM_MSGPACK if msgpack else _FROM_JSON, body)
     items = call.items
-    if not items:
-        raise BadRequest("Field 'items' must not be empty")
-    if len(items) > limits.max_items:
-        raise BadRequest(
-            f"Field 'items' must hold at most {limits.max_items} items, got {len(items)}; split the request"
-        )
+    check_count(items, limits.max_items)
     check_items(items, msgpack, len(body), limits.max_item_text_bytes)
     params = call.params or _NO_PARAMS
     non_text = find_non_text(items)
@@ -112,6 +107,14 @@ def decode_encode(body: bytes, msgpack: bool, model: str, limits: Limits) -> Enc
         options=decode_free_form(params.options, msgpack=msgpack, path="$.params.options", max_depth=limits.max_depth),
         non_text_item=non_text,
     )
+
+
+def check_count(items: Sequence[Item], max_items: int) -> None:
+    """Raise BadRequest unless there are 1 to max_items items."""
+    if not items:
+        raise BadRequest("Field 'items' must not be empty")
+    if len(items) > max_items:
+        raise BadRequest(f"Field 'items' must hold at most {max_items} items, got {len(items)}; split the request")
 
 
 def check_items(

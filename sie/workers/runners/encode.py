@@ -130,18 +130,22 @@ class EncodeRunner:
         batch = pack_sequences(token_ids)
         self._backbone.check(self.card.id, batch)
         with torch.inference_mode():
-            hidden = self._backbone.run(batch, self.execution)
-            cu_seqlens = torch.from_numpy(batch.cu_seqlens).to(hidden.device)
-            rows = self._head(hidden, cu_seqlens).cpu().numpy()
-        answer = np.empty_like(rows)
-        answer[batch.order] = rows
-        return answer
+            return dense_rows(self._head, self._backbone.run(batch, self.execution), batch)
 
     def _run_some(self, token_ids: Sequence[NDArray[np.int32]], filled: list[int]) -> NDArray[np.float32]:
         rows = np.zeros((len(token_ids), self.card.dims["dense"]), dtype=np.float32)
         if filled:
             rows[filled] = self.run_tokens([token_ids[row] for row in filled])
         return rows
+
+
+def dense_rows(head: Head, hidden: Tensor, batch: PackedBatch) -> NDArray[np.float32]:
+    """Return the head's (n, d) float32 rows of a packed step's hidden states (t, d), in the order of its items."""
+    cu_seqlens = torch.from_numpy(batch.cu_seqlens).to(hidden.device)
+    rows = head(hidden, cu_seqlens).cpu().numpy()
+    answer = np.empty_like(rows)
+    answer[batch.order] = rows
+    return answer
 
 
 def weight_bytes(weights: Iterable[Tensor]) -> int:

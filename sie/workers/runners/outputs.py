@@ -16,7 +16,7 @@ from torch import Tensor
 from sie.types import ModelCard
 from sie.workers.batch import PackedBatch, pack_sequences
 from sie.workers.runners import StepOutputs, Want
-from sie.workers.runners.encode import Backbone, Execution, weight_bytes
+from sie.workers.runners.encode import Backbone, Execution, dense_rows, weight_bytes
 from sie.workers.runners.head import Head
 from sie.workers.runners.splade import Entries, SparseHead, StaticTable
 from sie.workers.runners.tokens import QueryExpansion, TokenHead
@@ -117,11 +117,7 @@ class OutputsRunner:
         head = self._heads.dense
         if head is None or not _wanted("dense", wants):
             return None
-        cu_seqlens = torch.from_numpy(batch.cu_seqlens).to(hidden.device)
-        rows = head(hidden, cu_seqlens).cpu().numpy()
-        answer = np.empty_like(rows)
-        answer[batch.order] = rows
-        return answer
+        return dense_rows(head, hidden, batch)
 
     def _sparse(self, hidden: Tensor, batch: PackedBatch, wants: Sequence[Want]) -> list[Entries | None] | None:
         head = self._heads.sparse
