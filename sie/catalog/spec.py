@@ -22,6 +22,7 @@ MAX_STUB_WIDTH = 65_536
 _ID = re.compile(r"[A-Za-z0-9._/-]+")
 _REVISION = re.compile(r"[A-Za-z0-9._/-]+")
 _STUB_WIDTHS = ("dense", "sparse", "multivector")
+_STUB_FLAGS = [option.name for option in msgspec.structs.fields(StubOptions) if option.type is bool]
 _STUB_MINIMUM = {"dense": 1, "max_tokens": 1}
 
 
@@ -90,6 +91,8 @@ def _parse_stub(options: str, text: str) -> StubOptions:
     pairs: dict[str, str] = {}
     for pair in filter(None, options.split(",")):
         key, equals, value = pair.partition("=")
+        if not equals and key in _STUB_FLAGS:
+            equals, value = "=", "true"
         if key not in StubOptions.__struct_fields__:
             near = difflib.get_close_matches(key, StubOptions.__struct_fields__, n=1, cutoff=0.0)
             raise BadRequest(f"model spec {text!r}: unknown stub option {key!r}; did you mean {near[0]!r}?")

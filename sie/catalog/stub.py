@@ -10,6 +10,9 @@ H(x) = SHAKE-256 of x and `text` the UTF-8 of the text:
                  then divided by its length unless the request turns that off
     score        the first three bytes, little-endian, of H(pair) over 2**24: exact in float32; the pair is the length
                  of the query's UTF-8 as uint32, little-endian, then the query and the document
+    image        height and width as uint32, little-endian, then the bytes of the upright RGB rows in the image's own
+                 size take the place of the text's UTF-8; an item of several images is all of theirs, in order. It
+                 costs a token for each square begun of 16 pixels a side
 
 Values are float32. Queries and documents are alike.
 """
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 from sie.catalog.spec import ModelSpec
 from sie.errors import BadRequest
-from sie.types import ModelCard
+from sie.types import ImageRule, ModelCard
 
 BYTES_PER_TOKEN = 4
 
@@ -33,6 +36,8 @@ def stub_card(spec: ModelSpec) -> ModelCard:
         id=spec.id,
         kind="stub",
         architecture="stub",
+        inputs=("text", "image") if spec.stub.image else ("text",),
+        image=ImageRule() if spec.stub.image else None,
         outputs=(*dims, "score") if spec.stub.score else tuple(dims),
         dims=dims,
         max_sequence_length=spec.stub.max_tokens,

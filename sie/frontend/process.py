@@ -23,6 +23,7 @@ from sie.frontend.body import BodyReader
 from sie.frontend.dialects.openai import DEFAULT_MODEL
 from sie.frontend.encode import Encoder
 from sie.frontend.engine import ShmEngine
+from sie.frontend.image_reader import ImageReader
 from sie.frontend.links import Pending
 from sie.frontend.metrics import FrontendMetrics, merge
 from sie.frontend.models import ModelTable
@@ -68,7 +69,8 @@ class FrontendProcess:
             "request", memory.request_segment_bytes, budget, large_extent_bytes=memory.large_extent_bytes
         )
         self.engine = ShmEngine(settings, self._space, self.models.find, self._send)
-        self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool)
+        self._images = ImageReader(settings.limits, settings.server.image_threads)
+        self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool, self._images)
         self.scorer = Scorer(self.engine, self.models, self._pool)
         self.bodies = BodyReader(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
         self.metrics = FrontendMetrics(pages[0], self.models)
@@ -148,6 +150,7 @@ class FrontendProcess:
         self.status.close()
         self._channel.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._images.close()
 
     def _spawn(self, work: Any) -> None:
         task = self._loop.create_task(work)

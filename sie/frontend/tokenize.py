@@ -7,6 +7,8 @@ back, `cu_seqlens` (n + 1,) their bounds, first 0, last t.
 
 from __future__ import annotations
 
+import re
+import string
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 
 from sie.catalog.stub import count_stub_tokens
 from sie.errors import BadRequest, Internal, SieError
-from sie.types import ModelCard
+from sie.types import ModelCard, TextPadding
 
 Int32Array = NDArray[np.int32]
 BytesArray = NDArray[np.uint8]
@@ -25,6 +27,8 @@ BytesArray = NDArray[np.uint8]
 LONG_TEXT_BYTES = 8192
 """From here tokenising takes over about 2 ms, and leaves the event loop (`is_long`)."""
 _MAX_UTF8_BYTES = 4
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_SPACES = re.compile(r"\s+")
 
 
 class _Reader(NamedTuple):
@@ -42,7 +46,7 @@ class Tokenizer:
         self.card = card
         self.vocab_size = card.vocab_size or tokenizer.get_vocab_size()
         self._document = self._query = _Reader(tokenizer)
-        self._is_plain = not (card.strip or card.lowercase)
+        self._is_plain = not (card.strip or card.lowercase or card.drop_punctuation)
         self._wants_types = card.score is not None and card.score.token_types
 
     @classmethod
@@ -123,7 +127,7 @@ class Tokenizer:
         outside the vocabulary.
         """
         limit = self.card.max_sequence_length
-        rows = [ids if limit is None else ids[:limit] for ids in token_lists]
+        rows = [self._pad(ids if limit is None else ids[:limit]) for ids in token_lists]
         for index, ids in enumerate(token_lists):
             if not ids:
                 raise BadRequest(f"Token array {index} must not be empty")
@@ -131,13 +135,29 @@ class Tokenizer:
                 raise BadRequest(f"Token array {index} holds an id outside the vocabulary [0, {self.vocab_size})")
         return pack_ids(rows)
 
+    def _pad(self, ids: Sequence[int]) -> Sequence[int]:
+        """Fill token ids up as the tokenizer itself fills up texts."""
+        padding = self.card.padding
+        if padding is None:
+            return ids
+        token_id = self._document.tokenizer.token_to_id(padding.token)
+        assert token_id is not None  # `_open` asked for it
+        filler = [token_id] * (padding.length - len(ids))
+        return [*filler, *ids] if padding.side == "left" else [*ids, *filler]
+
     def _clean(self, text: str) -> str:
+        """Return the text as the model's tokenizer class hands it on.
+
+        Source of drop_punctuation: transformers 5.23 models/siglip/tokenization_siglip.py (canonicalize_text).
+        """
+        if self.card.drop_punctuation:
+            text = _SPACES.sub(" ", text.translate(_NO_PUNCTUATION))
         text = text.strip() if self.card.strip else text
         return text.lower() if self.card.lowercase else text
 
 
 def _open(card: ModelCard, path: str, limit: int | None) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a file, without padding, that cuts at a limit."""
+    """Return the tokenizer of a file that cuts at a limit and pads only as the card says."""
     try:
         tokenizer = tokenizers.Tokenizer.from_file(path)
     except Exception as exc:  # the library raises bare Exception for a missing and for a malformed file
@@ -146,7 +166,18 @@ def _open(card: ModelCard, path: str, limit: int | None) -> tokenizers.Tokenizer
     tokenizer.no_truncation()
     if limit is not None:
         tokenizer.enable_truncation(limit)  # pyright: ignore[reportUnknownMemberType]  # untyped
+    if card.padding is not None:
+        _enable_padding(tokenizer, card.id, card.padding)
     return tokenizer
+
+
+def _enable_padding(tokenizer: tokenizers.Tokenizer, model_id: str, padding: TextPadding) -> None:
+    token_id = tokenizer.token_to_id(padding.token)
+    if token_id is None:
+        raise Internal(f"Model '{model_id}' has a tokenizer that does not know its padding token {padding.token!r}")
+    tokenizer.enable_padding(  # pyright: ignore[reportUnknownMemberType]  # untyped
+        direction=padding.side, pad_id=token_id, pad_token=padding.token, length=padding.length
+    )
 
 
 def _with_marker(tokenizer: tokenizers.Tokenizer, prefix: str) -> tokenizers.Tokenizer:

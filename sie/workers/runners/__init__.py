@@ -22,6 +22,12 @@ class Pair(NamedTuple):
     token_types: NDArray[np.uint8] | None = None
 
 
+class ImageItem(NamedTuple):
+    """The images of one item, at least one, each (h, w, 3) uint8 RGB; views of the request's extent."""
+
+    images: tuple[NDArray[np.uint8], ...]
+
+
 class TokenRunner(Protocol):
     """A model that reads token ids."""
 
@@ -79,7 +85,7 @@ class StepOutputs(NamedTuple):
 
 
 class OutputsRunner(Protocol):
-    """A model with outputs beside dense; reads token ids, or for a stub UTF-8 text."""
+    """A model with outputs or inputs of several kinds; reads token ids, or for a stub UTF-8 text, and `ImageItem`s."""
 
     takes: Literal["wants"]
     card: ModelCard

@@ -8,6 +8,7 @@ Never imports torch: a worker that serves only stubs stays small and starts at o
 from __future__ import annotations
 
 import hashlib
+import struct
 import time
 from collections.abc import Sequence
 from typing import Literal
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from sie.catalog.stub import count_stub_tokens
 from sie.errors import Internal
 from sie.types import ModelCard
-from sie.workers.runners import StepOutputs, Want
+from sie.workers.runners import ImageItem, StepOutputs, Want
 
 _NUM_ENTRIES = 16
 """Most entries of a stub's sparse vector."""
@@ -37,7 +38,8 @@ class StubRunner:
             raise Internal(f"model {card.id!r} is not a stub")
         self.card = card
         self._options = card.stub
-        self.takes: Literal["text", "wants"] = "text" if set(card.outputs) <= {"dense", "score"} else "wants"
+        is_plain = set(card.outputs) <= {"dense", "score"} and card.image is None
+        self.takes: Literal["text", "wants"] = "text" if is_plain else "wants"
         time.sleep(card.stub.load_ms / 1e3)
 
     def run_texts(self, texts: Sequence[bytes | memoryview]) -> NDArray[np.float32]:
@@ -60,8 +62,9 @@ class StubRunner:
             tokens = sum(count_stub_tokens(len(text), options.max_tokens) for text in texts)
             time.sleep(options.latency_ms / 1e3 + tokens * options.per_token_us / 1e6)
 
-    def run_wants(self, inputs: Sequence[bytes | memoryview], wants: Sequence[Want]) -> StepOutputs:
-        """Return what each text wants; takes the time of one step."""
+    def run_wants(self, inputs: Sequence[bytes | memoryview | ImageItem], wants: Sequence[Want]) -> StepOutputs:
+        """Return what each item wants; takes the time of one step."""
+        inputs = [_bytes_of(item) if isinstance(item, ImageItem) else item for item in inputs]
         wanted = {output for want in wants for output in want.output_types}
         if "dense" in wanted:
             dense = self.run_texts(inputs)
@@ -85,3 +88,8 @@ class StubRunner:
         rows = (hashlib.shake_256(row.to_bytes(4, "little") + bytes(text)).digest(width) for row in range(num_tokens))
         values = np.frombuffer(b"".join(rows), np.int8).reshape(num_tokens, width)
         return np.true_divide(values, np.float32(127), dtype=np.float32)
+
+
+def _bytes_of(item: ImageItem) -> bytes:
+    """Return what stands for an item of images in the formulas."""
+    return b"".join([struct.pack("<2I", *image.shape[:2]) + image.tobytes() for image in item.images])

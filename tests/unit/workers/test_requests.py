@@ -12,6 +12,7 @@ from sie.types import ReplyHeader, WorkHeader
 from sie.workers.requests import Request, reply_layout
 
 _encode = msgspec.msgpack.Encoder().encode
+BYTES = ("text", "pixels")
 
 
 class MemoryLink:
@@ -36,8 +37,8 @@ class MemoryLink:
 
 
 def extent_of(num_items, **arrays):
-    """Return the bytes of a request with these int32 (or uint8, for `text`) arrays."""
-    values = {name: np.asarray(value, np.uint8 if name == "text" else np.int32) for name, value in arrays.items()}
+    """Return the bytes of a request with these int32 (or uint8, for `text` and `pixels`) arrays."""
+    values = {name: np.asarray(value, np.uint8 if name in BYTES else np.int32) for name, value in arrays.items()}
     plan = plan_arrays([(name, value.dtype.str, value.shape) for name, value in values.items()])
     header = _encode(WorkHeader("m", "encode", num_items, plan.refs))
     view = memoryview(bytearray(extent_bytes(len(header), plan.nbytes)))
