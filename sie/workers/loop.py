@@ -96,6 +96,8 @@ class Loop:
         self._poll(0.0 if self._state else self._idle_wait_s(wait_s))
         if self._answers:
             self._answers.retry(time.monotonic_ns(), self._may_get_room)
+        if self._parked and not self._may_get_room():
+            self._unpark()  # what held the room was cancelled, so that no release tells of it
         now_ns = time.monotonic_ns()
         if now_ns - self._beat_ns > _BEAT_NS:
             self._beat(now_ns)
@@ -265,6 +267,9 @@ class Loop:
         runner = hosted.runner
         assert runner is not None
         now_ns = time.monotonic_ns()
+        for item in step.items:  # before others look for room: these may leave some
+            if not item.request.ended and item.request.is_cancelled:
+                item.request.cancel()
         items = [item for item in step.items if self._may_run(item.request, hosted.card, now_ns)]
         blocked = [item for item in step.items if not item.request.ended and not item.request.has_started]
         if blocked:
@@ -274,9 +279,6 @@ class Loop:
 
     def _may_run(self, request: Request, card: ModelCard, now_ns: int) -> bool:
         if request.ended:
-            return False
-        if request.is_cancelled:
-            request.cancel()
             return False
         if request.has_started:
             return True
