@@ -70,6 +70,8 @@ class LateInteraction(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the checkpoint itself ends in a normalise step."""
     drop_first: bool = False
     """Whether the first token has no vector."""
+    mean_score: bool = False
+    """Whether a score is the mean over the query's vectors of each one's best match, not the sum."""
     query_length: int | None = None
     document_length: int | None = None
     """Limits in tokens, special ones included, in place of the model's own."""
@@ -132,6 +134,11 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     def tells_queries(self) -> bool:
         """Whether the worker, and not only the prompt, treats queries unlike documents."""
         return self.late is not None or self.static_queries is not None
+
+    @property
+    def compares(self) -> bool:
+        """Whether its scores compare the vectors of a query and a document, and no model reads the pair."""
+        return self.kind == "encoder" and "score" in self.outputs
 
 
 class PipelineStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -260,6 +267,8 @@ class ScoreRequest(msgspec.Struct, kw_only=True):
     options: dict[str, Any] = {}
     non_text: str | None = None
     """Path of the first item without a text, or with media; query and documents are empty then."""
+    compared: tuple[tuple[str, float], ...] = ()
+    """As in `WorkHeader`; set when the request is judged against its card."""
 
 
 class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -293,7 +302,8 @@ class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     Arrays: `cu_seqlens` int32 (n + 1,), first 0, the cost of each item in tokens as differences; and `token_ids`
     int32 (t,), or for a model that takes text `text` uint8 (bytes,) with `text_offsets` int32 (n + 1,). operation
     is `encode` or `score`; an item of the latter is a pair, with `token_types` uint8 (t,) beside token_ids when the
-    model wants them, and as text the length of the query's UTF-8 in four bytes (little-endian), query, document.
+    model wants them, and as text the length of the query's UTF-8 in four bytes (little-endian), query, document. With
+    `compared` it is one text: item 0 the query, the others documents.
     """
 
     model: str
@@ -306,6 +316,8 @@ class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     output_types: tuple[str, ...] = ("dense",)
     is_query: bool = False
     """Only ever set for a model whose worker treats queries unlike documents."""
+    compared: tuple[tuple[str, float], ...] = ()
+    """Outputs by which item 0 of a score is compared with the others, each with its weight in the sum."""
 
 
 class ReplyHeader(msgspec.Struct, array_like=True, frozen=True):
@@ -316,7 +328,7 @@ class ReplyHeader(msgspec.Struct, array_like=True, frozen=True):
         dense         `dense` (n, width)
         sparse        `sparse_offsets` int32 (n + 1,), `sparse_indices` int32 (e,), `sparse_values` (e,)
         multivector   `multivector_offsets` int32 (n + 1,), `multivector` (rows, width)
-    or `score` float32 (n, 1). All that changes from one reply of dense rows or scores to the next is in the arrays, so
+    or `score` float32 (n, 1), in which a row that belongs to a query is 0. All that changes from one reply of dense rows or scores to the next is in the arrays, so
     the header's bytes are the same for every such reply of one shape and are encoded and decoded once.
     """
 

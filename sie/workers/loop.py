@@ -253,8 +253,9 @@ class Loop:
             send_error(link, request.request_id, error)
             return
         now_ns = time.monotonic_ns()
+        leader = None if request.comparison is None else 0
         for index, cost in enumerate(costs_of(request, runner.card)):
-            item = Waiting(request, index, cost, now_ns, request.deadline_ns, request.is_alone)
+            item = Waiting(request, index, cost, now_ns, request.deadline_ns, request.is_alone, index == leader)
             self._state.add(model, item)
 
     # --- steps ----------------------------------------------------------------------------------------------------
@@ -295,9 +296,14 @@ class Loop:
         return any(link.num_leased for link in self._links.values())
 
     def _park(self, model: str, items: list[Waiting]) -> None:
-        """Set items aside until a reply extent is released; without one that could be, there will never be room."""
+        """Set items aside until a reply extent is released; without one that could be, there will never be room.
+
+        What follows an item that leads goes with it: it must not find room while that one is away.
+        """
         if self._may_get_room():
-            self._parked.setdefault(model, []).extend(items)
+            led = {id(item.request) for item in items if item.leads}
+            followers = self._state.drop_where(lambda request: id(request) in led) if led else []
+            self._parked.setdefault(model, []).extend((*items, *followers))
             return
         for request in {id(item.request): item.request for item in items}.values():
             request.fail(BadRequest(NEVER_FITS))

@@ -11,6 +11,7 @@ import msgspec
 
 from sie.errors import BadRequest, InputTooLong
 from sie.frontend.body_limits import check_json, decode_free_form, decode_typed
+from sie.frontend.comparisons import resolve_compared
 from sie.frontend.dialects.openai import DEFAULT_MODEL
 from sie.frontend.dialects.sie import check_options, check_profile
 from sie.frontend.score import resolve_score
@@ -78,6 +79,7 @@ def resolve_rerank(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
     check_profile(request.options.pop("profile", None))
     check_options(request.options, card, "$.options")
     request.instruction = request.options.get("instruction")
+    request.compared = resolve_compared(request.options, card)
     return request
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from sie.frontend import score
 from sie.frontend.body_limits import check_json, decode_free_form, decode_typed
+from sie.frontend.comparisons import resolve_compared
 from sie.frontend.dialects.arrays import pack
 from sie.frontend.dialects.sie import Item, check_count, check_items, check_options, check_profile, find_non_text
 from sie.settings import Limits
@@ -90,6 +91,7 @@ def resolve_score(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
         check_options(request.options, card, "$.options")
     if request.instruction is None:
         request.instruction = request.options.get("instruction")
+    request.compared = resolve_compared(request.options, card)
     return request
 
 

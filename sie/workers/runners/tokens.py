@@ -59,11 +59,21 @@ class TokenHead:
 
         hidden is (t, width), is_query (n,) in the batch's order.
         """
-        lengths = np.diff(batch.cu_seqlens)
-        kept = self._kept(batch, np.repeat(is_query, lengths))
-        rows = self._layers(hidden[torch.from_numpy(kept.nonzero()[0]).to(hidden.device)].float()).cpu().numpy()
-        counts = np.add.reduceat(kept, batch.cu_seqlens[:-1], dtype=np.int64)
-        return np.split(rows, counts.cumsum()[:-1])
+        rows, counts = self._project(hidden, batch, is_query)
+        return np.split(rows.cpu().numpy(), counts.cumsum()[:-1])
+
+    def tensors(self, hidden: Tensor, batch: PackedBatch, is_query: NDArray[np.bool_]) -> list[Tensor]:
+        """Return the same as views of one tensor on the model's device."""
+        rows, counts = self._project(hidden, batch, is_query)
+        return list(rows.split(counts.tolist()))
+
+    def _project(
+        self, hidden: Tensor, batch: PackedBatch, is_query: NDArray[np.bool_]
+    ) -> tuple[Tensor, NDArray[np.int64]]:
+        """Return all rows back to back, and how many each sequence has."""
+        kept = self._kept(batch, np.repeat(is_query, np.diff(batch.cu_seqlens)))
+        rows = self._layers(hidden[torch.from_numpy(kept.nonzero()[0]).to(hidden.device)].float())
+        return rows, np.add.reduceat(kept, batch.cu_seqlens[:-1], dtype=np.int64)
 
     def _kept(self, batch: PackedBatch, of_query: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return (t,): whether a token has a vector; of_query says of what kind its text is."""

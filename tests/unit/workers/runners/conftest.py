@@ -23,11 +23,11 @@ class Served:
     def __init__(self, directory: Path, dtype: str = "float32") -> None:
         self.card = read_card(ModelSpec(id="test/model"), str(directory))
         self.runner: Any = load_encoder(self.card, "cpu", dtype, lambda _fraction, _text: None)
-        self._tokenizer = Tokenizer.load(self.card)
+        self.tokenizer = Tokenizer.load(self.card)
 
     def inputs(self, texts: list[str], is_query: bool = False) -> list[np.ndarray]:
         prompted = apply_prompt(self.card, texts, {}, None, is_query)
-        token_ids, bounds = self._tokenizer.encode_texts(prompted, is_query)
+        token_ids, bounds = self.tokenizer.encode_texts(prompted, is_query)
         return np.split(token_ids, bounds[1:-1])
 
     def want(self, *outputs: str, is_query: bool = False) -> WorkHeader:

@@ -128,7 +128,7 @@ def test_layout_equals_multi_vector_encoder(
     directory = make_checkpoint("bert")
     layout(directory, **rules)
     model = serve(directory)
-    assert (model.card.outputs, model.card.dims) == (("multivector",), {"multivector": WIDTH})
+    assert (model.card.outputs, model.card.dims) == (("multivector", "score"), {"multivector": WIDTH})
     rows = model.run(texts, "multivector", task == "query")
     expected = _reference(sentence_transformers, directory, texts, task)
     _assert_close(rows, expected, normalize=model.card.late.normalize)
@@ -173,7 +173,7 @@ def test_m3_gives_three_outputs_from_one_pass(make_checkpoint: Any, serve: Any, 
     save_file(sparse, directory / "sparse_linear.safetensors")
     save_file(vectors, directory / "colbert_linear.safetensors")
     model = serve(directory)
-    assert model.card.outputs == ("dense", "sparse", "multivector")
+    assert model.card.outputs == ("dense", "sparse", "multivector", "score")
     wanted = [("dense",), ("sparse",), ("multivector",), ("dense", "sparse", "multivector"), ("multivector", "sparse")]
     inputs = model.inputs(texts[: len(wanted)])
     outputs = model.runner.run_wants(inputs, [model.want(*names) for names in wanted])
