@@ -34,10 +34,12 @@ class TextVectors(NamedTuple):
     """Tensor (r, d), not normalised"""
 
 
-def compare(texts: Sequence[TextVectors], sides: Sequence[Side], late: LateInteraction | None) -> Tensor:
+def compare(
+    texts: Sequence[TextVectors], sides: Sequence[Side], late: LateInteraction | None, device: torch.device
+) -> NDArray[np.float32]:
     """Return the (n,) scores of a step's texts, 0 for a query, which is kept in its comparison from here on.
 
-    A document whose comparison has no query yet is a mistake of the caller's.
+    device is the model's. A document whose comparison has no query yet is a mistake of the caller's.
     """
     documents: dict[Comparison, list[int]] = {}
     for item, (text, side) in enumerate(zip(texts, sides, strict=True)):
@@ -45,10 +47,10 @@ def compare(texts: Sequence[TextVectors], sides: Sequence[Side], late: LateInter
             side.comparison.query = _query_of(text, side.comparison, late)
         else:
             documents.setdefault(side.comparison, []).append(item)
-    scores = torch.zeros(len(texts))
-    found = [_scores(comparison, [texts[item] for item in items], late) for comparison, items in documents.items()]
-    if found:
-        scores[[item for items in documents.values() for item in items]] = torch.cat(found).cpu()
+    scores = np.zeros(len(texts), np.float32)
+    if documents:
+        found = [_scores(query, [texts[item] for item in items], late, device) for query, items in documents.items()]
+        scores[[item for items in documents.values() for item in items]] = torch.cat(found).cpu().numpy()
     return scores
 
 
@@ -67,25 +69,27 @@ def _normalizes(comparison: Comparison, late: LateInteraction | None) -> bool:
     return late is None or late.normalize
 
 
-def _scores(comparison: Comparison, documents: Sequence[TextVectors], late: LateInteraction | None) -> Tensor:
+def _scores(
+    comparison: Comparison, documents: Sequence[TextVectors], late: LateInteraction | None, device: torch.device
+) -> Tensor:
     """Return the weighted sum of what each compared output says, (n,)."""
     query: TextVectors | None = comparison.query
     assert query is not None, "a document came before its query"
-    parts: list[Tensor] = []
+    total = torch.zeros(len(documents), device=device)
     for output, weight in comparison.outputs:
         if output == "dense":
             rows = normalize(torch.stack([text.dense for text in documents]), dim=-1)
             found = rows @ query.dense
         elif output == "sparse":
-            found = torch.from_numpy(sparse_dots(query.sparse, [text.sparse for text in documents]))
+            found = torch.from_numpy(sparse_dots(query.sparse, [text.sparse for text in documents])).to(device)
         else:
             rows = torch.cat([text.multivector for text in documents])
             rows = normalize(rows, dim=-1) if _normalizes(comparison, late) else rows
             found = max_sims(query.multivector, rows, [len(text.multivector) for text in documents])
             if late is not None and late.mean_score:
                 found = found / max(1, len(query.multivector))
-        parts.append(weight * found)
-    return parts[0] if len(parts) == 1 else torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
+        total += weight * found
+    return total
 
 
 def max_sims(query: Tensor, rows: Tensor, counts: Sequence[int]) -> Tensor:

@@ -128,7 +128,7 @@ class OutputsRunner:
                 vectors = self._run_vectors([filled[item] for item in run], [sides[item] for item in run])
                 for item, own in zip(run, vectors, strict=True):
                     found[item] = own
-            return compare(found, sides, self.card.late).cpu().numpy()[:, None]
+            return compare(found, sides, self.card.late, self._backbone.device)[:, None]
 
     def _no_vectors(self) -> TextVectors:
         """Return what a text without a token has."""
