@@ -18,7 +18,7 @@ OUTPUT_DTYPES: tuple[str, ...] = ("float32", "float16", "int8", "uint8", "binary
 
 
 class StubOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What follows `stub:` in a model spec, as `key=value` pairs separated by commas."""
+    """What follows `stub:` in a model spec, as `key=value` pairs separated by commas; a flag may stand by itself."""
 
     dense: int = 384
     """Width of the dense vector."""
@@ -133,6 +133,11 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     late: LateInteraction | None = None
     missing_outputs: dict[str, str] = {}
     """Outputs that the model is known for and that this checkpoint cannot give, with the reason."""
+
+    @property
+    def wire_outputs(self) -> list[str]:
+        """The outputs as the API names them: what an extractor gives is `json`."""
+        return ["json" if output == "extract" else output for output in self.outputs]
 
     @property
     def tells_queries(self) -> bool:
