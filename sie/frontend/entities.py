@@ -6,7 +6,8 @@ groups, the same scores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -31,13 +32,16 @@ class Window(NamedTuple):
     """Whether a token goes on with the word of the one before; empty for strategies that know no words."""
 
 
-class _Piece(NamedTuple):
-    """A token or a word with its class."""
+class _Classes(NamedTuple):
+    """What the labels say, by class."""
 
-    class_id: int
-    score: np.float32
-    start: int
-    end: int
+    names: list[str]
+    """What an entity is called."""
+    kinds: NDArray[np.intp]
+    """Equal where neighbours may be one entity."""
+    begins: NDArray[np.bool_]
+    """Whether it starts a new entity whatever came before."""
+    outside: frozenset[int]
 
 
 def needs_words(strategy: str) -> bool:
@@ -60,19 +64,22 @@ def read_window(logits: NDArray[np.float32], window: Window, labels: Sequence[st
     if not count:
         return []
     scores = _softmax(logits[window.num_before : window.num_before + count])
+    starts = np.arange(count)
     if strategy in _BY_WORD:
-        pieces = [_word(scores[a:b], window.spans[a:b], strategy) for a, b in pairwise(_word_bounds(window.continues))]
-    else:
-        classes, best = scores.argmax(1).tolist(), scores.max(1)
-        pieces = [_Piece(*piece) for piece in zip(classes, best, *zip(*window.spans, strict=True), strict=True)]
-    if strategy == "none":
-        return [Entity(labels[piece.class_id], float(piece.score), piece.start, piece.end)
-                for piece in pieces if labels[piece.class_id] != OUTSIDE]  # fmt: skip
-    return [
-        Entity(name, float(np.mean([piece.score for piece in group])), group[0].start, group[-1].end)
-        for group in _groups(pieces, labels)
-        if (name := group_name(labels[group[0].class_id])) != OUTSIDE
-    ]
+        starts = np.flatnonzero(~np.array([False, *window.continues[1:]]))
+        scores = _word_scores(scores, starts, strategy)
+    known, best, classes = _classes(tuple(labels)), scores.max(1), scores.argmax(1)
+    whole = strategy == "none"
+    bounds = list(range(len(classes) + 1)) if whole else _group_bounds(classes, known)
+    token_bounds: list[int] = [*starts.tolist(), count]
+    names = labels if whole else known.names
+    found: list[Entity] = []
+    for first, last in pairwise(bounds):
+        class_id = int(classes[first])
+        if class_id not in known.outside:
+            start, end = window.spans[token_bounds[first]][0], window.spans[token_bounds[last] - 1][1]
+            found.append(Entity(names[class_id], float(best[first:last].mean()), start, end))
+    return found
 
 
 def merge_windows(entities: list[Entity]) -> list[Entity]:
@@ -100,33 +107,33 @@ def _softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
     return exponents / exponents.sum(axis=1, keepdims=True)
 
 
-def _word_bounds(continues: list[bool]) -> list[int]:
-    """Return where words begin, and the end; the first token always begins one."""
-    return [0, *(index for index in range(1, len(continues)) if not continues[index]), len(continues)]
-
-
-def _word(scores: NDArray[Any], spans: list[tuple[int, int]], strategy: str) -> _Piece:
+def _word_scores(scores: NDArray[np.float32], starts: NDArray[np.intp], strategy: str) -> NDArray[Any]:
+    """Return the row that decides about each word, which begin at starts, from the rows of their tokens."""
+    if strategy == "first":
+        return scores[starts]
+    sizes = np.diff(starts, append=len(scores))
     if strategy == "average":
-        row = scores.mean(axis=0)
-    else:
-        row = scores[0 if strategy == "first" else int(scores.max(axis=1).argmax())]
-    class_id = int(row.argmax())
-    return _Piece(class_id, row[class_id], spans[0][0], spans[-1][1])
+        return np.add.reduceat(scores, starts) / sizes[:, None].astype(np.float32)
+    best = scores.max(axis=1)
+    words = np.repeat(np.arange(len(starts)), sizes)
+    surest = np.flatnonzero(best == np.maximum.reduceat(best, starts)[words])
+    return scores[surest[np.unique(words[surest], return_index=True)[1]]]  # of equally sure tokens the first
 
 
-def _groups(pieces: list[_Piece], labels: Sequence[str]) -> Iterator[list[_Piece]]:
-    """Yield runs of neighbours of one kind; a class that begins with `B-` starts a new run."""
-    kinds = [_kind(label) for label in labels]
-    group = pieces[:1]
-    for piece in pieces[1:]:
-        begins, kind = kinds[piece.class_id]
-        if kind == kinds[group[-1].class_id][1] and not begins:
-            group.append(piece)
-        else:
-            yield group
-            group = [piece]
-    yield group
+def _group_bounds(classes: NDArray[np.intp], known: _Classes) -> list[int]:
+    """Return where runs of neighbours of one kind begin, and the end; some classes start a new run."""
+    kinds = known.kinds[classes]
+    is_new = (kinds[1:] != kinds[:-1]) | known.begins[classes[1:]]
+    return [0, *(np.flatnonzero(is_new) + 1).tolist(), len(classes)]
 
 
-def _kind(label: str) -> tuple[bool, str]:
-    return label.startswith("B-"), label[2:] if label.startswith(("B-", "I-")) else label
+@lru_cache(maxsize=64)
+def _classes(labels: tuple[str, ...]) -> _Classes:
+    tags = [label[2:] if label.startswith(("B-", "I-")) else label for label in labels]
+    names = [group_name(label) for label in labels]
+    return _Classes(
+        names,
+        np.array([tags.index(tag) for tag in tags], np.intp),
+        np.array([label.startswith("B-") for label in labels], np.bool_),
+        frozenset(class_id for class_id, name in enumerate(names) if name == OUTSIDE),
+    )

@@ -57,6 +57,8 @@ class Inference:
     def __init__(self, process: FrontendProcess, identity: tuple[tuple[str, str], ...]) -> None:
         self._process = process
         self._identity = identity
+        # The reference names its instance on every answer of this route but a 200.
+        self._extract_identity = [header for header in identity if header[0] != "x-sie-runtime-instance"]
         self._pool = ThreadPoolExecutor(2, "decode")
 
     async def encode(self, exchange: Exchange) -> Answer:
@@ -106,9 +108,7 @@ class Inference:
         wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
         content_type = ("content-type", negotiate.content_type(wants_msgpack))
         answer = extract.encode_extractions(request, reply, wants_msgpack)
-        # The reference names its instance on every answer of this route but a 200.
-        identity = [header for header in self._identity if header[0] != "x-sie-runtime-instance"]
-        return [content_type, *_timing_headers(reply.timing), *identity], answer
+        return [content_type, *_timing_headers(reply.timing), *self._extract_identity], answer
 
     async def rerank(self, exchange: Exchange) -> Answer:
         """Answer `/v1/rerank`."""

@@ -73,6 +73,7 @@ def server(ner: Path, nli: Path) -> Iterator[Server]:
         "--model", f"tiny/nli={nli}",
         "--dtype", "float32",
         "--max-label-pairs", "30",
+        "--max-reply-bytes", "8192",
         "--max-step-items", "7",
     ) as running:  # fmt: skip
         yield running
@@ -164,6 +165,15 @@ def test_what_cannot_be_served_is_a_400_with_its_name(server: Server, model: str
     response = extract(server, model, [LONG], **params)
     assert (response.status, response.code()) == (400, "INVALID_INPUT")
     assert message in response.json()["detail"]["message"]
+
+
+def test_a_reply_that_would_be_too_large_is_refused_before_it_is_computed(server: Server) -> None:
+    response = extract(server, "tiny/ner", [LONG] * 20)
+    assert (response.status, response.code()) == (400, "INVALID_INPUT")
+    assert "max_reply_bytes (8192)" in response.json()["detail"]["message"]
+    response = extract(server, "stub/all", [" ".join(WORDS * 30)])  # known only when it is whole
+    assert (response.status, response.code()) == (400, "INVALID_INPUT")
+    assert "max_reply_bytes (8192)" in response.json()["detail"]["message"]
 
 
 def test_lone_surrogate_is_the_clients_fault(server: Server) -> None:

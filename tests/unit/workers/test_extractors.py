@@ -176,6 +176,27 @@ def test_entities_are_those_of_the_pipeline(make, family: str, strategy: str):
         assert_same_entities(own, theirs)
 
 
+@pytest.mark.parametrize("strategy", ["none", "simple", "first", "average", "max"])
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_any_logits_give_the_entities_of_the_pipeline(make, family: str, strategy: str):
+    directory, (card, tokenizer, _) = make(family, "tokens")
+    oracle = pipeline("token-classification", directory)
+    random = np.random.default_rng(7)
+    for text in [*TEXTS, *TEXTS[-3:]] * 3:
+        reading = TokenReading(card.extract, ExtractTask(aggregation_strategy=strategy, overflow_policy="truncate_text"),
+                               tokenizer)  # fmt: skip
+        (ids,) = split(reading.prepare([text]))
+        logits = random.normal(0, 2, (len(ids), len(LABELS))).astype(np.float32)
+        (prepared,) = oracle.preprocess(text, is_split_into_words=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            expected = oracle.postprocess(
+                [{**prepared, "logits": torch.from_numpy(logits)[None]}],
+                transformers.pipelines.token_classification.AggregationStrategy(strategy),
+            )
+        assert_same_entities(reading.read([logits])[0], expected)
+
+
 @pytest.mark.parametrize("stride", [0, 3, 9])
 @pytest.mark.parametrize("family", ["bert", "roberta"])
 def test_long_text_is_read_in_windows_as_the_pipeline_does(make, family: str, stride: int):
