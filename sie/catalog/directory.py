@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from sie.catalog.extraction import read_extraction
+from sie.catalog.extraction import count_positions, read_extraction
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
 from sie.catalog.late import is_late, read_late
 from sie.catalog.modules import Module, default_pipeline, read_modules, read_pipeline
@@ -207,6 +207,7 @@ def _score_card(
 
 
 def _extract_card(spec: ModelSpec, transformer: Checkpoint, config: dict[str, Any], rule: ExtractRule) -> ModelCard:
+    limits = (_max_sequence_length(transformer, config, _TransformerSettings()), count_positions(config))
     tokenizer = transformer.find("tokenizer.json")
     return ModelCard(
         id=spec.id,
@@ -215,7 +216,7 @@ def _extract_card(spec: ModelSpec, transformer: Checkpoint, config: dict[str, An
         revision=spec.revision,
         architecture=str(config["architectures"][0]),
         outputs=("extract",),
-        max_sequence_length=_max_sequence_length(transformer, config, _TransformerSettings()),
+        max_sequence_length=min((limit for limit in limits if limit is not None), default=None),
         vocab_size=int(config["vocab_size"]),
         tokenizer_file=str(tokenizer) if tokenizer else "",
         extract=rule,

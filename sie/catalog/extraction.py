@@ -17,6 +17,11 @@ _TOKENS = "ForTokenClassification"
 _SEQUENCES = "ForSequenceClassification"
 _ENTAILMENT = "entail"
 _LEAST_CLASSES = 2
+_COUNT_FROM_PADDING = frozenset((
+    "camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta",
+    "xlm-roberta-xl", "xmod",
+))  # fmt: skip
+"""Families whose first token has the position behind the padding token's id, so that many positions are never used."""
 
 
 def read_extraction(
@@ -41,6 +46,20 @@ def read_extraction(
         contradiction=len(labels) - 1 if entailment == 0 else 0,
         token_types=reads_token_types(transformer, config),
     )
+
+
+def count_positions(config: dict[str, Any]) -> int | None:
+    """Return the longest sequence that a model has positions for, None for one without a limit in its config.
+
+    A text is cut into windows of what its model can read: one token more would fail in every long text.
+    """
+    positions = config.get("max_position_embeddings")
+    if not isinstance(positions, int) or positions < 1:
+        return None
+    padding = config.get("pad_token_id")
+    if config["model_type"] in _COUNT_FROM_PADDING and isinstance(padding, int):
+        return positions - padding - 1
+    return positions
 
 
 def _labels(transformer: Checkpoint, config: dict[str, Any]) -> tuple[str, ...]:

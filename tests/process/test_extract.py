@@ -12,6 +12,7 @@ import msgpack
 import pytest
 import torch
 import transformers
+from sie_langchain.extractors import SIEExtractor
 from sie_sdk import SIEClient
 from sie_sdk.client import RequestError
 from sie_sdk.client.errors import InputTooLongError
@@ -210,6 +211,14 @@ def test_classifications_are_those_of_the_pipeline(server: Server, nli: Path) ->
             assert [fit["label"] for fit in item["classifications"]] == expected["labels"]
             scores = [fit["score"] for fit in item["classifications"]]
             assert scores == pytest.approx(expected["scores"], abs=1e-4)
+
+
+def test_langchain_tool_extracts(server: Server) -> None:
+    tool = SIEExtractor(base_url=server.url, model="tiny/ner", labels=["A", "B"])
+    found = tool.invoke(LONG)
+    assert [entity["text"] for entity in found["entities"]] == [
+        entity["text"] for entity in items(extract(server, "tiny/ner", [LONG]))[0]["entities"]
+    ]
 
 
 def test_sdk_extracts_and_raises_its_own_errors(server: Server) -> None:

@@ -294,6 +294,19 @@ def test_entailment_may_be_any_class(tmp_path: Path):
     np.testing.assert_allclose([fit.score for fit in found.classifications], expected["scores"], atol=TOLERANCE)
 
 
+@pytest.mark.parametrize(("family", "limit"), [("bert", LIMIT + 8), ("roberta", LIMIT + 6)])
+def test_without_a_limit_of_its_tokenizer_a_model_reads_as_far_as_it_has_positions(
+    tmp_path: Path, family: str, limit: int
+):
+    directory = save(tmp_path, family, transformers.AutoModelForTokenClassification, LABELS, limit=10**30)
+    loaded = load(directory)
+    assert loaded[0].max_sequence_length == limit
+    oracle = pipeline("token-classification", directory, aggregation_strategy="simple", stride=5)
+    oracle.tokenizer.model_max_length = limit
+    (found,) = extract_tokens(loaded, [LONG], stride=5)
+    assert_same_entities(found, oracle(LONG))
+
+
 def test_a_classifier_without_entailment_is_still_refused(tmp_path: Path):
     save(tmp_path, "bert", transformers.AutoModelForSequenceClassification, ["good", "bad"])
     with pytest.raises(Exception, match="its classifier has 2 labels"):
