@@ -54,7 +54,9 @@ class Tokenizer:
         """
         late, static = card.late, card.static_queries
         if late is None:
-            tokenizer = cls(card, _open(card, card.tokenizer_file, card.max_sequence_length))
+            # An extractor's texts are cut into windows, or beside their label, by `extract_tokens` and `extract_pairs`.
+            limit = card.max_sequence_length if card.extract is None else None
+            tokenizer = cls(card, _open(card, card.tokenizer_file, limit))
         else:
             document, query = (
                 _open(card, card.tokenizer_file, limit or card.max_sequence_length)
@@ -67,6 +69,11 @@ class Tokenizer:
             query = _open(card, static.tokenizer_file, static.max_length)
             tokenizer._query = _Reader(query, add_special_tokens=False)
         return tokenizer
+
+    @property
+    def library(self) -> tokenizers.Tokenizer:
+        """The library's tokenizer, for what needs more than token ids; not to be changed."""
+        return self._document.tokenizer
 
     def encode_texts(self, texts: Sequence[str], is_query: bool = False) -> tuple[Int32Array, Int32Array]:
         """Return (token_ids, cu_seqlens), special tokens included unless a table of weights reads the ids.

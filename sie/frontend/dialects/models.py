@@ -38,7 +38,7 @@ def model_info(
         "display_name": card.id,
         "name": card.id,
         "inputs": list(card.inputs),
-        "outputs": list(card.outputs),
+        "outputs": card.wire_outputs,
         "dims": dict(card.dims),
         "loaded": state == "loaded",
         "max_sequence_length": card.max_sequence_length,
@@ -54,7 +54,7 @@ def model_info(
 def _profile(card: ModelCard) -> dict[str, Any]:
     return {
         "is_default": True,
-        "output_types": list(card.outputs),
+        "output_types": card.wire_outputs,
         "output_similarity": card.similarity,
         "identity": None,
         "remote_contract_sha256": None,

@@ -29,7 +29,8 @@ HeadView = Literal["ends", "all", "model"]
 class ScoreModel:
     """A model with a transformer and a head, run together or apart."""
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, rule: ScoreRule) -> None:
+    def __init__(self, model: PreTrainedModel, device: torch.device, rule: ScoreRule | None) -> None:
+        """Take a model apart; without a rule its logits are wanted as they are."""
         self.backbone = Backbone(cast("PreTrainedModel", model.base_model), device)
         self.memory_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in model.parameters()}.values())
         self._model = model
@@ -40,7 +41,7 @@ class ScoreModel:
         self._arguments: dict[str, Any] = {"logits_to_keep": 1} if keeps else {}
 
     def run(self, batch: PackedBatch, execution: Execution, view: HeadView) -> Tensor:
-        """Return (n,) float32 logits, in the batch's order."""
+        """Return (n,) float32 logits, or (n, classes) without a rule, in the batch's order."""
         if view == "model":
             return self.run_whole(batch)
         return self.run_head(self.backbone.run(batch, execution), batch, view)
@@ -73,6 +74,8 @@ class ScoreModel:
         return torch.cat(parts)
 
     def _scores(self, logits: Tensor) -> Tensor:
+        if self._rule is None:
+            return logits.float()
         if self._rule.true_token_id is None:
             return logits[:, 0].float()
         scores = logits[:, -1, self._rule.true_token_id].float()
