@@ -127,6 +127,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     late: LateInteraction | None = None
     missing_outputs: dict[str, str] = {}
     """Outputs that the model is known for and that this checkpoint cannot give, with the reason."""
+    profiles: dict[str, dict[str, Any]] = {}
+    """The options of each profile by its name; none at all stands for one `default` without options."""
 
     @property
     def tells_queries(self) -> bool:
@@ -306,6 +308,8 @@ class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     output_types: tuple[str, ...] = ("dense",)
     is_query: bool = False
     """Only ever set for a model whose worker treats queries unlike documents."""
+    expand_to: int | None = None
+    """Length that queries are filled up to in place of the card's own; None: the card's."""
 
 
 class ReplyHeader(msgspec.Struct, array_like=True, frozen=True):

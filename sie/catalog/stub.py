@@ -11,7 +11,8 @@ H(x) = SHAKE-256 of x and `text` the UTF-8 of the text:
     score        the first three bytes, little-endian, of H(pair) over 2**24: exact in float32; the pair is the length
                  of the query's UTF-8 as uint32, little-endian, then the query and the document
 
-Values are float32. Queries and documents are alike.
+Values are float32. Queries and documents are alike. Options that lower the limit of tokens cut the UTF-8 at four bytes
+for each token left.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ class App:
         entry = models.find(model)
         if entry is None:
             raise sie.model_not_found(model, models.entries)
-        exchange.known_model = model
+        exchange.known_model = entry.card.id
         return entry
 
     async def _serving(self, exchange: Exchange, entry: ModelEntry) -> ModelEntry:

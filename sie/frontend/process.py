@@ -67,7 +67,7 @@ class FrontendProcess:
         self._space = OutboundSpace.create(
             "request", memory.request_segment_bytes, budget, large_extent_bytes=memory.large_extent_bytes
         )
-        self.engine = ShmEngine(settings, self._space, self.models.find, self._send)
+        self.engine = ShmEngine(settings, self._space, self.models.hosted, self._send)
         self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool)
         self.scorer = Scorer(self.engine, self.models, self._pool)
         self.bodies = BodyReader(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
@@ -255,9 +255,8 @@ class FrontendProcess:
             self._watch_the_waiting(now_ns)
             if now_ns / 1e9 - touched_s >= self._touch_s:
                 touched_s = now_ns / 1e9
-                if self.models.used:
-                    self._send(control.Touch(tuple(self.models.used)))
-                    self.models.used.clear()
+                if used := self.models.take_used():
+                    self._send(control.Touch(used))
 
     def _watch_the_waiting(self, now_ns: int) -> None:
         unwatched = self._unwatched

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -62,12 +63,15 @@ class Scorer:
     async def _prepare(self, entry: ModelEntry, request: ScoreRequest) -> Arrays:
         """Tokenise here and now, or on a thread when that would keep the event loop too long."""
         tokenizer = await self._models.tokenizer(entry) if entry.card.tokenizer_file else None
-        arguments = (entry.card, tokenizer, request.query, request.documents, request.instruction)
+        prepare = partial(
+            pair_arrays, entry.card, tokenizer, request.query, request.documents, request.instruction,
+            options=request.options,
+        )  # fmt: skip
         # The query is tokenised with every document.
         texts = [*request.documents, *[request.query] * len(request.documents)]
         if tokenizer is None or not is_long(texts, LONG_TEXT_BYTES):
-            return pair_arrays(*arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, pair_arrays, *arguments)
+            return prepare()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, prepare)
 
 
 def read_scores(reply: Reply, request: ScoreRequest, began_ns: int, tokenization_ns: int) -> ScoreReply:

@@ -49,7 +49,8 @@ def costs_of(request: Request, card: ModelCard) -> list[int]:
     """Return the tokens of each item as the runner will see them: it fills short queries up."""
     if card.late is None or not request.header.is_query:
         return request.costs
-    return [max(cost, card.late.expand_to) for cost in request.costs]
+    expand_to = card.late.expand_to if request.header.expand_to is None else request.header.expand_to
+    return [max(cost, expand_to) for cost in request.costs]
 
 
 def forward(runner: Any, items: list[Waiting]) -> StepOutputs:

@@ -63,6 +63,11 @@ class Want(Protocol):
         """Whether it is a query, for a model that treats queries unlike documents."""
         ...
 
+    @property
+    def expand_to(self) -> int | None:
+        """Length that a query is filled up to, if not the card's own."""
+        ...
+
 
 class StepOutputs(NamedTuple):
     """What one forward pass gave, for the n items of a step; an output that no item wants is None.
