@@ -66,6 +66,8 @@ class Inference:
         is_msgpack = negotiate.is_msgpack(headers.get("content-type"))
         request = await self._decode(sie.decode_encode, body, is_msgpack, exchange.model, self._limits)
         entry = self._find(exchange, exchange.model)
+        if not entry.is_read:
+            entry = await self._serving(exchange, entry)
         request = sie.resolve_encode(request, entry.card)
         reply, raw = await self._run(exchange, entry, request)
         wants_msgpack = negotiate.wants_msgpack(headers.get("accept"))
@@ -86,6 +88,8 @@ class Inference:
         is_msgpack = negotiate.is_msgpack(exchange.headers.get("content-type"))
         request = await self._decode(score.decode_score, body, is_msgpack, exchange.model, self._limits)
         entry = self._find(exchange, exchange.model)
+        if not entry.is_read:
+            entry = await self._serving(exchange, entry)
         request = score.resolve_score(request, entry.card)
         reply = await self._run_score(exchange, entry, request)
         wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
@@ -101,6 +105,8 @@ class Inference:
         request = call.request
         request.model = self._process.resolve_default(request.model, "score")
         entry = self._find(exchange, request.model)
+        if not entry.is_read:
+            entry = await self._serving(exchange, entry)
         request = rerank.resolve_rerank(request, entry.card)
         reply = await self._run_score(exchange, entry, request)
         answer = rerank.encode_ranking(call, reply)
@@ -114,6 +120,8 @@ class Inference:
         request = call.request
         request.model = self._process.resolve_default(request.model, "dense")
         entry = self._find(exchange, request.model)
+        if not entry.is_read:
+            entry = await self._serving(exchange, entry)
         request = openai.resolve_embeddings(request, entry.card)
         reply, raw = await self._run(exchange, entry, request)
         try:

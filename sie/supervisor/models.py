@@ -184,6 +184,7 @@ def _entry(record: Record) -> ModelEntry:
     return ModelEntry(
         card=record.card or _unread_card(record.spec),
         state=_state(record, bool(workers)),
+        is_read=record.card is not None,
         recovering=record.wanted and record.was_loaded and not workers,
         workers=workers,
         device=next((report.device for report in reports if report.state == "loaded"), ""),
