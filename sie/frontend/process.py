@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from sie import __version__, control, process
+from sie.catalog.profiles import fold_default
 from sie.control import Channel, ChannelClosedError, Launch, Models
 from sie.errors import BadRequest, ClientGone, SieError
 from sie.frontend.body import BodyReader
@@ -117,7 +118,7 @@ class FrontendProcess:
     def default_model(self, output: str) -> str | None:
         """Return the model for requests that name none: the setting's, else the only one able; None without."""
         if self.settings.models.default_model:
-            return self.settings.models.default_model
+            return fold_default(self.settings.models.default_model)
         able = self.models.able(output)
         return able[0] if len(able) == 1 else None
 
