@@ -30,14 +30,14 @@ _TYPES: Final[dict[str, tuple[type, str]]] = {
     "max_seq_length": (int, "int"),
     "query_max_length": (int, "int"),
 }
-_LENGTHS: Final = ("max_seq_length", "query_max_length")
+LENGTHS: Final = ("max_seq_length", "query_max_length")
 _TEMPLATES: Final = ("query_template", "doc_template")
 
 _JUDGED_ELSEWHERE: Final = frozenset(
     {
         "overflow_policy", "lora_id", "score_mode", "score_weights", "threshold", "flat_ner", "multi_label",
         "merge_adjacent_entities", "relation_labels", "relation_threshold", "classification_type", "label_groups",
-        "examples", "hypothesis_template", "aggregation_strategy", "box_threshold", "text_threshold",
+        "examples", "hypothesis_template", "aggregation_strategy", "stride", "box_threshold", "text_threshold",
         "score_threshold",
     }
 )  # fmt: skip
@@ -65,7 +65,7 @@ def check_options(options: Mapping[str, Any], subject: str, path: str) -> None:
         value = options.get(name)
         if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
             raise BadRequest(f"Expected `{label} | null`, got `{type(value).__name__}` - at `{path}.{name}`")
-    for name in _LENGTHS:
+    for name in LENGTHS:
         if options.get(name) is not None and options[name] < 1:
             raise BadRequest(f"Expected `int` >= 1 - at `{path}.{name}`")
     for name, reason in REFUSED.items():

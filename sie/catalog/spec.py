@@ -23,6 +23,7 @@ MAX_STUB_WIDTH = 65_536
 
 _ID = re.compile(r"[A-Za-z0-9._/-]+")
 _REVISION = re.compile(r"[A-Za-z0-9._/-]+")
+_DEFAULT_STUB = StubOptions()
 _STUB_WIDTHS = ("dense", "sparse", "multivector")
 _STUB_MINIMUM = {"dense": 1, "max_tokens": 1}
 
@@ -111,9 +112,9 @@ def _parse_stub(options: str, text: str) -> StubOptions:
         if key not in StubOptions.__struct_fields__:
             near = difflib.get_close_matches(key, StubOptions.__struct_fields__, n=1, cutoff=0.0)
             raise BadRequest(f"model spec {text!r}: unknown stub option {key!r}; did you mean {near[0]!r}?")
-        if not equals or key in pairs:
+        if key in pairs or not (equals or isinstance(getattr(_DEFAULT_STUB, key), bool)):
             raise BadRequest(f"model spec {text!r}: stub option {key!r} wants exactly one value, as {key}=VALUE")
-        pairs[key] = value
+        pairs[key] = value if equals else "true"
     try:
         stub = msgspec.convert(pairs, StubOptions, strict=False)
     except msgspec.ValidationError as error:

@@ -13,13 +13,14 @@ from typing import Any, Final
 from sie.control import ModelEntry
 from sie.errors import BadRequest, Unavailable
 from sie.frontend import routes
-from sie.frontend.dialects import negotiate, openai, rerank, score, sie
+from sie.frontend.dialects import extract, negotiate, openai, rerank, score, sie
+from sie.frontend.extract import read_extractions
 from sie.frontend.links import Reply
 from sie.frontend.process import FrontendProcess
 from sie.frontend.replies import read_reply
 from sie.frontend.score import read_scores
 from sie.settings import Limits
-from sie.types import EncodeReply, EncodeRequest, ScoreReply, ScoreRequest, Timing
+from sie.types import EncodeReply, EncodeRequest, ExtractReply, ExtractRequest, ScoreReply, ScoreRequest, Timing
 
 Headers = list[tuple[str, str]]
 Answer = tuple[Headers, bytes]
@@ -96,6 +97,24 @@ class Inference:
         content_type = ("content-type", negotiate.content_type(wants_msgpack))
         answer = score.encode_scores(request, reply, wants_msgpack)
         return [content_type, *_timing_headers(reply.timing), *self._identity], answer
+
+    async def extract(self, exchange: Exchange) -> Answer:
+        """Answer `/v1/extract/{model}`."""
+        self._check_headers(exchange)
+        body = await self._read(exchange)
+        is_msgpack = negotiate.is_msgpack(exchange.headers.get("content-type"))
+        request = await self._decode(extract.decode_extract, body, is_msgpack, exchange.model, self._limits)
+        entry = self._find(exchange, exchange.model)
+        if not entry.is_read:
+            entry = await self._serving(exchange, entry)
+        request = extract.resolve_extract(request, entry.card)
+        reply = await self._run_extract(exchange, entry, request)
+        wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
+        content_type = ("content-type", negotiate.content_type(wants_msgpack))
+        answer = extract.encode_extractions(request, reply, wants_msgpack)
+        # The reference names its instance on every answer of this route but a 200.
+        identity = [header for header in self._identity if header[0] != "x-sie-runtime-instance"]
+        return [content_type, *_timing_headers(reply.timing), *identity], answer
 
     async def rerank(self, exchange: Exchange) -> Answer:
         """Answer `/v1/rerank`."""
@@ -191,6 +210,23 @@ class Inference:
         raw: Reply = await pending.future
         try:
             reply = read_scores(raw, request, exchange.began_ns, tokenization_ns)
+        finally:
+            raw.release()
+        exchange.timing = reply.timing
+        return reply
+
+    async def _run_extract(self, exchange: Exchange, entry: ModelEntry, request: ExtractRequest) -> ExtractReply:
+        process = self._process
+        entry = await self._serving(exchange, entry)
+        submitted = await process.extractor.start(entry, request, exchange.deadline_ns)
+        process.watch_client(submitted.pending, exchange.protocol)
+        raw: Reply = await submitted.pending.future
+        arguments = (raw, submitted, request, exchange.began_ns)
+        try:
+            if len(raw.view) < _LARGE_BODY_BYTES:
+                reply = read_extractions(*arguments)
+            else:
+                reply = await self._on_thread(read_extractions, *arguments)
         finally:
             raw.release()
         exchange.timing = reply.timing

@@ -24,6 +24,7 @@ from sie.frontend.body import BodyReader
 from sie.frontend.dialects.openai import DEFAULT_MODEL
 from sie.frontend.encode import Encoder
 from sie.frontend.engine import ShmEngine
+from sie.frontend.extract import Extractor
 from sie.frontend.links import Pending
 from sie.frontend.metrics import FrontendMetrics, merge
 from sie.frontend.models import ModelTable
@@ -71,6 +72,7 @@ class FrontendProcess:
         self.engine = ShmEngine(settings, self._space, self.models.hosted, self._send)
         self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool)
         self.scorer = Scorer(self.engine, self.models, self._pool)
+        self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool)
         self.bodies = BodyReader(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
         self.metrics = FrontendMetrics(pages[0], self.models)
         self.status = StatusHub(

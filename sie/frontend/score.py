@@ -33,7 +33,7 @@ def resolve_score(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
     """Return the request as this model can serve it. Raises BadRequest when it cannot."""
     if "score" not in card.outputs:
         raise BadRequest(
-            f"Model '{card.id}' does not support scoring. Its outputs are {list(card.outputs)}; "
+            f"Model '{card.id}' does not support scoring. Its outputs are {card.wire_outputs}; "
             "choose a model whose outputs include 'score'"
         )
     if request.non_text is not None:

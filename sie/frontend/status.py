@@ -175,7 +175,7 @@ def _model(entry: ModelEntry, num_waiting: int) -> dict[str, Any]:
             "hf_id": None if card.kind == "stub" else model_of(card.id),
             "adapter": card.architecture or card.kind,
             "inputs": card.inputs,
-            "outputs": card.outputs,
+            "outputs": card.wire_outputs,
             "dims": card.dims,
             "max_sequence_length": card.max_sequence_length,
         },

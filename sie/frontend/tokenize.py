@@ -67,7 +67,9 @@ class Tokenizer:
         """
         late, static = card.late, card.static_queries
         if late is None:
-            tokenizer = cls(card, _open(card, card.tokenizer_file, card.max_sequence_length))
+            # An extractor's texts are cut into windows, or beside their label, by `extract_tokens` and `extract_pairs`.
+            limit = card.max_sequence_length if card.extract is None else None
+            tokenizer = cls(card, _open(card, card.tokenizer_file, limit))
         else:
             document = _open_late(card, late.document_length, late.document_prefix)
             tokenizer = cls(card, document.tokenizer)
@@ -77,6 +79,11 @@ class Tokenizer:
             query = _open(card, static.tokenizer_file, static.max_length)
             tokenizer._query = _Reader(query, static.max_length, add_special_tokens=False)
         return tokenizer
+
+    @property
+    def library(self) -> tokenizers.Tokenizer:
+        """The library's tokenizer, for what needs more than token ids; not to be changed."""
+        return self._document.tokenizer
 
     def encode_texts(
         self, texts: Sequence[str], is_query: bool = False, max_tokens: int | None = None
@@ -198,8 +205,9 @@ def _pair_short(
     Source: tokenizers 0.22, `truncate_encodings` with LongestFirst.
     """
     pairs: list[tokenizers.Encoding] = []
-    for document in tokenizer.encode_batch_fast(documents, add_special_tokens=False):
-        head = tokenizer.encode(query, add_special_tokens=False)  # cut in place, each time elsewhere
+    whole_query, *encoded = tokenizer.encode_batch_fast([query, *documents], add_special_tokens=False)
+    for document in encoded:
+        head = tokenizers.Encoding.merge([whole_query], growing_offsets=False)  # a copy: `truncate` is in place
         shorter, longer = sorted((len(head), len(document)))
         longer = min(longer, max(shorter, room - shorter))
         if shorter + longer > room:

@@ -27,6 +27,8 @@ extends = "task"
 options = { output_types = ["sparse"], output_dtype = "float16" }
 [models."stub/a".profiles.short]
 options = { max_seq_length = 2, query_max_length = 1 }
+[models."stub/a".profiles.sure]
+options = { threshold = 1.0 }
 
 [models."stub/only".profiles.lazy]
 options = { instruction = "read" }
@@ -34,7 +36,16 @@ options = { instruction = "read" }
 [models."hub/none"]
 revision = "main"
 """
-ENTRIES = ["stub/a", "stub/a:task", "stub/a:same", "stub/a:sparse", "stub/a:short", "stub/only:lazy", "hub/none"]
+ENTRIES = [
+    "stub/a",
+    "stub/a:task",
+    "stub/a:same",
+    "stub/a:sparse",
+    "stub/a:short",
+    "stub/a:sure",
+    "stub/only:lazy",
+    "hub/none",
+]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +54,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     catalog.write_text(CATALOG)
     with start_server(
         "--catalog", str(catalog),
-        "--model", "stub/a=stub:dense=16,sparse=50,score=1",
+        "--model", "stub/a=stub:dense=16,sparse=50,score,extract",
         "--lazy-model", "stub/only=stub:dense=16",
         "--default-model", "stub/a:short",
         env={"HF_HUB_OFFLINE": "1"},
@@ -60,8 +71,8 @@ def sdk(server: Server) -> Iterator[SIEClient]:
 def test_every_profile_is_listed_as_an_entry(server):
     models = get(server.port, "/v1/models").json()["models"]
     assert [model["name"] for model in models] == ENTRIES
-    assert list(models[0]["profiles"]) == ["default", "task", "same", "sparse", "short"]
-    assert [model["state"] for model in models[:5]] == ["loaded"] * 5
+    assert list(models[0]["profiles"]) == ["default", "task", "same", "sparse", "short", "sure"]
+    assert [model["state"] for model in models[:6]] == ["loaded"] * 6
     assert models[3]["profiles"].keys() == {"default"}
     assert models[3]["profiles"]["default"]["output_types"] == ["sparse"]
     assert get(server.port, "/v1/models/stub/a:task").json()["name"] == "stub/a:task"
@@ -119,7 +130,7 @@ def test_lengths_only_lower_the_limit(sdk):
         (
             "stub/a",
             {"options": {"profile": "fast"}},
-            "Profile 'fast' not found. Available: ['default', 'task', 'same', 'sparse', 'short']",
+            "Profile 'fast' not found. Available: ['default', 'task', 'same', 'sparse', 'short', 'sure']",
         ),
         ("stub/a:task", {"options": {"profile": "sparse"}}, "Profile 'sparse' not found. Available: ['default']"),
         ("stub/a", {"options": {"profile": 1}}, "Option 'profile' must be a non-empty string or null"),
@@ -160,6 +171,16 @@ def test_scores_follow_the_profile(server):
     assert score("stub/a", "a", "b") == score("stub/a", "q: a", "d: b", **plain)
     reply = post_json(server.port, "/v1/rerank", {"model": "stub/a:task", "query": "a", "documents": ["b"]}).json()
     assert reply["results"][0]["relevance_score"] == expected
+
+
+def test_extraction_follows_the_profile(sdk):
+    item, labels = {"text": "a text with many words to find"}, ["one", "two"]
+    assert sdk.extract("stub/a", item, labels=labels)["entities"]
+    assert sdk.extract("stub/a:sure", item, labels=labels)["entities"] == []
+    assert sdk.extract("stub/a", item, labels=labels, options={"profile": "sure"})["entities"] == []
+    assert sdk.extract("stub/a:sure", item, labels=labels, options={"threshold": 0.0})["entities"]
+    with pytest.raises(RequestError, match="does not support 'max_seq_length'"):
+        sdk.extract("stub/a:short", item, labels=labels)
 
 
 def test_openai_s_embeddings_take_the_default_profile(server):

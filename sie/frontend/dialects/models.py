@@ -39,7 +39,7 @@ def model_info(
         "display_name": card.id,
         "name": card.id,
         "inputs": list(card.inputs),
-        "outputs": list(card.outputs),
+        "outputs": card.wire_outputs,
         "dims": dict(card.dims),
         "loaded": state == "loaded",
         "max_sequence_length": card.max_sequence_length,
@@ -56,7 +56,7 @@ def _profile(card: ModelCard, name: str) -> dict[str, Any]:
     narrowed = card.profiles.get(name, {}).get("output_types")
     return {
         "is_default": name == DEFAULT_PROFILE,
-        "output_types": list(narrowed or card.outputs),
+        "output_types": list(narrowed) if narrowed else card.wire_outputs,
         "output_similarity": card.similarity,
         "identity": None,
         "remote_contract_sha256": None,

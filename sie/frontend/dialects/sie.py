@@ -176,7 +176,7 @@ def _resolve_output_types(request: EncodeRequest, card: ModelCard) -> tuple[str,
             reason = card.missing_outputs.get(name)
             because = f" ({reason})" if reason else ""
             raise BadRequest(
-                f"Model '{card.id}' does not support output type '{name}'{because}. Available: {list(card.outputs)}"
+                f"Model '{card.id}' does not support output type '{name}'{because}. Available: {card.wire_outputs}"
             )
     return tuple(dict.fromkeys(wanted))
 

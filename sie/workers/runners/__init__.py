@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from sie.extraction import Extraction, ExtractTask
 from sie.types import ModelCard
 
 
@@ -74,13 +75,18 @@ class StepOutputs(NamedTuple):
 
     dense is (n, d) float32 and counts only where an item wants it. sparse holds for each item that wants it its
     indices (e,) int32, ascending, and values (e,) float32, positive and finite; multivector its rows (r, d) float32,
-    not normalised; both hold None for the others. scores (n, 1) float32 come alone, from pairs.
+    not normalised; both hold None for the others. scores (n, 1) float32 come alone, from pairs, and so does what an
+    extractor answers with: extract one value an item, token_logits (t_i, classes) float32 for each, or logits
+    (n, classes) float32.
     """
 
     dense: NDArray[np.float32] | None = None
     sparse: Sequence[tuple[NDArray[np.int32], NDArray[np.float32]] | None] | None = None
     multivector: Sequence[NDArray[np.float32] | None] | None = None
     scores: NDArray[np.float32] | None = None
+    extract: Sequence[Extraction] | None = None
+    token_logits: Sequence[NDArray[np.float32]] | None = None
+    logits: NDArray[np.float32] | None = None
 
 
 class OutputsRunner(Protocol):
@@ -109,5 +115,43 @@ class PairRunner(Protocol):
         ...
 
 
-Runner = TokenRunner | TextRunner | OutputsRunner | PairRunner
+class ExtractRunner(Protocol):
+    """A model that turns texts into extractions by itself."""
+
+    card: ModelCard
+    memory_bytes: int
+
+    def run_extract(self, inputs: Sequence[Any], tasks: Sequence[ExtractTask]) -> Sequence[Extraction]:
+        """Return one extraction for each input of a step, in order.
+
+        Inputs are in the form that the card's rule reads: for `text` uint8 (bytes,) of UTF-8. Their tasks may differ,
+        and the runner groups what must run together. What only one item is to hear is that item's `Extraction.error`;
+        an exception is the whole step's.
+        """
+        ...
+
+
+class TokenClassifier(Protocol):
+    """A model that gives each token a class."""
+
+    card: ModelCard
+    memory_bytes: int
+
+    def run_token_logits(self, token_ids: Sequence[NDArray[np.int32]]) -> Sequence[NDArray[np.float32]]:
+        """Return the logits (t_i, classes) float32 of each sequence (t_i,), the caller's to keep."""
+        ...
+
+
+class PairClassifier(Protocol):
+    """A model that gives each pair of texts a class."""
+
+    card: ModelCard
+    memory_bytes: int
+
+    def run_logits(self, pairs: Sequence[Pair]) -> NDArray[np.float32]:
+        """Return (n, classes) float32 logits, C order, the caller's to keep."""
+        ...
+
+
+Runner = TokenRunner | TextRunner | OutputsRunner | PairRunner | ExtractRunner | TokenClassifier | PairClassifier
 """What a loaded model is to the loop; its card's outputs say which operations it may be asked for."""
