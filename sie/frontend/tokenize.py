@@ -17,9 +17,9 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from sie.catalog.stub import count_stub_tokens
+from sie.catalog.stub import BYTES_PER_TOKEN, count_stub_tokens
 from sie.errors import BadRequest, Internal, SieError
-from sie.types import ModelCard, TextPadding
+from sie.types import ModelCard
 
 Int32Array = NDArray[np.int32]
 BytesArray = NDArray[np.uint8]
@@ -35,8 +35,21 @@ class _Reader(NamedTuple):
     """How texts of one role, queries or documents, are read."""
 
     tokenizer: tokenizers.Tokenizer
+    limit: int | None
     prefix: str = ""
     add_special_tokens: bool = True
+
+    def room(self, max_tokens: int | None, *, pair: bool = False) -> int | None:
+        """Return how many tokens a shorter limit leaves beside the special ones; None when it is not shorter.
+
+        Raises BadRequest when it leaves none.
+        """
+        if max_tokens is None or (self.limit is not None and max_tokens >= self.limit):
+            return None
+        num_special = self.tokenizer.num_special_tokens_to_add(pair) if self.add_special_tokens else 0
+        if max_tokens <= num_special:
+            raise BadRequest(f"A limit of {max_tokens} tokens leaves no room beside the {num_special} special ones")
+        return max_tokens - num_special
 
 
 class Tokenizer:
@@ -45,8 +58,9 @@ class Tokenizer:
     def __init__(self, card: ModelCard, tokenizer: tokenizers.Tokenizer) -> None:
         self.card = card
         self.vocab_size = card.vocab_size or tokenizer.get_vocab_size()
-        self._document = self._query = _Reader(tokenizer)
+        self._document = self._query = _Reader(tokenizer, card.max_sequence_length)
         self._is_plain = not (card.strip or card.lowercase or card.drop_punctuation)
+        self._filler = _filler_of(card, tokenizer)
         self._wants_types = card.score is not None and card.score.token_types
 
     @classmethod
@@ -58,51 +72,66 @@ class Tokenizer:
         """
         late, static = card.late, card.static_queries
         if late is None:
-            tokenizer = cls(card, _open(card, card.tokenizer_file, card.max_sequence_length))
+            # An extractor's texts are cut into windows, or beside their label, by `extract_tokens` and `extract_pairs`.
+            limit = card.max_sequence_length if card.extract is None else None
+            tokenizer = cls(card, _open(card, card.tokenizer_file, limit))
         else:
-            document, query = (
-                _open(card, card.tokenizer_file, limit or card.max_sequence_length)
-                for limit in (late.document_length, late.query_length)
-            )
-            tokenizer = cls(card, document)
-            tokenizer._document = _Reader(_with_marker(document, late.document_prefix), late.document_prefix)
-            tokenizer._query = _Reader(_with_marker(query, late.query_prefix), late.query_prefix)
+            document = _open_late(card, late.document_length, late.document_prefix)
+            tokenizer = cls(card, document.tokenizer)
+            tokenizer._document = document
+            tokenizer._query = _open_late(card, late.query_length, late.query_prefix)
         if static is not None:
             query = _open(card, static.tokenizer_file, static.max_length)
-            tokenizer._query = _Reader(query, add_special_tokens=False)
+            tokenizer._query = _Reader(query, static.max_length, add_special_tokens=False)
         return tokenizer
 
-    def encode_texts(self, texts: Sequence[str], is_query: bool = False) -> tuple[Int32Array, Int32Array]:
+    @property
+    def library(self) -> tokenizers.Tokenizer:
+        """The library's tokenizer, for what needs more than token ids; not to be changed."""
+        return self._document.tokenizer
+
+    def encode_texts(
+        self, texts: Sequence[str], is_query: bool = False, max_tokens: int | None = None
+    ) -> tuple[Int32Array, Int32Array]:
         """Return (token_ids, cu_seqlens), special tokens included unless a table of weights reads the ids.
 
-        is_query matters only to a model that reads queries in a way of their own. Raises BadRequest for a text that is
-        not valid Unicode.
+        is_query matters only to a model that reads queries in a way of their own; max_tokens only lowers the model's
+        limit. Raises BadRequest for a text that is not valid Unicode, and for a limit without room for a text.
         """
-        tokenizer, prefix, add_special_tokens = self._query if is_query else self._document
+        reader = self._query if is_query else self._document
+        tokenizer, _, prefix, add_special_tokens = reader
         if not self._is_plain:
             texts = [self._clean(text) for text in texts]
         if prefix:
             texts = [prefix + text for text in texts]
         try:
-            if len(texts) == 1:
+            if max_tokens is not None and (room := reader.room(max_tokens)) is not None:
+                return pack_ids(self._filled(_encode_short(reader, texts, room)))
+            if len(texts) == 1 and self._filler is None:
                 # `encode` and the batch call cost the same for one text, but this one starts no thread pool
                 ids = tokenizer.encode(texts[0], None, False, add_special_tokens).ids
                 return np.array(ids, np.int32), np.array((0, len(ids)), np.int32)
             rows = [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
         except TypeError as exc:
             raise unicode_error(texts, exc) from None
-        return pack_ids(rows)
+        return pack_ids(self._filled(rows))
 
-    def encode_pairs(self, query: str, documents: Sequence[str]) -> tuple[Int32Array, Int32Array, BytesArray | None]:
+    def encode_pairs(
+        self, query: str, documents: Sequence[str], max_tokens: int | None = None
+    ) -> tuple[Int32Array, Int32Array, BytesArray | None]:
         """Return (token_ids, cu_seqlens, token_types) of the query with each document, as the tokenizer joins two texts.
 
         A pair that is too long loses tokens of the longer text first. token_types (t,) uint8 is None for a model that
-        reads none. Raises BadRequest as `encode_texts` does.
+        reads none. max_tokens and errors as in `encode_texts`.
         """
+        room = self._document.room(max_tokens, pair=True)
         if not self._is_plain:
             query, documents = self._clean(query), [self._clean(document) for document in documents]
         try:
-            encodings = self._document.tokenizer.encode_batch_fast([(query, document) for document in documents])
+            if room is None:
+                encodings = self._document.tokenizer.encode_batch_fast([(query, document) for document in documents])
+            else:
+                encodings = _pair_short(self._document.tokenizer, query, documents, room)
         except TypeError as exc:
             raise unicode_error((query, *documents), exc) from None
         token_ids, cu_seqlens = pack_ids([encoding.ids for encoding in encodings])
@@ -120,30 +149,32 @@ class Tokenizer:
         except TypeError as exc:
             raise unicode_error(texts, exc) from None
 
-    def check_token_ids(self, token_lists: Sequence[Sequence[int]]) -> tuple[Int32Array, Int32Array]:
-        """Return (token_ids, cu_seqlens) of token arrays that a client made, cut at the model's maximum.
+    def check_token_ids(
+        self, token_lists: Sequence[Sequence[int]], max_tokens: int | None = None
+    ) -> tuple[Int32Array, Int32Array]:
+        """Return (token_ids, cu_seqlens) of token arrays that a client made, cut at the lower of max_tokens and the
+        model's maximum.
 
         The ids are used as they are: no special token is added. Raises BadRequest for an empty array and for an id
         outside the vocabulary.
         """
-        limit = self.card.max_sequence_length
-        rows = [self._pad(ids if limit is None else ids[:limit]) for ids in token_lists]
+        limit = min((n for n in (self.card.max_sequence_length, max_tokens) if n is not None), default=None)
+        rows = [ids if limit is None else ids[:limit] for ids in token_lists]
         for index, ids in enumerate(token_lists):
             if not ids:
                 raise BadRequest(f"Token array {index} must not be empty")
             if min(ids) < 0 or max(ids) >= self.vocab_size:
                 raise BadRequest(f"Token array {index} holds an id outside the vocabulary [0, {self.vocab_size})")
-        return pack_ids(rows)
+        return pack_ids(self._filled(rows))
 
-    def _pad(self, ids: Sequence[int]) -> Sequence[int]:
-        """Fill token ids up as the tokenizer itself fills up texts."""
-        padding = self.card.padding
-        if padding is None:
-            return ids
-        token_id = self._document.tokenizer.token_to_id(padding.token)
-        assert token_id is not None  # `_open` asked for it
-        filler = [token_id] * (padding.length - len(ids))
-        return [*filler, *ids] if padding.side == "left" else [*ids, *filler]
+    def _filled(self, rows: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Return token ids filled up to the one length that the card asks for, if it does."""
+        filler, padding = self._filler, self.card.padding
+        if filler is None or padding is None:
+            return rows
+        if padding.side == "left":
+            return [[*filler[len(row) :], *row] for row in rows]
+        return [[*row, *filler[len(row) :]] for row in rows]
 
     def _clean(self, text: str) -> str:
         """Return the text as the model's tokenizer class hands it on.
@@ -157,7 +188,7 @@ class Tokenizer:
 
 
 def _open(card: ModelCard, path: str, limit: int | None) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a file that cuts at a limit and pads only as the card says."""
+    """Return the tokenizer of a file that neither pads nor has a limit but this."""
     try:
         tokenizer = tokenizers.Tokenizer.from_file(path)
     except Exception as exc:  # the library raises bare Exception for a missing and for a malformed file
@@ -166,18 +197,57 @@ def _open(card: ModelCard, path: str, limit: int | None) -> tokenizers.Tokenizer
     tokenizer.no_truncation()
     if limit is not None:
         tokenizer.enable_truncation(limit)  # pyright: ignore[reportUnknownMemberType]  # untyped
-    if card.padding is not None:
-        _enable_padding(tokenizer, card.id, card.padding)
     return tokenizer
 
 
-def _enable_padding(tokenizer: tokenizers.Tokenizer, model_id: str, padding: TextPadding) -> None:
+def _filler_of(card: ModelCard, tokenizer: tokenizers.Tokenizer) -> list[int] | None:
+    """Return a text of nothing but padding, for a card that asks for it. Raises Internal for an unknown token."""
+    padding = card.padding
+    if padding is None:
+        return None
     token_id = tokenizer.token_to_id(padding.token)
     if token_id is None:
-        raise Internal(f"Model '{model_id}' has a tokenizer that does not know its padding token {padding.token!r}")
-    tokenizer.enable_padding(  # pyright: ignore[reportUnknownMemberType]  # untyped
-        direction=padding.side, pad_id=token_id, pad_token=padding.token, length=padding.length
-    )
+        raise Internal(f"Model '{card.id}' has a tokenizer that does not know its padding token {padding.token!r}")
+    return [token_id] * padding.length
+
+
+def _open_late(card: ModelCard, length: int | None, prefix: str) -> _Reader:
+    limit = length or card.max_sequence_length
+    return _Reader(_with_marker(_open(card, card.tokenizer_file, limit), prefix), limit, prefix)
+
+
+def _encode_short(reader: _Reader, texts: Sequence[str], room: int) -> list[list[int]]:
+    """Return each text's ids with at most room tokens beside the special ones.
+
+    A tokenizer's own limit belongs to all who use it, so these are cut between the two halves of its work.
+    """
+    tokenizer = reader.tokenizer
+    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    for encoding in encodings:
+        encoding.truncate(room)
+    return [tokenizer.post_process(encoding, None, reader.add_special_tokens).ids for encoding in encodings]
+
+
+def _pair_short(
+    tokenizer: tokenizers.Tokenizer, query: str, documents: Sequence[str], room: int
+) -> list[tokenizers.Encoding]:
+    """Return the encodings of pairs with at most room tokens beside the special ones, cut as the library does it.
+
+    Source: tokenizers 0.22, `truncate_encodings` with LongestFirst.
+    """
+    pairs: list[tokenizers.Encoding] = []
+    whole_query, *encoded = tokenizer.encode_batch_fast([query, *documents], add_special_tokens=False)
+    for document in encoded:
+        head = tokenizers.Encoding.merge([whole_query], growing_offsets=False)  # a copy: `truncate` is in place
+        shorter, longer = sorted((len(head), len(document)))
+        longer = min(longer, max(shorter, room - shorter))
+        if shorter + longer > room:
+            shorter, longer = room // 2, room - room // 2
+        is_head_longer = len(head) > len(document)
+        head.truncate(longer if is_head_longer else shorter)
+        document.truncate(shorter if is_head_longer else longer)
+        pairs.append(tokenizer.post_process(head, document))
+    return pairs
 
 
 def _with_marker(tokenizer: tokenizers.Tokenizer, prefix: str) -> tokenizers.Tokenizer:
@@ -197,11 +267,13 @@ def _with_marker(tokenizer: tokenizers.Tokenizer, prefix: str) -> tokenizers.Tok
     return tokenizer
 
 
-def encode_stub_texts(card: ModelCard, texts: Sequence[str]) -> tuple[BytesArray, Int32Array, Int32Array]:
+def encode_stub_texts(
+    card: ModelCard, texts: Sequence[str], max_tokens: int | None = None
+) -> tuple[BytesArray, Int32Array, Int32Array]:
     """Return (text, text_offsets, cu_seqlens) for a stub model, which reads text and not tokens.
 
     text (bytes,) uint8 is the UTF-8 of all texts back to back and text_offsets (n + 1,) int32 bounds each;
-    cu_seqlens (n + 1,) int32 bounds their costs. Raises BadRequest when the card is no stub or a text is not valid
+    cu_seqlens (n + 1,) int32 bounds their costs. max_tokens cuts what is longer. Raises BadRequest when the card is no stub or a text is not valid
     Unicode.
     """
     if card.stub is None:
@@ -210,9 +282,10 @@ def encode_stub_texts(card: ModelCard, texts: Sequence[str]) -> tuple[BytesArray
         encoded = [text.encode() for text in texts]
     except UnicodeEncodeError as exc:
         raise unicode_error(texts, exc) from None
+    if max_tokens is not None:
+        encoded = [part[: max_tokens * BYTES_PER_TOKEN] for part in encoded]
     sizes = [len(part) for part in encoded]
-    max_tokens = card.stub.max_tokens
-    costs = (count_stub_tokens(size, max_tokens) for size in sizes)
+    costs = (count_stub_tokens(size, card.stub.max_tokens) for size in sizes)
     return np.frombuffer(b"".join(encoded), np.uint8), bounds_of(sizes, len(texts)), bounds_of(costs, len(texts))
 
 

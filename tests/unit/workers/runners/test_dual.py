@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 from pathlib import Path
@@ -51,7 +52,7 @@ class Dual:
 
     def tokens(self, texts: list[str]) -> list[NDArray[np.int32]]:
         ids, bounds = Tokenizer.load(self.card).encode_texts(texts)
-        return [ids[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+        return [ids[start:end] for start, end in itertools.pairwise(bounds)]
 
     def image(self, picture: Image.Image) -> NDArray[np.uint8]:
         assert self.card.image is not None
