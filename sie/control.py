@@ -110,6 +110,12 @@ class ModelReport(msgspec.Struct, tag=True, frozen=True):
     error: WireError | None = None
 
 
+class MemoryShort(msgspec.Struct, tag=True, frozen=True):
+    """Worker to supervisor: a step of this model found no memory; another model may have to go."""
+
+    model: str
+
+
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One model as every frontend sees it.
 
@@ -197,7 +203,7 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
 
 Message = (
     Hello | Configure | Attach | Ready | LoadModel | Load | Unload | ModelReport | Models | WorkerDown | Quarantine
-    | PeerFault | Spilled | Touch | Ping | Pong | Drain
+    | PeerFault | Spilled | Touch | Ping | Pong | Drain | MemoryShort
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

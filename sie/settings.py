@@ -149,6 +149,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_queued_tokens: Annotated[
         int, Meta(ge=1, le=1 << 32, description="Most tokens waiting for one worker; over it is 503 QUEUE_FULL.")
     ] = 1 << 20
+    oom_retry_after_s: Annotated[
+        int, Meta(ge=1, le=60, description="`Retry-After` of 503 RESOURCE_EXHAUSTED: no memory for an item even alone.")
+    ] = 5
     request_timeout_s: Annotated[
         float, Meta(ge=0.001, le=3600, description="Deadline of a request; a header may only lower it.")
     ] = 60.0

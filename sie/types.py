@@ -34,6 +34,10 @@ class StubOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Width of each token's vector; 0 leaves that output out."""
     score: bool = False
     """Whether it also scores pairs."""
+    memory_mb: int = 0
+    """MiB that it says its weights take; it takes none."""
+    oom_tokens: int = 0
+    """A step of more tokens than this finds no memory; 0: every step finds some."""
 
 
 class SparseOutput(msgspec.Struct, frozen=True, kw_only=True):

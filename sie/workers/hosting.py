@@ -6,7 +6,6 @@ loop's own thread, so a model's state changes only between steps.
 
 from __future__ import annotations
 
-import gc
 import os
 import queue
 import threading
@@ -19,6 +18,8 @@ from sie.control import ModelReport
 from sie.errors import Internal, SieError, WireError, to_wire
 from sie.logs import get_logger
 from sie.types import ModelCard, ModelState
+from sie.workers.faults import is_out_of_memory
+from sie.workers.memory import free_cached
 from sie.workers.runners import Runner
 
 _log = get_logger(__name__)
@@ -80,7 +81,7 @@ class Host:
     def finish_unload(self, model: str) -> None:
         """Free a model."""
         del self.models[model]
-        gc.collect()
+        free_cached()
         self._send(ModelReport(model, "available", self.device))
 
     def collect(self) -> list[Hosted]:
@@ -139,6 +140,6 @@ class Host:
 def _load_error(card: ModelCard, error: BaseException) -> WireError:
     if isinstance(error, SieError):
         return to_wire(error)
-    kind = "OOM" if isinstance(error, MemoryError) or "out of memory" in str(error) else "UNKNOWN"
+    kind = "OOM" if is_out_of_memory(error) else "UNKNOWN"
     reason = f"{type(error).__name__} while loading; the server's log has the details"
     return to_wire(Internal(f"Model '{card.id}': {reason}", extras={"error_class": kind}))

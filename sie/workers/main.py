@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.pages import CounterPage
 from sie.types import ModelCard
+from sie.workers.faults import EXIT_STATUS, DeviceLostError
 from sie.workers.hosting import Host
 from sie.workers.loop import Loop
 from sie.workers.runners import Runner
@@ -62,7 +64,11 @@ def main() -> int:
         on_loaded=_gpu_telemetry_starter(launch, counters),
     )
     channel.send(Ready())
-    loop.run()
+    try:
+        loop.run()
+    except DeviceLostError as error:
+        _log.critical("the device is lost to this process: %s", error)
+        os._exit(EXIT_STATUS)  # libraries that clean up at the exit would ask the device, and may hang
     return 0
 
 

@@ -23,6 +23,7 @@ PURE_FILES = (
     "frontend/placement.py",
     "frontend/prompts.py",
     "supervisor/restart.py",
+    "workers/ceilings.py",
     "workers/scheduler.py",
     "workers/kv.py",
 )
