@@ -31,7 +31,7 @@ class ModelRow(msgspec.Struct, frozen=True, omit_defaults=True):
 def check_models(loaded: Loaded) -> dict[str, tuple[ModelSpec, Start]]:
     """Return the spec of every configured model by id.
 
-    Raises SettingsError for a spec that cannot be read, for an id named twice and for an unknown default model.
+    Raises SettingsError for a spec that cannot be read, for an id named twice and for a default or pinned model that is unknown.
     """
     specs: dict[str, tuple[ModelSpec, Start]] = {}
     models = loaded.settings.models
@@ -48,6 +48,11 @@ def check_models(loaded: Loaded) -> dict[str, tuple[ModelSpec, Start]]:
     if models.default_model and models.default_model not in specs:
         source = loaded.sources["default_model"]
         raise SettingsError(f"default_model (from {source}): {models.default_model!r} is none of the models served")
+    for name in models.pinned:
+        if name not in specs:
+            raise SettingsError(
+                f"pinned_model (from {loaded.sources['pinned_model']}): {name!r} is none of the models served"
+            )
     return specs
 
 

@@ -63,6 +63,10 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     machine_profile: Annotated[
         str, Meta(description="What `X-SIE-MACHINE-PROFILE` must match; empty takes the type of the GPU.")
     ] = ""
+    admin_from: Annotated[
+        Literal["loopback", "nobody", "everybody"],
+        Meta(description="Who may load and unload models; loopback: clients on this host, not through a proxy."),
+    ] = "loopback"
     pool_name: Annotated[str, Meta(description="Pool this server says it belongs to.")] = ""
     bundle: Annotated[str, Meta(description="Bundle this server says it serves.")] = ""
 
@@ -106,6 +110,25 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     idle_unload_s: Annotated[
         float, Meta(ge=0, le=604800, description="Unload a lazy model unused for this long; 0 never does.")
     ] = 0.0
+    pinned: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Lazy model that only a request to unload it takes away once it is loaded; repeatable.",
+            extra={"form": "the ID of a lazy_model"},
+        ),
+    ] = field(default=(), name="pinned_model")
+    memory_pressure_pct: Annotated[
+        float,
+        Meta(
+            ge=1,
+            le=100,
+            description="Share of a device's memory over which lazy models go, least recently used first.",
+        ),
+    ] = 95.0
+    max_model_bytes: Annotated[
+        int,
+        Meta(ge=0, le=1 << 50, description="Most memory that the models of one device take; 0: what the device has."),
+    ] = 0
 
 
 class Devices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

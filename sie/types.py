@@ -108,6 +108,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     dims: dict[str, int] = {}
     max_sequence_length: int | None = None
     vocab_size: int = 0
+    num_weights: int = 0
+    """Numbers in the checkpoint's safetensors; 0 when that is not known."""
     tokenizer_file: str = ""
     """Absolute path of the `tokenizer.json` to use; empty when the worker takes text."""
     lowercase: bool = False

@@ -21,6 +21,7 @@ from sie.catalog.hub import Progress, fetch
 from sie.catalog.spec import ModelSpec
 from sie.catalog.stub import stub_card
 from sie.catalog.tokenizer import convert_tokenizer
+from sie.catalog.weights import with_num_weights
 from sie.errors import Internal, SieError, WireError, to_wire
 from sie.types import ModelCard
 
@@ -75,7 +76,7 @@ def prepare(request: Request, on_progress: Progress) -> ModelCard:
         on_progress(1.0, "reading the chat template")
         score = msgspec.structs.replace(card.score, template=read_pair_template(card))
         card = msgspec.structs.replace(card, score=score)
-    return card
+    return with_num_weights(card)
 
 
 def main(arguments: list[str]) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
 from sie.catalog.stub import stub_card
+from sie.catalog.weights import with_num_weights
 from sie.errors import SieError
 from sie.logs import configure
 from sie.model_list import check_models
@@ -80,7 +81,7 @@ def _read_local_card(spec: ModelSpec) -> ModelCard | None:
     if spec.stub is not None:
         return stub_card(spec)
     card = None if spec.directory is None else read_card(spec, spec.directory)
-    return card if card is not None and card.tokenizer_file else None
+    return with_num_weights(card) if card is not None and card.tokenizer_file else None
 
 
 def _check_memory(settings: Settings, num_frontends: int, num_workers: int) -> None:

@@ -41,6 +41,7 @@ _SLACK = 10
 _FIRST_TOKEN_NS = 2_000_000
 _MIN_ALLOWED_NS = 1_000_000_000
 _BEAT_NS = 500_000_000
+_TEND_NS = 1_000_000_000
 _IDLE_ALLOWED_NS = 2_000_000_000
 """How long a turn without a step may take: over the idle wait."""
 
@@ -59,10 +60,13 @@ class Loop:
         budget: Budget,
         large: LargeBudget,
         on_loaded: Callable[[ModelCard], None],
+        read_memory: Callable[[], control.MemoryReport] | None = None,
     ) -> None:
+        """Report what read_memory returns once a second, if it is given."""
         self._settings = settings
         self._large = large
         self._tell_loaded = on_loaded
+        self._read_memory = read_memory
         self._channel = channel
         self._host = host
         self._page = page
@@ -86,6 +90,7 @@ class Loop:
         self._ns_per_token = float(_FIRST_TOKEN_NS)
         self._num_steps = 0
         self._beat_ns = 0
+        self._tended_ns = 0
         self._watch(channel.fileno(), self._on_control)
         self._watch(host.event_fd, self._on_loaded)
 
@@ -108,6 +113,8 @@ class Loop:
         now_ns = time.monotonic_ns()
         if now_ns - self._beat_ns > _BEAT_NS:
             self._beat(now_ns)
+        if now_ns - self._tended_ns > _TEND_NS:
+            self._tend(now_ns)
         step = plan_step(self._state, self._budget, now_ns)
         if step is not None:
             self._state.remove(step)
@@ -118,8 +125,13 @@ class Loop:
         """Say that the loop turns: between steps, too, a worker that stands still must be found."""
         self._beat_ns = now_ns
         self._page.write(self._num_steps, now_ns, _IDLE_ALLOWED_NS, "idle")
-        if self._state.ceilings:
-            drop_outgrown(self._state.ceilings, self._budget.max_tokens, now_ns)
+
+    def _tend(self, now_ns: int) -> None:
+        """Do what is due about once a second."""
+        self._tended_ns = now_ns
+        drop_outgrown(self._state.ceilings, self._budget.max_tokens, now_ns)
+        if self._read_memory is not None:
+            self._channel.send(self._read_memory())
 
     # --- what comes in --------------------------------------------------------------------------------------------
 
@@ -165,6 +177,7 @@ class Loop:
             self._metrics.set_model(card.id, self._host.device, loaded=True, memory_bytes=runner.memory_bytes)
             self._tell_loaded(card)
             calm_collector()
+            self._tended_ns = 0
 
     def _attach(self, message: control.Attach, fds: list[int]) -> None:
         """Send our offer and go on: a frontend that is stopped must not stop this loop."""
@@ -357,5 +370,6 @@ class Loop:
         for model in self._host.unloading():
             if model not in self._state.queues and model not in self._parked:
                 self._host.finish_unload(model)
+                self._tended_ns = 0  # what is free now matters to loads that wait
                 self._metrics.set_model(model, self._host.device, loaded=False, memory_bytes=0)
         self._metrics.set_extents_in_use(sum(link.num_leased for link in self._links.values()))

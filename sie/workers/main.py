@@ -21,6 +21,7 @@ from sie.types import ModelCard
 from sie.workers.faults import EXIT_STATUS, DeviceLostError
 from sie.workers.hosting import Host
 from sie.workers.loop import Loop
+from sie.workers.memory import measure
 from sie.workers.runners import Runner
 from sie.workers.scheduler import Budget
 from sie.workers.telemetry import GpuTelemetry, WorkerMetrics, gpu_identity
@@ -62,6 +63,7 @@ def main() -> int:
         budget=_budget(launch, settings),
         large=LargeBudget(launch.max_large_bytes),
         on_loaded=_gpu_telemetry_starter(launch, counters),
+        read_memory=lambda: measure(launch.device),
     )
     channel.send(Ready())
     try:

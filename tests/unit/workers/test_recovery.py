@@ -153,7 +153,7 @@ async def test_failed_step_s_tensors_are_gone_when_the_next_one_runs(rig: Rig) -
 
 @in_rig()
 async def test_recovery_is_counted_and_asks_for_another_model_s_memory_once_a_step(rig: Rig) -> None:
-    worker, runner = start_small(rig, 2)
+    worker, _runner = start_small(rig, 2)
     requests = [rig.submit([i]) for i in range(1, 9)]
     await rig.serve(worker)
     for pending in requests:
