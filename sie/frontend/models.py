@@ -50,6 +50,8 @@ class ModelTable:
         for entry in message.entries:
             if entry.card.tokenizer_file and entry.state in ("loading", "loaded"):
                 self._start_tokenizer(entry)
+            elif entry.state in ("unloading", "available"):  # its file may be another one when it is loaded again
+                self._tokenizers.pop(entry.card.id, None)
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -98,6 +100,10 @@ class ModelTable:
             else:
                 return entry
             entry = self.entries.get(entry.card.id, entry)
+
+    async def wait_changed(self) -> None:
+        """Wait for the supervisor's next word on any model."""
+        await self._changed.wait()
 
     async def tokenizer(self, entry: ModelEntry) -> Tokenizer:
         """Return a model's tokenizer. Raises Internal when its file cannot be read."""

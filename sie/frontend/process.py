@@ -19,6 +19,7 @@ from typing import Any, Final
 from sie import __version__, control, process
 from sie.control import Channel, ChannelClosedError, Launch, Models
 from sie.errors import BadRequest, ClientGone, SieError
+from sie.frontend.admin import ModelAdmin
 from sie.frontend.body import BodyReader
 from sie.frontend.dialects.openai import DEFAULT_MODEL
 from sie.frontend.encode import Encoder
@@ -62,6 +63,7 @@ class FrontendProcess:
         self._channel = channel
         self._pool = ThreadPoolExecutor(2, "tokenize")
         self.models = ModelTable(self._pool, self._ask_load)
+        self.admin = ModelAdmin(self.models, self._send)
         memory = settings.memory
         budget = LargeBudget(launch.max_large_bytes)
         self._space = OutboundSpace.create(
@@ -187,6 +189,8 @@ class FrontendProcess:
                 self.engine.place_held()
             case control.Quarantine(digest):
                 self.engine.quarantine(digest)
+            case control.Managed(number):
+                self.admin.on_begun(number)
             case control.Ping(number):
                 self._send(control.Pong(number))
             case control.Drain():
