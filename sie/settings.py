@@ -104,6 +104,7 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_retry_s: Annotated[
         float, Meta(ge=1, le=1800, description="Wait before a failed load may be tried again; doubles each time.")
     ] = 30.0
+    loading_retry_after_s: Annotated[int, Meta(ge=1, le=60, description="`Retry-After` of 503 MODEL_LOADING.")] = 5
     wait_for_load: Annotated[
         bool, Meta(description="Native requests wait for a model that loads, instead of 503 MODEL_LOADING at once.")
     ] = False

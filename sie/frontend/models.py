@@ -18,15 +18,17 @@ from sie.frontend.tokenize import Tokenizer
 from sie.logs import get_logger
 
 _log = get_logger(__name__)
-_LOADING_RETRY_S = 5
-"""`Retry-After` of a model that loads. Source: SIE API reference, section 12."""
 
 
 class ModelTable:
     """All models of the server. `entries` is replaced as a whole and keeps the order of the command line."""
 
-    def __init__(self, pool: ThreadPoolExecutor, ask_load: Callable[[str], None]) -> None:
+    def __init__(
+        self, pool: ThreadPoolExecutor, ask_load: Callable[[str], None], *, loading_retry_after_s: int = 5
+    ) -> None:
+        """Default `Retry-After` of a model that loads: SIE API reference, section 12."""
         self._pool = pool
+        self._loading_retry_after_s = loading_retry_after_s
         self._ask_load = ask_load
         self._tokenizers: dict[str, tuple[str, asyncio.Future[Tokenizer]]] = {}
         self.entries: dict[str, ModelEntry] = {}
@@ -80,7 +82,8 @@ class ModelTable:
         if entry.state == "failed" and entry.error is not None:
             error = from_wire(entry.error)
             raise ModelLoadFailed(f"Model '{model}' failed to load: {error.message}", extras=error.extras)
-        raise Unavailable(f"Model '{model}' is loading; retry in {_LOADING_RETRY_S} s", retry_after_s=_LOADING_RETRY_S)
+        wait_s = self._loading_retry_after_s
+        raise Unavailable(f"Model '{model}' is loading; retry in {wait_s} s", retry_after_s=wait_s)
 
     async def wait_serving(self, entry: ModelEntry, deadline_ns: int) -> ModelEntry:
         """Return a model's entry once it can be served: what `check_serving` refuses as loading waits here.

@@ -62,7 +62,9 @@ class FrontendProcess:
         self._loop = loop
         self._channel = channel
         self._pool = ThreadPoolExecutor(2, "tokenize")
-        self.models = ModelTable(self._pool, self._ask_load)
+        self.models = ModelTable(
+            self._pool, self._ask_load, loading_retry_after_s=settings.models.loading_retry_after_s
+        )
         self.admin = ModelAdmin(self.models, self._send)
         memory = settings.memory
         budget = LargeBudget(launch.max_large_bytes)
@@ -326,6 +328,7 @@ def _facts(settings: Settings, launch: Launch) -> ServerFacts:
         pool_name=settings.server.pool_name,
         bundle=settings.server.bundle,
         max_batch_requests=settings.scheduler.max_step_items,
+        memory_threshold_pct=settings.models.memory_pressure_pct,
     )
 
 

@@ -109,6 +109,6 @@ class Rooms:
 
 def _refusal(device: str, needed: int, short: int) -> str:
     return (
-        f"needs about {needed >> 20} MiB on {device}, {-(-short >> 20)} MiB more than there would be "
-        "without every model that may be unloaded for it (memory_pressure_pct, max_model_bytes)"
+        f"needs about {needed >> 20} MiB on {device}, {-(-short >> 20)} MiB more than unloading others would free "
+        "(memory_pressure_pct, max_model_bytes)"
     )
