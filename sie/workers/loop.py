@@ -130,6 +130,8 @@ class Loop:
         """Do what is due about once a second."""
         self._tended_ns = now_ns
         drop_outgrown(self._state.ceilings, self._budget.max_tokens, now_ns)
+        for link in self._links.values():
+            link.retry()  # a lease that ended here, without a release, may have made room
         if self._read_memory is not None:
             self._channel.send(self._read_memory())
 
