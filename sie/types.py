@@ -38,6 +38,8 @@ class StubOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """MiB that it says its weights take; it takes none."""
     oom_tokens: int = 0
     """A step of more tokens than this finds no memory; 0: every step finds some."""
+    lost_tokens: int = 0
+    """A step of more tokens than this loses its device; 0: no step does."""
 
 
 class SparseOutput(msgspec.Struct, frozen=True, kw_only=True):

@@ -79,3 +79,12 @@ def test_a_step_without_memory_takes_it_from_the_model_that_nobody_uses():
         eventually(lambda: state(server, "stub/b") == "available", "it was unloaded")
         assert total(server.port, "sie_oom_evictions_triggered_total", model="stub/b") == 1
         load(server, "stub/b")
+
+
+def test_a_lost_device_costs_its_worker_and_an_input_that_loses_it_twice_is_refused():
+    with start_server("--model", "stub/a=stub:dense=16,lost_tokens=8") as server:
+        response = encode(server.port, "stub/a", ["x" * 36])
+        assert (response.status, response.code()) == (422, "POISON_INPUT")
+        assert "ended with status 75" in server.log_line("worker-0 ended")
+        assert total(server.port, "sie_worker_restarts_total") == 2
+        assert np.array_equal(dense_rows(encode(server.port, "stub/a", ["x"])), stub_rows(["x"], 16))

@@ -55,9 +55,11 @@ class StubRunner:
 
     def _take_time(self, texts: Sequence[bytes | memoryview]) -> None:
         options = self._options
-        if options.latency_ms or options.per_token_us or options.oom_tokens:
+        if options.latency_ms or options.per_token_us or options.oom_tokens or options.lost_tokens:
             tokens = sum(count_stub_tokens(len(text), options.max_tokens) for text in texts)
-            if options.oom_tokens and tokens > options.oom_tokens:
+            if 0 < options.lost_tokens < tokens:
+                raise RuntimeError(f"CUDA error: unspecified launch failure (a stub's step of {tokens} tokens)")
+            if 0 < options.oom_tokens < tokens:
                 raise MemoryError(f"a stub's step of {tokens} tokens, over oom_tokens")
             time.sleep(options.latency_ms / 1e3 + tokens * options.per_token_us / 1e6)
 
