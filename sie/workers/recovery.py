@@ -77,11 +77,12 @@ class Recovery:
         """Run the items in steps of at most half the tokens and half the items of the smallest that failed.
 
         So at most log2(items) steps of several items fail, and one for each item that finds no memory alone: its
-        request ends with RESOURCE_EXHAUSTED. Shortest first, so that the longest are alone in the end.
+        request ends with RESOURCE_EXHAUSTED. Shortest first, so that the longest are alone in the end, but behind those
+        that lead them.
         """
         self._metrics.count_oom(families.OOM_ATTEMPTED, card.id)
         self._ask_for_memory(card.id)
-        waiting = deque(sorted(items, key=_num_tokens))
+        waiting = deque(sorted(items, key=_by_length))
         max_items, max_tokens = self._shrink(card, items, error)
         num_lost = 0
         while waiting:
@@ -135,5 +136,5 @@ def _take(waiting: deque[Waiting], max_items: int, max_tokens: int) -> list[Wait
     return chunk
 
 
-def _num_tokens(item: Waiting) -> int:
-    return item.num_tokens
+def _by_length(item: Waiting) -> int:
+    return 0 if item.leads else item.num_tokens

@@ -74,7 +74,7 @@ class Office:
 
     def tell(self, state: Any, error: SieError | None = None) -> None:
         entry = ModelEntry(
-            card=ModelCard(id="m", kind="stub"), state=state, workers=(0,) if state == "loaded" else (),
+            card=ModelCard(id="m", kind="stub", profiles={"default": {}, "p": {}}), state=state, workers=(0,) if state == "loaded" else (),
             error=to_wire(error) if error else None,
         )  # fmt: skip
         self.table.update(Models((entry,), True))
@@ -112,6 +112,13 @@ def test_answer_comes_when_it_is_done(verb, states, status):
     office = Office(*states)
     assert office.ask(verb, {"model_id": "m"}) == (200, {"model_id": "m", "status": status})
     assert [(message.action, message.model) for message in office.asked] == [(verb, "m")]
+
+
+def test_entry_of_a_profile_stands_for_its_model():
+    office = Office("loaded")
+    assert office.ask("load", {"model_id": "m:p"}) == (200, {"model_id": "m:p", "status": "loaded"})
+    assert [message.model for message in office.asked] == ["m"]
+    assert office.ask("load", {"model_id": "m:x"})[0] == 404
 
 
 def test_what_goes_on_at_the_deadline_is_202():

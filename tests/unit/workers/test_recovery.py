@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sie import control, families
 from sie.errors import BadRequest, ResourceExhausted
+from sie.shm.pages import CounterPage
 from sie.workers.ceilings import Ceiling, drop_outgrown, lower_ceiling
 from sie.workers.faults import DeviceLostError, is_out_of_memory, is_sticky
+from sie.workers.recovery import Recovery
 from sie.workers.scheduler import Budget, State, Waiting, plan_step
-from tests.unit.engine_rig import Rig, SumRunner, checksum, in_rig
+from sie.workers.telemetry import WorkerMetrics
+from tests.unit.engine_rig import Rig, SumRunner, card, checksum, in_rig
 
 ASSERT = "CUDA error: device-side assert triggered"
 
@@ -270,3 +274,23 @@ def test_errors_of_a_device_are_told_apart(text, out_of_memory, sticky):
     error = RuntimeError(text)
     assert (is_out_of_memory(error), is_sticky(error)) == (out_of_memory, sticky)
     assert is_out_of_memory(MemoryError())
+
+
+def test_items_that_lead_run_no_later_than_those_that_follow_them():
+    ran: list[list[int]] = []
+
+    def attempt(_runner: Any, _card: Any, items: list[Waiting]) -> None:
+        ran.append([item.index for item in items])
+        if sum(item.num_tokens for item in items) > 9:
+            raise MemoryError
+
+    request = SimpleNamespace(ended=False)
+    items = [Waiting(request, index, tokens, 0, 0, leads=index == 0) for index, tokens in enumerate((8, 3, 2, 1))]
+    page = CounterPage.create(1 << 16)
+    recovery = Recovery(
+        attempt, ceilings={}, metrics=WorkerMetrics(page, "0"), retry_after_s=5, ask_for_memory=lambda _model: None
+    )
+    recovery.recover(SumRunner(card("m")), card("m"), items, MemoryError())
+    page.close()
+    assert ran[0][0] == 0
+    assert sorted(index for step in ran for index in step) == [0, 1, 2, 3]
