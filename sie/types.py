@@ -135,6 +135,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     late: LateInteraction | None = None
     missing_outputs: dict[str, str] = {}
     """Outputs that the model is known for and that this checkpoint cannot give, with the reason."""
+    profiles: dict[str, dict[str, Any]] = {}
+    """The options of each profile by its name; none at all stands for one `default` without options."""
 
     @property
     def wire_outputs(self) -> list[str]:
@@ -358,6 +360,8 @@ class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     """Outputs by which item 0 of a score is compared with the others, each with its weight in the sum."""
     task: bytes = b""
     """An `ExtractTask` as msgpack, for a model whose worker answers with whole extractions."""
+    expand_to: int | None = None
+    """Length that queries are filled up to in place of the card's own; None: the card's."""
 
 
 class ReplyHeader(msgspec.Struct, array_like=True, frozen=True):

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from sie.errors import BadRequest
+from sie.frontend.options import token_limit
 from sie.frontend.pairs import Arrays
 from sie.frontend.prompts import apply_prompt
 from sie.frontend.tokenize import Tokenizer
@@ -76,7 +77,7 @@ def comparison_arrays(card: ModelCard, tokenizer: Tokenizer, request: ScoreReque
     """
     query = apply_prompt(card, [request.query], request.options, request.instruction, is_query=True)
     documents = apply_prompt(card, request.documents, request.options, None, is_query=False)
-    query_ids, _ = tokenizer.encode_texts(query, is_query=True)
-    document_ids, bounds = tokenizer.encode_texts(documents)
+    query_ids, _ = tokenizer.encode_texts(query, True, token_limit(request.options, is_query=True))
+    document_ids, bounds = tokenizer.encode_texts(documents, False, token_limit(request.options, is_query=False))
     cu_seqlens = np.concatenate(([0], bounds + len(query_ids)), dtype=np.int32)
     return [("cu_seqlens", cu_seqlens), ("token_ids", np.concatenate((query_ids, document_ids)))]

@@ -20,6 +20,7 @@ from sie.frontend.comparisons import comparison_arrays
 from sie.frontend.engine import ShmEngine
 from sie.frontend.links import Pending, Reply
 from sie.frontend.models import ModelTable
+from sie.frontend.options import shorter_expansion
 from sie.frontend.pairs import Arrays, pair_arrays
 from sie.frontend.replies import timing_of
 from sie.frontend.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
@@ -60,7 +61,8 @@ class Scorer:
         took_ns = time.monotonic_ns() - began_ns
         if request.compared:
             header = WorkHeader(entry.card.id, "score", len(request.documents) + 1, (),
-                                normalize=request.options.get("normalize"), compared=request.compared)  # fmt: skip
+                                normalize=request.options.get("normalize"), compared=request.compared,
+                                expand_to=shorter_expansion(entry.card, request.options))  # fmt: skip
         else:
             header = WorkHeader(entry.card.id, "score", len(request.documents), ())
         return self._engine.submit(header, arrays, int(arrays[0][1][-1]), deadline_ns), took_ns
@@ -78,7 +80,7 @@ class Scorer:
 def _arrays(card: ModelCard, tokenizer: Tokenizer | None, request: ScoreRequest) -> Arrays:
     if request.compared and tokenizer is not None:
         return comparison_arrays(card, tokenizer, request)
-    return pair_arrays(card, tokenizer, request.query, request.documents, request.instruction)
+    return pair_arrays(card, tokenizer, request.query, request.documents, request.instruction, options=request.options)
 
 
 def read_scores(reply: Reply, request: ScoreRequest, began_ns: int, tokenization_ns: int) -> ScoreReply:

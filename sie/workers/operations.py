@@ -70,9 +70,10 @@ def costs_of(request: Request, card: ModelCard) -> list[int]:
     costs = request.costs
     if card.late is None:
         return costs
+    expand_to = card.late.expand_to if request.header.expand_to is None else request.header.expand_to
     if request.comparison is not None:
-        return [max(costs[0], card.late.expand_to), *costs[1:]]
-    return [max(cost, card.late.expand_to) for cost in costs] if request.header.is_query else costs
+        return [max(costs[0], expand_to), *costs[1:]]
+    return [max(cost, expand_to) for cost in costs] if request.header.is_query else costs
 
 
 def forward(runner: Any, items: list[Waiting]) -> StepOutputs:

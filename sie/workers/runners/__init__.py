@@ -64,16 +64,22 @@ class Want(Protocol):
         """Whether it is a query, for a model that treats queries unlike documents."""
         ...
 
+    @property
+    def expand_to(self) -> int | None:
+        """Length that a query is filled up to, if not the card's own."""
+        ...
+
 
 class Comparison:
     """A query that documents are compared with, over as many steps as they take; one for each request."""
 
-    __slots__ = ("normalize", "output_types", "outputs", "query")
+    __slots__ = ("expand_to", "normalize", "output_types", "outputs", "query")
 
     def __init__(self, header: WorkHeader) -> None:
         self.outputs = header.compared
         self.output_types = tuple(output for output, _ in header.compared)
         self.normalize = header.normalize
+        self.expand_to = header.expand_to
         self.query: Any = None
         """What the runner keeps of the query once it ran."""
 
@@ -88,6 +94,11 @@ class Side(NamedTuple):
     def output_types(self) -> tuple[str, ...]:
         """Which of the card's outputs are compared."""
         return self.comparison.output_types
+
+    @property
+    def expand_to(self) -> int | None:
+        """To how many tokens a query is filled up, where not to the card's own number."""
+        return self.comparison.expand_to
 
 
 class StepOutputs(NamedTuple):

@@ -78,7 +78,7 @@ class OutputsRunner:
         """Return the tokens of each input, short queries filled up, and how many of them are seen."""
         expand = self._heads.expansion
         return [
-            expand(ids) if expand is not None and want.is_query else (ids, len(ids))
+            expand(ids, want.expand_to) if expand is not None and want.is_query else (ids, len(ids))
             for ids, want in zip(inputs, wants, strict=True)
         ]
 

@@ -32,9 +32,12 @@ class QueryExpansion:
         self._filler = np.full(late.expand_to, token_id, np.int32)
         self._is_attended = late.attend_to_expansion
 
-    def __call__(self, token_ids: NDArray[np.int32]) -> tuple[NDArray[np.int32], int]:
-        """Return the filled up query and how many of its tokens, from the first, are seen by others."""
-        missing = len(self._filler) - len(token_ids)
+    def __call__(self, token_ids: NDArray[np.int32], length: int | None = None) -> tuple[NDArray[np.int32], int]:
+        """Return the filled up query and how many of its tokens, from the first, are seen by others.
+
+        length takes the place of the checkpoint's own, which is the longest.
+        """
+        missing = min(len(self._filler), len(self._filler) if length is None else length) - len(token_ids)
         if missing <= 0:
             return token_ids, len(token_ids)
         filled = np.concatenate((token_ids, self._filler[:missing]))

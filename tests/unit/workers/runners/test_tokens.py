@@ -147,6 +147,25 @@ def test_family_equals_multi_vector_encoder(
     _assert_close(rows, _reference(sentence_transformers, directory, texts, task))
 
 
+@pytest.mark.parametrize(
+    ("layout", "rules", "shorter"),
+    [
+        (write_own, FIXED, {"query_expansion": {**FIXED["query_expansion"], "length": 6}}),
+        (write_own, {"query_length": 12}, {"query_length": 6}),
+    ],
+)
+def test_a_lower_limit_of_a_request_equals_a_checkpoint_with_that_limit(
+    layout: Layout, rules: Any, shorter: Any, make_checkpoint: Any, serve: Any, texts: Any, sentence_transformers: Any
+) -> None:
+    directory = make_checkpoint("bert")
+    layout(directory, **rules)
+    model = serve(directory)
+    wants = [model.want("multivector", is_query=True, expand_to=6)] * len(texts)
+    rows = model.runner.run_wants(model.inputs(texts, True, 6), wants).multivector
+    _write(directory / "sentence_bert_config.json", shorter)
+    _assert_close(rows, _reference(sentence_transformers, directory, texts, "query"))
+
+
 @pytest.mark.parametrize("family", ["bert", "modernbert", "mpnet"])
 def test_rows_are_the_same_alone_and_among_queries_and_documents(
     family: str, make_checkpoint: Any, serve: Any, texts: Any
