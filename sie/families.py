@@ -91,6 +91,13 @@ MODEL_MEMORY = Family(
     help="Memory that the model's weights take, summed over its workers.",
     labels=("model", "device"),
 )
+LORAS_LOADED = Family(
+    name="sie_loras_loaded",
+    kind="gauge",
+    help="LoRA adapters of the model in memory, on the worker that has the most.",
+    labels=("model",),
+    merge="max",
+)
 REFUSALS = Family(
     name="sie_refusals_total",
     kind="counter",
@@ -216,6 +223,7 @@ FAMILIES: tuple[Family, ...] = (
     QUEUE_DEPTH,
     MODEL_LOADED,
     MODEL_MEMORY,
+    LORAS_LOADED,
     REFUSALS,
     WORKER_RESTARTS,
     STEP_DURATION,

@@ -7,12 +7,12 @@ from typing import Literal
 import msgspec
 
 from sie.catalog.directory import read_card
-from sie.catalog.spec import ModelSpec, parse_model_spec
+from sie.catalog.spec import ModelSpec, parse_adapter_spec, parse_model_spec
 from sie.catalog.stub import stub_card
 from sie.config_sources import SettingsError, Source
 from sie.errors import BadRequest, SieError
 from sie.settings import Loaded
-from sie.types import ModelCard
+from sie.types import AdapterSpec, ModelCard
 
 Start = Literal["preload", "lazy"]
 _HEADINGS = ("MODEL", "START", "DIMS", "MAX TOKENS", "ARCHITECTURE", "SOURCE")
@@ -26,6 +26,7 @@ class ModelRow(msgspec.Struct, frozen=True, omit_defaults=True):
     source: str
     card: ModelCard | None = None
     error: str | None = None
+    loras: tuple[str, ...] = ()
 
 
 def check_models(loaded: Loaded) -> dict[str, tuple[ModelSpec, Start]]:
@@ -51,9 +52,37 @@ def check_models(loaded: Loaded) -> dict[str, tuple[ModelSpec, Start]]:
     return specs
 
 
+def check_adapters(loaded: Loaded) -> list[AdapterSpec]:
+    """Return the spec of every declared adapter; `check_models` has passed.
+
+    Raises SettingsError for a spec that cannot be read, for an adapter named twice and for one whose model is not
+    served, or is a stub while it is not, or the other way round.
+    """
+    specs: dict[tuple[str, str], AdapterSpec] = {}
+    models = check_models(loaded)
+    for text in loaded.settings.models.loras:
+        where = f"lora (from {loaded.sources['lora']})"
+        try:
+            spec = parse_adapter_spec(text)
+        except BadRequest as error:
+            raise SettingsError(f"{where}: {error.message}") from None
+        if spec.model not in models:
+            raise SettingsError(f"{where}: {spec.model!r}, of adapter {spec.id!r}, is none of the models served")
+        if (spec.model, spec.id) in specs:
+            raise SettingsError(f"{where}: {spec.id!r} of {spec.model!r} is named twice")
+        if (spec.stub is None) != (models[spec.model][0].stub is None):
+            raise SettingsError(f"{where}: {spec.id!r}: a stub's adapters are stubs, and those of no other model")
+        specs[spec.model, spec.id] = spec
+    return list(specs.values())
+
+
 def list_models(loaded: Loaded) -> list[ModelRow]:
     """Return one row a model, in the order in which they were named."""
-    return [_read(spec, start) for spec, start in check_models(loaded).values()]
+    rows = [_read(spec, start) for spec, start in check_models(loaded).values()]
+    adapters = check_adapters(loaded)
+    return [
+        msgspec.structs.replace(row, loras=tuple(spec.id for spec in adapters if spec.model == row.id)) for row in rows
+    ]
 
 
 def render_table(rows: list[ModelRow]) -> str:
@@ -65,6 +94,8 @@ def render_table(rows: list[ModelRow]) -> str:
         lines.append("  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
         if row is not None and row.error:
             lines.append(f"  cannot be served: {row.error}")
+        if row is not None and row.loras:
+            lines.append(f"  adapters: {', '.join(row.loras)}")
     return "\n".join(lines)
 
 

@@ -36,6 +36,19 @@ class StubOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Whether it also scores pairs."""
 
 
+class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter that requests to one model may name.
+
+    It comes from a directory, from a stub's options, or (neither set) from the hub's repository `id`.
+    """
+
+    model: str
+    id: str
+    directory: str | None = None
+    revision: str | None = None
+    stub: StubOptions | None = None
+
+
 class SparseOutput(msgspec.Struct, frozen=True, kw_only=True):
     """How a checkpoint's sparse vector is computed.
 
@@ -306,6 +319,8 @@ class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     output_types: tuple[str, ...] = ("dense",)
     is_query: bool = False
     """Only ever set for a model whose worker treats queries unlike documents."""
+    lora: str = ""
+    """Id of the adapter that all items run with; empty for the model as it is."""
 
 
 class ReplyHeader(msgspec.Struct, array_like=True, frozen=True):

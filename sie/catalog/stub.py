@@ -11,7 +11,8 @@ H(x) = SHAKE-256 of x and `text` the UTF-8 of the text:
     score        the first three bytes, little-endian, of H(pair) over 2**24: exact in float32; the pair is the length
                  of the query's UTF-8 as uint32, little-endian, then the query and the document
 
-Values are float32. Queries and documents are alike.
+Values are float32. Queries and documents are alike. With an adapter, `text` is "lora", its id in UTF-8, a zero byte and
+then the text's own bytes; how many rows a multivector has follows from that, too.
 """
 
 from __future__ import annotations
@@ -44,3 +45,8 @@ def stub_card(spec: ModelSpec) -> ModelCard:
 def count_stub_tokens(num_bytes: int, max_tokens: int) -> int:
     """Return how many tokens a text of num_bytes UTF-8 bytes costs: one for each four begun, 1 to max_tokens."""
     return min(max(1, -(-num_bytes // BYTES_PER_TOKEN)), max_tokens)
+
+
+def adapted_text(text: bytes, lora: str) -> bytes:
+    """Return the UTF-8 that stands for a text under an adapter."""
+    return b"lora" + lora.encode() + b"\0" + text

@@ -17,6 +17,7 @@ from sie import __version__
 from sie.control import ModelEntry
 from sie.errors import BadRequest, ClientGone, Internal, NotFound, Overloaded, SieError, Unavailable
 from sie.frontend import dashboard, routes
+from sie.frontend.adapters import requested_adapter
 from sie.frontend.dialects import models as models_dialect
 from sie.frontend.dialects import negotiate, openai, rerank, score, sie
 from sie.frontend.links import Reply
@@ -220,7 +221,12 @@ class App:
     async def _run(self, exchange: Exchange, entry: ModelEntry, request: EncodeRequest) -> tuple[EncodeReply, Reply]:
         """Return a request's rows and the reply that holds them, which the caller releases."""
         process = self._process
+        adapter = requested_adapter(request)
+        if adapter is not None:
+            process.adapters.check_declared(entry, adapter)
         entry = await self._serving(exchange, entry)
+        if adapter is not None:
+            entry = await process.adapters.serving(entry, adapter, exchange.deadline_ns if exchange.waits else 0)
         pending, tokenization_ns = await process.encoder.start(entry, request, exchange.deadline_ns)
         process.watch_client(pending, exchange.protocol)
         raw: Reply = await pending.future
@@ -382,4 +388,5 @@ def _info(entry: ModelEntry, created_s: int) -> dict[str, Any]:
             "attempts": extras.get("attempts", 1),
             "permanent": extras.get("permanent", False),
         }
-    return models_dialect.model_info(entry.card, entry.state, last_error, created_s)
+    loras = {name: adapter.state for name, adapter in entry.adapters.items()}
+    return models_dialect.model_info(entry.card, entry.state, last_error, created_s, loras)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from sie.control import ModelEntry
 from sie.errors import BadRequest
+from sie.frontend.adapters import requested_adapter
 from sie.frontend.engine import ShmEngine
 from sie.frontend.links import Pending
 from sie.frontend.models import ModelTable
@@ -45,7 +46,7 @@ class Encoder:
         header = WorkHeader(
             entry.card.id, "encode", count_items(request), (), request.output_dtype or "float32",
             _wants_normalize(request, entry), request.dimensions, request.output_types or ("dense",),
-            entry.card.tells_queries and bool(request.options.get("is_query")),
+            entry.card.tells_queries and bool(request.options.get("is_query")), requested_adapter(request) or "",
         )  # fmt: skip
         self._check_reply_size(header, entry)
         arrays = self._try_prepare(entry, request)

@@ -19,6 +19,7 @@ from typing import Any, Final
 from sie import __version__, control, process
 from sie.control import Channel, ChannelClosedError, Launch, Models
 from sie.errors import BadRequest, ClientGone, SieError
+from sie.frontend.adapters import AdapterTable
 from sie.frontend.body import BodyReader
 from sie.frontend.dialects.openai import DEFAULT_MODEL
 from sie.frontend.encode import Encoder
@@ -62,6 +63,7 @@ class FrontendProcess:
         self._channel = channel
         self._pool = ThreadPoolExecutor(2, "tokenize")
         self.models = ModelTable(self._pool, self._ask_load)
+        self.adapters = AdapterTable(self.models, self._send)
         memory = settings.memory
         budget = LargeBudget(launch.max_large_bytes)
         self._space = OutboundSpace.create(
@@ -256,7 +258,7 @@ class FrontendProcess:
             if now_ns / 1e9 - touched_s >= self._touch_s:
                 touched_s = now_ns / 1e9
                 if self.models.used:
-                    self._send(control.Touch(tuple(self.models.used)))
+                    self._send(control.Touch(tuple(self.models.used), self.adapters.take_used()))
                     self.models.used.clear()
 
     def _watch_the_waiting(self, now_ns: int) -> None:

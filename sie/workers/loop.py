@@ -22,6 +22,7 @@ from sie.shm.large import LargeBudget
 from sie.shm.layout import RELEASE, SUBMIT, Descriptor, ProtocolError
 from sie.shm.segment import ReservationError
 from sie.types import ModelCard
+from sie.workers.adapters import AdapterHost
 from sie.workers.answers import NEVER_FITS, Answers
 from sie.workers.hosting import Host
 from sie.workers.links import FrontendLink, JoiningFrontend
@@ -63,6 +64,7 @@ class Loop:
         self._tell_loaded = on_loaded
         self._channel = channel
         self._host = host
+        self._adapters = AdapterHost(host, channel.send, metrics.set_adapters)
         self._page = page
         self._metrics = metrics
         self._budget = budget
@@ -79,6 +81,7 @@ class Loop:
         self._beat_ns = 0
         self._watch(channel.fileno(), self._on_control)
         self._watch(host.event_fd, self._on_loaded)
+        self._watch(self._adapters.event_fd, self._adapters.collect)
 
     def run(self) -> None:
         """Serve until the supervisor closes the control channel."""
@@ -142,6 +145,8 @@ class Loop:
                     self._host.load(card)
                 case control.Unload(model):
                     self._host.start_unload(model)
+                case control.LoadAdapter() | control.UnloadAdapter():
+                    self._adapters.apply(message)
                 case _:
                     for fd in fds:
                         os.close(fd)
@@ -248,6 +253,9 @@ class Loop:
         runner = self._host.runner(model)
         if runner is None:
             error = Unavailable(f"Model '{model}' is not loaded", code="MODEL_NOT_LOADED")
+            send_error(link, request.request_id, error)
+            return
+        if request.header.lora and (error := self._adapters.refusal(model, request.header.lora)) is not None:
             send_error(link, request.request_id, error)
             return
         now_ns = time.monotonic_ns()
@@ -359,4 +367,6 @@ class Loop:
             if model not in self._state.queues and model not in self._parked:
                 self._host.finish_unload(model)
                 self._metrics.set_model(model, self._host.device, loaded=False, memory_bytes=0)
+                self._adapters.forget(model)
+        self._adapters.settle(lambda model: (*self._state.queues.get(model, ()), *self._parked.get(model, ())))
         self._metrics.set_extents_in_use(sum(link.num_leased for link in self._links.values()))

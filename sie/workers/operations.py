@@ -57,8 +57,15 @@ def forward(runner: Any, items: list[Waiting]) -> StepOutputs:
     inputs = [item.request.inputs[item.index] for item in items]
     if is_score(items):
         return StepOutputs(scores=runner.run_pairs(inputs))
+    loras = _loras(items) if getattr(runner, "adapters", None) else ()
     if runner.takes == "tokens":
-        return StepOutputs(runner.run_tokens(inputs))
+        return StepOutputs(runner.run_tokens(inputs, *loras))
     if runner.takes == "text":
-        return StepOutputs(runner.run_texts(inputs))
-    return runner.run_wants(inputs, [item.request.header for item in items])
+        return StepOutputs(runner.run_texts(inputs, *loras))
+    return runner.run_wants(inputs, [item.request.header for item in items], *loras)
+
+
+def _loras(items: list[Waiting]) -> tuple[list[str], ...]:
+    """Return the argument with each item's adapter, or none when no item has one."""
+    loras = [item.request.header.lora for item in items]
+    return (loras,) if any(loras) else ()

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import msgspec
 
+from sie.errors import BadRequest
 from sie.frontend import score
 from sie.frontend.body_limits import check_json, decode_free_form, decode_typed
 from sie.frontend.dialects.arrays import pack
@@ -88,6 +89,8 @@ def resolve_score(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
     if request.options:
         check_profile(request.options.pop("profile", None))
         check_options(request.options, card, "$.options")
+        if request.options.get("lora_id") is not None:
+            raise BadRequest(f"Model '{card.id}' does not support option 'lora_id' for scores")
     if request.instruction is None:
         request.instruction = request.options.get("instruction")
     return request

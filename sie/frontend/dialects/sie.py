@@ -29,11 +29,12 @@ _ABSENT = msgspec.Raw(b"")
 
 OUTPUT_TYPES = ("dense", "sparse", "multivector")
 OVERFLOW_POLICIES = ("default", "error", "truncate_text")
-_REFUSED_OPTIONS = ("lora_id", "lora", "muvera", "smve", "pooling", "max_seq_length", "query_max_length")
+_REFUSED_OPTIONS = ("lora", "muvera", "smve", "pooling", "max_seq_length", "query_max_length")
 _TYPED_OPTIONS: dict[str, tuple[type, str]] = {
     "is_query": (bool, "bool"),
     "normalize": (bool, "bool"),
     "instruction": (str, "str"),
+    "lora_id": (str, "str"),
     "default_instruction": (str, "str"),
     "query_template": (str, "str"),
     "doc_template": (str, "str"),
