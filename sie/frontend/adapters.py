@@ -66,7 +66,7 @@ class AdapterTable:
             entry = self._models.find(entry.card.id) or entry
 
     def _check_serving(self, entry: ModelEntry, adapter: str) -> None:
-        key = entry.card.id, adapter
+        key = entry.card.id.partition(":")[0], adapter  # what stands behind a colon is a profile, and no model of its own
         state = entry.adapters[adapter]  # declared once is declared for as long as the server runs
         if state.workers:
             self._used.pop(key, None)
@@ -76,7 +76,7 @@ class AdapterTable:
             self._ask(key)
         if state.state == "failed" and state.error is not None:
             raise from_wire(state.error)
-        raise loading(entry.card.id, adapter)
+        raise loading(key[0], adapter)
 
     def take_used(self) -> tuple[tuple[str, str], ...]:
         """Return (model, adapter) of what answered since the last call, the last one used last."""
