@@ -66,7 +66,10 @@ class AdapterTable:
             entry = self._models.find(entry.card.id) or entry
 
     def _check_serving(self, entry: ModelEntry, adapter: str) -> None:
-        key = entry.card.id.partition(":")[0], adapter  # what stands behind a colon is a profile, and no model of its own
+        key = (
+            entry.card.id.partition(":")[0],
+            adapter,
+        )  # what stands behind a colon is a profile, and no model of its own
         state = entry.adapters[adapter]  # declared once is declared for as long as the server runs
         if state.workers:
             self._used.pop(key, None)

@@ -75,7 +75,9 @@ def test_failed_load_is_the_answer_and_may_be_tried_again(counter: Counter, erro
 
 
 def test_adapter_that_nobody_declared_is_refused_by_name(counter: Counter) -> None:
-    with pytest.raises(BadRequest, match=r"Adapter '/etc' of model 'm' not found; the setting 'lora' declares: \['a'\]"):
+    with pytest.raises(
+        BadRequest, match=r"Adapter '/etc' of model 'm' not found; the setting 'lora' declares: \['a'\]"
+    ):
         counter.table.check_declared(entry(a=LOADED), "/etc")
     with pytest.raises(BadRequest, match="Model 'm' has no adapters"):
         counter.table.check_declared(entry(), "a")

@@ -19,7 +19,9 @@ def ids(records: list[AdapterRecord]) -> list[str]:
     return [record.spec.id for record in records]
 
 
-def tell(adapters: AdapterBook, adapter: str, state: Any, slot: int = 0, now_s: float = 0.0, **details: Any) -> list[str]:
+def tell(
+    adapters: AdapterBook, adapter: str, state: Any, slot: int = 0, now_s: float = 0.0, **details: Any
+) -> list[str]:
     return ids(adapters.report(slot, AdapterReport("m", adapter, state, **details), now_s))
 
 

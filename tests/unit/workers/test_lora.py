@@ -62,7 +62,9 @@ def train(tmp_path: Path) -> Train:
     """Return a function that writes an adapter as peft does, with random weights, and returns its directory."""
     import peft
 
-    def make(base: Path, name: str = "adapter", *, seed: int = 1, auto: Any = transformers.AutoModel, **config: Any) -> Path:
+    def make(
+        base: Path, name: str = "adapter", *, seed: int = 1, auto: Any = transformers.AutoModel, **config: Any
+    ) -> Path:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = peft.get_peft_model(auto.from_pretrained(base), peft.LoraConfig(**config))
@@ -82,7 +84,9 @@ def load(directory: Path) -> Any:
 
 
 def install(runner: Any, directory: Path, name: str = "a") -> int:
-    return runner.adapters.install(name, runner.adapters.read(AdapterSpec(model="m", id=name, directory=str(directory))))
+    return runner.adapters.install(
+        name, runner.adapters.read(AdapterSpec(model="m", id=name, directory=str(directory)))
+    )
 
 
 def items() -> list[np.ndarray]:
@@ -129,7 +133,9 @@ def test_adapter_trained_with_a_head_around_the_model_finds_its_layers(
     target = {"bert": "query", "qwen2": "q_proj", "modernbert": "Wqkv"}[family]
     bare = train(base, "bare", target_modules=[target])
     headed = train(base, "headed", auto=HEADS[family], target_modules=[target])
-    assert load_file(bare / "adapter_model.safetensors").keys() != load_file(headed / "adapter_model.safetensors").keys()
+    assert (
+        load_file(bare / "adapter_model.safetensors").keys() != load_file(headed / "adapter_model.safetensors").keys()
+    )
     runner, inputs = load(base), items()
     install(runner, bare, "bare")
     install(runner, headed, "headed")
