@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from sie.catalog.profiles import model_of
 from sie.control import ModelEntry, Touch, WantAdapter
 from sie.errors import BadRequest, Unavailable, from_wire
 from sie.frontend.models import ModelTable
@@ -66,10 +67,7 @@ class AdapterTable:
             entry = self._models.find(entry.card.id) or entry
 
     def _check_serving(self, entry: ModelEntry, adapter: str) -> None:
-        key = (
-            entry.card.id.partition(":")[0],
-            adapter,
-        )  # what stands behind a colon is a profile, and no model of its own
+        key = model_of(entry.card.id), adapter
         state = entry.adapters[adapter]  # declared once is declared for as long as the server runs
         if state.workers:
             self._used.pop(key, None)
@@ -107,8 +105,10 @@ def loading(model: str, adapter: str) -> Unavailable:
     )
 
 
-def workers_with(entry: ModelEntry, adapter: str) -> tuple[int, ...]:
+def workers_with(entry: ModelEntry | None, adapter: str) -> tuple[int, ...]:
     """Return the workers that have a model and an adapter of it; an empty adapter is the model as it is."""
+    if entry is None:
+        return ()
     if not adapter:
         return entry.workers
     found = entry.adapters.get(adapter)

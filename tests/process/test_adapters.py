@@ -46,9 +46,21 @@ def load(server: Server, lora: str) -> None:
     eventually(lambda: ask(server, lora).status == 200, f"adapter {lora} answers")
 
 
+CATALOG = """
+[models."stub/profiles".profiles.default.options]
+[models."stub/profiles".profiles.toned.options]
+lora_id = "tone"
+"""
+
+
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    catalog = tmp_path_factory.mktemp("catalog") / "models.toml"
+    catalog.write_text(CATALOG)
     with start_server(
+        "--catalog", str(catalog),
+        "--model", f"stub/profiles=stub:dense={DENSE}",
+        "--lora", "stub/profiles=tone=stub:load_ms=300",
         "--model", f"stub/a=stub:dense={DENSE}",
         "--model", f"stub/plain=stub:dense={DENSE}",
         "--model", f"stub/scores=stub:dense={DENSE},score=true",
@@ -149,6 +161,20 @@ def test_bare_lora_and_adapters_of_scores_are_refused_by_name(server: Server, cl
     assert "does not support option 'lora'" in ask(server, None, lora="x").json()["detail"]["message"]
     with pytest.raises(RequestError, match="does not support option 'lora_id' for scores"):
         client.score("stub/scores", {"text": "q"}, [{"text": "d"}], options={"lora_id": "tone"})
+
+
+def test_profile_carries_an_adapter_and_the_openai_route_waits_for_it(server: Server, client: SIEClient) -> None:
+    body = {"model": "stub/profiles:toned", "input": "x"}
+    [item] = post_json(server.port, "/v1/embeddings", body).json()["data"]
+    np.testing.assert_allclose(item["embedding"], stub_row("x", "tone"), rtol=1e-6)
+    for model, options, lora in (
+        ("stub/profiles:toned", {}, "tone"),
+        ("stub/profiles", {"profile": "toned"}, "tone"),
+        ("stub/profiles", {}, ""),
+        ("stub/profiles:toned", {"lora_id": None}, ""),
+    ):
+        result = client.encode(model, {"text": "x"}, options=options)
+        np.testing.assert_allclose(result["dense"], stub_row("x", lora), rtol=1e-6)
 
 
 def test_adapters_are_shown_live(server: Server) -> None:
