@@ -111,6 +111,16 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wait_for_load: Annotated[
         bool, Meta(description="Native requests wait for a model that loads, instead of 503 MODEL_LOADING at once.")
     ] = False
+    loras: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="LoRA adapter that requests to a model may name; loaded when first asked for; repeatable.",
+            extra={"form": "MODEL=ID[=DIR][@REVISION] or MODEL=ID=stub:[load_ms=N]"},
+        ),
+    ] = field(default=(), name="lora")
+    max_loras: Annotated[
+        int, Meta(ge=1, le=256, description="Most adapters of one model in memory; the least recently used one goes.")
+    ] = 10
     idle_unload_s: Annotated[
         float, Meta(ge=0, le=604800, description="Unload a lazy model unused for this long; 0 never does.")
     ] = 0.0
