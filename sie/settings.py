@@ -84,6 +84,9 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             extra={"form": "ID[=DIR][@REVISION] or ID=stub:[key=value,...]"},
         ),
     ] = field(default=(), name="lazy_model")
+    catalog: Annotated[
+        str, Meta(description="TOML file of models to serve and of their profiles (docs/models.md); empty has none.")
+    ] = ""
     default_model: Annotated[
         str, Meta(description="Model for OpenAI requests that name none; empty takes the only able one.")
     ] = ""

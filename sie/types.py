@@ -74,6 +74,8 @@ class LateInteraction(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the checkpoint itself ends in a normalise step."""
     drop_first: bool = False
     """Whether the first token has no vector."""
+    mean_score: bool = False
+    """Whether a score is the mean over the query's vectors of each one's best match, not the sum."""
     query_length: int | None = None
     document_length: int | None = None
     """Limits in tokens, special ones included, in place of the model's own."""
@@ -133,6 +135,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     late: LateInteraction | None = None
     missing_outputs: dict[str, str] = {}
     """Outputs that the model is known for and that this checkpoint cannot give, with the reason."""
+    profiles: dict[str, dict[str, Any]] = {}
+    """The options of each profile by its name; none at all stands for one `default` without options."""
 
     @property
     def wire_outputs(self) -> list[str]:
@@ -143,6 +147,11 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     def tells_queries(self) -> bool:
         """Whether the worker, and not only the prompt, treats queries unlike documents."""
         return self.late is not None or self.static_queries is not None
+
+    @property
+    def compares(self) -> bool:
+        """Whether its scores compare the vectors of a query and a document, and no model reads the pair."""
+        return self.kind == "encoder" and "score" in self.outputs
 
 
 class PipelineStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -271,6 +280,8 @@ class ScoreRequest(msgspec.Struct, kw_only=True):
     options: dict[str, Any] = {}
     non_text: str | None = None
     """Path of the first item without a text, or with media; query and documents are empty then."""
+    compared: tuple[tuple[str, float], ...] = ()
+    """As in `WorkHeader`; set when the request is judged against its card."""
 
 
 class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -330,8 +341,9 @@ class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     Arrays: `cu_seqlens` int32 (n + 1,), first 0, the cost of each item in tokens as differences; and `token_ids`
     int32 (t,), or for a model that takes text `text` uint8 (bytes,) with `text_offsets` int32 (n + 1,). operation
     is `encode`, `score` or `extract`. An item of `score` is a pair, with `token_types` uint8 (t,) beside token_ids when
-    the model wants them, and as text the length of the query's UTF-8 in four bytes (little-endian), query, document;
-    one of `extract` is what the card's rule reads, pairs with their token_types, too.
+    the model wants them, and as text the length of the query's UTF-8 in four bytes (little-endian), query, document; with
+    `compared` it is one text: item 0 the query, the others documents. One of `extract` is what the card's rule reads, pairs
+    with their token_types, too.
     """
 
     model: str
@@ -344,8 +356,12 @@ class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     output_types: tuple[str, ...] = ("dense",)
     is_query: bool = False
     """Only ever set for a model whose worker treats queries unlike documents."""
+    compared: tuple[tuple[str, float], ...] = ()
+    """Outputs by which item 0 of a score is compared with the others, each with its weight in the sum."""
     task: bytes = b""
     """An `ExtractTask` as msgpack, for a model whose worker answers with whole extractions."""
+    expand_to: int | None = None
+    """Length that queries are filled up to in place of the card's own; None: the card's."""
 
 
 class ReplyHeader(msgspec.Struct, array_like=True, frozen=True):
@@ -358,7 +374,8 @@ class ReplyHeader(msgspec.Struct, array_like=True, frozen=True):
         multivector   `multivector_offsets` int32 (n + 1,), `multivector` (rows, width)
         extract       `extract_offsets` int32 (n + 1,), `extract` uint8 (bytes,), each item's `Extraction` as msgpack
         token_logits  `token_logits_offsets` int32 (n + 1,), `token_logits` float32 (t, classes)
-    or `score` float32 (n, 1), or `logits` float32 (n, classes). All that changes from one reply of dense rows or scores to the next is in the arrays, so
+    or `score` float32 (n, 1), in which a row that belongs to a query is 0, or `logits` float32 (n, classes). All that
+    changes from one reply of dense rows or scores to the next is in the arrays, so
     the header's bytes are the same for every such reply of one shape and are encoded and decoded once.
     """
 

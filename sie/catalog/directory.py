@@ -85,6 +85,11 @@ class _Outputs(msgspec.Struct, frozen=True, kw_only=True):
     late: LateInteraction | None = None
     missing: dict[str, str] = {}
 
+    @property
+    def compares(self) -> bool:
+        """Whether it is published as a scorer, too: a ColBERT, or of the bge-m3 kind, whatever of its heads is there."""
+        return self.late is not None or bool(self.missing) or {"dense", "sparse"} <= self.dims.keys()
+
 
 def _read_outputs(
     checkpoint: Checkpoint, transformer: Checkpoint, modules: list[Module] | None, config: dict[str, Any]
@@ -164,7 +169,7 @@ def _card(
         directory=str(transformer.root),
         revision=spec.revision,
         architecture=_architecture(config) or config["model_type"],
-        outputs=tuple(outputs.dims),
+        outputs=(*outputs.dims, "score") if outputs.compares else tuple(outputs.dims),
         dims=outputs.dims,
         max_sequence_length=_max_sequence_length(transformer, config, outputs.settings),
         vocab_size=int(config["vocab_size"]),

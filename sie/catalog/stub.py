@@ -15,7 +15,8 @@ H(x) = SHAKE-256 of x and `text` the UTF-8 of the text:
                  bytes D[2:5], little-endian, over 2**24; and each label is a classification, best first, its score the
                  same of the first three bytes of H("class" label 0x00 text). What is under the threshold is left out
 
-Values are float32. Queries and documents are alike.
+Values are float32. Queries and documents are alike. Options that lower the limit of tokens cut the UTF-8 at four bytes
+for each token left.
 """
 
 from __future__ import annotations

@@ -69,6 +69,8 @@ class Inference:
         is_msgpack = negotiate.is_msgpack(headers.get("content-type"))
         request = await self._decode(sie.decode_encode, body, is_msgpack, exchange.model, self._limits)
         entry = self._find(exchange, exchange.model)
+        if not entry.is_read:
+            entry = await self._serving(exchange, entry)
         request = sie.resolve_encode(request, entry.card)
         reply, raw = await self._run(exchange, entry, request)
         wants_msgpack = negotiate.wants_msgpack(headers.get("accept"))
@@ -89,6 +91,8 @@ class Inference:
         is_msgpack = negotiate.is_msgpack(exchange.headers.get("content-type"))
         request = await self._decode(score.decode_score, body, is_msgpack, exchange.model, self._limits)
         entry = self._find(exchange, exchange.model)
+        if not entry.is_read:
+            entry = await self._serving(exchange, entry)
         request = score.resolve_score(request, entry.card)
         reply = await self._run_score(exchange, entry, request)
         wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
@@ -103,6 +107,8 @@ class Inference:
         is_msgpack = negotiate.is_msgpack(exchange.headers.get("content-type"))
         request = await self._decode(extract.decode_extract, body, is_msgpack, exchange.model, self._limits)
         entry = self._find(exchange, exchange.model)
+        if not entry.is_read:
+            entry = await self._serving(exchange, entry)
         request = extract.resolve_extract(request, entry.card)
         reply = await self._run_extract(exchange, entry, request)
         wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
@@ -118,6 +124,8 @@ class Inference:
         request = call.request
         request.model = self._process.resolve_default(request.model, "score")
         entry = self._find(exchange, request.model)
+        if not entry.is_read:
+            entry = await self._serving(exchange, entry)
         request = rerank.resolve_rerank(request, entry.card)
         reply = await self._run_score(exchange, entry, request)
         answer = rerank.encode_ranking(call, reply)
@@ -131,6 +139,8 @@ class Inference:
         request = call.request
         request.model = self._process.resolve_default(request.model, "dense")
         entry = self._find(exchange, request.model)
+        if not entry.is_read:
+            entry = await self._serving(exchange, entry)
         request = openai.resolve_embeddings(request, entry.card)
         reply, raw = await self._run(exchange, entry, request)
         try:
@@ -166,7 +176,7 @@ class Inference:
         entry = models.find(model)
         if entry is None:
             raise sie.model_not_found(model, models.entries)
-        exchange.known_model = model
+        exchange.known_model = entry.card.id
         return entry
 
     async def _serving(self, exchange: Exchange, entry: ModelEntry) -> ModelEntry:

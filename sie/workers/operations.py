@@ -14,7 +14,7 @@ from sie.errors import BadRequest
 from sie.extraction import ExtractTask, TokenClassification, ZeroShot
 from sie.types import ModelCard, WorkHeader
 from sie.workers.requests import Request
-from sie.workers.runners import StepOutputs
+from sie.workers.runners import Side, StepOutputs
 from sie.workers.runners.quantise import output_layout
 from sie.workers.scheduler import Waiting
 
@@ -46,12 +46,14 @@ def row_layout(header: WorkHeader, card: ModelCard) -> tuple[str, int]:
 
     Raises BadRequest as `output_layout` does, and for an output that the model does not have.
     """
-    if header.operation == "score":
-        return "<f4", 1
     if header.operation == "extract":
         return "<f4", _num_classes(header, card)
-    if not set(header.output_types) <= set(card.outputs):
-        raise BadRequest(f"Model '{card.id}' does not have all of the outputs {list(header.output_types)}")
+    is_score = header.operation == "score"
+    wanted = [output for output, _ in header.compared] if is_score else header.output_types
+    if not set(wanted) <= set(card.outputs):
+        raise BadRequest(f"Model '{card.id}' does not have all of the outputs {list(wanted)}")
+    if is_score:
+        return "<f4", 1
     return output_layout(card.dims.get("dense", 1), header.truncate_dim, header.output_dtype)
 
 
@@ -65,15 +67,22 @@ def _num_classes(header: WorkHeader, card: ModelCard) -> int:
 
 def costs_of(request: Request, card: ModelCard) -> list[int]:
     """Return the tokens of each item as the runner will see them: it fills short queries up."""
-    if card.late is None or not request.header.is_query:
-        return request.costs
-    return [max(cost, card.late.expand_to) for cost in request.costs]
+    costs = request.costs
+    if card.late is None:
+        return costs
+    expand_to = card.late.expand_to if request.header.expand_to is None else request.header.expand_to
+    if request.comparison is not None:
+        return [max(costs[0], expand_to), *costs[1:]]
+    return [max(cost, expand_to) for cost in costs] if request.header.is_query else costs
 
 
 def forward(runner: Any, items: list[Waiting]) -> StepOutputs:
     """Run one forward pass of one operation. runner is a `sie.workers.runners.Runner`."""
     inputs = [item.request.inputs[item.index] for item in items]
     if is_score(items):
+        if items[0].request.comparison is not None:
+            sides = [Side(item.request.comparison, item.leads) for item in items]
+            return StepOutputs(scores=runner.run_comparisons(inputs, sides))
         return StepOutputs(scores=runner.run_pairs(inputs))
     if items[0].request.header.operation == "extract":
         return _extract(runner, items, inputs)

@@ -18,6 +18,8 @@ FOUNDATION = {"sie", "sie.errors", "sie.extraction", "sie.types", "sie.settings"
 SLOW = {"torch", "transformers", "sentence_transformers"}
 SERVERS = {"granian", "nats", "uvloop"}
 PURE_FILES = (
+    "catalog/options.py",
+    "frontend/options.py",
     "frontend/routes.py",
     "frontend/admission.py",
     "frontend/placement.py",

@@ -9,12 +9,14 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
+from sie.catalog.options import LENGTHS
 from sie.errors import BadRequest, InputTooLong
 from sie.extraction import Entity, Extraction, ExtractRule, ExtractTask, LabelGroup, LabelledExample
 from sie.frontend.body_limits import check_json, children_of, decode_free_form, decode_typed
 from sie.frontend.dialects.arrays import pack
-from sie.frontend.dialects.sie import Item, check_count, check_items, check_options, check_profile, find_non_text
+from sie.frontend.dialects.sie import Item, check_count, check_items, find_non_text
 from sie.frontend.extract import check_task
+from sie.frontend.options import merge_options
 from sie.settings import Limits
 from sie.types import ExtractReply, ExtractRequest, ModelCard
 
@@ -139,9 +141,8 @@ def resolve_extract(request: ExtractRequest, card: ModelCard) -> ExtractRequest:
             f"Model '{card.id}' does not support extraction. Its outputs are {card.wire_outputs}; "
             "choose a model whose outputs include 'json'"
         )
-    if request.options:
-        check_profile(request.options.pop("profile", None))
-        check_options(request.options, card)
+    if request.options or card.profiles:
+        request.options = merge_options(card, request.options, _OPTIONS_PATH)
     request.task = _resolve_task(request, card, rule)
     check_task(card, request.task)
     if request.non_text_item is not None:
@@ -158,7 +159,7 @@ def _resolve_task(request: ExtractRequest, card: ModelCard, rule: ExtractRule) -
         "output_schema": request.output_schema,
     }
     wanted = {name: value for name, value in given.items() if value not in _NOT_GIVEN}
-    for name in wanted:
+    for name in (*wanted, *(name for name in LENGTHS if request.options.get(name) is not None)):
         if name not in rule.options:
             raise BadRequest(f"Model '{card.id}' does not support '{name}'")
     if rule.needs_labels and not (request.labels or options.label_groups):
