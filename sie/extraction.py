@@ -170,9 +170,7 @@ class Gliner(msgspec.Struct, frozen=True, kw_only=True, tag="gliner"):
     needs_labels: ClassVar[bool] = True
 
     max_words: int
-    """Most words of a window."""
-    max_tokens: int | None = None
-    """Most tokens of a window, the labels' included; None: the encoder has no limit of its own."""
+    """Most words of a window; its tokens, the labels' included, are at most the card's max_sequence_length."""
     relations: bool = False
     """Whether it also finds relations."""
     reads_labels_apart: bool = False
@@ -203,8 +201,6 @@ class Gliclass(msgspec.Struct, frozen=True, kw_only=True, tag="gliclass"):
 
     label_token_id: int
     """The token that begins each label."""
-    max_tokens: int
-    """Most tokens of a sequence, special ones included."""
     max_labels: int | None = None
     """Most labels of a sequence; None: any number."""
     prompt_first: bool = False

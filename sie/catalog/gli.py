@@ -61,11 +61,10 @@ def _gliner_card(spec: ModelSpec, checkpoint: Checkpoint, config: dict[str, Any]
         _check_tokenizer(checkpoint.folder(LABELS_TOKENIZER), _HOW_TO_COMPLETE)
     rule = Gliner(
         max_words=int(config.get("max_len", _DEFAULT_MAX_WORDS)),
-        max_tokens=_max_tokens(checkpoint, encoder),
         relations=config.get("relations_layer") is not None,
         reads_labels_apart=reads_labels_apart,
     )
-    return _card(spec, checkpoint, "GLiNER", rule, max_tokens=None)
+    return _card(spec, checkpoint, "GLiNER", rule, max_tokens=_max_tokens(checkpoint, encoder))
 
 
 def _check_gliner_kind(model_id: str, config: dict[str, Any]) -> None:
@@ -91,7 +90,6 @@ def _gliclass_card(spec: ModelSpec, checkpoint: Checkpoint, config: dict[str, An
     max_tokens = _max_tokens(checkpoint, encoder) or _GLICLASS_MAX_TOKENS
     rule = Gliclass(
         label_token_id=label_token_id,
-        max_tokens=max_tokens,
         max_labels=_max_labels(config),
         prompt_first=bool(config.get("prompt_first", False)),
     )

@@ -82,6 +82,7 @@ class LabelReading:
         self._task = task
         self._tokenizer = tokenizer
         self._groups = task.label_groups or (LabelGroup("", task.labels),)
+        self._max_tokens = tokenizer.card.max_sequence_length
 
     def prepare(self, texts: Sequence[str]) -> Arrays:
         """Return the arrays of the request's extent.
@@ -127,11 +128,10 @@ class LabelReading:
 
     def _fit(self, index: int, encoding: tokenizers.Encoding, start: int, end: int) -> list[int]:
         """Return the token ids of a sequence, cut as the policy says. The text is its code points start .. end."""
-        ids, limit = encoding.ids, self._rule.max_tokens
-        excess = len(ids) - limit
-        if excess <= 0:
+        ids, limit = encoding.ids, self._max_tokens
+        if limit is None or len(ids) <= limit:
             return ids
-        policy = self._task.overflow_policy
+        excess, policy = len(ids) - limit, self._task.overflow_policy
         own = [number for number, (a, b) in enumerate(encoding.offsets) if start <= a < b <= end]
         if policy == "truncate_text" and excess < len(own):
             behind = own[-1] + 1
@@ -150,7 +150,7 @@ class LabelReading:
             raise BadRequest(f"A text must not hold {_LABEL} - at `$.items[{index}].text`")
         if found < num_labels:
             raise InputTooLong(
-                f"The labels do not fit in the {self._rule.max_tokens} tokens that the model reads; send fewer or "
+                f"The labels do not fit in the {self._max_tokens} tokens that the model reads; send fewer or "
                 f"shorter labels, a shorter text, or overflow_policy 'truncate_text' - at `$.items[{index}]`"
             )
 

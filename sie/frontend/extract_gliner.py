@@ -145,15 +145,16 @@ class WindowReading:
     def _room(self, prompt_tokens: int) -> int:
         """Return how many tokens of a text a window has room for. Raises InputTooLong when the labels leave none."""
         most = _MAX_TOKENS_PER_WORD * self._rule.max_words
-        if self._rule.max_tokens is None:
+        limit = self._tokenizer.card.max_sequence_length
+        if limit is None:
             return most
         taken = _SPECIAL_TOKENS + (0 if self._rule.reads_labels_apart else prompt_tokens)
-        if taken >= self._rule.max_tokens:
+        if taken >= limit:
             raise InputTooLong(
-                f"The labels take {prompt_tokens} tokens of the {self._rule.max_tokens} that the model reads at once, "
-                "and leave none for the text"
+                f"The labels take {prompt_tokens} tokens of the {limit} that the model reads at once, and leave none "
+                "for the text"
             )
-        return min(most, self._rule.max_tokens - taken)
+        return min(most, limit - taken)
 
     def _count_words(self, text: str, words: Sequence[tuple[int, int]]) -> list[int]:
         """Return how many tokens each word has by itself, as the library tokenises words."""

@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from sie.catalog.files import refuse
 from sie.catalog.gli import GLINER_CONFIG, LABELS_TOKENIZER
@@ -140,6 +141,8 @@ def _name(dtype: torch.dtype) -> str:
 
 def _import(card: ModelCard, name: str) -> Any:
     """Return a library. Raises ModelLoadFailed DEPENDENCY when it is not installed, or cannot be imported."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -42,7 +42,7 @@ def refusal(read: Any, files: dict[str, Any]) -> str:
 def test_gliner_card_says_how_much_is_read_at_once(read: Any) -> None:
     card = read({"gliner_config.json": GLINER, "tokenizer_config.json": UNLIMITED})
     assert (card.kind, card.architecture, card.outputs) == ("extractor", "GLiNER", ("extract",))
-    assert card.extract == Gliner(max_words=300, max_tokens=None)
+    assert card.extract == Gliner(max_words=300)
     assert card.tokenizer_file.endswith("tokenizer.json")
     assert card.max_sequence_length is None
     assert "relation_labels" not in card.extract.options
@@ -50,8 +50,8 @@ def test_gliner_card_says_how_much_is_read_at_once(read: Any) -> None:
 
 def test_gliner_encoder_with_positions_has_a_limit(read: Any) -> None:
     gliner = {**GLINER, "encoder_config": BERT}
-    assert read({"gliner_config.json": gliner, "tokenizer_config.json": UNLIMITED}).extract.max_tokens == 510
-    assert read({"gliner_config.json": gliner}).extract.max_tokens == 256  # the tokenizer's own
+    assert read({"gliner_config.json": gliner, "tokenizer_config.json": UNLIMITED}).max_sequence_length == 510
+    assert read({"gliner_config.json": gliner}).max_sequence_length == 256  # the tokenizer's own
 
 
 def test_gliner_relations_and_bi_encoder_are_told_apart(read: Any) -> None:
@@ -104,11 +104,11 @@ def test_files_that_a_library_would_look_for_elsewhere_are_needed(
 def test_gliclass_card_says_what_a_sequence_holds(read: Any) -> None:
     card = read({"config.json": {**GLICLASS, "prompt_first": True}, "tokenizer_config.json": {}})
     assert (card.kind, card.architecture, card.outputs) == ("extractor", "GLiClass", ("extract",))
-    assert card.extract == Gliclass(label_token_id=97, max_tokens=510, prompt_first=True)
+    assert card.extract == Gliclass(label_token_id=97, prompt_first=True)
     assert card.max_sequence_length == 510
     fixed = {**GLICLASS, "encoder_config": DEBERTA, "max_labels_alloc": "fixed", "max_num_classes": 7}
-    rule = read({"config.json": fixed, "tokenizer_config.json": UNLIMITED}).extract
-    assert (rule.max_labels, rule.max_tokens) == (7, 1024)
+    card = read({"config.json": fixed, "tokenizer_config.json": UNLIMITED})
+    assert (card.extract.max_labels, card.max_sequence_length) == (7, 1024)
 
 
 @pytest.mark.parametrize("architecture", ["bi-encoder", "bi-encoder-fused", "encoder-decoder", "decoder-kv"])

@@ -244,6 +244,15 @@ def test_window_keeps_within_the_encoders_positions(tmp_path: Path) -> None:
     served.extract([text], ExtractTask(labels=LABELS))
 
 
+@pytest.mark.parametrize("save", [save_gliner, save_gliclass])
+def test_lowered_maximum_is_kept(tmp_path: Path, save: Any) -> None:
+    served = Served(save(tmp_path / "model"))
+    card = msgspec.structs.replace(served.card, max_sequence_length=24)
+    served.tokenizer = Tokenizer.load(card)
+    arrays = served.reading(ExtractTask(labels=LABELS)).prepare([" ".join(["Paris"] * 60)])
+    assert np.diff(dict(arrays)["cu_seqlens"]).max() <= 24
+
+
 def test_limits_of_a_request(tmp_path: Path) -> None:
     limits = Limits(max_text_windows=3, max_prompt_tokens=20, max_label_chars=10, max_labels=4)
     served = Served(save_gliner(tmp_path / "model", "modernbert", "relations", max_words=12), limits=limits)
