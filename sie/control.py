@@ -110,6 +110,36 @@ class ModelReport(msgspec.Struct, tag=True, frozen=True):
     error: WireError | None = None
 
 
+ManageAction = Literal["load", "unload", "reload"]
+
+
+class Manage(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to supervisor: an administrator wants this done to a model. Answered by `Managed` with its number."""
+
+    number: int
+    action: ManageAction
+    model: str
+
+
+class Managed(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to frontend: it has begun; the model's new state was in the `Models` just before."""
+
+    number: int
+
+
+class MemoryReport(msgspec.Struct, tag=True, frozen=True):
+    """Worker to supervisor, about once a second: memory of its device, all processes counted; total 0: not known."""
+
+    total_bytes: int
+    available_bytes: int
+
+
+class MemoryShort(msgspec.Struct, tag=True, frozen=True):
+    """Worker to supervisor: a step of this model found no memory; another model may have to go."""
+
+    model: str
+
+
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One model as every frontend sees it.
 
@@ -121,6 +151,8 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     state: ModelState
     is_read: bool = True
     recovering: bool = False
+    preload: bool = False
+    """Whether readiness waits for it."""
     workers: tuple[int, ...] = ()
     device: str = ""
     memory_bytes: int = 0
@@ -199,7 +231,7 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
 
 Message = (
     Hello | Configure | Attach | Ready | LoadModel | Load | Unload | ModelReport | Models | WorkerDown | Quarantine
-    | PeerFault | Spilled | Touch | Ping | Pong | Drain
+    | PeerFault | Spilled | Touch | Ping | Pong | Drain | Manage | Managed | MemoryReport | MemoryShort
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -35,7 +35,7 @@ def check_models(loaded: Loaded) -> dict[str, tuple[ModelSpec, Start]]:
 
     Where a model is named by a flag (or its variable or key) and has a section in the file of models, the flag says
     where its files are and when it loads. Raises SettingsError for a spec or a file that cannot be read, for an id named
-    twice and for an unknown default model.
+    twice and for a default or pinned model that is unknown.
     """
     specs: dict[str, tuple[ModelSpec, Start]] = {}
     models = loaded.settings.models
@@ -54,6 +54,11 @@ def check_models(loaded: Loaded) -> dict[str, tuple[ModelSpec, Start]]:
     if models.default_model and fold_default(models.default_model) not in entries:
         source = loaded.sources["default_model"]
         raise SettingsError(f"default_model (from {source}): {models.default_model!r} is none of the models served")
+    for name in models.pinned:
+        if name not in specs:
+            raise SettingsError(
+                f"pinned_model (from {loaded.sources['pinned_model']}): {name!r} is none of the models served"
+            )
     return specs
 
 

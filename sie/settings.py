@@ -63,6 +63,10 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     machine_profile: Annotated[
         str, Meta(description="What `X-SIE-MACHINE-PROFILE` must match; empty takes the type of the GPU.")
     ] = ""
+    admin_from: Annotated[
+        Literal["loopback", "nobody", "everybody"],
+        Meta(description="Who may load and unload models; loopback: clients on this host, not through a proxy."),
+    ] = "loopback"
     pool_name: Annotated[str, Meta(description="Pool this server says it belongs to.")] = ""
     bundle: Annotated[str, Meta(description="Bundle this server says it serves.")] = ""
 
@@ -103,12 +107,32 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_retry_s: Annotated[
         float, Meta(ge=1, le=1800, description="Wait before a failed load may be tried again; doubles each time.")
     ] = 30.0
+    loading_retry_after_s: Annotated[int, Meta(ge=1, le=60, description="`Retry-After` of 503 MODEL_LOADING.")] = 5
     wait_for_load: Annotated[
         bool, Meta(description="Native requests wait for a model that loads, instead of 503 MODEL_LOADING at once.")
     ] = False
     idle_unload_s: Annotated[
         float, Meta(ge=0, le=604800, description="Unload a lazy model unused for this long; 0 never does.")
     ] = 0.0
+    pinned: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Lazy model that only a request to unload it takes away once it is loaded; repeatable.",
+            extra={"form": "the ID of a lazy_model"},
+        ),
+    ] = field(default=(), name="pinned_model")
+    memory_pressure_pct: Annotated[
+        float,
+        Meta(
+            ge=1,
+            le=100,
+            description="Share of a device's memory over which lazy models go, least recently used first.",
+        ),
+    ] = 95.0
+    max_model_bytes: Annotated[
+        int,
+        Meta(ge=0, le=1 << 50, description="Most memory that the models of one device take; 0: what the device has."),
+    ] = 0
 
 
 class Devices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -183,6 +207,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_queued_tokens: Annotated[
         int, Meta(ge=1, le=1 << 32, description="Most tokens waiting for one worker; over it is 503 QUEUE_FULL.")
     ] = 1 << 20
+    oom_retry_after_s: Annotated[
+        int, Meta(ge=1, le=60, description="`Retry-After` of 503 RESOURCE_EXHAUSTED: no memory for an item even alone.")
+    ] = 5
     request_timeout_s: Annotated[
         float, Meta(ge=0.001, le=3600, description="Deadline of a request; a header may only lower it.")
     ] = 60.0

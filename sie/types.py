@@ -36,6 +36,12 @@ class StubOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Width of each token's vector; 0 leaves that output out."""
     score: bool = False
     """Whether it also scores pairs."""
+    memory_mb: int = 0
+    """MiB that it says its weights take; it takes none."""
+    oom_tokens: int = 0
+    """A step of more tokens than this finds no memory; 0: every step finds some."""
+    lost_tokens: int = 0
+    """A step of more tokens than this loses its device; 0: no step does."""
     extract: bool = False
     """Whether it also extracts."""
 
@@ -110,6 +116,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     dims: dict[str, int] = {}
     max_sequence_length: int | None = None
     vocab_size: int = 0
+    num_weights: int = 0
+    """Numbers in the checkpoint's safetensors; 0 when that is not known."""
     tokenizer_file: str = ""
     """Absolute path of the `tokenizer.json` to use; empty when the worker takes text."""
     lowercase: bool = False

@@ -20,6 +20,7 @@ from sie.catalog.files import open_checkpoint
 from sie.catalog.hub import Progress, fetch
 from sie.catalog.spec import ModelSpec
 from sie.catalog.tokenizer import convert_tokenizer
+from sie.catalog.weights import with_num_weights
 from sie.errors import Internal, SieError, WireError, to_wire
 from sie.types import ModelCard
 
@@ -74,7 +75,7 @@ def prepare(request: Request, on_progress: Progress) -> ModelCard:
         on_progress(1.0, "reading the chat template")
         score = msgspec.structs.replace(card.score, template=read_pair_template(card))
         card = msgspec.structs.replace(card, score=score)
-    return card
+    return with_num_weights(card)
 
 
 def main(arguments: list[str]) -> int:

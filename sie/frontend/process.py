@@ -20,6 +20,7 @@ from sie import __version__, control, process
 from sie.catalog.profiles import fold_default
 from sie.control import Channel, ChannelClosedError, Launch, Models
 from sie.errors import BadRequest, ClientGone, SieError
+from sie.frontend.admin import ModelAdmin
 from sie.frontend.body import BodyReader
 from sie.frontend.dialects.openai import DEFAULT_MODEL
 from sie.frontend.encode import Encoder
@@ -63,7 +64,10 @@ class FrontendProcess:
         self._loop = loop
         self._channel = channel
         self._pool = ThreadPoolExecutor(2, "tokenize")
-        self.models = ModelTable(self._pool, self._ask_load)
+        self.models = ModelTable(
+            self._pool, self._ask_load, loading_retry_after_s=settings.models.loading_retry_after_s
+        )
+        self.admin = ModelAdmin(self.models, self._send)
         memory = settings.memory
         budget = LargeBudget(launch.max_large_bytes)
         self._space = OutboundSpace.create(
@@ -190,6 +194,8 @@ class FrontendProcess:
                 self.engine.place_held()
             case control.Quarantine(digest):
                 self.engine.quarantine(digest)
+            case control.Managed(number):
+                self.admin.on_begun(number)
             case control.Ping(number):
                 self._send(control.Pong(number))
             case control.Drain():
@@ -324,6 +330,7 @@ def _facts(settings: Settings, launch: Launch) -> ServerFacts:
         pool_name=settings.server.pool_name,
         bundle=settings.server.bundle,
         max_batch_requests=settings.scheduler.max_step_items,
+        memory_threshold_pct=settings.models.memory_pressure_pct,
     )
 
 

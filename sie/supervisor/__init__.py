@@ -9,6 +9,7 @@ from pathlib import Path
 
 from sie.catalog.cards import make_card
 from sie.catalog.spec import ModelSpec
+from sie.catalog.weights import with_num_weights
 from sie.errors import SieError
 from sie.logs import configure
 from sie.model_list import check_models
@@ -79,7 +80,7 @@ def _read_local_card(spec: ModelSpec) -> ModelCard | None:
     if spec.stub is None and spec.directory is None:
         return None
     card = make_card(spec, spec.directory or "")
-    return card if card.stub is not None or card.tokenizer_file else None
+    return with_num_weights(card) if card.stub is not None or card.tokenizer_file else None
 
 
 def _check_memory(settings: Settings, num_frontends: int, num_workers: int) -> None:

@@ -25,6 +25,7 @@ from sie.shm.inflight import InflightStatus
 from sie.supervisor.children import Child
 from sie.supervisor.crew import Crew
 from sie.supervisor.devices import WorkerSlot
+from sie.supervisor.evictions import Memory
 from sie.supervisor.loads import Loads
 from sie.supervisor.models import ModelBook
 from sie.supervisor.notify import Notifier, watchdog_interval_s
@@ -61,7 +62,7 @@ class Supervisor:
         self._progress = progress
         self._book = ModelBook(settings.models.load_retry_s)
         for spec, preload, card in models:
-            self._book.add(spec, preload, card)
+            self._book.add(spec, preload, card, is_pinned=spec.id in settings.models.pinned)
         self._started_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._crew = Crew(settings, places, num_frontends, self._launch(len(places) + num_frontends), self)
@@ -143,6 +144,14 @@ class Supervisor:
                 self._loads.report(child, message)
             case control.LoadModel(model):
                 self._loads.want(model)
+            case control.Manage(number, action, model):
+                self._loads.manage(action, model)
+                self._crew.send(child, self._loads.message())
+                self._crew.send(child, control.Managed(number))
+            case control.MemoryReport(total_bytes, available_bytes):
+                self._loads.take_memory(child, Memory(total_bytes, available_bytes))
+            case control.MemoryShort(model):
+                self._loads.relieve(child, model)
             case control.PeerFault():
                 self._crew.end_peer(child, message.slot)
             case control.Touch(models):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -18,8 +19,10 @@ from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.pages import CounterPage
 from sie.types import ModelCard
+from sie.workers.faults import EXIT_STATUS, DeviceLostError
 from sie.workers.hosting import Host
 from sie.workers.loop import Loop
+from sie.workers.memory import measure
 from sie.workers.runners import Runner
 from sie.workers.scheduler import Budget
 from sie.workers.telemetry import GpuTelemetry, WorkerMetrics, gpu_identity
@@ -61,9 +64,14 @@ def main() -> int:
         budget=_budget(launch, settings),
         large=LargeBudget(launch.max_large_bytes),
         on_loaded=_gpu_telemetry_starter(launch, counters),
+        read_memory=lambda: measure(launch.device),
     )
     channel.send(Ready())
-    loop.run()
+    try:
+        loop.run()
+    except DeviceLostError as error:
+        _log.critical("the device is lost to this process: %s", error)
+        os._exit(EXIT_STATUS)  # libraries that clean up at the exit would ask the device, and may hang
     return 0
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
@@ -50,6 +50,10 @@ class Link(Protocol):
 
     def reply(self, kind: int, request_id: int, lease: Lease | None, length: int) -> None:
         """Send a terminal descriptor; the lease is the peer's from here."""
+        ...
+
+    def put_off(self, try_send: Callable[[], bool]) -> None:
+        """Call this again, until it returns True, when there may be room."""
         ...
 
 
@@ -212,14 +216,19 @@ class Request:
 
 
 def send_error(link: Link, request_id: int, error: SieError) -> None:
-    """Answer a request with an error; when there is not even room for that, with a bare cancellation."""
+    """Answer a request with an error, as soon as there is room for it: the client must hear this one and no other."""
     header = _encoder.encode(to_wire(error))
+    if not _try_send_error(link, request_id, header):
+        link.put_off(partial(_try_send_error, link, request_id, header))
+
+
+def _try_send_error(link: Link, request_id: int, header: bytes) -> bool:
     lease = link.lease(extent_bytes(len(header), 0))
     if lease is None:
-        link.reply(ERROR, request_id, None, 0)
-        return
+        return False
     begin_extent(lease.view, header)
     link.reply(ERROR, request_id, lease, extent_bytes(len(header), 0))
+    return True
 
 
 def _read_inputs(header: WorkHeader, payload: memoryview) -> tuple[list[int], Sequence[Any]]:

@@ -33,13 +33,12 @@ class StubRunner:
     Building it takes the card's `load_ms`.
     """
 
-    memory_bytes = 0
-
     def __init__(self, card: ModelCard) -> None:
         if card.stub is None:
             raise Internal(f"model {card.id!r} is not a stub")
         self.card = card
         self._options = card.stub
+        self.memory_bytes = card.stub.memory_mb << 20
         self.takes: Literal["text", "wants"] = "text" if set(card.outputs) <= {"dense", "score", "extract"} else "wants"
         time.sleep(card.stub.load_ms / 1e3)
 
@@ -64,8 +63,12 @@ class StubRunner:
 
     def _take_time(self, texts: Sequence[bytes | memoryview | NDArray[np.uint8]]) -> None:
         options = self._options
-        if options.latency_ms or options.per_token_us:
+        if options.latency_ms or options.per_token_us or options.oom_tokens or options.lost_tokens:
             tokens = sum(count_stub_tokens(len(text), options.max_tokens) for text in texts)
+            if 0 < options.lost_tokens < tokens:
+                raise RuntimeError(f"CUDA error: unspecified launch failure (a stub's step of {tokens} tokens)")
+            if 0 < options.oom_tokens < tokens:
+                raise MemoryError(f"a stub's step of {tokens} tokens, over oom_tokens")
             time.sleep(options.latency_ms / 1e3 + tokens * options.per_token_us / 1e6)
 
     def run_wants(self, inputs: Sequence[bytes | memoryview], wants: Sequence[Want]) -> StepOutputs:
