@@ -128,6 +128,8 @@ def _try_formats(
                 on_progress(1.0, f"in {_name(chosen)}")
                 return built
             reason = "its logits are not finite"
+        except torch.OutOfMemoryError:
+            raise  # says nothing about the model
         except Exception as error:  # whatever a library raises on a model that it cannot run
             reason = f"{type(error).__name__}: {error}"
         if chosen in _HALF_FORMATS:
