@@ -183,6 +183,26 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         Meta(ge=1, le=1 << 20, description="Most items times labels where a model reads each pair; over it is 400."),
     ] = 16384
+    max_label_chars: Annotated[
+        int, Meta(ge=1, le=65536, description="Longest label, in characters, that GLiNER reads; over it is 400.")
+    ] = 128
+    max_prompt_tokens: Annotated[
+        int, Meta(ge=1, le=1 << 20, description="Most tokens of a request's labels that GLiNER reads; over it is 400.")
+    ] = 1024
+    max_text_windows: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=65536,
+            description="Most windows of words in which GLiNER reads one text; over it is 400 INPUT_TOO_LONG.",
+        ),
+    ] = 128
+    max_relation_candidates: Annotated[
+        int,
+        Meta(
+            ge=2, le=4096, description="Entities of a window, the first ones, between which GLiNER looks for relations."
+        ),
+    ] = 100
     max_schema_depth: Annotated[int, Meta(ge=1, le=500, description="Deepest nesting of an output_schema.")] = 128
     max_schema_values: Annotated[
         int, Meta(ge=1, le=1_000_000, description="Most values in an output_schema, objects and arrays included.")
