@@ -139,6 +139,13 @@ PRESSURE_EVICTIONS = Family(
     help="Times the model was unloaded because memory was short, or another model needed it to load.",
     labels=("model",),
 )
+LORAS_LOADED = Family(
+    name="sie_loras_loaded",
+    kind="gauge",
+    help="LoRA adapters of the model in memory, on the worker that has the most.",
+    labels=("model",),
+    merge="max",
+)
 REFUSALS = Family(
     name="sie_refusals_total",
     kind="counter",
@@ -272,6 +279,7 @@ FAMILIES: tuple[Family, ...] = (
     OOM_SPLITS,
     IDLE_EVICTIONS,
     PRESSURE_EVICTIONS,
+    LORAS_LOADED,
     REFUSALS,
     WORKER_RESTARTS,
     STEP_DURATION,

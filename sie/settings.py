@@ -112,6 +112,16 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wait_for_load: Annotated[
         bool, Meta(description="Native requests wait for a model that loads, instead of 503 MODEL_LOADING at once.")
     ] = False
+    loras: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="LoRA adapter that requests to a model may name; loaded when first asked for; repeatable.",
+            extra={"form": "MODEL=ID[=DIR][@REVISION] or MODEL=ID=stub:[load_ms=N]"},
+        ),
+    ] = field(default=(), name="lora")
+    max_loras: Annotated[
+        int, Meta(ge=1, le=256, description="Most adapters of one model in memory; the least recently used one goes.")
+    ] = 10
     idle_unload_s: Annotated[
         float, Meta(ge=0, le=604800, description="Unload a lazy model unused for this long; 0 never does.")
     ] = 0.0
@@ -174,6 +184,26 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         Meta(ge=1, le=1 << 20, description="Most items times labels where a model reads each pair; over it is 400."),
     ] = 16384
+    max_label_chars: Annotated[
+        int, Meta(ge=1, le=65536, description="Longest label, in characters, that GLiNER reads; over it is 400.")
+    ] = 128
+    max_prompt_tokens: Annotated[
+        int, Meta(ge=1, le=1 << 20, description="Most tokens of a request's labels that GLiNER reads; over it is 400.")
+    ] = 1024
+    max_text_windows: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=65536,
+            description="Most windows of words in which GLiNER reads one text; over it is 400 INPUT_TOO_LONG.",
+        ),
+    ] = 128
+    max_relation_candidates: Annotated[
+        int,
+        Meta(
+            ge=2, le=4096, description="Entities of a window, the first ones, between which GLiNER looks for relations."
+        ),
+    ] = 100
     max_schema_depth: Annotated[int, Meta(ge=1, le=500, description="Deepest nesting of an output_schema.")] = 128
     max_schema_values: Annotated[
         int, Meta(ge=1, le=1_000_000, description="Most values in an output_schema, objects and arrays included.")

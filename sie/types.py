@@ -48,6 +48,19 @@ class StubOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Whether it also takes images, as they are."""
 
 
+class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter that requests to one model may name.
+
+    It comes from a directory, from a stub's options, or (neither set) from the hub's repository `id`.
+    """
+
+    model: str
+    id: str
+    directory: str | None = None
+    revision: str | None = None
+    stub: StubOptions | None = None
+
+
 class SparseOutput(msgspec.Struct, frozen=True, kw_only=True):
     """How a checkpoint's sparse vector is computed.
 
@@ -433,6 +446,8 @@ class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     """An `ExtractTask` as msgpack, for a model whose worker answers with whole extractions."""
     expand_to: int | None = None
     """Length that queries are filled up to in place of the card's own; None: the card's."""
+    lora: str = ""
+    """Id of the adapter that all items run with; empty for the model as it is."""
 
 
 class ReplyHeader(msgspec.Struct, array_like=True, frozen=True):

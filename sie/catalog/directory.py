@@ -12,6 +12,7 @@ import msgspec
 
 from sie.catalog.extraction import count_positions, read_extraction
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
+from sie.catalog.gli import read_library_card
 from sie.catalog.late import is_late, read_late
 from sie.catalog.modules import Module, default_pipeline, read_modules, read_pipeline
 from sie.catalog.scoring import Scoring, read_scoring
@@ -49,6 +50,9 @@ def read_card(spec: ModelSpec, directory: str) -> ModelCard:
     will never be served and STORAGE for what may be repaired on disk.
     """
     checkpoint = open_checkpoint(spec.id, directory)
+    library_card = read_library_card(spec, checkpoint)
+    if library_card is not None:
+        return library_card
     modules = read_modules(checkpoint)
     static = None
     if modules and modules[0].name == "Router":

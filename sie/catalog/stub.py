@@ -19,7 +19,8 @@ H(x) = SHAKE-256 of x and `text` the UTF-8 of the text:
                  costs a token for each square begun of 16 pixels a side
 
 Values are float32. Queries and documents are alike. Options that lower the limit of tokens cut the UTF-8 at four bytes
-for each token left.
+for each token left. With an adapter, `text` is "lora", its id in UTF-8, a zero byte and then the text's own bytes; how
+many rows a multivector has follows from that, too.
 """
 
 from __future__ import annotations
@@ -57,3 +58,8 @@ def stub_card(spec: ModelSpec) -> ModelCard:
 def count_stub_tokens(num_bytes: int, max_tokens: int) -> int:
     """Return how many tokens a text of num_bytes UTF-8 bytes costs: one for each four begun, 1 to max_tokens."""
     return min(max(1, -(-num_bytes // BYTES_PER_TOKEN)), max_tokens)
+
+
+def adapted_text(text: bytes, lora: str) -> bytes:
+    """Return the UTF-8 that stands for a text under an adapter."""
+    return b"lora" + lora.encode() + b"\0" + text

@@ -214,4 +214,5 @@ def _info(entry: ModelEntry, created_s: int) -> dict[str, Any]:
             "attempts": extras.get("attempts", 1),
             "permanent": extras.get("permanent", False),
         }
-    return models_dialect.model_info(entry.card, entry.state, last_error, created_s)
+    loras = {name: adapter.state for name, adapter in entry.adapters.items()}
+    return models_dialect.model_info(entry.card, entry.state, last_error, created_s, loras)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from sie.control import ModelEntry
 from sie.errors import BadRequest
+from sie.frontend.adapters import requested_adapter
 from sie.frontend.engine import ShmEngine
 from sie.frontend.image_reader import ImageReader
 from sie.frontend.links import Pending
@@ -52,7 +53,7 @@ class Encoder:
         header = WorkHeader(
             entry.card.id, "encode", count_items(request), (), request.output_dtype or "float32",
             _wants_normalize(request, entry), request.dimensions, request.output_types or ("dense",),
-            entry.card.tells_queries and bool(request.options.get("is_query")),
+            entry.card.tells_queries and bool(request.options.get("is_query")), lora=requested_adapter(request) or "",
         )  # fmt: skip
         if request.options and entry.card.late is not None and header.is_query:
             header = msgspec.structs.replace(header, expand_to=shorter_expansion(entry.card, request.options))

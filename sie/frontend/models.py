@@ -52,6 +52,11 @@ class ModelTable:
     def __contains__(self, model: object) -> bool:
         return model in self.entries
 
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set by the next update, and by that one only."""
+        return self._changed
+
     def update(self, message: Models) -> None:
         """Take over the supervisor's view."""
         self._hosted = {entry.card.id: entry for entry in message.entries}

@@ -20,6 +20,7 @@ from sie import __version__, control, process
 from sie.catalog.profiles import fold_default
 from sie.control import Channel, ChannelClosedError, Launch, Models
 from sie.errors import BadRequest, ClientGone, SieError
+from sie.frontend.adapters import AdapterTable
 from sie.frontend.admin import ModelAdmin
 from sie.frontend.body import BodyReader
 from sie.frontend.dialects.openai import DEFAULT_MODEL
@@ -68,6 +69,7 @@ class FrontendProcess:
         self.models = ModelTable(
             self._pool, self._ask_load, loading_retry_after_s=settings.models.loading_retry_after_s
         )
+        self.adapters = AdapterTable(self.models, self._send)
         self.admin = ModelAdmin(self.models, self._send)
         memory = settings.memory
         budget = LargeBudget(launch.max_large_bytes)
@@ -268,7 +270,7 @@ class FrontendProcess:
             if now_ns / 1e9 - touched_s >= self._touch_s:
                 touched_s = now_ns / 1e9
                 if used := self.models.take_used():
-                    self._send(control.Touch(used))
+                    self._send(control.Touch(used, self.adapters.take_used()))
 
     def _watch_the_waiting(self, now_ns: int) -> None:
         unwatched = self._unwatched

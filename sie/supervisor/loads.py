@@ -40,6 +40,7 @@ class Loads:
         self._is_broadcast_due = False
         self._relieved_s = 0.0
         self._not_ready_reason: Callable[[], str] = str
+        self._with_adapters: Callable[[tuple[control.ModelEntry, ...]], tuple[control.ModelEntry, ...]] = tuple
         self.was_ready = False
         """Whether everything was ready at least once."""
 
@@ -49,6 +50,12 @@ class Loads:
         self._rooms = Rooms(self._settings, [worker.place.device for worker in crew.workers])
         self._not_ready_reason = not_ready_reason
         self._on_first_ready = on_first_ready
+
+    def bind_adapters(
+        self, with_adapters: Callable[[tuple[control.ModelEntry, ...]], tuple[control.ModelEntry, ...]]
+    ) -> None:
+        """Say who knows the models' adapters."""
+        self._with_adapters = with_adapters
 
     def start(self) -> None:
         """Begin with the models that readiness waits for."""
@@ -185,7 +192,7 @@ class Loads:
             )
             for worker in self._crew.workers
         )
-        return control.Models(self._book.entries(), not reason, reason, workers)
+        return control.Models(self._with_adapters(self._book.entries()), not reason, reason, workers)
 
     def reason(self) -> str:
         """Return why the server is not ready, or an empty text when it is."""

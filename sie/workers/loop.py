@@ -22,6 +22,7 @@ from sie.shm.large import LargeBudget
 from sie.shm.layout import RELEASE, SUBMIT, Descriptor, ProtocolError
 from sie.shm.segment import ReservationError
 from sie.types import ModelCard
+from sie.workers.adapters import AdapterHost
 from sie.workers.answers import NEVER_FITS, Answers
 from sie.workers.ceilings import drop_outgrown
 from sie.workers.hosting import Host
@@ -69,6 +70,7 @@ class Loop:
         self._read_memory = read_memory
         self._channel = channel
         self._host = host
+        self._adapters = AdapterHost(host, channel.send, metrics.set_adapters)
         self._page = page
         self._metrics = metrics
         self._budget = budget
@@ -93,6 +95,7 @@ class Loop:
         self._tended_ns = 0
         self._watch(channel.fileno(), self._on_control)
         self._watch(host.event_fd, self._on_loaded)
+        self._watch(self._adapters.event_fd, self._adapters.collect)
 
     def run(self) -> None:
         """Serve until the supervisor closes the control channel."""
@@ -169,6 +172,8 @@ class Loop:
                     self._host.load(card)
                 case control.Unload(model):
                     self._host.start_unload(model)
+                case control.LoadAdapter() | control.UnloadAdapter():
+                    self._adapters.apply(message)
                 case _:
                     for fd in fds:
                         os.close(fd)
@@ -278,6 +283,9 @@ class Loop:
             error = Unavailable(f"Model '{model}' is not loaded", code="MODEL_NOT_LOADED")
             send_error(link, request.request_id, error)
             return
+        if request.header.lora and (error := self._adapters.refusal(model, request.header.lora)) is not None:
+            send_error(link, request.request_id, error)
+            return
         now_ns = time.monotonic_ns()
         leader = None if request.comparison is None else 0
         for index, cost in enumerate(costs_of(request, runner.card)):
@@ -382,4 +390,6 @@ class Loop:
                 self._host.finish_unload(model)
                 self._tended_ns = 0  # what is free now matters to loads that wait
                 self._metrics.set_model(model, self._host.device, loaded=False, memory_bytes=0)
+                self._adapters.forget(model)
+        self._adapters.settle(lambda model: (*self._state.queues.get(model, ()), *self._parked.get(model, ())))
         self._metrics.set_extents_in_use(sum(link.num_leased for link in self._links.values()))

@@ -12,6 +12,7 @@ import msgspec
 
 from sie import control, process
 from sie.control import ChannelClosedError, Configure, Launch, Ready
+from sie.extraction import Gliclass, Gliner
 from sie.logs import configure, get_logger
 from sie.settings import Settings
 from sie.shm.inflight import InflightPage
@@ -115,6 +116,8 @@ def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callabl
             from sie.workers.runners.stub import StubRunner  # each kind imports only its own
 
             return StubRunner(card)
+        if isinstance(card.extract, Gliner | Gliclass):
+            return _load_library_model(card, launch, settings, progress)
         from sie.workers.loader import load_dual_encoder, load_encoder, load_extractor, load_scorer  # imports torch
 
         if card.kind == "dual-encoder":
@@ -126,6 +129,17 @@ def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callabl
         return load_encoder(card, launch.device, settings.models.dtype, progress)
 
     return build
+
+
+def _load_library_model(
+    card: ModelCard, launch: Launch, settings: Settings, progress: Callable[[float, str], None]
+) -> Runner:
+    from sie.workers.libraries import load_gliclass, load_gliner  # imports torch
+
+    dtype = settings.models.dtype
+    if isinstance(card.extract, Gliclass):
+        return load_gliclass(card, launch.device, dtype, progress)
+    return load_gliner(card, launch.device, dtype, progress, settings.limits.max_relation_candidates)
 
 
 if __name__ == "__main__":

@@ -78,6 +78,10 @@ class WorkerMetrics:
         """Add one to a counter of steps that found no memory."""
         self._page.counter(family.name, family.label_pairs(model)).add(1)
 
+    def set_adapters(self, model: str, num_loaded: int) -> None:
+        """Publish how many adapters of this model are in memory here."""
+        self._page.gauge(families.LORAS_LOADED.name, families.LORAS_LOADED.label_pairs(model)).set(num_loaded)
+
     def set_extents_in_use(self, num_extents: int) -> None:
         """Publish how many reply extents are under a lease, over all frontends."""
         self._extents.set(num_extents)

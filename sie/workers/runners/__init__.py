@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie.extraction import Extraction, ExtractTask
-from sie.types import ModelCard, WorkHeader
+from sie.types import AdapterSpec, ModelCard, WorkHeader
 
 
 class Pair(NamedTuple):
@@ -27,6 +27,31 @@ class ImageItem(NamedTuple):
     """The images of one item, at least one, each (h, w, 3) uint8 RGB; views of the request's extent."""
 
     images: tuple[NDArray[np.uint8], ...]
+
+
+class Adapters(Protocol):
+    """The adapters that a loaded model has in memory; it is false while there are none.
+
+    A runner that can have some has them as `adapters`, and its method takes `loras` behind the other arguments: each
+    item's adapter, empty for none. It is left out when no item of the step has one. `read` may run on a thread beside
+    the steps, everything else only between them.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def read(self, spec: AdapterSpec) -> Any:
+        """Return what `install` takes. Raises Internal for what does not fit, BadRequest when the model has no place."""
+        ...
+
+    def install(self, name: str, weights: Any) -> int:
+        """Make an adapter usable from the next step on; return its bytes. Raises Internal."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Free an adapter; no step names it any more."""
+        ...
 
 
 class TokenRunner(Protocol):

@@ -17,10 +17,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.catalog.stub import count_stub_tokens
+from sie.catalog.stub import adapted_text, count_stub_tokens
 from sie.errors import Internal
 from sie.extraction import Classification, Entity, Extraction, ExtractTask
-from sie.types import ModelCard
+from sie.types import AdapterSpec, ModelCard
 from sie.workers.runners import ImageItem, StepOutputs, Want
 
 _NUM_ENTRIES = 16
@@ -42,11 +42,15 @@ class StubRunner:
         self.memory_bytes = card.stub.memory_mb << 20
         is_plain = set(card.outputs) <= {"dense", "score", "extract"} and card.image is None
         self.takes: Literal["text", "wants"] = "text" if is_plain else "wants"
+        self.adapters = StubAdapters()
         time.sleep(card.stub.load_ms / 1e3)
 
-    def run_texts(self, texts: Sequence[bytes | memoryview]) -> NDArray[np.float32]:
+    def run_texts(self, texts: Sequence[bytes | memoryview], loras: Sequence[str] = ()) -> NDArray[np.float32]:
         """Return (n, dense) float32 rows; sleeps `latency_ms` and `per_token_us` for each token of the step."""
         self._take_time(texts)
+        return self._dense(_adapted(texts, loras))
+
+    def _dense(self, texts: Sequence[bytes | memoryview]) -> NDArray[np.float32]:
         width = self._options.dense
         digests = b"".join([hashlib.shake_256(text).digest(width) for text in texts])
         rows = np.frombuffer(digests, dtype=np.int8).reshape(len(texts), width)
@@ -73,15 +77,15 @@ class StubRunner:
                 raise MemoryError(f"a stub's step of {tokens} tokens, over oom_tokens")
             time.sleep(options.latency_ms / 1e3 + tokens * options.per_token_us / 1e6)
 
-    def run_wants(self, inputs: Sequence[bytes | memoryview | ImageItem], wants: Sequence[Want]) -> StepOutputs:
+    def run_wants(
+        self, inputs: Sequence[bytes | memoryview | ImageItem], wants: Sequence[Want], loras: Sequence[str] = ()
+    ) -> StepOutputs:
         """Return what each item wants; takes the time of one step."""
         inputs = [_bytes_of(item) if isinstance(item, ImageItem) else item for item in inputs]
         wanted = {output for want in wants for output in want.output_types}
-        if "dense" in wanted:
-            dense = self.run_texts(inputs)
-        else:
-            dense = None
-            self._take_time(inputs)
+        self._take_time(inputs)
+        inputs = _adapted(inputs, loras)
+        dense = self._dense(inputs) if "dense" in wanted else None
         sparse = [self._sparse(text) if "sparse" in want.output_types else None
                   for text, want in zip(inputs, wants, strict=True)]  # fmt: skip
         vectors = [self._multivector(text) if "multivector" in want.output_types else None
@@ -104,6 +108,41 @@ class StubRunner:
 def _bytes_of(item: ImageItem) -> bytes:
     """Return what stands for an item of images in the formulas."""
     return b"".join([struct.pack("<2I", *image.shape[:2]) + image.tobytes() for image in item.images])
+
+
+class StubAdapters:
+    """The adapters of a stub: names, which change its digests."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def read(self, spec: AdapterSpec) -> None:
+        """Take the adapter's `load_ms`. Raises Internal for an adapter with files, which a stub cannot run."""
+        if spec.stub is None:
+            raise Internal(f"Adapter '{spec.id}' cannot be loaded: model '{spec.model}' is a stub")
+        time.sleep(spec.stub.load_ms / 1e3)
+
+    def install(self, name: str, weights: None) -> int:
+        """Let texts name the adapter, which has no bytes."""
+        self._names.add(name)
+        return 0
+
+    def remove(self, name: str) -> None:
+        """Forget the adapter."""
+        self._names.discard(name)
+
+
+def _adapted(texts: Sequence[bytes | memoryview], loras: Sequence[str]) -> Sequence[bytes | memoryview]:
+    """Return what is hashed for each text."""
+    if not loras:
+        return texts
+    return [adapted_text(bytes(text), lora) if lora else text for text, lora in zip(texts, loras, strict=True)]
 
 
 def _extract(utf8: bytes, task: ExtractTask) -> Extraction:
