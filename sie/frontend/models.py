@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from sie.catalog.profiles import entry_cards, fold_default, model_of
-from sie.control import ModelEntry, Models, WorkerEntry
+from sie.control_messages import ModelEntry, Models, WorkerEntry
 from sie.errors import ModelLoadFailed, Unavailable, from_wire
 from sie.frontend.options import gives, is_own_entry
 from sie.frontend.tokenize import Tokenizer
