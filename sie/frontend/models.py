@@ -108,7 +108,8 @@ class ModelTable:
         self._ask_load(model_of(model))
         if entry.state == "failed" and entry.error is not None:
             error = from_wire(entry.error)
-            raise ModelLoadFailed(f"Model '{model}' failed to load: {error.message}", extras=error.extras)
+            reason = error.message.removeprefix(f"Model '{model_of(model)}' cannot be loaded: ")
+            raise ModelLoadFailed(f"Model '{model}' failed to load: {reason}", extras=error.extras)
         wait_s = self._loading_retry_after_s
         raise Unavailable(f"Model '{model}' is loading; retry in {wait_s} s", retry_after_s=wait_s)
 
