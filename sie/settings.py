@@ -232,6 +232,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = 1024
     max_depth: Annotated[int, Meta(ge=4, le=500, description="Deepest nesting of a JSON or msgpack body.")] = 64
+    max_tensor_values: Annotated[
+        int, Meta(ge=1, le=1 << 30, description="Most elements of a request's tensors that come as JSON.")
+    ] = 1 << 22
     max_reply_bytes: Annotated[
         int, Meta(ge=4096, le=1024 * MIB, description="Largest reply, counted as the bytes of its vectors.")
     ] = 64 * MIB

@@ -57,27 +57,27 @@ class Decoder(Protocol[_T_co]):
     def decode(self, buf: bytes, /) -> _T_co: ...
 
 
-def check_json(body: bytes, max_depth: int) -> None:
+def check_json(body: bytes, max_depth: int, max_values: int = MAX_VALUES, max_containers: int = MAX_CONTAINERS) -> None:
     """Refuse a JSON body that is nested too deep or would grow too much when it is decoded.
 
-    Raises BadRequest for depth and InputTooLong for the number of values. Says nothing about a body that is not JSON:
+    A caller that decodes lists without a Python object for each element may allow more of them. Raises BadRequest for depth and InputTooLong for the number of values. Says nothing about a body that is not JSON:
     the decoder does.
     """
     # These counts include brackets and commas inside strings, so they may only accept.
-    many_values = body.count(b",") >= MAX_VALUES
+    many_values = body.count(b",") >= max_values
     if body.count(b"{") + body.count(b"[") <= max_depth and not many_values:
         return
     if len(body) > _PREFIX_BYTES:
-        _check_structure(body[:_PREFIX_BYTES], max_depth, with_commas=False)  # a million levels end here, in 1 ms
-    _check_structure(body, max_depth, with_commas=many_values)
+        prefix = _structure(body[:_PREFIX_BYTES], with_commas=False)  # a million levels end here, in 1 ms
+        _check_structure(prefix, max_depth, max_values, max_containers)
+    _check_structure(_structure(body, with_commas=many_values), max_depth, max_values, max_containers)
 
 
-def _check_structure(body: bytes, max_depth: int, *, with_commas: bool) -> None:
-    structure = _structure(body, with_commas=with_commas)
+def _check_structure(structure: bytes, max_depth: int, max_values: int, max_containers: int) -> None:
     num_openers = structure.count(b"{") + structure.count(b"[")
-    if num_openers > MAX_CONTAINERS or structure.count(b",") + num_openers > MAX_VALUES:
+    if num_openers > max_containers or structure.count(b",") + num_openers > max_values:
         raise InputTooLong(
-            f"The JSON body must hold at most {MAX_CONTAINERS} objects and arrays and {MAX_VALUES} values"
+            f"The JSON body must hold at most {max_containers} objects and arrays and {max_values} values"
         )
     if num_openers > max_depth and _depth(structure, num_openers) > max_depth:
         raise _too_deep(max_depth)

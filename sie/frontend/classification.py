@@ -1,0 +1,58 @@
+"""Owns the best classes of an output: which elements of each batch item are the largest, and their labels. Pure.
+
+Source: Triton's classification extension; TensorRT Inference Server v1, InferResponseHeader.Output.Class.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sie.errors import BadRequest
+from sie.frontend.dialects.tensor_json import frame
+from sie.tensors import DATATYPES, Tensor, TensorSpec
+
+_UNRANKED: Final = frozenset({"BYTES", "BOOL", "FP16", "BF16"})
+
+
+class RankedClass(NamedTuple):
+    """One element of an output, flattened: its position, value (int or float), and the label of that position, if it has one."""
+
+    position: int
+    value: Any
+    label: str
+
+
+def rank_classes(output: Tensor, spec: TensorSpec, num_classes: int, *, is_batched: bool) -> list[list[RankedClass]]:
+    """Return for each batch item its num_classes largest elements, largest first; equal ones in their order.
+
+    Fewer when an item has no more. Raises BadRequest for a datatype that has no order here.
+    """
+    if output.datatype in _UNRANKED:
+        raise BadRequest(
+            f"class result not available for output '{output.name}' due to unsupported type '{output.datatype}'"
+        )
+    values = np.frombuffer(output.data, DATATYPES[output.datatype])
+    rows = values.reshape(output.shape[0] if is_batched else 1, -1)
+    return [_best(row, num_classes, spec.labels) for row in rows]
+
+
+def _best(row: NDArray[Any], num_classes: int, labels: tuple[str, ...]) -> list[RankedClass]:
+    # Reversed twice, so that a stable sort keeps equal elements in their order.
+    order = (len(row) - 1 - np.argsort(row[::-1], kind="stable"))[::-1][:num_classes]
+    return [RankedClass(int(i), row[i].item(), labels[i] if i < len(labels) else "") for i in order]
+
+
+def as_class_tensor(output: Tensor, spec: TensorSpec, num_classes: int, *, is_batched: bool) -> Tensor:
+    """Return an output as BYTES `value:index[:label]`, (batch, k) or (k,); floats have six decimals."""
+    ranked = rank_classes(output, spec, num_classes, is_batched=is_batched)
+    k = len(ranked[0]) if ranked else 0
+    data = frame([_text(found).encode() for row in ranked for found in row])
+    return Tensor(output.name, "BYTES", (len(ranked), k) if is_batched else (k,), memoryview(data))
+
+
+def _text(found: RankedClass) -> str:
+    value = f"{found.value:f}" if isinstance(found.value, float) else str(found.value)
+    return f"{value}:{found.position}:{found.label}" if found.label else f"{value}:{found.position}"

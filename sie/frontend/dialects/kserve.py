@@ -1,0 +1,271 @@
+"""Owns the KServe v2 REST wire of inference: a body and its binary tail to a typed request, a reply to bytes.
+
+Pure. The route has found the model before the body is read, so a request is judged against its rule at once where its
+form depends on it (a raw body). Whether names, types and shapes are the model's is for `sie.frontend.tensor_checks`.
+Source: Open Inference Protocol v2 and its binary tensor data extension; where OpenVINO Model Server and Triton differ,
+docs/tensors.md says what is done.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from math import prod
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from sie.errors import BadRequest
+from sie.frontend.body_limits import check_json, decode_typed
+from sie.frontend.dialects.tensor_json import elements_from_json, elements_to_json, frame
+from sie.settings import Limits
+from sie.tensors import DATATYPES, Tensor, TensorReply, TensorRequest, TensorRule
+
+MAX_RANK: Final = 32
+_MAX_TENSORS: Final = 1024
+_ABSENT: Final = msgspec.Raw(b"")
+_INTEGER: Final = re.compile(r"-?[0-9]+")
+_RAW_INPUT: Final = "raw_input"
+_SIZE_LIMIT: Final = 1 << 63
+_MIXED: Final = (
+    "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
+    "'shared_memory_region' in 'parameters'."
+)
+_Parameters = dict[str, Any] | None
+
+
+class _Input(msgspec.Struct):
+    name: str
+    shape: Annotated[list[Annotated[int, Meta(ge=0, le=_SIZE_LIMIT - 1)]], Meta(max_length=MAX_RANK)]
+    datatype: str
+    parameters: _Parameters = None
+    data: msgspec.Raw = _ABSENT
+
+
+class _Output(msgspec.Struct):
+    name: str
+    parameters: _Parameters = None
+
+
+class _Body(msgspec.Struct):
+    inputs: Annotated[list[_Input], Meta(min_length=1, max_length=_MAX_TENSORS)]
+    outputs: Annotated[list[_Output], Meta(max_length=_MAX_TENSORS)] | None = None
+    id: str | None = None
+    parameters: _Parameters = None
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """How one output is to be sent; num_classes 0: its elements as they are."""
+
+    name: str
+    is_binary: bool
+    num_classes: int = 0
+
+
+class InferCall(msgspec.Struct, kw_only=True):
+    """A decoded request, and how its answer is to be written. wanted is empty for all outputs in the same way."""
+
+    request: TensorRequest
+    wanted: tuple[Wanted, ...] = ()
+    is_binary: bool = False
+
+
+_BODY: Final = msgspec.json.Decoder(_Body)
+
+
+def decode_infer(body: bytes, header_length: str | None, model: str, rule: TensorRule, limits: Limits) -> InferCall:
+    """Return the request in a body; header_length is the header `Inference-Header-Content-Length`, if it was sent.
+
+    model is the hosted id. Tensors are views of the body, or what
+    was read from its JSON. Raises BadRequest with the field at fault.
+    """
+    split = len(body) if header_length is None else _json_bytes(header_length, len(body))
+    if split == 0:
+        return InferCall(
+            request=TensorRequest(model=model, inputs=[_raw_input(memoryview(body), rule)]), is_binary=True
+        )
+    text = body[:split] if split < len(body) else body
+    check_json(text, limits.max_depth, limits.max_tensor_values + _MAX_TENSORS, limits.max_tensor_values + _MAX_TENSORS)
+    parsed = decode_typed(_BODY, text)
+    parameters = _checked_parameters(parsed.parameters)
+    reader = _TensorReader(memoryview(body)[split:], rule.name, limits.max_tensor_values)
+    inputs = [reader.read(item, is_only=len(parsed.inputs) == 1) for item in parsed.inputs]
+    reader.check_end()
+    is_binary = _flag(parameters, "binary_data_output")
+    wanted = _wanted(parsed.outputs or (), is_binary=is_binary)
+    request = TensorRequest(
+        model=model, inputs=inputs, outputs=tuple(output.name for output in wanted), id=parsed.id or "",
+        priority=_unsigned(parameters, "priority"), timeout_us=_unsigned(parameters, "timeout"),
+    )  # fmt: skip
+    return InferCall(request=request, wanted=wanted, is_binary=is_binary)
+
+
+class _TensorReader:
+    """Takes each input's elements from the JSON, or from the binary tail behind those of the inputs before it."""
+
+    def __init__(self, tail: memoryview, model: str, max_values: int) -> None:
+        self._tail = tail
+        self._position = 0
+        self._model = model
+        self._max_values = max_values
+
+    def read(self, item: _Input, *, is_only: bool) -> Tensor:
+        code = DATATYPES.get(item.datatype)
+        if code is None:
+            raise BadRequest(f"invalid datatype '{item.datatype}' for input {item.name}")
+        parameters = _checked_parameters(item.parameters)
+        if "shared_memory_region" in parameters:
+            raise BadRequest(f"input '{item.name}': shared memory is not supported by this server")
+        num_elements = prod(item.shape)
+        has_data = bool(memoryview(item.data).nbytes)
+        has_size = "binary_data_size" in parameters
+        if has_data:
+            if has_size:
+                raise BadRequest(f"{_MIXED} But set 'data' 'binary_data_size' for input '{item.name}'")
+            data = memoryview(self._from_json(item, num_elements))
+        elif has_size:
+            data = self._take(item.name, _unsigned(parameters, "binary_data_size"))
+        elif not len(self._tail):
+            raise BadRequest(f"{_MIXED} But no field is set for input '{item.name}'")
+        elif item.datatype != "BYTES":
+            data = self._take(item.name, num_elements * int(code[2:]))
+        elif is_only and num_elements == 1:
+            data = _framed(self._take(item.name, len(self._tail) - self._position))
+        else:
+            raise BadRequest(f"input '{item.name}' of datatype BYTES needs the parameter 'binary_data_size'")
+        return Tensor(item.name, item.datatype, tuple(item.shape), data)
+
+    def _from_json(self, item: _Input, num_elements: int) -> bytes:
+        if num_elements > self._max_values:
+            raise BadRequest(
+                f"input '{item.name}' has {num_elements} elements as JSON, over max_tensor_values ({self._max_values}); "
+                "send it as binary data"
+            )
+        return elements_from_json(item.data, item.name, item.datatype, num_elements)
+
+    def _take(self, name: str, nbytes: int) -> memoryview:
+        missing = self._position + nbytes - len(self._tail)
+        if missing > 0:
+            raise BadRequest(
+                f"unexpected size for input '{name}', expecting {missing} additional bytes for model '{self._model}'"
+            )
+        start, self._position = self._position, self._position + nbytes
+        return self._tail[start : self._position]
+
+    def check_end(self) -> None:
+        if self._position != len(self._tail):
+            raise BadRequest(f"unexpected additional input data for model '{self._model}'")
+
+
+def _json_bytes(header_length: str, body_bytes: int) -> int:
+    if not _INTEGER.fullmatch(header_length):
+        raise BadRequest(f"Unable to parse Inference-Header-Content-Length, got: {header_length[:40]}")
+    length = int(header_length) if len(header_length) < 20 else _SIZE_LIMIT
+    if not 0 <= length <= body_bytes:
+        raise BadRequest(f"inference header size should be in range (0, {body_bytes}), got: {header_length[:40]}")
+    return length
+
+
+def _framed(data: memoryview) -> memoryview:
+    """Return the only element of a BYTES input with its length before it, whether or not it came so."""
+    if len(data) >= 4 and int.from_bytes(data[:4], "little") == len(data) - 4:
+        return data
+    return memoryview(frame([bytes(data)]))
+
+
+def _raw_input(body: memoryview, rule: TensorRule) -> Tensor:
+    """Return the whole body as the model's only input, its shape deduced."""
+    if len(rule.inputs) != 1:
+        raise BadRequest(
+            f"Raw request must only have 1 input (found 1) to be deduced but got {len(rule.inputs)} inputs in "
+            f"'{rule.name}' model configuration"
+        )
+    (spec,) = rule.inputs
+    shape = [1 if i == 0 and rule.max_batch_size else size for i, size in enumerate(spec.shape)]
+    if spec.datatype == "BYTES":
+        if any(size not in (1, -1) for size in shape):
+            raise BadRequest(f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1]")
+        return Tensor(spec.name, "BYTES", (1,) * len(shape), memoryview(frame([bytes(body)])))
+    variable = [i for i, size in enumerate(shape) if size < 0]
+    if len(variable) > 1:
+        raise BadRequest(
+            f"The shape of the raw input '{spec.name}' can not be deduced because there are more than one variable-sized "
+            "dimension"
+        )
+    known = prod(size for size in shape if size >= 0) * int(DATATYPES[spec.datatype][2:])
+    if variable:
+        shape[variable[0]] = len(body) // known if known else 0
+    expected = prod(shape) * int(DATATYPES[spec.datatype][2:])
+    if expected != len(body):
+        raise BadRequest(
+            f"input byte size mismatch for input '{_RAW_INPUT}' for model '{rule.name}'. Expected {expected or known}, got "
+            f"{len(body)}"
+        )
+    return Tensor(spec.name, spec.datatype, tuple(shape), body)
+
+
+def _wanted(outputs: Sequence[_Output], *, is_binary: bool) -> tuple[Wanted, ...]:
+    """Return each output that is asked for, once."""
+    wanted: dict[str, Wanted] = {}
+    for output in outputs:
+        parameters = _checked_parameters(output.parameters)
+        if "shared_memory_region" in parameters:
+            raise BadRequest(f"output '{output.name}': shared memory is not supported by this server")
+        binary = _flag(parameters, "binary_data", default=is_binary)
+        num_classes = _unsigned(parameters, "classification")
+        wanted.setdefault(output.name, Wanted(output.name, binary, num_classes))
+    return tuple(wanted.values())
+
+
+def _checked_parameters(parameters: _Parameters) -> dict[str, Any]:
+    for name, value in (parameters or {}).items():
+        if not isinstance(value, bool | int | float | str):
+            raise BadRequest(f"parameter '{name}' has invalid type. It should be either 'int', 'bool', or 'string'.")
+        if name.startswith("triton_") and name != "triton_enable_empty_final_response":
+            raise BadRequest(f"parameter '{name}' starts with 'triton_', which is reserved")
+    return parameters or {}
+
+
+def _flag(parameters: dict[str, Any], name: str, *, default: bool = False) -> bool:
+    value = parameters.get(name, default)
+    if not isinstance(value, bool):
+        raise BadRequest(f"parameter '{name}' must be a bool")
+    return value
+
+
+def _unsigned(parameters: dict[str, Any], name: str) -> int:
+    value = parameters.get(name, 0)
+    if type(value) is not int or not 0 <= value < _SIZE_LIMIT:
+        raise BadRequest(f"parameter '{name}' must be an integer that is not negative")
+    return value
+
+
+def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule) -> tuple[bytes, int | None]:
+    """Return the body, and the bytes of its JSON when tensors follow it (`Inference-Header-Content-Length`).
+
+    Outputs that are asked for as classes have become BYTES before. Raises BadRequest for one that JSON cannot hold.
+    """
+    ways = {wanted.name: wanted.is_binary for wanted in call.wanted}
+    entries: list[dict[str, Any]] = []
+    tails: list[memoryview] = []
+    for output in reply.outputs:
+        entry: dict[str, Any] = {"name": output.name, "datatype": output.datatype, "shape": output.shape}
+        if ways.get(output.name, call.is_binary):
+            entry["parameters"] = {"binary_data_size": len(output.data)}
+            tails.append(output.data)
+        else:
+            entry["data"] = msgspec.Raw(elements_to_json(output.data, output.name, output.datatype))
+        entries.append(entry)
+    head: dict[str, Any] = {"model_name": rule.name, "model_version": rule.version}
+    if call.request.id:
+        head["id"] = call.request.id
+    text = msgspec.json.encode({**head, "outputs": entries})
+    if not tails:
+        return text, None
+    return b"".join([text, *tails]), len(text)
+
+
+def error_body(message: str) -> bytes:
+    """Return the body of any failure."""
+    return msgspec.json.encode({"error": message})

@@ -1,0 +1,162 @@
+"""Owns the KServe v2 REST wire beside inference: bodies about the server, its models, their state and their figures.
+
+Pure: values come in, bytes go out. Sources: Open Inference Protocol v2; Triton's model repository and statistics
+extensions; OpenVINO Model Server's configuration API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from sie import __version__
+from sie.cards import ModelState
+from sie.errors import BadRequest
+from sie.frontend.body_limits import decode_typed
+from sie.tensors import TensorRule, TensorSpec
+
+EXTENSIONS: Final = ("classification", "model_repository", "model_configuration", "binary_tensor_data", "parameters",
+                     "statistics")  # fmt: skip
+_INDEX_STATES: Final[dict[ModelState, str]] = {
+    "loaded": "READY", "loading": "LOADING", "unloading": "UNLOADING", "failed": "UNAVAILABLE", "available": "UNAVAILABLE",
+}  # fmt: skip
+_CONFIG_STATES: Final[dict[ModelState, str]] = {
+    "loaded": "AVAILABLE", "loading": "LOADING", "unloading": "UNLOADING", "failed": "LOADING", "available": "END",
+}  # fmt: skip
+
+
+class VersionState(msgspec.Struct, frozen=True):
+    """One version of a model as the repository index and OVMS's configuration tell it; reason is empty when it is well."""
+
+    name: str
+    version: str
+    state: ModelState
+    reason: str = ""
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """What one version has done since the server started; times in nanoseconds."""
+
+    num_succeeded: int = 0
+    num_failed: int = 0
+    success_ns: int = 0
+    failure_ns: int = 0
+    queue_ns: int = 0
+    infer_ns: int = 0
+    num_rows: int = 0
+    """Batch items that were computed."""
+    num_steps: int = 0
+    last_used_ms: int = 0
+    """Unix time in milliseconds, 0 for never."""
+    memory_bytes: int = 0
+    device: str = ""
+
+
+class _IndexBody(msgspec.Struct):
+    ready: bool = False
+
+
+class _ManageBody(msgspec.Struct):
+    parameters: dict[Annotated[str, msgspec.Meta(max_length=256)], msgspec.Raw] = {}
+
+
+_INDEX: Final = msgspec.json.Decoder(_IndexBody)
+_MANAGE: Final = msgspec.json.Decoder(_ManageBody)
+
+
+def server_metadata_body(name: str) -> bytes:
+    """Return the body of `GET /v2`."""
+    return msgspec.json.encode({"name": name, "version": __version__, "extensions": EXTENSIONS})
+
+
+def model_metadata_body(rule: TensorRule, versions: Sequence[str]) -> bytes:
+    """Return the body of `GET /v2/models/{m}[/versions/{v}]`."""
+    return msgspec.json.encode(
+        {
+            "name": rule.name, "versions": versions, "platform": rule.platform,
+            "inputs": [_spec(spec) for spec in rule.inputs], "outputs": [_spec(spec) for spec in rule.outputs],
+        }
+    )  # fmt: skip
+
+
+def _spec(spec: TensorSpec) -> dict[str, Any]:
+    return {"name": spec.name, "datatype": spec.datatype, "shape": spec.shape}
+
+
+def decode_index(body: bytes) -> bool:
+    """Return whether only ready models are asked for. Raises BadRequest."""
+    return decode_typed(_INDEX, body).ready if body else False
+
+
+def index_body(states: Iterable[VersionState], *, only_ready: bool) -> bytes:
+    """Return the body of `POST /v2/repository/index`; a version that was never loaded has only its name and number."""
+    entries: list[dict[str, str]] = []
+    for found in states:
+        state = _INDEX_STATES[found.state]
+        if only_ready and state != "READY":
+            continue
+        entry = {"name": found.name, "version": found.version}
+        if found.state != "available" or found.reason:
+            entry |= {"state": state, "reason": found.reason}
+        entries.append(entry)
+    return msgspec.json.encode(entries)
+
+
+def check_manage(body: bytes) -> None:
+    """Raise BadRequest for the body of a load or unload that asks for what is not done here.
+
+    A configuration or files sent along would be a second way to put models on the host.
+    """
+    parameters = decode_typed(_MANAGE, body).parameters if body else {}
+    for name, value in parameters.items():
+        if name == "unload_dependents":
+            decode_typed(msgspec.json.Decoder(bool), bytes(value))
+        elif name == "config" or name.startswith("file:"):
+            raise BadRequest(
+                f"parameter '{name}' is not supported: models come from the directory model_repository alone"
+            )
+        else:
+            raise BadRequest(f"unrecognized parameter '{name}'")
+
+
+def statistics_body(figures: Mapping[tuple[str, str], Figures]) -> bytes:
+    """Return the body of `GET /v2/models/stats`, by (name, version)."""
+    return msgspec.json.encode({"model_stats": [_statistics(*key, found) for key, found in figures.items()]})
+
+
+def _statistics(name: str, version: str, found: Figures) -> dict[str, Any]:
+    return {
+        "name": name,
+        "version": version,
+        "last_inference": found.last_used_ms,
+        "inference_count": found.num_rows,
+        "execution_count": found.num_steps,
+        "inference_stats": {
+            "success": {"count": found.num_succeeded, "ns": found.success_ns},
+            "fail": {"count": found.num_failed, "ns": found.failure_ns},
+            "queue": {"count": found.num_succeeded, "ns": found.queue_ns},
+            "compute_input": {"count": found.num_succeeded, "ns": 0},
+            "compute_infer": {"count": found.num_succeeded, "ns": found.infer_ns},
+            "compute_output": {"count": found.num_succeeded, "ns": 0},
+            "cache_hit": {"count": 0, "ns": 0},
+            "cache_miss": {"count": 0, "ns": 0},
+        },
+        "response_stats": {},
+        "batch_stats": [],
+        "memory_usage": [{"type": found.device, "id": 0, "byte_size": found.memory_bytes}]
+        if found.memory_bytes
+        else [],
+    }
+
+
+def config_statuses_body(states: Iterable[VersionState]) -> bytes:
+    """Return OVMS's body of `GET /v1/config`: the state of every version by model."""
+    models: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for found in states:
+        status = {"error_code": "UNKNOWN", "error_message": found.reason} if found.reason else \
+                 {"error_code": "OK", "error_message": "OK"}  # fmt: skip
+        versions = models.setdefault(found.name, {"model_version_status": []})["model_version_status"]
+        versions.append({"version": found.version, "state": _CONFIG_STATES[found.state], "status": status})
+    return msgspec.json.encode(models)
