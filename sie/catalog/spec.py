@@ -29,8 +29,33 @@ _STUB_WIDTHS = ("dense", "sparse", "multivector")
 _STUB_MINIMUM = {"dense": 1, "max_tokens": 1}
 
 
+class TensorSource(msgspec.Struct, frozen=True, kw_only=True):
+    """One version of one model of a model repository; version is empty for a model that has none to serve."""
+
+    repository: str
+    """Absolute path of the repository's directory."""
+    name: str
+    version: str
+    default_max_batch_size: int = 0
+    """For a model with a batch dimension and no configuration."""
+
+    @property
+    def hosted_id(self) -> str:
+        """The id under which this version is a model of the server."""
+        return f"{self.name}/versions/{self.version}" if self.version else f"{self.name}/versions"
+
+
+class RepositoryModel(msgspec.Struct, frozen=True, kw_only=True):
+    """One model of a model repository: the versions to serve by its policy, oldest first, or why it has none."""
+
+    name: str
+    repository: str
+    versions: tuple[str, ...] = ()
+    reason: str = ""
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one served model comes from: a directory, a stub, or (neither set) the hub's repository `id`.
+    """Where one served model comes from: a directory, a stub, a model repository, or (none set) the hub's `id`.
 
     max_sequence_length and profiles are the operator's own, from the file that `sie.catalog.model_file` reads.
     """
@@ -41,6 +66,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     stub: StubOptions | None = None
     max_sequence_length: int | None = None
     profiles: dict[str, dict[str, Any]] = {}
+    tensor: TensorSource | None = None
 
 
 def parse_model_spec(text: str) -> ModelSpec:
