@@ -44,6 +44,8 @@ class StubOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Whether it also extracts."""
     image: bool = False
     """Whether it also takes images, as they are."""
+    tensor: bool = False
+    """Whether it takes tensors, and nothing else."""
 
 
 class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +132,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     max_sequence_length: int | None = None
     vocab_size: int = 0
     num_weights: int = 0
-    """Numbers in the checkpoint's safetensors; 0 when that is not known."""
+    """Numbers in the checkpoint's safetensors, a fourth of its bytes for a model of tensors; 0 when that is not known."""
     tokenizer_file: str = ""
     """Absolute path of the `tokenizer.json` to use; empty when the worker takes text."""
     lowercase: bool = False

@@ -211,6 +211,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_item_text_bytes: Annotated[
         int, Meta(ge=1, le=256 * MIB, description="Largest item, its UTF-8 text and metadata together.")
     ] = 2 * MIB
+    max_tensor_strings: Annotated[
+        int, Meta(ge=1, le=1 << 28, description="Most elements of a request's BYTES tensors together; over it is 400.")
+    ] = 1 << 20
     max_images: Annotated[int, Meta(ge=1, le=65536, description="Most images in one request; over it is 400.")] = 256
     max_item_images: Annotated[int, Meta(ge=1, le=64, description="Most images in one item; over it is 400.")] = 16
     max_image_bytes: Annotated[

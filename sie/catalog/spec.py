@@ -26,6 +26,7 @@ _ID = re.compile(r"[A-Za-z0-9._/-]+")
 _REVISION = re.compile(r"[A-Za-z0-9._/-]+")
 _DEFAULT_STUB = StubOptions()
 _STUB_WIDTHS = ("dense", "sparse", "multivector")
+_NOT_OF_TENSORS = {"dense", "sparse", "multivector", "score", "extract", "image", "max_tokens", "per_token_us"}
 _STUB_MINIMUM = {"dense": 1, "max_tokens": 1}
 
 
@@ -166,6 +167,8 @@ def _parse_stub(options: str, text: str) -> StubOptions:
         value, least = getattr(stub, key), _STUB_MINIMUM.get(key, 0)
         if not math.isfinite(value) or value < least:
             raise BadRequest(f"model spec {text!r}: stub option {key!r} is {value}, but must be at least {least}")
+    if stub.tensor and (others := _NOT_OF_TENSORS & set(pairs)):
+        raise BadRequest(f"model spec {text!r}: a stub that takes tensors has no option {min(others)!r}")
     for key in _STUB_WIDTHS:
         if getattr(stub, key) > MAX_STUB_WIDTH:
             raise BadRequest(

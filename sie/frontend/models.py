@@ -36,7 +36,7 @@ class ModelTable:
     ) -> None:
         """Default `Retry-After` of a model that loads: SIE API reference, section 12."""
         self._pool = pool
-        self._loading_retry_after_s = loading_retry_after_s
+        self.loading_retry_after_s = loading_retry_after_s
         self._ask_load = ask_load
         self._tokenizers: dict[str, tuple[str, asyncio.Future[Tokenizer]]] = {}
         self.entries: dict[str, ModelEntry] = {}
@@ -82,6 +82,11 @@ class ModelTable:
         """Return the entry of a model as workers know it, whether or not it is offered under that id."""
         return self._hosted.get(model)
 
+    @property
+    def hosted_entries(self) -> list[ModelEntry]:
+        """Every model once, as workers know it."""
+        return list(self._hosted.values())
+
     def take_used(self) -> tuple[str, ...]:
         """Return the models that answered since the last call."""
         used = tuple({model_of(entry_id) for entry_id in self.used})
@@ -111,7 +116,7 @@ class ModelTable:
             error = from_wire(entry.error)
             reason = error.message.removeprefix(f"Model '{model_of(model)}' cannot be loaded: ")
             raise ModelLoadFailed(f"Model '{model}' failed to load: {reason}", extras=error.extras)
-        wait_s = self._loading_retry_after_s
+        wait_s = self.loading_retry_after_s
         raise Unavailable(f"Model '{model}' is loading; retry in {wait_s} s", retry_after_s=wait_s)
 
     async def wait_serving(self, entry: ModelEntry, deadline_ns: int) -> ModelEntry:

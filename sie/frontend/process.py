@@ -29,6 +29,7 @@ from sie.frontend.encode import Encoder
 from sie.frontend.engine import ShmEngine
 from sie.frontend.extract import Extractor
 from sie.frontend.image_reader import ImageReader
+from sie.frontend.infer import TensorInference, TensorTable
 from sie.frontend.links import Pending
 from sie.frontend.metrics import FrontendMetrics, merge
 from sie.frontend.models import ModelTable
@@ -82,6 +83,8 @@ class FrontendProcess:
         self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool, self._images)
         self.scorer = Scorer(self.engine, self.models, self._pool)
         self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool)
+        self.tensor_models = TensorTable(self.models)
+        self.tensors = TensorInference(self.engine, self.models, settings.limits, self._pool, self.watch_client)
         self.bodies = BodyReader(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
         self.metrics = FrontendMetrics(pages[0], self.models)
         self.status = StatusHub(
@@ -190,6 +193,7 @@ class FrontendProcess:
         match message:
             case Models():
                 self.models.update(message)
+                self.tensor_models.update()
                 self.engine.place_held()
                 self.engine.fail_held()
             case control_messages.Attach(slot, generation):
