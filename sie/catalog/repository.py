@@ -9,6 +9,7 @@ DIR; nothing outside it is ever read. Runs in the prepare helper: it reads files
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,16 @@ def _find_model(repository: str, name: str) -> RepositoryModel:
         reason = error.message if isinstance(error, ModelLoadFailed) else str(error.strerror)
         return RepositoryModel(name=name, repository=repository, reason=reason)
     reason = "" if chosen else f"Model '{name}' cannot be loaded: it has no version to serve"
-    return RepositoryModel(name=name, repository=repository, versions=tuple(chosen), reason=reason)
+    stamps = tuple(_stamp(model, version) for version in chosen)
+    return RepositoryModel(name=name, repository=repository, versions=tuple(chosen), stamps=stamps, reason=reason)
+
+
+def _stamp(model: Checkpoint, version: str) -> str:
+    """Return a text that changes with the files of a version, and with the configuration."""
+    paths = [model.root / CONFIG_FILE, *sorted((model.root / version).iterdir())]
+    stats = [(path.name, path.stat()) for path in paths if path.is_file()]
+    facts = repr([(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+    return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 
 def _versions(model: Checkpoint) -> list[str]:

@@ -39,11 +39,18 @@ class TensorSource(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     default_max_batch_size: int = 0
     """For a model with a batch dimension and no configuration."""
+    stamp: str = ""
+    """Another text once the model's files have changed."""
 
     @property
     def hosted_id(self) -> str:
         """The id under which this version is a model of the server."""
         return f"{self.name}/versions/{self.version}" if self.version else f"{self.name}/versions"
+
+    @property
+    def folder(self) -> str:
+        """The model's directory, which holds its versions."""
+        return f"{self.repository}/{self.name}"
 
 
 class RepositoryModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +59,8 @@ class RepositoryModel(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     repository: str
     versions: tuple[str, ...] = ()
+    stamps: tuple[str, ...] = ()
+    """Of each version, as in `TensorSource`."""
     reason: str = ""
 
 

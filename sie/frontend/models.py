@@ -111,6 +111,8 @@ class ModelTable:
         model = entry.card.id
         if entry.state == "unloading":
             raise Unavailable(f"Model '{model}' is unloading", code="MODEL_NOT_LOADED")
+        if entry.card.kind == "tensor" and entry.state == "available":
+            raise Unavailable(f"Model '{model}' is not loaded", code="MODEL_NOT_LOADED")
         self._ask_load(model_of(model))
         if entry.state == "failed" and entry.error is not None:
             error = from_wire(entry.error)

@@ -33,6 +33,7 @@ from sie.frontend.infer import TensorInference, TensorTable
 from sie.frontend.links import Pending
 from sie.frontend.metrics import FrontendMetrics, merge
 from sie.frontend.models import ModelTable
+from sie.frontend.repository import RepositoryAdmin
 from sie.frontend.score import Scorer
 from sie.frontend.status import ServerFacts, StatusInputs, build_status, encode_frame, process_owner
 from sie.frontend.status_hub import StatusHub
@@ -84,6 +85,7 @@ class FrontendProcess:
         self.scorer = Scorer(self.engine, self.models, self._pool)
         self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool)
         self.tensor_models = TensorTable(self.models)
+        self.repository = RepositoryAdmin(self.tensor_models, self.models, self.admin)
         self.tensors = TensorInference(self.engine, self.models, settings.limits, self._pool, self.watch_client)
         self.bodies = BodyReader(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
         self.metrics = FrontendMetrics(pages[0], self.models)
@@ -204,8 +206,8 @@ class FrontendProcess:
                 self.engine.place_held()
             case control_messages.Quarantine(digest):
                 self.engine.quarantine(digest)
-            case control_messages.Managed(number):
-                self.admin.on_begun(number)
+            case control_messages.Managed(number, error):
+                self.admin.on_begun(number, error)
             case control_messages.Ping(number):
                 self._send(control_messages.Pong(number))
             case control_messages.Drain():
