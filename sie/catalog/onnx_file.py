@@ -55,14 +55,12 @@ def read_onnx(path: Path) -> OnnxFile:
     with path.open("rb") as file:
         if file.seek(0, 2) == 0:
             raise OnnxError("the file is empty")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            data = memoryview(mapped)
-            try:
-                return _read_model(data)
-            except (IndexError, ValueError) as error:
-                raise OnnxError(f"not an ONNX model: {error}") from None
-            finally:
-                data.release()
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    try:
+        # Unmapped with its last view: an error's traceback still holds some.
+        return _read_model(memoryview(mapped))
+    except (IndexError, ValueError) as error:
+        raise OnnxError(f"not an ONNX model: {error}") from None
 
 
 def _read_model(data: memoryview) -> OnnxFile:

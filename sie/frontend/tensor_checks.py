@@ -20,6 +20,7 @@ from sie.tensors import DATATYPES, Tensor, TensorRequest, TensorRule, TensorSpec
 
 MAX_RANK: Final = 32
 _ITEM_BYTES: Final = {name: np.dtype(code).itemsize for name, code in DATATYPES.items()}
+_MAX_SIZE: Final = (1 << 63) - 1
 _STUB_INPUT: Final = re.compile(r"INPUT[0-9]{1,4}")
 
 
@@ -74,8 +75,8 @@ def check_dimensions(name: str, shape: Sequence[int]) -> None:
     """Raise BadRequest for a shape that no tensor has."""
     if len(shape) > MAX_RANK:
         raise BadRequest(f"input '{name}' has {len(shape)} dimensions, the most are {MAX_RANK}")
-    if any(size < 0 for size in shape):
-        raise BadRequest(f"input '{name}' has a negative dimension: {_shown(shape)}")
+    if any(not 0 <= size <= _MAX_SIZE for size in shape):
+        raise BadRequest(f"input '{name}' has a dimension that is negative or over 63 bits: {_shown(shape)[:200]}")
 
 
 def _check_shape(rule: TensorRule, spec: TensorSpec, shape: Sequence[int]) -> None:
