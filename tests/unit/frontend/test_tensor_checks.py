@@ -57,8 +57,10 @@ def test_what_fits_is_accepted():
         ([x(), x(), s(b"", b"")], "input 'X' already exists in request"),
         (
             [s(b"", b"")],
-            "expected 2 inputs but got 1 inputs for model 'm'. Got input(s) ['S'], but missing required input(s) ['X']. "
-            "Please provide all required input(s).",
+            (
+                "expected 2 inputs but got 1 inputs for model 'm'. Got input(s) ['S'], but missing required input(s) ['X']. "
+                "Please provide all required input(s)."
+            ),
         ),
         ([x(datatype="INT32"), s(b"", b"")], "inference input 'X' data-type is 'INT32', but model 'm' expects 'FP32'"),
         ([x(datatype="FP31"), s(b"", b"")], "invalid datatype for input X: 'FP31'"),
