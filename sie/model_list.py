@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -50,6 +51,10 @@ def check_models(loaded: Loaded) -> dict[str, tuple[ModelSpec, Start]]:
             if spec.id in specs:
                 raise SettingsError(f"{name} (from {loaded.sources[name]}): {spec.id!r} is named twice")
             specs[spec.id] = (spec, start)
+    for directory in models.repositories:
+        if not Path(directory).is_dir():
+            source = loaded.sources["model_repository"]
+            raise SettingsError(f"model_repository (from {source}): there is no directory {directory}")
     _add_from_file(loaded, specs)
     entries = [entry for spec, _ in specs.values() for entry in entry_ids(spec.id, _profiles(spec))]
     if models.default_model and fold_default(models.default_model) not in entries:

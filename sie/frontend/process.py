@@ -29,9 +29,11 @@ from sie.frontend.encode import Encoder
 from sie.frontend.engine import ShmEngine
 from sie.frontend.extract import Extractor
 from sie.frontend.image_reader import ImageReader
+from sie.frontend.infer import TensorInference, TensorTable
 from sie.frontend.links import Pending
 from sie.frontend.metrics import FrontendMetrics, merge
 from sie.frontend.models import ModelTable
+from sie.frontend.repository import RepositoryAdmin
 from sie.frontend.score import Scorer
 from sie.frontend.status import ServerFacts, StatusInputs, build_status, encode_frame, process_owner
 from sie.frontend.status_hub import StatusHub
@@ -82,6 +84,9 @@ class FrontendProcess:
         self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool, self._images)
         self.scorer = Scorer(self.engine, self.models, self._pool)
         self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool)
+        self.tensor_models = TensorTable(self.models)
+        self.repository = RepositoryAdmin(self.tensor_models, self.models, self.admin)
+        self.tensors = TensorInference(self.engine, self.models, settings.limits, self._pool, self.watch_client)
         self.bodies = BodyReader(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
         self.metrics = FrontendMetrics(pages[0], self.models)
         self.status = StatusHub(
@@ -190,6 +195,7 @@ class FrontendProcess:
         match message:
             case Models():
                 self.models.update(message)
+                self.tensor_models.update()
                 self.engine.place_held()
                 self.engine.fail_held()
             case control_messages.Attach(slot, generation):
@@ -200,8 +206,8 @@ class FrontendProcess:
                 self.engine.place_held()
             case control_messages.Quarantine(digest):
                 self.engine.quarantine(digest)
-            case control_messages.Managed(number):
-                self.admin.on_begun(number)
+            case control_messages.Managed(number, error):
+                self.admin.on_begun(number, error)
             case control_messages.Ping(number):
                 self._send(control_messages.Pong(number))
             case control_messages.Drain():

@@ -14,6 +14,7 @@ from sie.catalog.profiles import known_profiles
 from sie.catalog.spec import ModelSpec
 from sie.control_messages import ModelEntry, ModelReport
 from sie.errors import Internal, WireError, to_wire
+from sie.tensors import TensorRule
 
 _MAX_RETRY_S = 1800.0
 _PERMANENT_ATTEMPTS = 8
@@ -28,13 +29,15 @@ class Record(msgspec.Struct):
 
     is_pinned: only a request to unload it takes it away. dismissed: such a request did, and readiness does not wait
     for it until it is loaded again. reloads: it is to be loaded again once it has gone everywhere, from files that are
-    read anew (is_stale). waits_for_room: its load has not been sent to the workers.
+    read anew (is_stale). waits_for_room: its load has not been sent to the workers. may_fail: readiness no longer waits for
+    it once a load of it has failed.
     """
 
     spec: ModelSpec
     preload: bool
     card: ModelCard | None = None
     is_pinned: bool = False
+    may_fail: bool = False
     wanted: bool = False
     dismissed: bool = False
     reloads: bool = False
@@ -80,8 +83,8 @@ class ModelBook:
         if record is None:
             return None
         record.last_used_s = now_s
-        if record.wanted or record.reloads or now_s < record.retry_at_s:
-            return None
+        if record.wanted or record.reloads or now_s < record.retry_at_s or record.spec.tensor is not None:
+            return None  # models of a repository follow those who may load and unload, and nobody else
         record.wanted = True
         record.error = None
         return record
@@ -233,7 +236,8 @@ class ModelBook:
         return [
             name
             for name, record in self.records.items()
-            if record.preload and not record.dismissed and not _loaded_on(record)
+            if record.preload
+            and not (record.dismissed or _loaded_on(record) or (record.may_fail and record.num_attempts))
         ]
 
     def entries(self) -> tuple[ModelEntry, ...]:
@@ -267,6 +271,9 @@ def _entry(record: Record) -> ModelEntry:
 
 def _unread_card(spec: ModelSpec) -> ModelCard:
     """Return what is known of a model that was not fetched yet: hardly more than the entries it is offered as."""
+    if spec.tensor is not None:
+        rule = TensorRule(name=spec.tensor.name, version=spec.tensor.version, platform="", inputs=(), outputs=())
+        return ModelCard(id=spec.id, kind="tensor", inputs=("tensor",), outputs=(), tensor=rule)
     profiles = {**known_profiles(spec.id), **spec.profiles}
     return ModelCard(id=spec.id, kind="encoder", revision=spec.revision, profiles=profiles)
 

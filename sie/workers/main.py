@@ -117,6 +117,8 @@ def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callabl
             from sie.workers.runners.stub import StubRunner  # each kind imports only its own
 
             return StubRunner(card)
+        if card.kind == "tensor":
+            return _load_tensor_model(card, launch, settings, progress)
         if isinstance(card.extract, Gliner | Gliclass):
             return _load_library_model(card, launch, settings, progress)
         from sie.workers.loader import load_dual_encoder, load_encoder, load_extractor, load_scorer  # imports torch
@@ -130,6 +132,15 @@ def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callabl
         return load_encoder(card, launch.device, settings.models.dtype, progress)
 
     return build
+
+
+def _load_tensor_model(
+    card: ModelCard, launch: Launch, settings: Settings, progress: Callable[[float, str], None]
+) -> Runner:
+    from sie.workers.runners.onnx import load_onnx  # imports onnxruntime, not torch
+
+    num_threads = settings.devices.threads_per_worker or max(1, len(launch.cores))
+    return load_onnx(card, launch.device, num_threads, progress)
 
 
 def _load_library_model(

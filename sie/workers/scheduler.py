@@ -21,7 +21,8 @@ class Waiting(msgspec.Struct, eq=False):
 
     request is the loop's own record and opaque here; index is the item's row in it. alone: its request was running
     when a worker died, so it shares no step with others. leads: the rest of its request, which is behind it in the
-    queue, needs what it gives, so no step may take one of them and leave it.
+    queue, needs what it gives, so no step may take one of them and leave it. likeness: it shares a step only with items
+    of an equal one, with at most max_rows rows together; None: with any.
     """
 
     request: Any
@@ -31,6 +32,9 @@ class Waiting(msgspec.Struct, eq=False):
     deadline_ns: int
     alone: bool = False
     leads: bool = False
+    likeness: object = None
+    num_rows: int = 1
+    max_rows: int = 1
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +108,10 @@ class State:
         self._start = self.num_served[model]
         self.num_served[model] += num_tokens
 
+    def charge_late(self, model: str, num_tokens: int) -> None:
+        """Count what a step turned out to cost beyond what was charged for it."""
+        self.num_served[model] += num_tokens
+
     def put_back(self, model: str, items: list[Waiting]) -> None:
         """Return items that could not run (no room for their reply) to the front, in order."""
         if model not in self.queues:
@@ -148,6 +156,8 @@ def _choose(live: list[Waiting], budget: Budget, now_ns: int) -> list[Waiting]:
     if head.alone:
         return _fill([item for item in live if item.request is head.request], budget)
     together = [item for item in live if not item.alone]
+    if head.likeness is not None:
+        return _choose_alike(together, budget)
     if len(together) <= budget.max_items and sum(item.num_tokens for item in together) <= budget.max_tokens:
         return together
     overdue_ns = now_ns - budget.max_age_ns
@@ -155,6 +165,19 @@ def _choose(live: list[Waiting], budget: Budget, now_ns: int) -> list[Waiting]:
     recent = [item for item in together if item.arrival_ns >= overdue_ns]
     recent.sort(key=_by_length)
     return _fill(overdue + recent, budget)
+
+
+def _choose_alike(live: list[Waiting], budget: Budget) -> list[Waiting]:
+    """Take the oldest item, and in order those like it while their rows fit; the token budget does not bind these."""
+    head, *others = live
+    chosen, num_rows = [head], head.num_rows
+    for item in others:
+        if num_rows >= head.max_rows or len(chosen) == budget.max_items:
+            break
+        if item.likeness == head.likeness and num_rows + item.num_rows <= head.max_rows:
+            chosen.append(item)
+            num_rows += item.num_rows
+    return chosen
 
 
 def _by_length(item: Waiting) -> int:
