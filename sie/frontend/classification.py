@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie.errors import BadRequest
-from sie.frontend.dialects.tensor_json import frame
+from sie.tensor_bytes import frame_elements
 from sie.tensors import DATATYPES, Tensor, TensorSpec
 
 _UNRANKED: Final = frozenset({"BYTES", "BOOL", "FP16", "BF16"})
@@ -49,7 +49,7 @@ def as_class_tensor(output: Tensor, spec: TensorSpec, num_classes: int, *, is_ba
     """Return an output as BYTES `value:index[:label]`, (batch, k) or (k,); floats have six decimals."""
     ranked = rank_classes(output, spec, num_classes, is_batched=is_batched)
     k = len(ranked[0]) if ranked else 0
-    data = frame([_text(found).encode() for row in ranked for found in row])
+    data = frame_elements([_text(found).encode() for row in ranked for found in row])
     return Tensor(output.name, "BYTES", (len(ranked), k) if is_batched else (k,), memoryview(data))
 
 

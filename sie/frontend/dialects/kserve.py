@@ -18,8 +18,9 @@ from msgspec import Meta
 
 from sie.errors import BadRequest
 from sie.frontend.body_limits import check_json, decode_typed
-from sie.frontend.dialects.tensor_json import elements_from_json, elements_to_json, frame
+from sie.frontend.dialects.tensor_json import elements_from_json, elements_to_json
 from sie.settings import Limits
+from sie.tensor_bytes import frame_elements
 from sie.tensors import DATATYPES, Tensor, TensorReply, TensorRequest, TensorRule
 
 MAX_RANK: Final = 32
@@ -171,7 +172,7 @@ def _framed(data: memoryview) -> memoryview:
     """Return the only element of a BYTES input with its length before it, whether or not it came so."""
     if len(data) >= 4 and int.from_bytes(data[:4], "little") == len(data) - 4:
         return data
-    return memoryview(frame([bytes(data)]))
+    return memoryview(frame_elements([bytes(data)]))
 
 
 def _raw_input(body: memoryview, rule: TensorRule) -> Tensor:
@@ -186,7 +187,7 @@ def _raw_input(body: memoryview, rule: TensorRule) -> Tensor:
     if spec.datatype == "BYTES":
         if any(size not in (1, -1) for size in shape):
             raise BadRequest(f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1]")
-        return Tensor(spec.name, "BYTES", (1,) * len(shape), memoryview(frame([bytes(body)])))
+        return Tensor(spec.name, "BYTES", (1,) * len(shape), memoryview(frame_elements([bytes(body)])))
     variable = [i for i, size in enumerate(shape) if size < 0]
     if len(variable) > 1:
         raise BadRequest(

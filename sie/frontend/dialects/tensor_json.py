@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie.errors import BadRequest
+from sie.tensor_bytes import frame_elements, split_elements
 from sie.tensors import DATATYPES
 
 BINARY_ONLY: Final = frozenset({"FP16", "BF16"})
@@ -124,27 +125,7 @@ def _strings(text: bytes, name: str, num_elements: int) -> bytes:
         raise _wrong_type(name, "BYTES")
     if len(level) != num_elements:
         raise _wrong_count(name, num_elements, len(level))
-    return frame([value.encode() for value in level])
-
-
-def frame(elements: list[bytes]) -> bytes:
-    """Return elements of a BYTES tensor in their binary form: each behind its length, uint32 little-endian."""
-    return b"".join([part for element in elements for part in (len(element).to_bytes(4, "little"), element)])
-
-
-def unframe(data: memoryview) -> list[bytes]:
-    """Return the elements of a BYTES tensor's binary form. Raises ValueError when its lengths do not lead to its end."""
-    elements: list[bytes] = []
-    position, end = 0, len(data)
-    while position < end:
-        start = position + 4
-        if start > end:
-            raise ValueError("a length is cut short")
-        position = start + int.from_bytes(data[position:start], "little")
-        if position > end:
-            raise ValueError(f"a string of length {position - start}, but only {end - start} bytes are left")
-        elements.append(bytes(data[start:position]))
-    return elements
+    return frame_elements([value.encode() for value in level])
 
 
 def elements_to_json(data: memoryview, name: str, datatype: str) -> bytes:
@@ -155,7 +136,7 @@ def elements_to_json(data: memoryview, name: str, datatype: str) -> bytes:
         )
     if datatype == "BYTES":
         try:
-            return msgspec.json.encode([element.decode() for element in unframe(data)])
+            return msgspec.json.encode([element.decode() for element in split_elements(data)])
         except UnicodeDecodeError:
             raise BadRequest(
                 f"output '{name}' has bytes that are not UTF-8. Please use the binary data format for output '{name}'"

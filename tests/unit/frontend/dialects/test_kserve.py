@@ -12,8 +12,8 @@ import tritonclient.http as triton
 from sie.errors import BadRequest
 from sie.frontend.classification import as_class_tensor
 from sie.frontend.dialects.kserve import InferCall, decode_infer, encode_infer
-from sie.frontend.dialects.tensor_json import frame, unframe
 from sie.settings import Limits
+from sie.tensor_bytes import frame_elements, split_elements
 from sie.tensors import Tensor, TensorReply, TensorRule, TensorSpec
 from sie.types import Timing
 
@@ -69,7 +69,7 @@ def test_a_request_of_the_client(is_binary: bool):
     request = call.request
     assert (request.model, request.id, request.priority, request.timeout_us) == ("m/versions/3", "r1", 2, 5000)
     np.testing.assert_array_equal(array(request.inputs[0]), A)
-    assert unframe(request.inputs[1].data) == [b"x", "\N{SNOWMAN}".encode()]
+    assert split_elements(request.inputs[1].data) == [b"x", "\N{SNOWMAN}".encode()]
     assert request.outputs == ("Y", "Z", "C")
     assert [(wanted.is_binary, wanted.num_classes) for wanted in call.wanted] == [(True, 0), (False, 0), (False, 2)]
 
@@ -87,11 +87,11 @@ def test_the_size_of_a_binary_input_may_be_left_out():
     first, second = decode(body, length).request.inputs
     np.testing.assert_array_equal(array(second), 2 * array(first))
     image = {"inputs": [{"name": "I", "shape": [1], "datatype": "BYTES"}]}
-    for tail in (b"JPEG", frame([b"JPEG"])):
+    for tail in (b"JPEG", frame_elements([b"JPEG"])):
         (tensor,) = decode(*with_tail(image, tail)).request.inputs
-        assert unframe(tensor.data) == [b"JPEG"]
+        assert split_elements(tensor.data) == [b"JPEG"]
     image["inputs"][0]["shape"] = [2]
-    assert "needs the parameter 'binary_data_size'" in refusal(*with_tail(image, frame([b"a", b"b"])))
+    assert "needs the parameter 'binary_data_size'" in refusal(*with_tail(image, frame_elements([b"a", b"b"])))
 
 
 def test_data_of_both_kinds_in_one_request():
@@ -202,7 +202,7 @@ def test_a_raw_body_is_the_only_input(rule: TensorRule, expected: tuple[int, ...
 
 def test_a_raw_body_of_bytes_is_one_element():
     (tensor,) = decode(b"JPEG", "0", raw_rule((1,), "BYTES")).request.inputs
-    assert (tensor.shape, unframe(tensor.data)) == ((1,), [b"JPEG"])
+    assert (tensor.shape, split_elements(tensor.data)) == ((1,), [b"JPEG"])
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def reply_of(*tensors: Tensor) -> TensorReply:
 
 
 Y = Tensor("Y", "FP32", (2, 4), memoryview(A.tobytes()))
-S = Tensor("S", "BYTES", (2,), memoryview(frame([b"a", b"bc"])))
+S = Tensor("S", "BYTES", (2,), memoryview(frame_elements([b"a", b"bc"])))
 
 
 @pytest.mark.parametrize("is_binary", [False, True])
@@ -254,7 +254,7 @@ def test_a_reply_mixes_both_forms_in_the_order_asked_for():
         "parameters": {"binary_data_size": 11},
     }
     assert head["outputs"][1]["data"] == A.ravel().tolist()
-    assert (body[length:], "id" in head) == (frame([b"a", b"bc"]), False)
+    assert (body[length:], "id" in head) == (frame_elements([b"a", b"bc"]), False)
 
 
 def test_an_empty_binary_output_says_so():
@@ -278,11 +278,11 @@ def test_classes_are_the_largest_elements_of_each_item(values: list[list[int]], 
     found = as_class_tensor(
         Tensor("Y", names[datatype], data.shape, memoryview(data.tobytes())), RULE.outputs[0], 2, is_batched=True
     )
-    assert (found.datatype, found.shape, unframe(found.data)) == ("BYTES", (len(values), 2), expected)
+    assert (found.datatype, found.shape, split_elements(found.data)) == ("BYTES", (len(values), 2), expected)
 
 
 def test_more_classes_than_there_are_are_clipped():
     found = as_class_tensor(Y, RULE.outputs[0], 30, is_batched=False)
-    assert (found.shape, unframe(found.data)[0]) == ((8,), b"7.000000:7")
+    assert (found.shape, split_elements(found.data)[0]) == ((8,), b"7.000000:7")
     with pytest.raises(BadRequest, match="unsupported type 'BYTES'"):
         as_class_tensor(S, RULE.outputs[0], 1, is_batched=True)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from sie.errors import BadRequest
-from sie.frontend.dialects.tensor_json import elements_from_json, elements_to_json, frame, unframe
+from sie.frontend.dialects.tensor_json import elements_from_json, elements_to_json
+from sie.tensor_bytes import frame_elements, split_elements
 from sie.tensors import DATATYPES
 
 INTEGERS = ["UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64"]
@@ -67,8 +68,10 @@ def test_a_long_list_is_read_in_chunks():
 def test_booleans_and_strings():
     assert read("[true, [false], true]", "BOOL", 3) == b"\1\0\1"
     texts = ["", "a", 'b,"c]', "\N{PILE OF POO}", "\u0000"]
-    assert unframe(memoryview(read(json.dumps(texts), "BYTES", 5))) == [text.encode() for text in texts]
-    assert unframe(memoryview(read(json.dumps([texts[:2], texts[2:4]]), "BYTES", 4))) == [t.encode() for t in texts[:4]]
+    assert split_elements(memoryview(read(json.dumps(texts), "BYTES", 5))) == [text.encode() for text in texts]
+    assert split_elements(memoryview(read(json.dumps([texts[:2], texts[2:4]]), "BYTES", 4))) == [
+        t.encode() for t in texts[:4]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -119,20 +122,20 @@ def test_a_reply_reads_back_as_it_was(datatype: str):
 
 
 def test_what_json_cannot_hold_is_told_and_never_sent():
-    assert json.loads(elements_to_json(memoryview(frame([b"a", "\N{SNOWMAN}".encode()])), "X", "BYTES")) == [
+    assert json.loads(elements_to_json(memoryview(frame_elements([b"a", "\N{SNOWMAN}".encode()])), "X", "BYTES")) == [
         "a",
         "\N{SNOWMAN}",
     ]
     with pytest.raises(BadRequest, match="not UTF-8"):
-        elements_to_json(memoryview(frame([b"\xff"])), "X", "BYTES")
+        elements_to_json(memoryview(frame_elements([b"\xff"])), "X", "BYTES")
     for value in (np.nan, np.inf):
         with pytest.raises(BadRequest, match="not finite"):
             elements_to_json(memoryview(np.array([value], "<f4").tobytes()), "X", "FP32")
 
 
 @pytest.mark.parametrize(
-    "data", [b"\1", b"\1\0\0\0", b"\xff\xff\xff\xffab", frame([b"ab"])[:-1], frame([b"a"]) + b"\0"]
+    "data", [b"\1", b"\1\0\0\0", b"\xff\xff\xff\xffab", frame_elements([b"ab"])[:-1], frame_elements([b"a"]) + b"\0"]
 )
 def test_lengths_that_do_not_lead_to_the_end_are_refused(data: bytes):
     with pytest.raises(ValueError, match="length"):
-        unframe(memoryview(data))
+        split_elements(memoryview(data))

@@ -9,7 +9,6 @@ from google.protobuf import text_format
 from sie.errors import BadRequest, DeadlineExceeded, Internal, NotFound, Overloaded, SieError
 from sie.frontend.classification import RankedClass
 from sie.frontend.dialects.kserve_models import Figures
-from sie.frontend.dialects.tensor_json import frame
 from sie.frontend.dialects.trtis import (
     Answered,
     InferHead,
@@ -29,6 +28,7 @@ from sie.frontend.dialects.trtis_status import (
     status_of,
 )
 from sie.proto import message_class
+from sie.tensor_bytes import frame_elements
 from sie.tensors import Tensor, TensorRule, TensorSpec
 
 ADD_SUB = TensorRule(
@@ -84,7 +84,7 @@ def test_the_text_format_is_read_as_protobuf_reads_it():
 
 
 def test_strings_need_their_size_and_may_have_it_for_an_item():
-    data = frame([b"ab", b""])
+    data = frame_elements([b"ab", b""])
     text = 'batch_size: 1 input { name: "X" dims: [0, 3] } input { name: "S" batch_byte_size: 10 } output { name: "Y" }'
     assert bytes(decode(text, data, PLAIN).inputs[1].data) == data
 
