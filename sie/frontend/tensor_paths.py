@@ -1,0 +1,55 @@
+"""Owns the paths below `/v2/models/`, `/api/infer/` and the like: which model, version and action they mean. Pure.
+
+A model's name may itself hold slashes, so the names that are known decide: the longest one that the path begins with.
+Source: KServe v2 sheet, section 1; a version is decimal digits, or the path is no route.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container
+from typing import Final, NamedTuple
+
+_VERSION: Final = re.compile(r"(.+)/versions/([0-9]{1,19})")
+_MAX_VERSION: Final = (1 << 63) - 1
+
+
+class ModelPath(NamedTuple):
+    """A model, a version of it (empty: the newest), and what is to be done with it (empty: to be told about it)."""
+
+    name: str
+    version: str
+    action: str
+
+
+def split_model_path(tail: str, actions: Container[str], known: Container[str]) -> ModelPath | None:
+    """Return what `NAME[/versions/V][/ACTION]` means, or None for what is no such path; actions are the known ones."""
+    head, slash, last = tail.rpartition("/")
+    readings = [ModelPath(tail, "", "")]
+    if slash and head and last in actions:
+        readings.append(ModelPath(head, "", last))
+    for reading in list(readings):
+        versioned = _VERSION.fullmatch(reading.name)
+        if versioned is not None and int(versioned[2]) <= _MAX_VERSION:
+            readings.append(ModelPath(versioned[1], versioned[2], reading.action))
+    readings = [reading for reading in readings if reading.name and "/" not in (reading.name[0], reading.name[-1])]
+    of_known = [reading for reading in readings if reading.name in known]
+    if of_known:
+        return max(of_known, key=lambda reading: len(reading.name))
+    # Of no model that is known the shortest name, which leaves most to be an action; a version that is none is no route.
+    found = min(readings, key=lambda reading: len(reading.name), default=None)
+    return None if found is None or re.search(r"/versions(/|$)", found.name) else found
+
+
+def split_version(tail: str, known: Container[str]) -> ModelPath | None:
+    """Return what `NAME[/V]` of the v1 API means, or None for what is no such path."""
+    head, _, last = tail.rpartition("/")
+    if tail in known or not head:
+        return ModelPath(tail, "", "") if tail else None
+    if head in known:
+        return ModelPath(head, last, "") if _is_version(last) else None
+    return ModelPath(head, last, "") if _is_version(last) else ModelPath(tail, "", "")
+
+
+def _is_version(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 19 and int(text) <= _MAX_VERSION
