@@ -203,6 +203,10 @@ class ImageRule(msgspec.Struct, frozen=True, kw_only=True):
     resize: tuple[int, int] = (0, 0)
     """(height, width) before the centre is cut out; with keep_aspect (edge, edge), the length of the shorter side."""
     keep_aspect: bool = False
+    longest: int = 0
+    """With keep_aspect, the most of the longer side, and nothing is cut; 0: the centre is cut out."""
+    square: int = 0
+    """Side of the square that the worker pads and resizes an image to, which crosses in its own size; 0: it does not."""
     resample: int = 3
     """Pillow's number of the filter: 0 nearest, 1 Lanczos, 2 bilinear, 3 bicubic, 4 box, 5 Hamming."""
     rescale_factor: float = 1.0
@@ -215,6 +219,8 @@ class ImageRule(msgspec.Struct, frozen=True, kw_only=True):
 
     def count_tokens(self, height: int, width: int) -> int:
         """Return what an image of that size costs, as it crosses to the worker."""
+        if self.square:
+            height = width = self.square
         return -(-height // self.patch) * -(-width // self.patch) + self.extra_tokens
 
 
@@ -392,6 +398,10 @@ class ExtractRequest(msgspec.Struct, kw_only=True):
     options: dict[str, Any] = {}
     non_text_item: int | None = None
     """Index of the first item without a text, or with media; texts is empty then."""
+    media: MediaItems | None = None
+    """All of its items, where non_text_item is set."""
+    images: dict[int, list[memoryview]] | None = None
+    """The encoded image of an item by its number, for a model that takes them; such an item's text is not read."""
     task: ExtractTask = ExtractTask()
 
 
@@ -402,6 +412,7 @@ class ExtractReply(msgspec.Struct, frozen=True, kw_only=True):
     extractions: list[Extraction]
     input_tokens: int
     timing: Timing
+    num_images: int = 0
 
 
 class ArrayRef(msgspec.Struct, array_like=True, frozen=True):
@@ -428,6 +439,7 @@ class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     With images there are `pixels` uint8 (bytes,), the RGB rows of all images back to back, `image_sizes` int32 (m, 2),
     height and width of each, `image_offsets` int32 (n + 1,), the images of each item, and, where an item is a text,
     `token_offsets` int32 (n + 1,) beside token_ids: an item is images, or else a text.
+    What a detector looks for in all of them is `query_ids` int32 (t,), token ids, with `query_offsets` int32 (q + 1,).
     """
 
     model: str
@@ -443,7 +455,7 @@ class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     compared: tuple[tuple[str, float], ...] = ()
     """Outputs by which item 0 of a score is compared with the others, each with its weight in the sum."""
     task: bytes = b""
-    """An `ExtractTask` as msgpack, for a model whose worker answers with whole extractions."""
+    """An `ExtractTask` as msgpack, for a model whose worker answers with whole extractions or with boxes."""
     expand_to: int | None = None
     """Length that queries are filled up to in place of the card's own; None: the card's."""
     lora: str = ""
@@ -460,6 +472,9 @@ class ReplyHeader(msgspec.Struct, array_like=True, frozen=True):
         multivector   `multivector_offsets` int32 (n + 1,), `multivector` (rows, width)
         extract       `extract_offsets` int32 (n + 1,), `extract` uint8 (bytes,), each item's `Extraction` as msgpack
         token_logits  `token_logits_offsets` int32 (n + 1,), `token_logits` float32 (t, classes)
+        boxes         `boxes_offsets` int32 (n + 1,), `boxes` float32 (b, 5 + k): score, centre x and y, width, height
+                      as parts of the image as the model sees it; then the number of the query (k = 1), or the score of
+                      each token of the text that was looked for
     or `score` float32 (n, 1), in which a row that belongs to a query is 0, or `logits` float32 (n, classes). All that
     changes from one reply of dense rows or scores to the next is in the arrays, so
     the header's bytes are the same for every such reply of one shape and are encoded and decoded once.

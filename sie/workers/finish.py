@@ -65,11 +65,14 @@ def finish_ragged(
     for item, logits in enumerate(outputs.token_logits or ()):
         _check_finite(card, logits)
         yield item, "token_logits", (logits,)
+    for item, boxes in enumerate(outputs.boxes or ()):
+        _check_finite(card, boxes)
+        yield item, "boxes", (boxes,)
 
 
 def _check_finite(card: ModelCard, logits: NDArray[np.float32]) -> None:
     if not np.isfinite(logits).all():
-        raise Internal(f"Model '{card.id}' produced non-finite logits", code="NON_FINITE")
+        raise Internal(f"Model '{card.id}' produced non-finite values", code="NON_FINITE")
 
 
 def finish_sparse(
