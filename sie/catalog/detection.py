@@ -66,9 +66,7 @@ def read_detector(spec: ModelSpec, checkpoint: Checkpoint) -> ModelCard | None:
     )
 
 
-def _read_owl(
-    checkpoint: Checkpoint, config: dict[str, Any], model_type: str
-) -> tuple[Detection, ImageRule, int, int]:
+def _read_owl(checkpoint: Checkpoint, config: dict[str, Any], model_type: str) -> tuple[Detection, ImageRule, int, int]:
     """Return the rules, and the most tokens of a label and the size of the vocabulary."""
     text, vision = config.get("text_config") or {}, config.get("vision_config") or {}
     size, patch = vision.get("image_size", 768), vision.get("patch_size", _OWL_PATCH[model_type])
@@ -101,7 +99,9 @@ def _padded_rule(checkpoint: Checkpoint) -> ImageRule:
 def _read_grounding(checkpoint: Checkpoint, config: dict[str, Any]) -> tuple[Detection, ImageRule, int, int]:
     """Return the rules, and the most tokens of a text and the size of the vocabulary."""
     text = config.get("text_config") or {}
-    limit = min(int(config.get("max_text_len", _MAX_TEXT_LEN)), int(text.get("max_position_embeddings", _BERT_MAX_TOKENS)))
+    limit = min(
+        int(config.get("max_text_len", _MAX_TEXT_LEN)), int(text.get("max_position_embeddings", _BERT_MAX_TOKENS))
+    )
     rule = Detection(
         family="grounding-dino",
         strides=_strides(checkpoint, config),
@@ -134,10 +134,12 @@ def _fitted_rule(checkpoint: Checkpoint) -> ImageRule:
 
 def _strides(checkpoint: Checkpoint, config: dict[str, Any]) -> tuple[int, ...]:
     """Return the pixels a side of a place in each level of features, Swin's stages first, each next one of twice that."""
-    backbone = config.get("backbone_config") or {"out_indices": [2, 3, 4]}
+    backbone: dict[str, Any] = config.get("backbone_config") or {"out_indices": [2, 3, 4]}
     kind = backbone.get("model_type", "swin")
     if kind != "swin" or config.get("use_timm_backbone"):
-        raise refuse(checkpoint.id, f"its backbone is {config.get('backbone') or kind}; only transformers' swin can be run")
+        raise refuse(
+            checkpoint.id, f"its backbone is {config.get('backbone') or kind}; only transformers' swin can be run"
+        )
     num_stages = len(backbone.get("depths", [2, 2, 6, 2]))
     names = backbone.get("out_features") or []
     stages = backbone.get("out_indices") or [int(str(name).removeprefix("stage")) for name in names] or [num_stages]

@@ -98,20 +98,19 @@ class BoxReading:
     def read(self, pieces: Sequence[NDArray[Any]]) -> list[Extraction]:
         """Return each image's objects, best first; pieces are its boxes (b, 5 + k) float32."""
         sizes: list[list[int]] = self._own_sizes.tolist()
-        return [
-            Extraction(objects=self._objects(rows, *size)) for rows, size in zip(pieces, sizes, strict=True)
-        ]
+        return [Extraction(objects=self._objects(rows, *size)) for rows, size in zip(pieces, sizes, strict=True)]
 
     def _objects(self, rows: NDArray[np.float32], height: int, width: int) -> list[DetectedObject]:
         if rows.ndim != 2 or rows.shape[1] <= _NUM_COORDINATES:
             raise Internal("the worker's reply has another shape than the request")
         rows = rows[np.argsort(-rows[:, 0], kind="stable")]
         is_square = self._rule.family == "owlv2"
-        seen = (max(height, width),) * 2 if is_square else (height, width)
-        boxes = _to_pixels(rows[:, 1:_NUM_COORDINATES], *seen)
+        corners = _to_pixels(
+            rows[:, 1:_NUM_COORDINATES], *((max(height, width),) * 2 if is_square else (height, width))
+        )
+        corners = np.clip(corners, 0, np.array([width, height, width, height], np.float32))
         objects: list[DetectedObject] = []
-        for row, (left, top, right, bottom) in zip(rows, boxes.tolist(), strict=True):
-            left, top, right, bottom = max(left, 0.0), max(top, 0.0), min(right, width), min(bottom, height)
+        for row, (left, top, right, bottom) in zip(rows, corners.tolist(), strict=True):
             if right > left and bottom > top:  # not in what OWLv2 adds to make a square
                 place = int(left), int(top), int(right - left), int(bottom - top)
                 objects.append(DetectedObject(self._label(row[_NUM_COORDINATES:]), float(row[0]), place))
@@ -164,9 +163,9 @@ class BoxReading:
 
 def _to_pixels(boxes: NDArray[np.float32], height: int, width: int) -> NDArray[np.float32]:
     """Return (b, 4) left, top, right, bottom in pixels of boxes given as parts of an image: centre x and y, size."""
-    centres, halves = boxes[:, :2], boxes[:, 2:] * np.float32(0.5)
+    centres, halves = boxes[:, :2], boxes[:, 2:] / 2
     corners = np.concatenate([centres - halves, centres + halves], axis=1)
-    return corners * np.array([width, height, width, height], np.float32)
+    return np.multiply(corners, (width, height, width, height), dtype=np.float32)
 
 
 def _nearest_label(phrase: str, labels: Sequence[str]) -> str | None:

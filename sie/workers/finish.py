@@ -72,7 +72,7 @@ def finish_ragged(
 
 def _check_finite(card: ModelCard, logits: NDArray[np.float32]) -> None:
     if not np.isfinite(logits).all():
-        raise Internal(f"Model '{card.id}' produced non-finite values", code="NON_FINITE")
+        raise Internal(f"Model '{card.id}' produced non-finite logits", code="NON_FINITE")
 
 
 def finish_sparse(

@@ -232,9 +232,7 @@ class Detector(Protocol):
     card: ModelCard
     memory_bytes: int
 
-    def run_boxes(
-        self, images: Sequence[SearchedImage], thresholds: Sequence[float]
-    ) -> Sequence[NDArray[np.float32]]:
+    def run_boxes(self, images: Sequence[SearchedImage], thresholds: Sequence[float]) -> Sequence[NDArray[np.float32]]:
         """Return the boxes (b, 5 + k) float32 of each image whose score is over its threshold.
 
         The columns are those of `sie.types.ReplyHeader`. Images may look for different things, and the runner groups
