@@ -79,5 +79,8 @@ def check_queries(queries: Sequence[NDArray[np.int32]], vocab_size: int) -> None
 
 
 def over_threshold(columns: Tensor, threshold: float) -> NDArray[np.float32]:
-    """Return the rows of (b, 5 + k) whose first column, the score, is over the threshold. Copies to the host."""
-    return columns[columns[:, 0] > threshold].float().cpu().numpy()
+    """Return the rows of (b, 5 + k) whose first column, the score, is over the threshold. Copies to the host.
+
+    Scores that are no numbers stay, too: they are to be found out, and not to look like an image without anything in it.
+    """
+    return columns[~(columns[:, 0] <= threshold)].float().cpu().numpy()
