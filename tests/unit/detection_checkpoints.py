@@ -47,7 +47,11 @@ FAMILIES = tuple(PROCESSORS)
 def save_detector(directory: Path, family: str, **changes: Any) -> Path:
     """Write a model, its image processor and a tokenizer of lowercased words; return the directory."""
     torch.manual_seed(0)
-    facts = GROUNDING if family == "grounding-dino" else {"text_config": OWL_TEXT, "vision_config": OWL_VISION, "projection_dim": 32}
+    facts = (
+        GROUNDING
+        if family == "grounding-dino"
+        else {"text_config": OWL_TEXT, "vision_config": OWL_VISION, "projection_dim": 32}
+    )
     config = transformers.CONFIG_MAPPING[family](**{**facts, **changes})
     model: Any = transformers.AutoModelForZeroShotObjectDetection.from_config(config)
     with torch.no_grad():
