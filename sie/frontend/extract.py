@@ -99,7 +99,7 @@ class Extractor:
         tokenizer = await self._models.tokenizer(entry) if card.tokenizer_file else None
         reading = _reading(card, task, tokenizer, self._limits)
         if request.images is None:
-            arrays = await self._prepare(reading, request.texts, request, rule)
+            arrays = await self._prepare(reading, request.texts, task, rule)
             input_tokens = int(arrays[0][1][-1])
         else:
             arrays, input_tokens = await self._prepare_images(reading, request, card, request.images, deadline_ns)
@@ -124,30 +124,29 @@ class Extractor:
         deadline_ns: int,
     ) -> tuple[Arrays, int]:
         """Return the arrays of a request with images, and how many tokens its texts and queries have."""
-        assert card.image is not None
-        assert card.extract is not None
+        rule, image_rule, num_items = card.extract, card.image, len(request.texts)
+        assert rule is not None
+        assert image_rule is not None
         if isinstance(reading, BoxReading):
-            queries = await self._prepare(reading, reading.texts, request, card.extract)
-            read = await self._images.read(images, card.image, deadline_ns)
+            queries = await self._prepare(reading, reading.texts, request.task, rule)
+            read = await self._images.read(images, image_rule, deadline_ns)
             reading.see(read)
-            return [*mix_items(len(request.texts), read, card.image, None), *queries], len(queries[0][1])
+            return [*mix_items(num_items, read, image_rule, None), *queries], len(queries[0][1])
         texts = [text for item, text in enumerate(request.texts) if item not in images]
-        arrays = await self._prepare(reading, texts, request, card.extract) if texts else None
-        read = await self._images.read(images, card.image, deadline_ns)
+        arrays = await self._prepare(reading, texts, request.task, rule) if texts else None
+        read = await self._images.read(images, image_rule, deadline_ns)
         num_tokens = 0 if arrays is None else int(arrays[0][1][-1])
-        return mix_items(len(request.texts), read, card.image, arrays), num_tokens
+        return mix_items(num_items, read, image_rule, arrays), num_tokens
 
-    async def _prepare(
-        self, reading: Reading | BoxReading, own: list[str], request: ExtractRequest, rule: ExtractRule
-    ) -> Arrays:
+    async def _prepare(self, reading: Reading, texts: list[str], task: ExtractTask, rule: ExtractRule) -> Arrays:
         """Tokenise here and now, or on a thread when that would keep the event loop too long."""
-        texts = own
+        read = texts
         if isinstance(rule, ZeroShot | Gliclass):
             # each text is put together with each label, or with the labels of each group
-            texts = [*texts, *request.task.labels] * _num_rows(rule, request.task)
-        if not is_long(texts, LONG_TEXT_BYTES):
-            return reading.prepare(own)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, reading.prepare, own)
+            read = [*texts, *task.labels] * _num_rows(rule, task)
+        if not is_long(read, LONG_TEXT_BYTES):
+            return reading.prepare(texts)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, reading.prepare, texts)
 
     def _check_pairs(self, num_pairs: int) -> None:
         limit = self._limits.max_label_pairs

@@ -55,6 +55,8 @@ class BoxReading:
         self._task = task
         self._tokenizer = tokenizer
         self._encoding: tokenizers.Encoding | None = None
+        self._labels_of: dict[str, str | None] = {}
+        """The nearest label of each phrase so far; many boxes have the same."""
         self._own_sizes: NDArray[np.int32] = np.empty((0, 2), np.int32)
 
     @property
@@ -104,10 +106,8 @@ class BoxReading:
         if rows.ndim != 2 or rows.shape[1] <= _NUM_COORDINATES:
             raise Internal("the worker's reply has another shape than the request")
         rows = rows[np.argsort(-rows[:, 0], kind="stable")]
-        is_square = self._rule.family == "owlv2"
-        corners = _to_pixels(
-            rows[:, 1:_NUM_COORDINATES], *((max(height, width),) * 2 if is_square else (height, width))
-        )
+        side = max(height, width) if self._rule.family == "owlv2" else 0
+        corners = _to_pixels(rows[:, 1:_NUM_COORDINATES], side or height, side or width)
         corners = np.clip(corners, 0, np.array([width, height, width, height], np.float32))
         objects: list[DetectedObject] = []
         for row, (left, top, right, bottom) in zip(rows, corners.tolist(), strict=True):
@@ -128,8 +128,10 @@ class BoxReading:
         found = [place for place, score in enumerate(scores) if place and score > least]
         phrase: str = self._tokenizer.library.decode([encoding.ids[place] for place in found])
         if not task.labels:
-            return phrase
-        return _nearest_label(phrase, task.labels) or self._label_at(scores)
+            return phrase.strip(" .")
+        if phrase not in self._labels_of:
+            self._labels_of[phrase] = _nearest_label(phrase, task.labels)
+        return self._labels_of[phrase] or self._label_at(scores)
 
     def _label_at(self, scores: list[float]) -> str:
         """Return the label whose part of the text holds the token of the highest score."""

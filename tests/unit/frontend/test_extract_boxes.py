@@ -148,6 +148,7 @@ def test_a_free_text_gives_its_own_phrases(make_reading: Any):
     text = "the red sofa. cat."
     assert grounded(make_reading, {"red": 0.9, "sofa": 0.5}, instruction=text) == "red sofa"
     assert grounded(make_reading, {"red": 0.9, "sofa": 0.5}, instruction=text, text_threshold=0.6) == "red"
+    assert grounded(make_reading, {"sofa": 0.9, ".": 0.5, "[SEP]": 0.9}, instruction=text) == "sofa"
     assert grounded(make_reading, {}, instruction=text) == ""
 
 
