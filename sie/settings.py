@@ -56,6 +56,9 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least important log lines to write.")
     ] = "info"
+    access_log: Annotated[
+        float, Meta(ge=0, le=1, description="Share of requests that get a log line when they end; 0 writes none.")
+    ] = 0.0
     runtime_dir: Annotated[
         str,
         Meta(description="Lock file and control socket; empty takes systemd's, the user's or a temporary directory."),

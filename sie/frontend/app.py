@@ -42,8 +42,8 @@ _MUST_CLOSE: Final = frozenset({408, 413})
 class Exchange:
     """One HTTP request while it is served: what the border needs to know to answer and to count it."""
 
-    __slots__ = ("began_ns", "body_bytes", "deadline_ns", "headers", "known_model", "model", "protocol", "route", "scope",
-                 "timing", "waits")  # fmt: skip
+    __slots__ = ("began_ns", "body_bytes", "deadline_ns", "headers", "known_model", "model", "num_items", "protocol",
+                 "route", "scope", "timing", "waits")  # fmt: skip
 
     def __init__(self, scope: Any, protocol: Any, began_ns: int) -> None:
         self.scope = scope
@@ -55,6 +55,7 @@ class Exchange:
         self.model = ""
         self.known_model = ""
         self.body_bytes = 0
+        self.num_items = 0
         self.timing: Any = None
         self.waits = False
         """Whether it waits for a model that loads, instead of hearing so at once."""
@@ -230,6 +231,7 @@ class App:
             raw.release()
             raise
         exchange.timing = reply.timing
+        exchange.num_items = reply.num_items
         return reply, raw
 
     async def _run_score(self, exchange: Exchange, entry: ModelEntry, request: ScoreRequest) -> ScoreReply:
@@ -243,6 +245,7 @@ class App:
         finally:
             raw.release()
         exchange.timing = reply.timing
+        exchange.num_items = len(request.documents)
         return reply
 
     @property
@@ -302,6 +305,8 @@ class App:
         """Answer with an error in the shape of the route's dialect."""
         envelope = exchange.route.envelope if exchange.route is not None else "sie"
         if isinstance(error, ClientGone):
+            if (access_log := self._process.access_log) is not None:
+                access_log.record(exchange, error.http_status, [], error)
             self._count(exchange, error.http_status, error)
             return
         if envelope == "openai" and isinstance(error, NotFound):
@@ -325,6 +330,8 @@ class App:
     ) -> None:
         if self._process.is_draining and _CLOSE not in headers:
             headers = [*headers, _CLOSE]
+        if (access_log := self._process.access_log) is not None:
+            headers = access_log.record(exchange, status, headers, error)
         exchange.protocol.response_bytes(status, headers, body)
         self._count(exchange, status, error)
 
