@@ -62,13 +62,16 @@ def serve(config_file: str | None, **flags: Any) -> int:
     """
     from sie.model_list import check_models
 
-    loaded = with_bundled_model(_load(config_file, flags))
+    def load() -> Loaded:
+        return with_bundled_model(_load(config_file, flags))
+
+    loaded = load()
     check_models(loaded)
     from sie import supervisor
     from sie.supervisor.host import StartError
 
     try:
-        return supervisor.main(loaded)
+        return supervisor.main(loaded, load)
     except StartError as error:
         raise SettingsError(str(error)) from error
 

@@ -33,6 +33,7 @@ class ModelTable:
         self.workers: tuple[WorkerEntry, ...] = ()
         self.is_ready = False
         self.reason = "starting"
+        self.config_error = ""
         self.created_s = int(time.time())
         self._changed = asyncio.Event()
         self.used: set[str] = set()
@@ -47,6 +48,7 @@ class ModelTable:
         self.workers = message.workers
         self.is_ready = message.ready
         self.reason = message.reason
+        self.config_error = message.config_error
         for entry in message.entries:
             if entry.card.tokenizer_file and entry.state in ("loading", "loaded"):
                 self._start_tokenizer(entry)

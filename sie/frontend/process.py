@@ -19,6 +19,7 @@ from typing import Any, Final
 from sie import __version__, control, process
 from sie.control import Channel, ChannelClosedError, Launch, Models
 from sie.errors import BadRequest, ClientGone, SieError
+from sie.frontend.access_log import AccessLog
 from sie.frontend.body import BodyReader
 from sie.frontend.dialects.openai import DEFAULT_MODEL
 from sie.frontend.encode import Encoder
@@ -29,7 +30,7 @@ from sie.frontend.models import ModelTable
 from sie.frontend.score import Scorer
 from sie.frontend.status import ServerFacts, StatusInputs, build_status, encode_frame, process_owner
 from sie.frontend.status_hub import StatusHub
-from sie.logs import get_logger
+from sie.logs import get_logger, set_level
 from sie.settings import Settings
 from sie.shm.attach import Attachment, PendingAttachment
 from sie.shm.large import LargeBudget
@@ -82,9 +83,7 @@ class FrontendProcess:
         self._facts = _facts(settings, launch)
         self._unwatched: deque[tuple[Pending, Any]] = deque()
         self._asked_load: dict[str, float] = {}
-        self._timeout_ns = int(settings.limits.request_timeout_s * 1e9)
-        # Well within idle_unload_s, or a model would be unloaded while it is in use.
-        self._touch_s = min(_MAX_TOUCH_S, settings.models.idle_unload_s / 4) or _MAX_TOUCH_S
+        self._derive(settings)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._attaching: dict[int, tuple[int, PendingAttachment]] = {}
 
@@ -92,6 +91,21 @@ class FrontendProcess:
     def is_ready(self) -> bool:
         """Whether `/readyz` is green."""
         return self.models.is_ready and not self.is_draining
+
+    def _derive(self, settings: Settings) -> None:
+        """Keep what is computed from settings that a reload may change."""
+        self.settings = settings
+        self._timeout_ns = int(settings.limits.request_timeout_s * 1e9)
+        # Well within idle_unload_s, or a model would be unloaded while it is in use.
+        self._touch_s = min(_MAX_TOUCH_S, settings.models.idle_unload_s / 4) or _MAX_TOUCH_S
+        self.access_log = AccessLog(settings.server.access_log) if settings.server.access_log else None
+
+    def _reconfigure(self, settings: Settings) -> None:
+        """Take over reloaded settings. Requests that are under way end by the limits they began with."""
+        self._derive(settings)
+        self.engine.reconfigure(settings.limits)
+        self.bodies.reconfigure(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
+        set_level(settings.server.log_level)
 
     # --- what handlers ask ----------------------------------------------------------------------------------------
 
@@ -187,6 +201,8 @@ class FrontendProcess:
                 self.engine.place_held()
             case control.Quarantine(digest):
                 self.engine.quarantine(digest)
+            case control.Configure(settings):
+                self._reconfigure(settings)
             case control.Ping(number):
                 self._send(control.Pong(number))
             case control.Drain():
@@ -286,6 +302,7 @@ class FrontendProcess:
             metrics=merge(self.pages),
             saturated=self._is_saturated(),
             reason="draining" if self.is_draining else self.models.reason,
+            config_error=self.models.config_error,
         )
         return encode_frame(build_status(inputs, time.time()))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from sie.catalog.directory import read_card
@@ -13,22 +14,29 @@ from sie.catalog.stub import stub_card
 from sie.errors import SieError
 from sie.logs import configure
 from sie.model_list import check_models
+from sie.process import dump_stacks_on_abort
 from sie.progress import Progress
 from sie.settings import Loaded, Settings
 from sie.shm.segment import ReservationError, check_reservation
 from sie.supervisor.devices import resolve_devices
 from sie.supervisor.host import StartError, make_runtime_dir, reserve_port, take_lock, usable_cores
+from sie.supervisor.loads import Models
+from sie.supervisor.reload import Reading
 from sie.supervisor.server import Supervisor
 from sie.types import ModelCard
 
 _CORES_PER_FRONTEND = 4
 
 
-def main(loaded: Loaded) -> int:
-    """Serve until SIGTERM or SIGINT and return the exit status. Raises StartError for what stops a start."""
+def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
+    """Serve until SIGTERM or SIGINT and return the exit status. Raises StartError for what stops a start.
+
+    reload returns the settings as a start would find them now; it is called on SIGHUP, and raises SettingsError.
+    """
     settings = loaded.settings
     server = settings.server
     configure(server.log_format, server.log_level, "supervisor")
+    dump_stacks_on_abort()  # what systemd's watchdog sends
     models = _read_models(loaded)
     with reserve_port(server.host, server.port) as held:
         port = held.getsockname()[1]
@@ -41,6 +49,10 @@ def main(loaded: Loaded) -> int:
             _check_memory(settings, num_frontends, len(places))
             progress = Progress(sys.stderr, server.log_format)
 
+            def reread() -> Reading:
+                fresh = reload()
+                return Reading(fresh.settings, _read_models(fresh))
+
             async def serve() -> int:
                 supervisor = Supervisor(
                     settings,
@@ -50,6 +62,7 @@ def main(loaded: Loaded) -> int:
                     runtime_dir=runtime_dir,
                     port=port,
                     progress=progress,
+                    reread=reread,
                 )
                 return await supervisor.run()
 
@@ -60,13 +73,13 @@ def main(loaded: Loaded) -> int:
             os.close(lock)
 
 
-def _read_models(loaded: Loaded) -> list[tuple[ModelSpec, bool, ModelCard | None]]:
+def _read_models(loaded: Loaded) -> Models:
     """Return (spec, whether to load before readiness, card) of every model that settings name.
 
     The card of a model that has to be fetched or converted first is None. Raises StartError for a model that can
     never be served.
     """
-    models: list[tuple[ModelSpec, bool, ModelCard | None]] = []
+    models: Models = []
     for spec, start in check_models(loaded).values():
         try:
             card = _read_local_card(spec)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from sie import control
 from sie.control import Channel, ChannelClosedError
 from sie.errors import BadRequest, Internal, SieError, Unavailable
-from sie.logs import get_logger
+from sie.logs import get_logger, set_level
 from sie.process import calm_collector
 from sie.settings import Settings
 from sie.shm.inflight import InflightPage
@@ -142,6 +142,8 @@ class Loop:
                     self._host.load(card)
                 case control.Unload(model):
                     self._host.start_unload(model)
+                case control.Configure(settings):
+                    set_level(settings.server.log_level)  # nothing else here changes while the worker runs
                 case _:
                     for fd in fds:
                         os.close(fd)

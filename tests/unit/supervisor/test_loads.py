@@ -217,3 +217,69 @@ async def test_idle_model_stays_when_the_setting_says_never(office: Office) -> N
     office.crew.take()
     office.loads.tick(1e9)
     assert not any(isinstance(message, control.Unload) for _, message in office.crew.take())
+
+
+# --- reloading --------------------------------------------------------------------------------------------------------
+
+
+@in_office()
+async def test_a_start_goes_on_while_something_is_under_way_and_not_while_a_failed_load_waits(office: Office) -> None:
+    assert office.loads.is_progressing()
+    office.report("p", "failed", error=to_wire(Internal("torn")))
+    assert not office.loads.is_progressing()
+    office.not_ready = "frontends are starting"
+    assert office.loads.is_progressing()
+
+
+@in_office()
+async def test_replaced_models_come_and_go_and_readiness_waits_for_none(office: Office) -> None:
+    office.report("p", "loaded")
+    office.report("p", "loaded", slot=1)
+    assert (await office.broadcasts())[-1].ready
+    left = office.loads.replace([(ModelSpec(id="p"), True, card("p")), (ModelSpec(id="n"), True, card("n"))])
+    heard = office.crew.take()
+    assert left == ()
+    assert [message for name, message in heard if name == "worker-0"] == [
+        control.Load(card("n")), control.Unload("l"),
+    ]  # fmt: skip
+    (models,) = await office.broadcasts()
+    assert [(entry.card.id, entry.state) for entry in models.entries] == [("p", "loaded"), ("n", "loading")]
+    assert models.ready
+    assert office.loads.num_loaded == 1
+
+
+@in_office()
+async def test_a_model_that_comes_lazily_loads_when_it_is_asked_for(office: Office) -> None:
+    office.loads.replace([*known(), (ModelSpec(id="n"), False, card("n"))])
+    assert office.crew.take() == []
+    office.loads.want("n")
+    assert ("worker-0", control.Load(card("n"))) in office.crew.take()
+
+
+@in_office()
+async def test_a_changed_source_waits_for_a_restart(office: Office) -> None:
+    moved = ModelSpec(id="p", directory="/elsewhere")
+    assert office.loads.replace([(moved, True, card("p")), known()[1]]) == ("the source of model p",)
+    assert office.book.records["p"].spec.directory is None
+
+
+@in_office()
+async def test_a_model_removed_while_it_loads_is_not_kept(office: Office) -> None:
+    office.loads.start()
+    office.loads.replace(known()[1:])
+    office.crew.take()
+    office.report("p", "loaded", slot=1)
+    assert office.crew.take() == [("worker-1", control.Unload("p"))]
+
+
+@in_office()
+async def test_a_model_removed_while_it_is_fetched_is_not_loaded(office: Office) -> None:
+    office.loads.want("l")
+    office.loads.replace(known()[:1])
+    office.crew.take()
+    await asyncio.gather(*office.tasks)
+    assert [message for _, message in office.crew.take() if isinstance(message, control.Load)] == []
+
+
+def known() -> list[tuple[ModelSpec, bool, ModelCard | None]]:
+    return [(ModelSpec(id="p"), True, card("p")), (ModelSpec(id="l"), False, None)]
