@@ -16,6 +16,7 @@ import msgspec
 
 from sie import __version__
 from sie.config_sources import SettingsError, Source
+from sie.doctor import AREAS
 from sie.setting_flags import ConfiguredCommand
 from sie.settings import Loaded, load_settings
 from sie.settings_page import RENDERERS
@@ -96,6 +97,28 @@ def models(config_file: str | None, as_json: bool, **flags: Any) -> None:
 def config(config_file: str | None, output_format: str, **flags: Any) -> None:
     """Print every setting, its value, and where the value came from."""
     click.echo(RENDERERS[output_format](_load(config_file, flags)), nl=False)
+
+
+@cli.command(
+    cls=ConfiguredCommand,
+    params=[
+        click.Option(["--json", "as_json"], is_flag=True, help="Print JSON."),
+        click.Option(["--only"], type=click.Choice(AREAS), multiple=True, help="Look at this alone; repeatable."),
+        click.Option(
+            ["--wait-s"], type=click.FloatRange(0, 3600), default=0.0, help="Look again until no error is left."
+        ),
+    ],
+)
+def doctor(config_file: str | None, as_json: bool, only: tuple[str, ...], wait_s: float, **flags: Any) -> int:
+    """Check this host and these settings, and say how to mend what is wrong.
+
+    Exit status 1 when there is an error: then the server would not start, or not serve.
+    """
+    from sie.doctor import examine, render_json, render_text
+
+    findings = examine(lambda: with_bundled_model(_load(config_file, flags)), only or AREAS, wait_s)
+    click.echo(render_json(findings) if as_json else render_text(findings), nl=False)
+    return int(any(finding.level == "error" for finding in findings))
 
 
 @cli.command()

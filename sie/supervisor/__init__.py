@@ -16,16 +16,21 @@ from sie.logs import configure
 from sie.model_list import check_models
 from sie.process import dump_stacks_on_abort
 from sie.progress import Progress
-from sie.settings import Loaded, Settings
+from sie.settings import Loaded
 from sie.shm.segment import ReservationError, check_reservation
 from sie.supervisor.devices import resolve_devices
-from sie.supervisor.host import StartError, make_runtime_dir, reserve_port, take_lock, usable_cores
+from sie.supervisor.host import (
+    StartError,
+    count_frontends,
+    make_runtime_dir,
+    reserve_port,
+    reserved_bytes,
+    take_lock,
+)
 from sie.supervisor.loads import Models
 from sie.supervisor.reload import Reading
 from sie.supervisor.server import Supervisor
 from sie.types import ModelCard
-
-_CORES_PER_FRONTEND = 4
 
 
 def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
@@ -45,8 +50,8 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
         lock = take_lock(base, port)
         try:
             places = resolve_devices(settings.devices.devices, settings.devices.resolve_timeout_s)
-            num_frontends = server.frontends or max(1, len(usable_cores()) // _CORES_PER_FRONTEND)
-            _check_memory(settings, num_frontends, len(places))
+            num_frontends = count_frontends(server.frontends)
+            check_reservation(reserved_bytes(settings.memory, num_frontends, len(places)))
             progress = Progress(sys.stderr, server.log_format)
 
             def reread() -> Reading:
@@ -94,13 +99,3 @@ def _read_local_card(spec: ModelSpec) -> ModelCard | None:
         return stub_card(spec)
     card = None if spec.directory is None else read_card(spec, spec.directory)
     return card if card is not None and card.tokenizer_file else None
-
-
-def _check_memory(settings: Settings, num_frontends: int, num_workers: int) -> None:
-    """Refuse a start whose shared memory the host does not have, naming the bytes."""
-    memory = settings.memory
-    pairs = num_frontends * num_workers
-    rings = 2 * pairs * memory.ring_capacity * 64
-    pages = (1 + num_frontends + num_workers) * memory.counter_page_bytes
-    total = num_frontends * memory.request_segment_bytes + pairs * memory.reply_segment_bytes + rings + pages
-    check_reservation(total)
