@@ -62,13 +62,13 @@ def serve(config_file: str | None, **flags: Any) -> int:
 
     Every flag is also a SIE_* variable and a TOML key: `sie config` shows what is in force.
     """
-    from sie.model_list import check_models
+    from sie.model_list import check_adapters
 
     def load() -> Loaded:
         return with_bundled_model(_load(config_file, flags))
 
     loaded = load()
-    check_models(loaded)
+    check_adapters(loaded)
     from sie import supervisor
     from sie.supervisor.host import StartError
 
@@ -150,7 +150,7 @@ def completion(shell: str) -> None:
 def with_bundled_model(loaded: Loaded) -> Loaded:
     """Return `loaded` with the bundled model when it names none; raise SettingsError when that is not installed."""
     models = loaded.settings.models
-    if models.preload or models.lazy:
+    if models.preload or models.lazy or models.catalog:
         return loaded
     from importlib.util import find_spec
 

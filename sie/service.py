@@ -74,9 +74,7 @@ def print_unit(name: str, executable: str | None, config: str, user: str) -> Non
 @click.option("--gpu/--no-gpu", default=None, help="Give the service the GPUs [if this host has NVIDIA's driver].")
 @click.option("--root", type=click.Path(path_type=Path), default="/", help="Write beneath this directory: an image's.")
 @click.option("--force", is_flag=True, help="Overwrite files that somebody else wrote.")
-def install(
-    *, executable: str | None, config: str, user: str, gpu: bool | None, root: Path, force: bool
-) -> None:
+def install(*, executable: str | None, config: str, user: str, gpu: bool | None, root: Path, force: bool) -> None:
     """Write the unit, its user, its directories and the kernel settings it profits from.
 
     Settings that are there stay. Doing it again changes only what is different.

@@ -18,18 +18,11 @@ from typing import Any
 import msgspec
 from numpy.typing import NDArray
 
+from sie.catalog.profiles import model_of
 from sie.control import ModelEntry, PeerFault, Quarantine
-from sie.errors import (
-    DeadlineExceeded,
-    Internal,
-    Overloaded,
-    SieError,
-    Unavailable,
-    WireError,
-    WorkerLost,
-    from_wire,
-)
+from sie.errors import DeadlineExceeded, Internal, Overloaded, SieError, Unavailable, WireError, WorkerLost, from_wire
 from sie.frontend import admission
+from sie.frontend.adapters import is_coming, loading, workers_with
 from sie.frontend.links import Pending, Reply, WorkerLink
 from sie.frontend.placement import choose_worker
 from sie.frontend.quarantine import QuarantinedInputs, poison
@@ -112,10 +105,11 @@ class ShmEngine:
     ) -> Pending:
         """Hand one request to a worker and return its record; await `pending.future` for the Reply.
 
-        arrays are what the header's operation needs, by name; header.arrays is filled in here. Raises Overloaded when
+        arrays are what the header's operation needs, by name; header.arrays is filled in here, and an `id:profile` in
+        header.model becomes the model that workers know. Raises Overloaded when
         memory or the queue is full, PoisonInput for a quarantined input, Unavailable when no worker has the model.
         """
-        encoded, refs, nbytes = _lay_out(
+        encoded, refs, nbytes, model = _lay_out(
             header, tuple([(name, array.dtype.str, array.shape) for name, array in arrays])
         )
         lease = self._space.lease(nbytes)
@@ -125,13 +119,14 @@ class ShmEngine:
             length = write_extent(lease.view, encoded, refs, [array for _, array in arrays])
             pending = Pending(
                 next(self._ids),
-                header.model,
+                model,
                 lease=lease,
                 length=length,
                 num_tokens=num_tokens,
                 deadline_ns=deadline_ns,
                 submitted_ns=time.monotonic_ns(),
                 future=asyncio.get_running_loop().create_future(),
+                adapter=header.lora,
             )
             self._quarantined.check(lease.view[:length])
             link = self._choose(pending)
@@ -142,7 +137,7 @@ class ShmEngine:
 
     def _choose(self, pending: Pending) -> WorkerLink | None:
         """Return the worker for a new request, or None when it has to wait for one that is being restarted."""
-        candidates = self._candidates(pending.model)
+        candidates = self._candidates(pending)
         if not candidates:
             return None
         slot = choose_worker((link.slot, link.outstanding_tokens) for link in candidates if self._has_room(link))
@@ -167,9 +162,8 @@ class ShmEngine:
             return False
         raise self._overloaded("the ring is full")
 
-    def _candidates(self, model: str) -> list[WorkerLink]:
-        entry = self._find_model(model)
-        workers = entry.workers if entry is not None else ()
+    def _candidates(self, pending: Pending) -> list[WorkerLink]:
+        workers = workers_with(self._find_model(pending.model), pending.adapter)
         return [link for slot in workers if (link := self._links.get(slot)) is not None]
 
     def _has_room(self, link: WorkerLink) -> bool:
@@ -179,6 +173,8 @@ class ShmEngine:
         entry = self._find_model(pending.model)
         if entry is None or not (entry.recovering or entry.workers):
             raise Unavailable(f"Model '{pending.model}' is not loaded", code="MODEL_NOT_LOADED")
+        if not is_coming(entry, pending.adapter):
+            raise loading(pending.model, pending.adapter)
         held_tokens = sum(other.num_tokens for other in self._held.values()) if self._held else 0
         admission.check_queue(held_tokens, pending.num_tokens, self._limits.max_queued_tokens, self.tokens_per_s)
         self._held[pending.request_id] = pending
@@ -232,7 +228,7 @@ class ShmEngine:
     def place_held(self) -> None:
         """Give waiting requests to workers that have their model now; call when models or workers changed."""
         for pending in list(self._held.values()):
-            candidates = [link for link in self._candidates(pending.model) if self._has_room(link)]
+            candidates = [link for link in self._candidates(pending) if self._has_room(link)]
             slot = choose_worker((link.slot, link.outstanding_tokens) for link in candidates)
             with contextlib.suppress(Overloaded):  # it goes on waiting
                 if slot is not None and self._try_submit(self._links[slot], pending):
@@ -244,6 +240,8 @@ class ShmEngine:
             entry = self._find_model(pending.model)
             if entry is None or not (entry.recovering or entry.workers):
                 self.abandon(pending, WorkerLost(f"Model '{pending.model}' was lost with its worker"))
+            elif not is_coming(entry, pending.adapter):
+                self.abandon(pending, loading(pending.model, pending.adapter))
 
     def _on_socket(self, link: WorkerLink) -> None:
         """Read announcements; at the end of file give it no more work, and wait for word of its death."""
@@ -379,11 +377,14 @@ class ShmEngine:
 @lru_cache(maxsize=4096)
 def _lay_out(
     header: WorkHeader, shapes: tuple[tuple[str, str, tuple[int, ...]], ...]
-) -> tuple[bytes, tuple[ArrayRef, ...], int]:
-    """Return the encoded header, the arrays' places, and the extent's size; the same for all requests of one shape."""
+) -> tuple[bytes, tuple[ArrayRef, ...], int, str]:
+    """Return the encoded header, the arrays' places, the extent's size and the model; the same for all requests of one
+    shape.
+    """
     plan = plan_arrays(shapes)
-    encoded = _header_encoder.encode(msgspec.structs.replace(header, arrays=plan.refs))
-    return encoded, plan.refs, extent_bytes(len(encoded), plan.nbytes)
+    model = model_of(header.model)
+    encoded = _header_encoder.encode(msgspec.structs.replace(header, model=model, arrays=plan.refs))
+    return encoded, plan.refs, extent_bytes(len(encoded), plan.nbytes), model
 
 
 def _read_error(reply: Reply) -> SieError:

@@ -1,7 +1,8 @@
 """Owns what a frontend knows of the models: their cards and states from the supervisor, and their tokenizers.
 
-The supervisor sends all of it whenever anything changed. Tokenizers are read on a thread as soon as a model loads, so
-that the event loop never waits for a file.
+A model is offered as one entry for each of its profiles; all of them stand for the same weights, state and tokenizer,
+and workers and supervisor know the model alone (docs/decisions/006). The supervisor sends all of it whenever anything
+changed. Tokenizers are read on a thread as soon as a model loads, so that the event loop never waits for a file.
 """
 
 from __future__ import annotations
@@ -12,24 +13,34 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
+
+from sie.catalog.profiles import entry_cards, fold_default, model_of
 from sie.control import ModelEntry, Models, WorkerEntry
 from sie.errors import ModelLoadFailed, Unavailable, from_wire
+from sie.frontend.options import gives, is_own_entry
 from sie.frontend.tokenize import Tokenizer
 from sie.logs import get_logger
 
 _log = get_logger(__name__)
-_LOADING_RETRY_S = 5
-"""`Retry-After` of a model that loads. Source: SIE API reference, section 12."""
 
 
 class ModelTable:
-    """All models of the server. `entries` is replaced as a whole and keeps the order of the command line."""
+    """All models of the server. `entries` is replaced as a whole and keeps the order of the command line.
 
-    def __init__(self, pool: ThreadPoolExecutor, ask_load: Callable[[str], None]) -> None:
+    It holds what clients may ask for, `id:profile` entries among it; `hosted` finds what workers know.
+    """
+
+    def __init__(
+        self, pool: ThreadPoolExecutor, ask_load: Callable[[str], None], *, loading_retry_after_s: int = 5
+    ) -> None:
+        """Default `Retry-After` of a model that loads: SIE API reference, section 12."""
         self._pool = pool
+        self._loading_retry_after_s = loading_retry_after_s
         self._ask_load = ask_load
         self._tokenizers: dict[str, tuple[str, asyncio.Future[Tokenizer]]] = {}
         self.entries: dict[str, ModelEntry] = {}
+        self._hosted: dict[str, ModelEntry] = {}
         self.workers: tuple[WorkerEntry, ...] = ()
         self.is_ready = False
         self.reason = "starting"
@@ -37,31 +48,53 @@ class ModelTable:
         self.created_s = int(time.time())
         self._changed = asyncio.Event()
         self.used: set[str] = set()
-        """Models that answered since they were last reported."""
+        """Entries that answered since they were last reported."""
 
     def __contains__(self, model: object) -> bool:
         return model in self.entries
 
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set by the next update, and by that one only."""
+        return self._changed
+
     def update(self, message: Models) -> None:
         """Take over the supervisor's view."""
-        self.entries = {entry.card.id: entry for entry in message.entries}
+        self._hosted = {entry.card.id: entry for entry in message.entries}
+        self.entries = {shown.card.id: shown for entry in message.entries for shown in _offered(entry)}
         self.workers = message.workers
         self.is_ready = message.ready
         self.reason = message.reason
         self.config_error = message.config_error
-        for entry in message.entries:
+        for entry in self.entries.values():
             if entry.card.tokenizer_file and entry.state in ("loading", "loaded"):
                 self._start_tokenizer(entry)
+            elif entry.state in ("unloading", "available"):  # its file may be another one when it is loaded again
+                for known_as in (entry.card.id, model_of(entry.card.id)):
+                    self._tokenizers.pop(known_as, None)
+        for gone in self._tokenizers.keys() - self.entries.keys() - self._hosted.keys():
+            del self._tokenizers[gone]
         self._changed.set()
         self._changed = asyncio.Event()
 
     def find(self, model: str) -> ModelEntry | None:
-        """Return a model's entry, or None for an unknown id."""
-        return self.entries.get(model)
+        """Return a model's entry, or None for an unknown id. `id:default` is the model itself."""
+        return self.entries.get(model) or self.entries.get(fold_default(model))
+
+    def hosted(self, model: str) -> ModelEntry | None:
+        """Return the entry of a model as workers know it, whether or not it is offered under that id."""
+        return self._hosted.get(model)
+
+    def take_used(self) -> tuple[str, ...]:
+        """Return the models that answered since the last call."""
+        used = tuple({model_of(entry_id) for entry_id in self.used})
+        self.used.clear()
+        return used
 
     def able(self, output: str) -> list[str]:
-        """Return the ids of the models that have this output."""
-        return [name for name, entry in self.entries.items() if output in entry.card.outputs]
+        """Return the ids of the models that give this output to a request without a profile."""
+        cards = [entry.card for entry in self.entries.values()]
+        return [card.id for card in cards if gives(card, output) and is_own_entry(card, self.entries)]
 
     def check_serving(self, entry: ModelEntry) -> None:
         """Raise what a request for this model has to hear, unless it can be served or waits for a recovery.
@@ -76,11 +109,12 @@ class ModelTable:
         model = entry.card.id
         if entry.state == "unloading":
             raise Unavailable(f"Model '{model}' is unloading", code="MODEL_NOT_LOADED")
-        self._ask_load(model)
+        self._ask_load(model_of(model))
         if entry.state == "failed" and entry.error is not None:
             error = from_wire(entry.error)
             raise ModelLoadFailed(f"Model '{model}' failed to load: {error.message}", extras=error.extras)
-        raise Unavailable(f"Model '{model}' is loading; retry in {_LOADING_RETRY_S} s", retry_after_s=_LOADING_RETRY_S)
+        wait_s = self._loading_retry_after_s
+        raise Unavailable(f"Model '{model}' is loading; retry in {wait_s} s", retry_after_s=wait_s)
 
     async def wait_serving(self, entry: ModelEntry, deadline_ns: int) -> ModelEntry:
         """Return a model's entry once it can be served: what `check_serving` refuses as loading waits here.
@@ -101,6 +135,10 @@ class ModelTable:
                 return entry
             entry = self.entries.get(entry.card.id, entry)
 
+    async def wait_changed(self) -> None:
+        """Wait for the supervisor's next word on any model."""
+        await self._changed.wait()
+
     async def tokenizer(self, entry: ModelEntry) -> Tokenizer:
         """Return a model's tokenizer. Raises Internal when its file cannot be read."""
         return await asyncio.shield(self._start_tokenizer(entry))  # others may wait for it, too
@@ -113,14 +151,21 @@ class ModelTable:
         return known[1].result()
 
     def _start_tokenizer(self, entry: ModelEntry) -> asyncio.Future[Tokenizer]:
-        card = entry.card
-        known = self._tokenizers.get(card.id)
-        if known is not None and known[0] == card.tokenizer_file and not _has_failed(known[1]):
-            return known[1]
-        future = asyncio.get_running_loop().run_in_executor(self._pool, Tokenizer.load, card)
-        future.add_done_callback(_note_failure)
-        self._tokenizers[card.id] = (card.tokenizer_file, future)
-        return future
+        card, model = entry.card, model_of(entry.card.id)
+        known = self._tokenizers.get(model)
+        if known is None or known[0] != card.tokenizer_file or _has_failed(known[1]):
+            future = asyncio.get_running_loop().run_in_executor(self._pool, Tokenizer.load, card)
+            future.add_done_callback(_note_failure)
+            known = self._tokenizers[model] = (card.tokenizer_file, future)
+        self._tokenizers[card.id] = known  # an entry of a profile reads with its model's tokenizer
+        return known[1]
+
+
+def _offered(entry: ModelEntry) -> list[ModelEntry]:
+    """Return an entry for each profile of a model."""
+    return [
+        entry if card is entry.card else msgspec.structs.replace(entry, card=card) for card in entry_cards(entry.card)
+    ]
 
 
 def _has_failed(future: asyncio.Future[Tokenizer]) -> bool:

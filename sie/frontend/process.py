@@ -17,13 +17,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from sie import __version__, control, process
+from sie.catalog.profiles import fold_default
 from sie.control import Channel, ChannelClosedError, Launch, Models
 from sie.errors import BadRequest, ClientGone, SieError
 from sie.frontend.access_log import AccessLog
+from sie.frontend.adapters import AdapterTable
+from sie.frontend.admin import ModelAdmin
 from sie.frontend.body import BodyReader
 from sie.frontend.dialects.openai import DEFAULT_MODEL
 from sie.frontend.encode import Encoder
 from sie.frontend.engine import ShmEngine
+from sie.frontend.extract import Extractor
 from sie.frontend.links import Pending
 from sie.frontend.metrics import FrontendMetrics, merge
 from sie.frontend.models import ModelTable
@@ -62,15 +66,20 @@ class FrontendProcess:
         self._loop = loop
         self._channel = channel
         self._pool = ThreadPoolExecutor(2, "tokenize")
-        self.models = ModelTable(self._pool, self._ask_load)
+        self.models = ModelTable(
+            self._pool, self._ask_load, loading_retry_after_s=settings.models.loading_retry_after_s
+        )
+        self.adapters = AdapterTable(self.models, self._send)
+        self.admin = ModelAdmin(self.models, self._send)
         memory = settings.memory
         budget = LargeBudget(launch.max_large_bytes)
         self._space = OutboundSpace.create(
             "request", memory.request_segment_bytes, budget, large_extent_bytes=memory.large_extent_bytes
         )
-        self.engine = ShmEngine(settings, self._space, self.models.find, self._send)
+        self.engine = ShmEngine(settings, self._space, self.models.hosted, self._send)
         self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool)
         self.scorer = Scorer(self.engine, self.models, self._pool)
+        self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool)
         self.bodies = BodyReader(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
         self.metrics = FrontendMetrics(pages[0], self.models)
         self.status = StatusHub(
@@ -104,6 +113,7 @@ class FrontendProcess:
         """Take over reloaded settings. Requests that are under way end by the limits they began with."""
         self._derive(settings)
         self.engine.reconfigure(settings.limits)
+        self.extractor.reconfigure(settings.limits)
         self.bodies.reconfigure(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
         set_level(settings.server.log_level)
 
@@ -131,7 +141,7 @@ class FrontendProcess:
     def default_model(self, output: str) -> str | None:
         """Return the model for requests that name none: the setting's, else the only one able; None without."""
         if self.settings.models.default_model:
-            return self.settings.models.default_model
+            return fold_default(self.settings.models.default_model)
         able = self.models.able(output)
         return able[0] if len(able) == 1 else None
 
@@ -203,6 +213,8 @@ class FrontendProcess:
                 self.engine.quarantine(digest)
             case control.Configure(settings):
                 self._reconfigure(settings)
+            case control.Managed(number):
+                self.admin.on_begun(number)
             case control.Ping(number):
                 self._send(control.Pong(number))
             case control.Drain():
@@ -271,9 +283,8 @@ class FrontendProcess:
             self._watch_the_waiting(now_ns)
             if now_ns / 1e9 - touched_s >= self._touch_s:
                 touched_s = now_ns / 1e9
-                if self.models.used:
-                    self._send(control.Touch(tuple(self.models.used)))
-                    self.models.used.clear()
+                if used := self.models.take_used():
+                    self._send(control.Touch(used, self.adapters.take_used()))
 
     def _watch_the_waiting(self, now_ns: int) -> None:
         unwatched = self._unwatched
@@ -339,6 +350,7 @@ def _facts(settings: Settings, launch: Launch) -> ServerFacts:
         pool_name=settings.server.pool_name,
         bundle=settings.server.bundle,
         max_batch_requests=settings.scheduler.max_step_items,
+        memory_threshold_pct=settings.models.memory_pressure_pct,
     )
 
 

@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from sie.catalog.directory import read_card
+from sie.catalog.cards import make_card
+from sie.catalog.lora import find_lora_weights, read_lora_config
 from sie.catalog.spec import ModelSpec
-from sie.catalog.stub import stub_card
+from sie.catalog.weights import with_num_weights
 from sie.errors import SieError
 from sie.logs import configure
-from sie.model_list import check_models
+from sie.model_list import check_adapters, check_models
 from sie.process import dump_stacks_on_abort
 from sie.progress import Progress
 from sie.settings import Loaded
@@ -30,7 +31,7 @@ from sie.supervisor.host import (
 from sie.supervisor.loads import Models
 from sie.supervisor.reload import Reading
 from sie.supervisor.server import Supervisor
-from sie.types import ModelCard
+from sie.types import AdapterSpec, ModelCard
 
 
 def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
@@ -43,6 +44,7 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
     configure(server.log_format, server.log_level, "supervisor")
     dump_stacks_on_abort()  # what systemd's watchdog sends
     models = _read_models(loaded)
+    adapters = _read_adapters(loaded)
     with reserve_port(server.host, server.port) as held:
         port = held.getsockname()[1]
         base = Path(server.runtime_dir)
@@ -56,12 +58,14 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
 
             def reread() -> Reading:
                 fresh = reload()
+                _read_adapters(fresh)  # only for what would stop a start: adapters stay as they are
                 return Reading(fresh.settings, _read_models(fresh))
 
             async def serve() -> int:
                 supervisor = Supervisor(
                     settings,
                     models=models,
+                    adapters=adapters,
                     places=places,
                     num_frontends=num_frontends,
                     runtime_dir=runtime_dir,
@@ -94,8 +98,22 @@ def _read_models(loaded: Loaded) -> Models:
     return models
 
 
+def _read_adapters(loaded: Loaded) -> list[AdapterSpec]:
+    """Return every adapter that settings name. Raises StartError for one on disk that can never be served."""
+    adapters = check_adapters(loaded)
+    for spec in adapters:
+        if spec.directory is None:
+            continue
+        try:
+            read_lora_config(spec.id, spec.directory)
+            find_lora_weights(spec.id, spec.directory)
+        except SieError as error:
+            raise StartError(f"lora: {error.message}") from error
+    return adapters
+
+
 def _read_local_card(spec: ModelSpec) -> ModelCard | None:
-    if spec.stub is not None:
-        return stub_card(spec)
-    card = None if spec.directory is None else read_card(spec, spec.directory)
-    return card if card is not None and card.tokenizer_file else None
+    if spec.stub is None and spec.directory is None:
+        return None
+    card = make_card(spec, spec.directory or "")
+    return with_num_weights(card) if card.stub is not None or card.tokenizer_file else None

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
@@ -24,12 +24,15 @@ from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
 from sie.shm.pool import Lease
 from sie.types import ArrayRef, ReplyHeader, WorkHeader
 from sie.workers.ragged import RAGGED_OUTPUTS, KeptBytes, RaggedReply
-from sie.workers.runners import Pair
+from sie.workers.runners import Comparison, Pair
 
 _decoder = msgspec.msgpack.Decoder(WorkHeader)
 _encoder = msgspec.msgpack.Encoder()
 _TIMES: Final = struct.Struct("<3q")
-_OUTPUTS: Final = frozenset(("dense", *RAGGED_OUTPUTS))
+_OUTPUTS: Final = frozenset(("dense", "logits", *RAGGED_OUTPUTS))
+_ROWS: Final = {"encode": "dense", "score": "score", "extract": "logits"}
+"""What an operation's rows of a fixed size are called in its reply."""
+_PAIR_OUTPUTS: Final = ("logits",)
 
 
 class Link(Protocol):
@@ -47,6 +50,10 @@ class Link(Protocol):
 
     def reply(self, kind: int, request_id: int, lease: Lease | None, length: int) -> None:
         """Send a terminal descriptor; the lease is the peer's from here."""
+        ...
+
+    def put_off(self, try_send: Callable[[], bool]) -> None:
+        """Call this again, until it returns True, when there may be room."""
         ...
 
 
@@ -72,11 +79,11 @@ class Request:
     """One submitted extent while this worker has it.
 
     inputs is what the runner takes, one entry for each item: arrays (t_i,) int32, `Pair`s of such, or UTF-8 text,
-    aliasing the extent; costs are their tokens.
+    aliasing the extent; costs are their tokens. comparison is there when item 0 is compared with the others.
     """
 
     __slots__ = (
-        "_layout", "_lease", "_payload", "_view", "costs", "deadline_ns", "ended", "header", "inference_ns",
+        "_layout", "_lease", "_payload", "_view", "comparison", "costs", "deadline_ns", "ended", "header", "inference_ns",
         "inflight_entry", "inputs", "is_alone", "is_ragged", "link", "num_left", "postprocessing_ns", "ragged",
         "request_id", "started_ns",
     )  # fmt: skip
@@ -91,8 +98,13 @@ class Request:
         self._view = link.view(descriptor)
         self.header, payload = read_extent(self._view, _decoder)
         self.costs, self.inputs = _read_inputs(self.header, payload)
-        if not self.header.output_types or not set(self.header.output_types) <= _OUTPUTS:
+        if (
+            self.header.operation not in _ROWS
+            or not self.header.output_types
+            or not set(self.header.output_types) <= _OUTPUTS
+        ):
             raise ProtocolError(f"a request for outputs {self.header.output_types}")
+        self.comparison = Comparison(self.header) if self.header.compared else None
         self.is_ragged = not RAGGED_OUTPUTS.isdisjoint(self.header.output_types)
         self.num_left = self.header.num_items * len(self.header.output_types)
         self.ragged: RaggedReply | None = None
@@ -114,8 +126,7 @@ class Request:
 
     def try_start(self, code: str, width: int, now_ns: int) -> bool:
         """Lease the reply extent for rows of width elements of dtype `code`; False when there is no room now."""
-        name = "score" if self.header.operation == "score" else "dense"
-        layout = reply_layout(self.header.num_items, code, width, name)
+        layout = reply_layout(self.header.num_items, code, width, _ROWS[self.header.operation])
         lease = self.link.lease(layout.nbytes)
         if lease is None:
             return False
@@ -205,14 +216,19 @@ class Request:
 
 
 def send_error(link: Link, request_id: int, error: SieError) -> None:
-    """Answer a request with an error; when there is not even room for that, with a bare cancellation."""
+    """Answer a request with an error, as soon as there is room for it: the client must hear this one and no other."""
     header = _encoder.encode(to_wire(error))
+    if not _try_send_error(link, request_id, header):
+        link.put_off(partial(_try_send_error, link, request_id, header))
+
+
+def _try_send_error(link: Link, request_id: int, header: bytes) -> bool:
     lease = link.lease(extent_bytes(len(header), 0))
     if lease is None:
-        link.reply(ERROR, request_id, None, 0)
-        return
+        return False
     begin_extent(lease.view, header)
     link.reply(ERROR, request_id, lease, extent_bytes(len(header), 0))
+    return True
 
 
 def _read_inputs(header: WorkHeader, payload: memoryview) -> tuple[list[int], Sequence[Any]]:
@@ -221,7 +237,8 @@ def _read_inputs(header: WorkHeader, payload: memoryview) -> tuple[list[int], Se
     tokens, text = refs.get("token_ids"), refs.get("text")
     if tokens is not None and tokens.dtype == "<i4":
         token_ids = _split(array_view(payload, tokens), costs)
-        return costs, _pairs(payload, refs, costs, token_ids) if header.operation == "score" else token_ids
+        is_paired = header.output_types == _PAIR_OUTPUTS or (header.operation == "score" and not header.compared)
+        return costs, _pairs(payload, refs, costs, token_ids) if is_paired else token_ids
     if text is None or text.dtype != "|u1":
         raise ProtocolError("a request with neither token_ids nor text")
     return costs, _split(array_view(payload, text), _lengths(payload, refs.get("text_offsets"), header.num_items))

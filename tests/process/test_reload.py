@@ -101,7 +101,7 @@ def test_models_come_and_go_and_no_answer_of_the_others_is_lost(tmp_path):
             eventually(lambda: encode(server.port, "stub/b", ["x"]).status == 404, "the end of the model")
             load.wait_answers(20)
         write(file, models=("stub/a=stub:dense=32",))
-        reload(server, "a restart is needed for: the source of model stub/a")
+        reload(server, "a restart is needed for: the definition of model stub/a")
         write(file, models=("c=/nowhere/at/all",))
         reload(server, "the settings in force stay: model: ")
         assert encode(server.port, "stub/a", ["x"]).status == 200

@@ -139,6 +139,90 @@ def test_models_shows_cards_as_a_table(capsys):
     assert rows[3].split() == ["org/name", "lazy", "-", "-", "-", "hub@main"]
 
 
+def test_models_shows_adapters_below_their_model(capsys):
+    loras = ["--lora", "a=tone=stub:", "--lora", "a=org/mood=stub:"]
+    assert cli.main(["models", "--model", "b=stub:", "--model", STUB, *loras]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert [row.split()[0] for row in rows] == ["b", "a", "adapters:"]
+    assert rows[2].split(": ")[1] == "tone, org/mood"
+
+
+@pytest.mark.parametrize(
+    ("loras", "reason"),
+    [
+        (["a"], "names no adapter"),
+        (["b=tone=stub:"], "'b', of adapter 'tone', is none of the models served"),
+        (["a=tone=stub:", "a=tone=stub:load_ms=1"], "'tone' of 'a' is named twice"),
+        (["a=tone=/srv/tone"], "a stub's adapters are stubs"),
+        (["org/m=tone=stub:"], "and those of no other model"),
+    ],
+)
+def test_adapter_that_cannot_be_declared_stops_the_start(supervisor: FakeSupervisor, capsys, loras, reason):
+    args = [word for lora in loras for word in ("--lora", lora)]
+    assert cli.main(["serve", "--model", STUB, "--lazy-model", "org/m", *args]) == EX_CONFIG
+    error = capsys.readouterr().err
+    assert error.startswith("sie: lora (from flag --lora): ")
+    assert reason in error
+
+
+@pytest.fixture
+def catalog(tmp_path):
+    path = tmp_path / "models.toml"
+    path.write_text(
+        """
+        [models.a]
+        directory = "elsewhere"
+        [models.a.profiles.short.options]
+        max_seq_length = 8
+        [models."intfloat/e5-small"]
+        preload = true
+        revision = "v1"
+        """
+    )
+    return str(path)
+
+
+def test_profile_whose_adapter_is_not_declared_stops_the_start(supervisor: FakeSupervisor, capsys, tmp_path):
+    path = tmp_path / "models.toml"
+    path.write_text('[models.a.profiles.p.options]\nlora_id = "tone"')
+    args = ["serve", "--model", STUB, "--catalog", str(path)]
+    assert cli.main([*args, "--lora", "a=tone=stub:"]) == 5
+    assert cli.main([*args, "--lora", "a=other=stub:"]) == EX_CONFIG
+    assert capsys.readouterr().err == "sie: profile 'p' of 'a': adapter 'tone' is not declared by 'lora'\n"
+
+
+def test_models_shows_what_profiles_are_offered_as(capsys, catalog):
+    assert cli.main(["models", "--lazy-model", STUB, "--catalog", catalog]) == 0
+    _, *rows = capsys.readouterr().out.splitlines()
+    assert rows[0].split() == ["a", "lazy", "dense", "8", "8192", "stub", "stub"], "the flag says where a model is"
+    assert rows[1] == "  a:short: max_seq_length=8"
+    assert rows[2].split() == ["intfloat/e5-small", "preload", "-", "-", "-", "hub@v1"]
+    assert rows[3] == '  intfloat/e5-small: query_template="query: {text}", doc_template="passage: {text}"'
+
+
+def test_a_file_of_models_keeps_the_bundled_one_out(supervisor: FakeSupervisor, catalog):
+    assert cli.main(["serve", "--catalog", catalog]) == 5
+    assert supervisor.loaded.settings.models.preload == ()
+
+
+@pytest.mark.parametrize(("default_model", "is_known"), [("a:short", True), ("a:long", False), ("a", False)])
+def test_a_default_model_is_one_of_the_entries(supervisor, capsys, catalog, default_model, is_known):
+    status = cli.main(["serve", "--model", STUB, "--catalog", catalog, "--default-model", default_model])
+    assert status == (5 if is_known else EX_CONFIG)
+    if not is_known:
+        assert f"{default_model!r} is none of the models served" in capsys.readouterr().err
+
+
+def test_a_mistake_in_the_file_of_models_is_one_line_and_status_78(supervisor, capsys, tmp_path):
+    path = tmp_path / "models.toml"
+    path.write_text("[models.a]\nprofile = 1")
+    assert cli.main(["serve", "--catalog", str(path)]) == EX_CONFIG
+    expected = (
+        f'sie: catalog (from flag --catalog): {path}: [models."a"] profile: unknown key; did you mean profiles?\n'
+    )
+    assert capsys.readouterr().err == expected
+
+
 def test_models_as_json_can_be_read_back(capsys):
     assert cli.main(["models", "--json", "--model", STUB]) == 0
     (row,) = msgspec.json.decode(capsys.readouterr().out)

@@ -6,11 +6,12 @@ Source: SIE API reference, section 14.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from sie.catalog.profiles import DEFAULT_PROFILE
 from sie.errors import SieError
 from sie.types import ModelCard, ModelState
 
@@ -24,10 +25,12 @@ def model_info(
     state: ModelState = "available",
     last_error: dict[str, Any] | None = None,
     created: int = 0,
+    loras: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Return one model as the list shows it.
 
-    last_error is null or `{code, message, attempts, permanent}`; created is in seconds since 1970.
+    last_error is null or `{code, message, attempts, permanent}`; created is in seconds since 1970; loras holds the
+    state of each adapter that requests may name.
     """
     return {
         "id": card.id,
@@ -38,23 +41,25 @@ def model_info(
         "display_name": card.id,
         "name": card.id,
         "inputs": list(card.inputs),
-        "outputs": list(card.outputs),
+        "outputs": card.wire_outputs,
         "dims": dict(card.dims),
         "loaded": state == "loaded",
         "max_sequence_length": card.max_sequence_length,
-        "profiles": {"default": _profile(card)},
+        "profiles": {name: _profile(card, name) for name in card.profiles or (DEFAULT_PROFILE,)},
         "state": state,
         "last_error": last_error,
         "revision": card.revision,
         "capabilities": None,
         "routing": {"policy": None, "upstream_kind": None},
+        **({"loras": [{"id": name, "state": lora_state} for name, lora_state in loras.items()]} if loras else {}),
     }
 
 
-def _profile(card: ModelCard) -> dict[str, Any]:
+def _profile(card: ModelCard, name: str) -> dict[str, Any]:
+    narrowed = card.profiles.get(name, {}).get("output_types")
     return {
-        "is_default": True,
-        "output_types": list(card.outputs),
+        "is_default": name == DEFAULT_PROFILE,
+        "output_types": list(narrowed) if narrowed else card.wire_outputs,
         "output_similarity": card.similarity,
         "identity": None,
         "remote_contract_sha256": None,

@@ -73,6 +73,27 @@ async def test_reply_that_can_never_fit_is_refused_at_once(rig: Rig) -> None:
 
 
 @in_rig()
+async def test_error_without_room_for_its_text_waits_for_a_release_and_is_not_another_one(rig: Rig) -> None:
+    worker = rig.start_worker("wide")
+    rig.tell("absent", workers=(0,))
+    unread = [rig.submit([i], model="wide") for i in (1, 2, 3)]
+    await rig.serve(worker)
+    (link,) = worker.loop._links.values()
+    rest = list(iter(lambda: link.lease(64), None))
+    refused = [rig.submit([i], model="absent") for i in (4, 5)]
+    await rig.serve(worker)
+    assert not any(pending.future.done() for pending in refused)
+    for pending in unread:
+        await rig.rows(pending)
+    await rig.serve(worker)
+
+    for pending in refused:
+        assert (await rig.error(pending)).code == "MODEL_NOT_LOADED"
+    for lease in rest:
+        lease.end()
+
+
+@in_rig()
 async def test_request_cancelled_while_it_waits_for_room_never_runs(rig: Rig) -> None:
     worker = rig.start_worker("wide")
     unread = [rig.submit([i], model="wide") for i in (1, 2, 3)]
@@ -86,6 +107,34 @@ async def test_request_cancelled_while_it_waits_for_room_never_runs(rig: Rig) ->
 
     assert isinstance(await rig.error(waiting), Overloaded)
     assert worker.ran == [[[1], [2], [3]]]
+
+
+@in_rig(budget=TWO_ITEMS)
+async def test_room_of_a_request_cancelled_in_the_same_step_is_room(rig: Rig) -> None:
+    worker = rig.start_worker("wide")
+    gone = rig.submit([1], [2], [3] * 9, model="wide")
+    worker.turn()
+    waiting = rig.submit([4], [5] * 12, model="wide")
+    rig.engine.abandon(gone, Overloaded("gave up"))
+    await rig.serve(worker)
+
+    assert isinstance(await rig.error(gone), Overloaded)
+    assert await rig.rows(waiting) == [checksum([4], WIDTH), checksum([5] * 12, WIDTH)]
+
+
+@in_rig(budget=TWO_ITEMS)
+async def test_room_that_a_cancelled_request_leaves_is_found(rig: Rig) -> None:
+    worker = rig.start_worker("wide")
+    gone = rig.submit([1], [2], [3] * 9, model="wide")
+    worker.turn()
+    waiting = rig.submit([4], [5] * 3, model="wide")
+    worker.turn()  # set aside: nothing has room beside the first
+    rig.engine.abandon(gone, Overloaded("gave up"))
+    worker.turn(2)
+    await rig.serve(worker)
+
+    assert isinstance(await rig.error(gone), Overloaded)
+    assert await rig.rows(waiting) == [checksum([4], WIDTH), checksum([5] * 3, WIDTH)]
 
 
 @in_rig()
