@@ -122,15 +122,14 @@ def uninstall(root: Path) -> None:
     if is_live:
         _call("systemctl", "daemon-reload")
     left = [str(path) for name in _LEFT if (path := root / name.lstrip("/")).exists()]
-    if left:
-        click.echo(f"left, yours to remove: {', '.join(left)}")
+    click.echo(f"left, yours to remove: {', '.join([*left, 'the user that the server ran as'])}")
 
 
 def _host(executable: str | None, config: str, user: str, root: Path) -> Host:
     """Return what the templates need to know; the time to stop follows from the settings, if there are any."""
     found = executable or _own_executable()
     path = root / config.lstrip("/")
-    if not path.exists():
+    if not _exists(path):
         return Host(executable=found, config=config, user=user)
     from sie.settings import load_settings
 
@@ -149,6 +148,17 @@ def _own_executable() -> str:
     if found is None or not _PLAIN_PATH.fullmatch(found):
         raise click.ClickException(f"no usable path of the command sie ({found}); name it with --executable")
     return found
+
+
+def _exists(path: Path) -> bool:
+    """Return whether there are settings; what cannot be seen must not be taken for missing."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise click.ClickException(f"cannot read {path}: {error.strerror}; this needs root") from None
+    return True
 
 
 def _is_ours(path: Path) -> bool:
@@ -194,7 +204,7 @@ def _remove(path: Path) -> None:
 
 def _write_first_settings(path: Path) -> None:
     """Write settings to start from, all of them defaults and commented out, where there are none."""
-    if path.exists():
+    if _exists(path):
         click.echo(f"unchanged  {path}")
         return
     from sie.settings import load_settings
@@ -232,6 +242,6 @@ def _say_next(host: Host) -> None:
         f"\nNext:\n"
         f"  name the models in {host.config}\n"
         f"  {host.executable} doctor --config {host.config}\n"
-        f"  systemctl enable --now sie\n"
-        f"  sysctl --load=/{PLACES['sie.sysctl.conf']}    # or with the next boot"
+        f"  systemctl enable --now sie        # one that runs already: systemctl restart sie\n"
+        f"  sysctl --load=/{PLACES['sie.sysctl.conf']}        # the next boot does it, too"
     )
