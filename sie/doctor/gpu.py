@@ -9,6 +9,7 @@ import importlib
 import os
 import queue
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,14 +49,20 @@ def check_gpus(settings: Settings, nvml: Any = None) -> Iterator[Finding]:
         yield Finding(area="gpu", level="ok", message="not used (devices)")
         return
     answers: queue.SimpleQueue[list[Finding]] = queue.SimpleQueue()
-    module = nvml or importlib.import_module("pynvml")
-    thread = threading.Thread(target=lambda: answers.put(list(_ask(settings, module))), daemon=True)
-    thread.start()
+    threading.Thread(target=_answer, args=(settings, nvml, answers), daemon=True).start()
     try:
         yield from answers.get(timeout=_TIMEOUT_S)
     except queue.Empty:
         message = f"the driver did not answer within {_TIMEOUT_S:g} s"
         yield _error(message, "see `dmesg` for Xid messages; a host whose driver is stuck has to be restarted")
+
+
+def _answer(settings: Settings, nvml: Any, answers: queue.SimpleQueue[list[Finding]]) -> None:
+    try:
+        answers.put(list(_ask(settings, nvml or importlib.import_module("pynvml"))))
+    except Exception as error:  # whatever it is, it must not look like a driver that is silent
+        fix = f"{sys.prefix}/bin/pip install --force-reinstall nvidia-ml-py"
+        answers.put([_error(f"NVML cannot be used: {type(error).__name__}: {error}", fix)])
 
 
 def _ask(settings: Settings, nvml: Any) -> Iterator[Finding]:
@@ -74,6 +81,7 @@ def _ask(settings: Settings, nvml: Any) -> Iterator[Finding]:
             return
         yield Finding(area="gpu", level="ok", message=f"driver {driver}, CUDA {_version(cuda)}, devices: {count}")
         yield _check_torch(torch_cuda(), cuda, is_required)
+        yield from _check_named(settings.devices.devices, count)
         yield from _check_nodes()
         for index in range(count):
             yield from _check_device(nvml, index)
@@ -117,6 +125,12 @@ def _check_torch(built: str | None, driver_cuda: int, is_required: bool) -> Find
     return Finding(area="gpu", level="ok", message=f"torch is built for CUDA {built}")
 
 
+def _check_named(devices: str, count: int) -> Iterator[Finding]:
+    for device in devices.split(",") if devices.startswith("cuda:") else []:
+        if int(device.removeprefix("cuda:")) >= count:
+            yield _error(f"devices names {device}, but the last one is cuda:{count - 1}", "name devices that are there")
+
+
 def _check_nodes() -> Iterator[Finding]:
     for node in (_CONTROL_NODE, Path("/dev/nvidia-uvm")):
         if not os.access(node, os.R_OK | os.W_OK):
@@ -128,9 +142,9 @@ def _check_device(nvml: Any, index: int) -> Iterator[Finding]:
     name = f"cuda:{index} {nvml.nvmlDeviceGetName(handle)}"
     faults = list(_device_faults(nvml, handle, name))
     yield from faults
+    memory = _try(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
     if not faults:
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        free = f"{memory.free // MIB} of {memory.total // MIB} MiB free"
+        free = "healthy" if memory is None else f"{memory.free // MIB} of {memory.total // MIB} MiB free"
         yield Finding(area="gpu", level="ok", message=f"{name}: {free}")
 
 

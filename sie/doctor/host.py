@@ -16,7 +16,7 @@ from sie.doctor import Finding, gpu
 from sie.errors import SieError
 from sie.settings import MIB, Settings
 from sie.shm.segment import ReservationError, check_reservation
-from sie.supervisor.host import StartError, count_frontends, reserve_port, reserved_bytes
+from sie.supervisor.host import StartError, check_private, count_frontends, reserve_port, reserved_bytes
 
 _GIB = 1 << 30
 _SERVICE_DIRECTORY = "/run/sie"
@@ -64,11 +64,22 @@ def check_memory(settings: Settings) -> Iterator[Finding]:
 
 def check_disk(settings: Settings) -> Iterator[Finding]:
     """Look at the directories that the server writes to."""
+    yield _check_runtime_dir(Path(settings.server.runtime_dir or "."))
     yield _check_directory("cache_dir", Path(settings.models.cache_dir or "."), 64 * MIB)
     if _has_hub_models(settings):
         from huggingface_hub.constants import HF_HUB_CACHE
 
         yield _check_directory("models from the hub (HF_HOME)", Path(HF_HUB_CACHE), 20 * _GIB)
+
+
+def _check_runtime_dir(path: Path) -> Finding:
+    try:
+        if path.exists():
+            check_private(path)
+    except (OSError, StartError) as error:
+        fix = f"chmod 700 {path}, or name another directory with runtime_dir"
+        return Finding(area="disk", level="error", message=str(error), fix=fix)
+    return _check_directory("runtime_dir", path, MIB)
 
 
 def _has_hub_models(settings: Settings) -> bool:

@@ -24,12 +24,17 @@ def make_runtime_dir(base: Path) -> Path:
     """
     try:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = base.stat()
-        if found.st_uid != os.getuid() or found.st_mode & 0o022:
-            raise StartError(f"runtime_dir: {base} belongs to another user, or others may write to it")
+        check_private(base)
         return Path(tempfile.mkdtemp(prefix="run-", dir=base))
     except OSError as error:
         raise StartError(f"runtime_dir: cannot create a directory in {base}: {error}") from error
+
+
+def check_private(base: Path) -> None:
+    """Raise StartError for a runtime directory in which somebody else could put things."""
+    found = base.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise StartError(f"runtime_dir: {base} belongs to another user, or others may write to it")
 
 
 def take_lock(directory: Path, port: int) -> int:
