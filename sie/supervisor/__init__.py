@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from sie.cards import AdapterSpec, ModelCard
 from sie.catalog.cards import make_card
 from sie.catalog.lora import find_lora_weights, read_lora_config
 from sie.catalog.spec import ModelSpec
@@ -31,7 +32,6 @@ from sie.supervisor.host import (
 from sie.supervisor.loads import Models
 from sie.supervisor.reload import Reading
 from sie.supervisor.server import Supervisor
-from sie.types import AdapterSpec, ModelCard
 
 
 def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:

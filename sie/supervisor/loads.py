@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from sie import control, families
+from sie import control_messages, families
+from sie.cards import ModelCard
 from sie.catalog.spec import ModelSpec
 from sie.errors import WireError
 from sie.logs import get_logger
@@ -19,7 +20,6 @@ from sie.supervisor.evictions import Memory
 from sie.supervisor.models import ModelBook, Record
 from sie.supervisor.prepare import Preparer, failed
 from sie.supervisor.room import Rooms
-from sie.types import ModelCard
 
 _log = get_logger(__name__)
 _PRESSURE_GAP_S = 2.0
@@ -44,7 +44,9 @@ class Loads:
         self._is_broadcast_due = False
         self._relieved_s = 0.0
         self._not_ready_reason: Callable[[], str] = str
-        self._with_adapters: Callable[[tuple[control.ModelEntry, ...]], tuple[control.ModelEntry, ...]] = tuple
+        self._with_adapters: Callable[
+            [tuple[control_messages.ModelEntry, ...]], tuple[control_messages.ModelEntry, ...]
+        ] = tuple
         self.was_ready = False
         """Whether everything was ready at least once."""
         self.config_error = ""
@@ -58,7 +60,8 @@ class Loads:
         self._on_first_ready = on_first_ready
 
     def bind_adapters(
-        self, with_adapters: Callable[[tuple[control.ModelEntry, ...]], tuple[control.ModelEntry, ...]]
+        self,
+        with_adapters: Callable[[tuple[control_messages.ModelEntry, ...]], tuple[control_messages.ModelEntry, ...]],
     ) -> None:
         """Say who knows the models' adapters."""
         self._with_adapters = with_adapters
@@ -104,7 +107,7 @@ class Loads:
                 left.append(f"the definition of model {spec.id}")
         for name in known.keys() - {spec.id for spec, _, _ in models}:
             self._book.remove(name)
-            self._crew.send_all(self._crew.workers, control.Unload(name))
+            self._crew.send_all(self._crew.workers, control_messages.Unload(name))
         self.broadcast()
         return tuple(left)
 
@@ -118,7 +121,7 @@ class Loads:
             if record.card is None or not record.wanted or record.waits_for_room or record.preparing:
                 continue
             if record.error is None or now_s >= record.retry_at_s:  # else it would fail here again, and perhaps kill
-                self._crew.send(child, control.Load(record.card))
+                self._crew.send(child, control_messages.Load(record.card))
 
     def want(self, model: str) -> None:
         """Start a load that a request asked for, if it is time for one."""
@@ -127,7 +130,7 @@ class Loads:
             self._load(record)
             self.broadcast()
 
-    def manage(self, action: control.ManageAction, model: str) -> None:
+    def manage(self, action: control_messages.ManageAction, model: str) -> None:
         """Do what an administrator asked for; what is done already is left alone."""
         record = self._book.records.get(model)
         if record is None:
@@ -139,9 +142,9 @@ class Loads:
                 self._load(record)
         elif action == "unload":
             self._book.dismiss(record)
-            self._crew.send_all(self._crew.workers, control.Unload(model))
+            self._crew.send_all(self._crew.workers, control_messages.Unload(model))
         elif self._book.reload(record, now_s):
-            self._crew.send_all(self._crew.workers, control.Unload(model))
+            self._crew.send_all(self._crew.workers, control_messages.Unload(model))
         else:
             self._reload_due()
         self.broadcast()
@@ -150,11 +153,11 @@ class Loads:
         """Note which models are in use."""
         self._book.touch(models, time.monotonic())
 
-    def report(self, worker: Child, report: control.ModelReport) -> None:
+    def report(self, worker: Child, report: control_messages.ModelReport) -> None:
         """Take a worker's word on one of its models."""
         if report.model not in self._book.records:
             if report.state == "loaded":  # it was removed while it loaded
-                self._crew.send(worker, control.Unload(report.model))
+                self._crew.send(worker, control_messages.Unload(report.model))
             return
         self._book.report(worker.slot, report, time.monotonic())
         if report.state == "loading" and report.progress is not None:
@@ -190,7 +193,7 @@ class Loads:
         _log.warning("%s is unloaded: %s", model, reason)
         self._book.release(self._book.records[model])
         self._crew.count(family, model)
-        self._crew.send_all(self._crew.workers, control.Unload(model))
+        self._crew.send_all(self._crew.workers, control_messages.Unload(model))
         self.broadcast()
 
     def forget_worker(self, slot: int, *, blame: bool) -> None:
@@ -228,11 +231,11 @@ class Loads:
             self._is_broadcast_due = True
             asyncio.get_running_loop().call_soon(self._broadcast_now)
 
-    def message(self) -> control.Models:
+    def message(self) -> control_messages.Models:
         """Return the state of everything, as frontends hear it."""
         reason = self.reason()
         workers = tuple(
-            control.WorkerEntry(
+            control_messages.WorkerEntry(
                 slot=worker.slot,
                 device=worker.place.device,
                 pid=worker.peer_pid,
@@ -242,7 +245,7 @@ class Loads:
             for worker in self._crew.workers
         )
         entries = self._with_adapters(self._book.entries())
-        return control.Models(entries, not reason, reason, workers, self.config_error)
+        return control_messages.Models(entries, not reason, reason, workers, self.config_error)
 
     def reason(self) -> str:
         """Return why the server is not ready, or an empty text when it is."""
@@ -269,7 +272,7 @@ class Loads:
         if room.refusal:
             self._refuse(record, failed(record.spec, room.refusal, "PLACEMENT"))
         elif not room.must_wait:
-            self._crew.send_all(self._crew.workers, control.Load(record.card))
+            self._crew.send_all(self._crew.workers, control_messages.Load(record.card))
         for model in room.victims:
             self._evict(model, families.PRESSURE_EVICTIONS, f"{record.spec.id} needs its memory")
 
