@@ -15,7 +15,7 @@ from sie.doctor import Finding
 from sie.model_list import list_models
 from sie.settings import Loaded, Settings
 
-_LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "granian", "uvloop", "msgspec", "numpy")
+_LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "granian", "uvloop", "msgspec", "numpy", "pillow")
 _AT_LEAST = re.compile(r"([A-Za-z0-9._-]+)\s*>=\s*([0-9.]+)")
 _CUDA = re.compile(r"^cuda\b[^=]*=\s*'([0-9.]+)'", re.MULTILINE)
 
