@@ -47,8 +47,9 @@ class SystemdHost:
             self._init = eventually(self._find_init, "the first process", BOOT_TIMEOUT_S)
             eventually(self._is_up, "the start of systemd", BOOT_TIMEOUT_S)
         except AssertionError as error:
+            said = self._log.read_text()[-500:].strip()
             self.__exit__()
-            raise CannotBootError(f"{error}: {self._log.read_text()[-500:]}") from error
+            raise CannotBootError(f"{error}: {said}") from error
         return self
 
     def __exit__(self, *_: object) -> None:
