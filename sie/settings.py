@@ -2,8 +2,8 @@
 
 A key `max_body_bytes` of the section `limits` is the flag `--max-body-bytes`, the variable `SIE_MAX_BODY_BYTES`, the
 TOML key `max_body_bytes` under `[limits]` and a row of docs/settings.md; names are unique over the whole tree. Order:
-default < file < environment < flag. An unknown or bad key stops the start. Nothing else reads the environment, and
-nothing changes a setting after the start. Imports nothing slow: every `sie` command waits for this file.
+default < file < environment < flag. An unknown or bad key stops the start. Nothing else reads the environment, and only
+a reload changes settings after the start (`sie.live_settings`). Imports nothing slow: every `sie` command waits for it.
 `sie.config_sources` reads the values.
 """
 

@@ -56,7 +56,9 @@ class Office:
         models = msgspec.structs.replace(defaults.models, idle_unload_s=idle_s, load_timeout_s=100.0, **changes)
         settings = msgspec.structs.replace(defaults, models=models)
         self.prepared: ModelCard | WireError = card("l")
-        monkeypatch.setattr(loads_module, "Preparer", lambda *_args: SimpleNamespace(prepare=self._prepare))
+        monkeypatch.setattr(
+            loads_module, "Preparer", lambda *_args: SimpleNamespace(prepare=self._prepare, reconfigure=lambda _: None)
+        )
         self.crew = FakeCrew()
         self.book = ModelBook(30.0)
         self.book.add(ModelSpec(id="p"), True, card("p"))
@@ -266,6 +268,20 @@ async def test_a_model_that_comes_lazily_loads_when_it_is_asked_for(office: Offi
     assert office.crew.take() == []
     office.loads.want("n")
     assert ("worker-0", control_messages.Load(card("n"))) in office.crew.take()
+
+
+@in_office(pinned=("n",))
+async def test_models_that_come_are_pinned_as_at_a_start(office: Office) -> None:
+    office.loads.replace([*known(), (ModelSpec(id="n"), False, card("n")), (ModelSpec(id="m"), True, card("m"))])
+    assert {name: record.is_pinned for name, record in office.book.records.items()} == {
+        "p": True, "l": False, "n": True, "m": True,
+    }  # fmt: skip
+    models = msgspec.structs.replace(Settings().models, pinned=("l",))
+    office.loads.reconfigure(msgspec.structs.replace(Settings(), models=models))
+    office.loads.replace([*known(), (ModelSpec(id="n"), False, card("n"))])
+    assert {name: record.is_pinned for name, record in office.book.records.items()} == {
+        "p": True, "l": True, "n": False,
+    }  # fmt: skip
 
 
 @in_office()
