@@ -87,7 +87,7 @@ def test_a_reload_takes_over_what_is_right_and_only_that(host: SystemdHost):
 
 def test_a_supervisor_that_hangs_is_replaced_by_the_watchdog(host: SystemdHost):
     use(host, "a=stub:dense=8")
-    override(host, WatchdogSec="2", TimeoutAbortSec="2")
+    override(host, WatchdogSec="2", TimeoutAbortSec="2", RestartSec="100ms")
     host.run("systemctl", "start", "sie")
     pid = host.show("MainPID")
     host.run("kill", "-STOP", pid)
