@@ -12,8 +12,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from sie.cards import AdapterSpec, ModelCard
 from sie.extraction import Extraction, ExtractTask
-from sie.types import AdapterSpec, ModelCard, WorkHeader
+from sie.headers import WorkHeader
 
 
 class Pair(NamedTuple):
@@ -235,7 +236,7 @@ class Detector(Protocol):
     def run_boxes(self, images: Sequence[SearchedImage], thresholds: Sequence[float]) -> Sequence[NDArray[np.float32]]:
         """Return the boxes (b, 5 + k) float32 of each image whose score is over its threshold.
 
-        The columns are those of `sie.types.ReplyHeader`. Images may look for different things, and the runner groups
+        The columns are those of `sie.headers.ReplyHeader`. Images may look for different things, and the runner groups
         what must run together.
         """
         ...

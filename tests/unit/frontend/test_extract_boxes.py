@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sie.cards import ModelCard
 from sie.errors import BadRequest, InputTooLong, Internal
 from sie.extraction import DetectedObject, Detection, ExtractTask
 from sie.frontend.extract_boxes import BoxReading, box_threshold
 from sie.frontend.image_reader import ReadImages
 from sie.frontend.tokenize import Tokenizer
-from sie.types import ModelCard
 from tests.unit.detection_checkpoints import WORDS, save_bert_tokenizer, save_owl_tokenizer
 
 OWL = Detection(family="owlv2")
