@@ -32,6 +32,7 @@ _MAX_TEXT_LEN: Final = 256
 _DINO_PATCH: Final = 16
 """What a token of an image is to the scheduler; its features have several sizes."""
 _LARGEST_EDGE: Final = 4096
+_MAX_LEVELS: Final = 64
 
 
 def read_detector(spec: ModelSpec, checkpoint: Checkpoint) -> ModelCard | None:
@@ -140,11 +141,30 @@ def _strides(checkpoint: Checkpoint, config: dict[str, Any]) -> tuple[int, ...]:
         raise refuse(
             checkpoint.id, f"its backbone is {config.get('backbone') or kind}; only transformers' swin can be run"
         )
-    num_stages = len(backbone.get("depths", [2, 2, 6, 2]))
-    names = backbone.get("out_features") or []
-    stages = backbone.get("out_indices") or [int(str(name).removeprefix("stage")) for name in names] or [num_stages]
-    first = int(backbone.get("patch_size", 4))
-    strides = [first << max(stage % (num_stages + 1) - 1, 0) for stage in stages]
-    while len(strides) < int(config.get("num_feature_levels", 4)):
+    stages, num_levels = _stages(checkpoint, backbone), config.get("num_feature_levels", 4)
+    first = backbone.get("patch_size", 4)
+    if not all(isinstance(number, int) and 0 < number <= _MAX_LEVELS for number in (first, num_levels)):
+        raise refuse(checkpoint.id, f"its patch_size is {first!r} and its num_feature_levels {num_levels!r}")
+    # The stem and the first stage have places of one patch; every further stage has them of twice as many pixels a side.
+    strides = [first << max(stage - 1, 0) for stage in stages]
+    while len(strides) < num_levels:
         strides.append(2 * strides[-1])
     return tuple(strides)
+
+
+def _stages(checkpoint: Checkpoint, backbone: dict[str, Any]) -> list[int]:
+    """Return the numbers of the stages whose features Swin gives: 0 is the stem; without any named the last one."""
+    depths, indices, names = (
+        backbone.get("depths", [2, 2, 6, 2]),
+        backbone.get("out_indices"),
+        backbone.get("out_features"),
+    )
+    if not isinstance(depths, list) or not 0 < len(depths) <= _MAX_LEVELS:
+        raise refuse(checkpoint.id, f"its backbone_config has depths {depths!r}")
+    known = ["stem", *(f"stage{number}" for number in range(1, len(depths) + 1))]
+    try:
+        if indices:
+            return [range(len(known))[index] for index in indices]
+        return [known.index(name) for name in names or known[-1:]]
+    except (IndexError, TypeError, ValueError):
+        raise refuse(checkpoint.id, f"its backbone gives {indices or names!r}, and has {known}") from None

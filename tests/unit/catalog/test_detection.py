@@ -98,6 +98,7 @@ def test_grounding_dino(write_files: Any):
         ({"model_type": "swin"}, (32, 64, 128, 256)),
         ({"out_features": ["stage1", "stage4"]}, (4, 32, 64, 128)),
         ({"out_indices": [-1], "patch_size": 2}, (16, 32, 64, 128)),
+        ({"out_features": ["stem"]}, (4, 8, 16, 32)),
     ],
 )
 def test_places_follow_the_backbone(write_files: Any, backbone: Any, strides: tuple[int, ...]):
@@ -130,6 +131,10 @@ def test_an_owlv2_that_cannot_be_run_is_refused(write_files: Any, config: Any, i
     [
         ({"use_timm_backbone": True, "backbone": "resnet50"}, {}, "its backbone is resnet50; only transformers' swin"),
         ({"backbone_config": {"model_type": "resnet"}}, {}, "its backbone is resnet"),
+        ({"backbone_config": {"out_features": ["stage9"]}}, {}, "its backbone gives ['stage9']"),
+        ({"backbone_config": {"out_indices": [7]}}, {}, "its backbone gives [7]"),
+        ({"backbone_config": {"depths": 4}}, {}, "depths 4"),
+        ({"num_feature_levels": 10**9}, {}, "num_feature_levels 1000000000"),
         ({}, {"size": {"shortest_edge": 800}}, "size {'shortest_edge': 800}"),
         ({}, {"size": {"shortest_edge": 800, "longest_edge": "x"}}, "which cannot be run"),
         ({}, {"pad_size": {"height": 9, "width": 9}}, "pad_size"),

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import transformers
 from PIL import Image
+from transformers.image_transforms import get_size_with_aspect_ratio
 
 from sie.cards import ImageRule
 from sie.errors import BadRequest
-from sie.frontend.images import FORMATS, decode_image, open_image, prepare_image
+from sie.frontend.images import FORMATS, decode_image, fitted_size, open_image, prepare_image
 
 PATH = "$.items[2].images[1].data"
 UNDECODABLE = f"image data is not a decodable image - at `{PATH}`"
@@ -200,6 +201,15 @@ def test_a_sliver_is_not_enlarged_to_a_bomb(size: tuple[int, int]):
     rows = prepare_image(Image.new("RGB", size, (10, 20, 30)), CLIP)
     assert rows.shape == (224, 224, 3)
     assert (rows == (10, 20, 30)).all()
+
+
+def test_fitted_sizes_are_the_library_s():
+    random = np.random.default_rng(0)
+    rule = ImageRule(resize=(800, 800), keep_aspect=True, longest=1333)
+    for height, width in random.integers(50, 4000, (2000, 2)).tolist():
+        assert fitted_size(height, width, rule) == get_size_with_aspect_ratio((height, width), 800, 1333)
+    for size in ((800, 900), (900, 800), (800, 800), (1333, 800), (1, 1), (1333, 1)):
+        assert fitted_size(*size, rule) == get_size_with_aspect_ratio(size, 800, 1333)
 
 
 def test_a_fitted_side_has_at_least_a_pixel():

@@ -210,6 +210,14 @@ def test_a_model_looks_at_each_image_of_an_equal_size_once(dino: Served, monkeyp
     assert sorted(shape[0] for shape in batches) == [1, 1, 1, 2]
 
 
+@pytest.mark.parametrize("size", [(40, 70), (64, 64), (61, 107), (9, 107), (100, 33)])
+def test_places_are_counted_as_the_model_has_them(dino: Served, size: tuple[int, int]):
+    values = torch.zeros(1, 3, *size)
+    with torch.no_grad():
+        found = dino._model(pixel_values=values, input_ids=torch.tensor([[101, 200, 1012, 102]]))
+    assert found.encoder_last_hidden_state_vision.shape[1] == dino.rule.count_places(*size)
+
+
 def test_a_token_outside_the_vocabulary_is_a_bad_request(served: Served):
     wrong = np.array([1, 99_999], np.int32)
     image, _ = served.searched(pictures()[0], task_of(served))
