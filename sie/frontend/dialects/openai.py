@@ -44,7 +44,7 @@ _EXPECTED = re.compile(r"Expected `([a-z]+)")
 _SCHEMA_TYPES = {"str": "string_type", "int": "int_type", "array": "list_type", "object": "model_attributes_type"}
 
 
-class _EmbeddingsBody(msgspec.Struct, gc=False, kw_only=True):
+class EmbeddingsBody(msgspec.Struct, gc=False, kw_only=True):
     input: str | _Inputs
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
@@ -59,7 +59,7 @@ class EmbeddingsCall(msgspec.Struct, frozen=True):
     base64: bool
 
 
-_DECODER = msgspec.json.Decoder(_EmbeddingsBody)
+_DECODER = msgspec.json.Decoder(EmbeddingsBody)
 _to_json = msgspec.json.Encoder().encode
 
 
