@@ -209,9 +209,14 @@ def error_object(error: SieError) -> dict[str, Any]:
         "message": error.message,
         "type": "invalid_request_error" if error.http_status < 500 else "server_error",
         "param": extras.pop("param", None),
-        "code": _CODES.get(error.code, error.code),
+        "code": wire_code(error.code),
         **extras,
     }
+
+
+def wire_code(code: str) -> str:
+    """Return what this dialect calls one of our codes."""
+    return _CODES.get(code, code)
 
 
 def _from_decoder(message: str) -> BadRequest:

@@ -9,6 +9,8 @@ import msgspec
 
 from sie import __version__
 from sie.frontend import routes
+from sie.frontend.dialects.negotiate import JSON
+from sie.frontend.dialects.openai import wire_code
 from sie.frontend.openapi import replies, schemas
 from sie.frontend.openapi.operations import OPERATIONS, TAGS, Answer, Fault, Operation
 from sie.frontend.routes import Route
@@ -78,8 +80,8 @@ def _operation(operation: Operation, route: Route) -> Document:
     if operation.description:
         described["description"] = operation.description
     if operation.request is not None:
-        schema = schemas.ref(operation.request)
-        content = {media: {"schema": schema, "example": operation.example} for media in operation.media}
+        content: Document = {media: {"schema": schemas.ref(operation.request)} for media in operation.media}
+        content[JSON]["example"] = operation.example
         described["requestBody"] = {"required": True, "content": content}
     responses = {str(answer.status): _answer(answer, operation.has_timing) for answer in operation.answers}
     responses |= {str(fault.status): _fault(fault, route.envelope) for fault in operation.faults}
@@ -115,11 +117,13 @@ def _answer(answer: Answer, has_timing: bool) -> Document:
 
 
 def _fault(fault: Fault, envelope: str) -> Document:
-    struct = fault.type or (replies.OpenAIError if envelope == "openai" else replies.NativeError)
-    codes = ", ".join(f"`{code}`" for code in fault.codes)
+    is_openai = envelope == "openai"
+    struct = fault.type or (replies.OpenAIError if is_openai else replies.NativeError)
+    names = dict.fromkeys(wire_code(code) if is_openai else code for code in fault.codes)
+    codes = ", ".join(f"`{name}`" for name in names)
     described: Document = {
         "description": f"{fault.description} Codes: {codes}.",
-        "content": {"application/json": {"schema": schemas.ref(struct)}},
+        "content": {JSON: {"schema": schemas.ref(struct)}},
     }
     if fault.status == 503:
         seconds = {"description": "Seconds to wait.", "schema": {"type": "integer", "minimum": 0}}

@@ -34,7 +34,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """One status of an error, with the codes that it may have."""
+    """One status of an error, with the codes that it may have; the OpenAI dialect has names of its own for some."""
 
     status: int
     codes: tuple[str, ...]
@@ -74,7 +74,7 @@ _STALLED: Final = Fault(408, ("REQUEST_TIMEOUT",), "The body made no progress, o
 _TOO_LARGE: Final = Fault(413, ("INPUT_TOO_LONG",), "The body is over `max_body_bytes`.")
 _POISON: Final = Fault(422, ("POISON_INPUT",), "This input was running each time a worker died.")
 _SCHEMA: Final = Fault(
-    422, ("invalid_request", "POISON_INPUT"), "The body breaks the schema; or the input was running when workers died."
+    422, ("INVALID_INPUT", "POISON_INPUT"), "The body breaks the schema; or the input was running when workers died."
 )
 _FAILED: Final = Fault(500, ("INFERENCE_ERROR",), "Something of the server's failed.")
 _NO_LOAD: Final = Fault(502, ("MODEL_LOAD_FAILED",), "The model's last load failed.")
@@ -89,10 +89,8 @@ _NOT_NOW: Final = Fault(
 _LATE: Final = Fault(504, ("DEADLINE_EXCEEDED",), "The deadline passed before the answer was there.")
 _FORBIDDEN: Final = Fault(403, ("FORBIDDEN",), "Not for this client; the message names the setting that decides.")
 _INFERENCE: Final = (_BAD, _NOT_FOUND, _STALLED, _TOO_LARGE, _POISON, _FAILED, _NO_LOAD, _NOT_NOW, _LATE)
-_OPENAI_NOT_FOUND: Final = msgspec.structs.replace(
-    _NOT_FOUND, codes=("model_not_found",), description="No such model, or none named and no default."
-)
-_OPENAI: Final = (_BAD, _OPENAI_NOT_FOUND, *_INFERENCE[2:4], _SCHEMA, *_INFERENCE[5:])
+_NO_DEFAULT: Final = Fault(404, ("MODEL_NOT_FOUND",), "No such model, or none named and no default.")
+_OPENAI: Final = (_BAD, _NO_DEFAULT, _STALLED, _TOO_LARGE, _SCHEMA, _FAILED, _NO_LOAD, _NOT_NOW, _LATE)
 _ADMIN: Final = (
     Fault(400, ("INVALID_INPUT",), 'The body is not `{"model_id": text}`.'),
     _FORBIDDEN,

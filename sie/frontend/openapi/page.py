@@ -17,9 +17,10 @@ from sie.settings import Limits
 
 _Json = dict[str, Any]
 _BOUNDS: Final = (
-    ("minItems", "at least {} entries"), ("maxItems", "at most {} entries"), ("minLength", "at least {} characters"),
-    ("minimum", "at least {}"), ("maximum", "at most {}"),
-)  # fmt: skip
+    ("minItems", "maxItems", " entries"),
+    ("minLength", "maxLength", " characters"),
+    ("minimum", "maximum", ""),
+)
 
 
 @functools.lru_cache(maxsize=2)
@@ -65,10 +66,10 @@ def _section(tag: _Json, operations: list[tuple[str, str, _Json]], schemas: _Jso
 
 
 def _operation(method: str, path: str, operation: _Json, schemas: _Json) -> str:
+    title = f'<b class="{method}">{method.upper()}</b> <code>{_text(path)}</code>'
     parts = [
         f'<section class="panel" id="{operation["operationId"]}">',
-        f'<h3><b class="{method}">{method.upper()}</b> <code>{_text(path)}</code> <span>{_text(operation["summary"])}'
-        "</span></h3>",
+        f"<h3>{title} <span>{_text(operation['summary'])}</span></h3>",
     ]
     if "description" in operation:
         parts.append(f"<p>{_prose(operation['description'])}</p>")
@@ -136,14 +137,21 @@ def _kind(schema: _Json) -> str:
         kinds = [_kind(part) for part in schema["anyOf"] if part.get("type") != "null"]
         return " or ".join(kinds)
     if "enum" in schema:
-        return " or ".join(f"<code>{_text(json.dumps(value))}</code>" for value in schema["enum"])
-    bounds = [text.format(schema[key]) for key, text in _BOUNDS if key in schema]
+        return " or ".join(f"<code>{_text(json.dumps(value))}</code>" for value in schema["enum"] if value is not None)
     kind = _text(str(schema.get("type", "anything")))
     if schema.get("type") == "array" and schema.get("items"):
         kind = f"array of {_kind(schema['items'])}"
-    elif schema.get("type") == "array":
-        kind = f"array of {len(schema.get('prefixItems', ()))}"
-    return kind + (f" <small>({', '.join(bounds)})</small>" if bounds else "")
+    elif "prefixItems" in schema:
+        return f"array of {len(schema['prefixItems'])} {_kind(schema['prefixItems'][0])}"
+    bounded = [(schema.get(low), schema.get(high), unit) for low, high, unit in _BOUNDS]
+    return kind + "".join(_bound(*bound) for bound in bounded)
+
+
+def _bound(low: float | None, high: float | None, unit: str) -> str:
+    if low is None and high is None:
+        return ""
+    words = f"at most {high:,}" if low is None else f"at least {low:,}" if high is None else f"{low:,} to {high:,}"
+    return f" <small>({words}{unit})</small>"
 
 
 def _ref_name(schema: _Json) -> str:

@@ -189,10 +189,6 @@ class NativeError(Struct, kw_only=True):
     detail: ErrorDetail
 
 
-class RouteError(_Reply):
-    detail: str
-
-
 class OpenAIErrorObject(Struct, kw_only=True):
     message: str
     type: Literal["invalid_request_error", "server_error"]

@@ -66,8 +66,9 @@ def _twin(struct: type[msgspec.Struct], twins: dict[type, Any]) -> Any:
 
 def _with_twins(annotation: Any, twins: dict[type, Any]) -> Any:
     """Return a type in which every struct is replaced by its twin."""
-    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
-        return _twin(annotation, twins)
+    found: Any = annotation
+    if isinstance(found, type) and issubclass(found, msgspec.Struct):
+        return _twin(found, twins)
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *metadata = get_args(annotation)
@@ -75,13 +76,15 @@ def _with_twins(annotation: Any, twins: dict[type, Any]) -> Any:
     if origin in (Union, types.UnionType):
         return Union[tuple(_with_twins(part, twins) for part in get_args(annotation))]  # noqa: UP007  # built, not written
     if origin in (list, tuple, dict):
-        return origin[tuple(_with_twins(part, twins) for part in get_args(annotation))]
+        generic: Any = origin
+        return generic[tuple(_with_twins(part, twins) for part in get_args(annotation))]
     return annotation
 
 
 def _describe(name: str, schema: Schema, words: Mapping[str, Mapping[str, str]]) -> None:
-    own = words.get(name, {})
-    shared = words[_SHARED_WORDS] if name.endswith(_SHARED_WORDS) else {}
+    nothing: Mapping[str, str] = {}
+    own = words.get(name, nothing)
+    shared = words[_SHARED_WORDS] if name.endswith(_SHARED_WORDS) else nothing
     if "_" in own:
         schema["description"] = own["_"]
     for field, described in cast("dict[str, Schema]", schema["properties"]).items():

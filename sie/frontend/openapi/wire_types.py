@@ -11,23 +11,40 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from sie.extraction import AGGREGATION_STRATEGIES, OVERFLOW_POLICIES
 from sie.frontend.dialects.extract import ExtractOptions
 from sie.settings import Limits
 
+_TOKEN_ID: Final = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 _Text = str | None
 _Flag = bool | None
+_Name = Annotated[str, Meta(min_length=1)] | None
+_Policy = Literal["default", "error", "truncate_text"] | None
+_Strategy = Literal["none", "simple", "first", "average", "max"] | None
 _Length = Annotated[int, Meta(ge=1)] | None
 _OutputTypes = Annotated[list[Literal["dense", "sparse", "multivector"]], Meta(min_length=1)] | None
 _OutputDtype = Literal["float32", "float16", "int8", "uint8", "binary", "ubinary"] | None
+_Inputs = Annotated[
+    Any,
+    Meta(
+        extra_json_schema={
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                {"type": "array", "items": _TOKEN_ID, "minItems": 1},
+                {"type": "array", "items": {"type": "array", "items": _TOKEN_ID, "minItems": 1}, "minItems": 1},
+            ]
+        }
+    ),
+]
+"""A union of msgspec may hold one kind of list only."""
 _Weight = Annotated[float, Meta(ge=0, le=1e6)]
 
 _PROFILE: Final[dict[str, Any]] = {
-    "profile": Annotated[str, Meta(min_length=1)] | None,
+    "profile": _Name,
     "instruction": _Text,
     "max_seq_length": _Length,
     "query_max_length": _Length,
-    "overflow_policy": Literal[OVERFLOW_POLICIES] | None,
+    "overflow_policy": _Policy,
 }
 _TEMPLATES: Final[dict[str, Any]] = {
     "normalize": _Flag,
@@ -52,7 +69,7 @@ _SCORE: Final[dict[str, Any]] = {
 _EXTRACT: Final[dict[str, Any]] = {
     **_PROFILE,
     **{field.name: field.type for field in msgspec.structs.fields(ExtractOptions)},
-    "aggregation_strategy": Literal[AGGREGATION_STRATEGIES] | None,
+    "aggregation_strategy": _Strategy,
 }
 
 
@@ -73,6 +90,7 @@ TYPES: Final[dict[tuple[str, str], Any]] = {
     ("RerankBody", "options"): _OPTIONS["ScoreOptions"] | None,
     ("ExtractParams", "options"): _OPTIONS["ExtractOptions"] | None,
     ("ExtractParams", "output_schema"): dict[str, Any] | None,
+    ("EmbeddingsBody", "input"): _Inputs,
     ("Item", "metadata"): dict[str, Any] | None,
 }
 """By the names of a struct and its field: the type to show in place of the decoder's."""
@@ -86,6 +104,5 @@ def bounds(limits: Limits) -> dict[tuple[str, str], dict[str, int]]:
         ("ExtractBody", "items"): {"minItems": 1, "maxItems": limits.max_items},
         ("ExtractParams", "labels"): {"maxItems": limits.max_labels},
         ("RerankBody", "documents"): {"minItems": 1, "maxItems": limits.max_candidates},
-        ("EmbeddingsBody", "input"): {"minItems": 1},
         ("Item", "images"): {"maxItems": limits.max_item_images},
     }
