@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from sie import __version__, control, control_messages, process
 from sie.catalog.profiles import fold_default
@@ -42,6 +42,9 @@ from sie.shm.large import LargeBudget
 from sie.shm.layout import ProtocolError
 from sie.shm.pages import CounterPage
 from sie.shm.space import OutboundSpace
+
+if TYPE_CHECKING:
+    from sie.frontend.tracing import RequestTracing
 
 _log = get_logger(__name__)
 _CONFIGURE_TIMEOUT_S: Final = 10.0
@@ -91,6 +94,7 @@ class FrontendProcess:
             watchers_on_host=self._count_watchers,
             publish_watchers=self.metrics.set_watchers,
         )
+        self.tracing = _start_tracing(settings, launch)
         self._facts = _facts(settings, launch)
         self._unwatched: deque[tuple[Pending, Any]] = deque()
         self._asked_load: dict[str, float] = {}
@@ -158,6 +162,8 @@ class FrontendProcess:
     def close(self) -> None:
         """End what the process holds; nothing is in flight any more."""
         self.status.close()
+        if self.tracing is not None:
+            self.tracing.close()
         self._channel.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._images.close()
@@ -321,6 +327,15 @@ class FrontendProcess:
                     if key == "gpu_type":
                         return value
         return ""
+
+
+def _start_tracing(settings: Settings, launch: Launch) -> RequestTracing | None:
+    """Return what writes traces; OpenTelemetry is imported only when they are wanted."""
+    if not settings.tracing.enabled:
+        return None
+    from sie.frontend.tracing import RequestTracing
+
+    return RequestTracing(settings.tracing, launch.slot)
 
 
 def _facts(settings: Settings, launch: Launch) -> ServerFacts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -30,6 +31,7 @@ def main(loaded: Loaded) -> int:
     settings = loaded.settings
     server = settings.server
     configure(server.log_format, server.log_level, "supervisor")
+    _check_tracing(settings)
     models = _read_models(loaded)
     adapters = _read_adapters(loaded)
     with reserve_port(server.host, server.port) as held:
@@ -61,6 +63,19 @@ def main(loaded: Loaded) -> int:
             raise StartError(f"shared memory: {error}") from error
         finally:
             os.close(lock)
+
+
+def _check_tracing(settings: Settings) -> None:
+    """Refuse a start that could not write the traces it is asked for."""
+    if not settings.tracing.enabled:
+        return
+    names = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc")
+    try:
+        is_there = all(importlib.util.find_spec(name) for name in names)
+    except ModuleNotFoundError:  # find_spec imports the parents
+        is_there = False
+    if not is_there:
+        raise StartError("tracing: OpenTelemetry is not installed; pip install 'sie[otel]'")
 
 
 def _read_models(loaded: Loaded) -> list[tuple[ModelSpec, bool, ModelCard | None]]:

@@ -24,6 +24,10 @@ Inference routes read these headers: `X-SIE-Timeout-Ms` lowers the deadline of a
 match the server's, `X-SIE-Remote` may only be `forbid`, `traceparent` (W3C) is continued where tracing is on.
 A wrong path is a 404 and a wrong method a 405, both with a text under `detail`."""
 
+_TRACE_HEADERS = {
+    "X-Trace-ID": "The request's trace, 32 hexadecimal digits; only where one is recorded.",
+    "traceparent": "The same as W3C Trace Context has it, with the span of the request.",
+}
 _TIMING_HEADERS = {
     "X-Queue-Time": "Milliseconds in a worker's queue.",
     "X-Tokenization-Time": "Milliseconds in the tokenizer.",
@@ -106,7 +110,7 @@ def _answer(answer: Answer, has_timing: bool) -> Document:
         described["headers"] = {
             name: {"description": text, "required": True, "schema": {"type": "number"}}
             for name, text in _TIMING_HEADERS.items()
-        }
+        } | {name: {"description": text, "schema": {"type": "string"}} for name, text in _TRACE_HEADERS.items()}
     schema = {"type": "string"} if answer.type is None else schemas.ref(answer.type)
     content: Document = {}
     for media in answer.media:
