@@ -162,8 +162,8 @@ class App:
         """Answer with an error in the shape of the route's dialect."""
         envelope = exchange.route.envelope if exchange.route is not None else "sie"
         if isinstance(error, ClientGone):
-            if (tracing := self._process.tracing) is not None:
-                tracing.record(exchange, error.http_status, [], error)
+            for record in self._process.recorders:
+                record(exchange, error.http_status, [], error)
             self._count(exchange, error.http_status, error)
             return
         if envelope == "openai" and isinstance(error, NotFound):
@@ -187,8 +187,8 @@ class App:
     ) -> None:
         if self._process.is_draining and _CLOSE not in headers:
             headers = [*headers, _CLOSE]
-        if (tracing := self._process.tracing) is not None:
-            headers = tracing.record(exchange, status, headers, error)
+        for record in self._process.recorders:
+            headers = record(exchange, status, headers, error)
         exchange.protocol.response_bytes(status, headers, body)
         self._count(exchange, status, error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -30,7 +31,7 @@ def server(collector):
     with start_server(
         "--model", "stub/a=stub:dense=16,score,extract", "--model", "stub/slow=stub:dense=16,latency_ms=50",
         "--lazy-model", "stub/lazy=stub:dense=16,load_ms=300", "--tracing", "--otlp-endpoint", collector.endpoint,
-        "--frontends", "1",
+        "--frontends", "1", "--access-log", "1",
     ) as running:  # fmt: skip
         yield running
 
@@ -99,6 +100,11 @@ def test_bad_parent_starts_a_trace_of_its_own(bad, server):
     response = send_raw(server.port, request.replace(b"PARENT", bad))
     assert response.status == 200
     assert response.headers["x-trace-id"] not in (TRACE, "0" * 32)
+
+
+def test_line_of_the_access_log_names_the_trace(server):
+    trace_id = encode(server.port, "stub/a", ["x"]).headers["x-trace-id"]
+    assert json.loads(server.log_line(trace_id))["trace_id"] == trace_id
 
 
 def test_errors_are_traced_as_far_as_they_came(server, collector):
