@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from sie.logs import configure
 from sie.model_list import check_adapters, check_models
 from sie.process import dump_stacks_on_abort
 from sie.progress import Progress
-from sie.settings import Loaded
+from sie.settings import Loaded, Settings
 from sie.shm.segment import ReservationError, check_reservation
 from sie.supervisor.devices import resolve_devices
 from sie.supervisor.host import (
@@ -43,6 +44,7 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
     server = settings.server
     configure(server.log_format, server.log_level, "supervisor")
     dump_stacks_on_abort()  # what systemd's watchdog sends
+    _check_tracing(settings)
     models = _read_models(loaded)
     adapters = _read_adapters(loaded)
     with reserve_port(server.host, server.port) as held:
@@ -80,6 +82,19 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
             raise StartError(f"shared memory: {error}") from error
         finally:
             os.close(lock)
+
+
+def _check_tracing(settings: Settings) -> None:
+    """Refuse a start that could not write the traces it is asked for."""
+    if not settings.tracing.enabled:
+        return
+    names = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc")
+    try:
+        is_there = all(importlib.util.find_spec(name) for name in names)
+    except ModuleNotFoundError:  # find_spec imports the parents
+        is_there = False
+    if not is_there:
+        raise StartError("tracing: OpenTelemetry is not installed; pip install 'sie[otel]'")
 
 
 def _read_models(loaded: Loaded) -> Models:
