@@ -192,7 +192,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one request may ask for, and how much may wait."""
 
     max_body_bytes: Annotated[
-        int, Meta(ge=1024, le=256 * MIB, description="Largest request body; over it is 413 INPUT_TOO_LONG.")
+        int, Meta(ge=1024, le=1024 * MIB, description="Largest request body; over it is 413 INPUT_TOO_LONG.")
     ] = 34 * MIB
     max_items: Annotated[
         int, Meta(ge=1, le=65536, description="Most items in one request; over it is 400, never retryable.")
