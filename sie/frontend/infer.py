@@ -1,4 +1,4 @@
-"""Owns tensor requests between a dialect and the engine: which model is meant, is it served, run it, read the reply."""
+"""Owns tensor requests between a dialect and the engine: is the model served, does the request fit it, run it, read the reply."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
 
 from sie.control_messages import ModelEntry
 from sie.errors import Internal, ModelLoadFailed, NotFound, Unavailable, from_wire
+from sie.frontend.admin import ModelAdmin
 from sie.frontend.engine import ShmEngine
 from sie.frontend.links import Pending, Reply
 from sie.frontend.models import ModelTable
 from sie.frontend.replies import timing_of
+from sie.frontend.repository import RepositoryAdmin
 from sie.frontend.tensor_checks import check_request
+from sie.frontend.tensor_table import TensorTable, is_servable
 from sie.headers import TensorForm, TensorReplyHeader, TensorTask, WorkHeader
 from sie.settings import Limits
 from sie.shm.extent import array_view, read_extent
@@ -33,104 +36,33 @@ _LONG_BYTES: Final = 1 << 20
 """From here the elements of BYTES tensors are counted on a thread."""
 
 
-class TensorTable:
-    """The models that a tensor dialect may ask for: by name, each with its versions.
-
-    `names` is in the order of the server's models; a version is the text of a decimal number.
-    """
-
-    def __init__(self, models: ModelTable) -> None:
-        self._models = models
-        self._versions: dict[str, dict[str, ModelEntry]] = {}
-        self._reasons: dict[str, str] = {}
-
-    def update(self) -> None:
-        """Take over what the models are now."""
-        self._versions, self._reasons = {}, {}
-        for entry in self._models.hosted_entries:
-            rule = entry.card.tensor
-            if rule is None:
-                continue
-            versions = self._versions.setdefault(rule.name, {})
-            if rule.version:
-                versions[rule.version] = entry
-            elif entry.error is not None:
-                self._reasons[rule.name] = entry.error.message
-
-    @property
-    def names(self) -> list[str]:
-        """Every model's name, those without a version among them."""
-        return list(self._versions)
-
-    def versions(self, name: str) -> dict[str, ModelEntry]:
-        """Return a model's versions, oldest first; empty for an unknown name, and for one without any to serve."""
-        found = self._versions.get(name, {})
-        return {version: found[version] for version in sorted(found, key=int)}
-
-    def reason(self, name: str) -> str:
-        """Return why a model has no version at all; empty when it has."""
-        return self._reasons.get(name, "")
-
-    def resolve(self, name: str, version: str = "") -> ModelEntry:
-        """Return the entry of a version, which need not be loaded; without one, of the newest that can be served.
-
-        Where none can be, the newest that loads or has failed. Raises NotFound. Source: KServe v2 sheet, sections 1, 8.
-        """
-        versions = self._versions.get(name)
-        if versions is None:
-            raise NotFound(f"Request for unknown model: '{name}' is not found")
-        if version:
-            entry = versions.get(str(int(version)) if version.isdecimal() else version)
-            if entry is None:
-                raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
-            return entry
-        newest = [versions[known] for known in sorted(versions, key=int, reverse=True)]
-        for is_wanted in (is_servable, _is_coming, _has_failed):
-            found = next(filter(is_wanted, newest), None)
-            if found is not None:
-                return found
-        raise NotFound(f"Request for unknown model: '{name}' has no available versions")
-
-
-def is_servable(entry: ModelEntry) -> bool:
-    """Tell whether requests to a model are taken: it is loaded, or waits for its workers' restart."""
-    return bool(entry.workers and entry.state == "loaded") or entry.recovering
-
-
-def _is_coming(entry: ModelEntry) -> bool:
-    return entry.state == "loading"
-
-
-def _has_failed(entry: ModelEntry) -> bool:
-    return entry.state == "failed"
-
-
-class TensorInference:
-    """Run tensor requests on the engine."""
+class Tensors:
+    """What the tensor dialects share: the models by name, those who manage them, and the engine."""
 
     def __init__(
         self,
         engine: ShmEngine,
         models: ModelTable,
-        limits: Limits,
+        admin: ModelAdmin,
         pool: ThreadPoolExecutor,
-        watch_client: Callable[[Pending, Any], None],
+        limits: Callable[[], Limits],
     ) -> None:
-        """watch_client(pending, protocol) sees to it that work is given up when its client leaves."""
+        """Limits returns those in force."""
+        self.table = TensorTable(models)
+        self.repository = RepositoryAdmin(self.table, models, admin)
         self._engine = engine
         self._models = models
         self._limits = limits
         self._pool = pool
-        self._watch_client = watch_client
 
     @asynccontextmanager
     async def infer(
-        self, request: TensorRequest, *, began_ns: int, deadline_ns: int, protocol: Any = None
+        self, request: TensorRequest, *, began_ns: int, deadline_ns: int, watch: Callable[[Pending], None] | None = None
     ) -> AsyncGenerator[TensorReply]:
         """Run a request, and hand its outputs out for as long as the block lasts.
 
-        began_ns is when the request's headers were read; deadline_ns is lowered by the request's own timeout. protocol
-        is the client's connection, None when nobody can tell that it leaves. Raises BadRequest for what does not fit
+        began_ns is when the request's headers were read; deadline_ns is lowered by the request's own timeout. watch is
+        told of the work, to give it up when its client leaves. Raises BadRequest for what does not fit
         the model, NotFound, Unavailable or ModelLoadFailed for a model that is not served, and what the engine raises.
         """
         entry = self.serving(request.model)
@@ -140,8 +72,8 @@ class TensorInference:
         if request.timeout_us > 0:
             deadline_ns = min(deadline_ns, began_ns + request.timeout_us * 1000)
         pending = self._submit(request, deadline_ns)
-        if protocol is not None:
-            self._watch_client(pending, protocol)
+        if watch is not None:
+            watch(pending)
         raw: Reply = await pending.future
         try:
             yield read_tensors(raw, request.model, began_ns)
@@ -163,7 +95,7 @@ class TensorInference:
 
     async def _check(self, rule: TensorRule, request: TensorRequest) -> None:
         """Check here and now, or on a thread when counting strings would keep the event loop too long."""
-        max_strings = self._limits.max_tensor_strings
+        max_strings = self._limits().max_tensor_strings
         string_bytes = sum(len(tensor.data) for tensor in request.inputs if tensor.datatype == "BYTES")
         if string_bytes < _LONG_BYTES:
             check_request(rule, request, max_strings)

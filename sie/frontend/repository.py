@@ -8,8 +8,8 @@ import time
 from sie.control_messages import ManageRepository, ModelEntry
 from sie.errors import ModelLoadFailed
 from sie.frontend.admin import ModelAdmin
-from sie.frontend.infer import TensorTable
 from sie.frontend.models import ModelTable
+from sie.frontend.tensor_table import TensorTable
 
 _MOVING = frozenset(("loading", "unloading"))
 

@@ -34,6 +34,10 @@ class Preparer:
         self._progress = progress
         self._readers = asyncio.Semaphore(_MAX_READERS)
 
+    def reconfigure(self, settings: Settings) -> None:
+        """Take over reloaded settings, for the helpers started from now on."""
+        self._timeout_s = settings.models.load_timeout_s
+
     async def prepare(self, spec: ModelSpec) -> ModelCard | WireError:
         """Return the card of a model that is now on disk, or why it is not."""
         async with self._readers if spec.tensor is not None else contextlib.nullcontext():

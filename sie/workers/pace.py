@@ -9,7 +9,7 @@ from typing import Final
 
 from sie.cards import ModelCard
 
-_FIRST_TOKEN_NS: Final = 2_000_000
+_FIRST_TOKEN_NS: Final = 2_000_000.0
 _MIN_ALLOWED_NS: Final = 1_000_000_000
 _SLACK: Final = 10
 """A step may take this many times as long as its tokens usually do before the watchdog's time starts."""
@@ -17,30 +17,29 @@ _WEIGHT: Final = 0.1
 
 
 class Pace:
-    """The pace of one worker: one for all models of tokens, one for each model of tensors.
-
-    The tokens of a model of tensors stand for bytes, which say little about the work.
-    """
+    """The pace of one worker's models."""
 
     def __init__(self) -> None:
-        self._ns_per_token = float(_FIRST_TOKEN_NS)
-        self._of_tensors: dict[str, float] = {}
+        self._ns_per_token: dict[str, float] = {}
+        """By model: a token of an image costs a detector a thousand times what one of a text costs a small encoder."""
+        self._of_tokens = _FIRST_TOKEN_NS
+        """Over the steps of all models but those of tensors, whose tokens stand for bytes."""
 
     def allowed_ns(self, card: ModelCard, num_tokens: int) -> int:
         """Return how long a step may take."""
-        pace = self._ns_per_token if card.tensor is None else self._of_tensors.get(card.id, _FIRST_TOKEN_NS)
-        return int(_MIN_ALLOWED_NS + _SLACK * pace * num_tokens)
+        return int(_MIN_ALLOWED_NS + _SLACK * self._ns_per_token.get(card.id, _FIRST_TOKEN_NS) * num_tokens)
 
     def learn(self, card: ModelCard, num_tokens: int, took_ns: int) -> int:
         """Take a step into account; return the tokens that it cost beyond its own.
 
-        Tensors cost what the worker's models of tokens would have run in that time, so that neither starves the other.
+        Tensors cost what the worker's other models would have run in that time, so that neither starves the other.
         """
         if not num_tokens:
             return 0
+        pace = took_ns / num_tokens
+        known = self._ns_per_token.get(card.id, _FIRST_TOKEN_NS)
+        self._ns_per_token[card.id] = known + _WEIGHT * (pace - known)
         if card.tensor is None:
-            self._ns_per_token += _WEIGHT * (took_ns / num_tokens - self._ns_per_token)
+            self._of_tokens += _WEIGHT * (pace - self._of_tokens)
             return 0
-        pace = self._of_tensors.get(card.id, _FIRST_TOKEN_NS)
-        self._of_tensors[card.id] = pace + _WEIGHT * (took_ns / num_tokens - pace)
-        return max(0, int(took_ns / self._ns_per_token) - num_tokens)
+        return max(0, int(took_ns / self._of_tokens) - num_tokens)

@@ -30,7 +30,8 @@ from sie.errors import (
     Unavailable,
     to_wire,
 )
-from sie.frontend.infer import TensorInference, TensorTable
+from sie.frontend.admin import ModelAdmin
+from sie.frontend.infer import Tensors
 from sie.frontend.models import ModelTable
 from sie.settings import Limits
 from sie.tensor_bytes import frame_elements, split_elements
@@ -53,10 +54,10 @@ class Office:
         self._pool = ThreadPoolExecutor(1)
         self.asked: list[str] = []
         self.models = ModelTable(self._pool, self.asked.append)
-        self.table = TensorTable(self.models)
-        self.tensors = TensorInference(
-            self.rig.engine, self.models, limits or self.rig.settings.limits, self._pool, lambda *_: None
-        )
+        self.sent: list[Any] = []
+        self.admin = ModelAdmin(self.models, self.sent.append)
+        self.tensors = Tensors(self.rig.engine, self.models, self.admin, self._pool, lambda: limits or Limits())
+        self.table = self.tensors.table
         self.worker = self.start_worker()
 
     def start_worker(self) -> Worker:
@@ -83,7 +84,6 @@ class Office:
         """Hear of these models from the supervisor, beside those known."""
         self.rig.entries.update({entry.card.id: entry for entry in entries})
         self.models.update(control_messages.Models(tuple(self.rig.entries.values()), ready=True))
-        self.table.update()
 
     def ask(self, name: str, arrays: dict[str, Any], **request: Any) -> asyncio.Task[dict[str, Any]]:
         """Submit a request; the task's result is each output as an array (BYTES: elements and shape)."""
