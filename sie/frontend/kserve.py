@@ -1,0 +1,250 @@
+"""Owns the KServe v2 routes: which of them a path means, and what each asks of models, repositories and counters.
+
+Every handler returns status, headers and body; what it raises becomes `{"error": text}` at the app's border.
+Source: KServe v2 sheet; docs/tensors.md says where OpenVINO Model Server and Triton differ and what is done here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, NamedTuple
+
+from sie.control_messages import ModelEntry
+from sie.errors import BadRequest, NotFound, SieError, Unavailable
+from sie.frontend.classification import as_class_tensor
+from sie.frontend.compression import MIN_BYTES, choose_coding, compress, decompress
+from sie.frontend.dialects import kserve, kserve_models
+from sie.frontend.dialects.kserve import InferCall
+from sie.frontend.dialects.kserve_models import VersionState
+from sie.frontend.inference import Exchange, Headers
+from sie.frontend.process import FrontendProcess
+from sie.frontend.tensor_figures import read_figures
+from sie.frontend.tensor_paths import split_model_path
+from sie.frontend.tensor_table import is_servable
+from sie.tensors import Tensor, TensorReply, TensorRule, TensorSpec
+
+JSON: Final = ("content-type", "application/json")
+_BINARY: Final = ("content-type", "application/octet-stream")
+_LENGTH_HEADER: Final = "inference-header-content-length"
+_LARGE_BYTES: Final = 64 * 1024
+"""From here bodies are decoded, encoded and compressed on a thread."""
+_METHODS: Final = {"infer": "POST", "": "GET", "ready": "GET", "config": "GET", "stats": "GET"}
+
+
+class Response(NamedTuple):
+    """What is sent."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+class KServe:
+    """The KServe v2 dialect of one frontend process."""
+
+    def __init__(self, process: FrontendProcess, pool: ThreadPoolExecutor) -> None:
+        self._process = process
+        self._tensors = process.tensors
+        self._pool = pool
+
+    # --- the server -----------------------------------------------------------------------------------------------
+
+    async def live(self, _exchange: Exchange) -> Response:
+        """Answer `GET /v2/health/live`."""
+        return Response(200, [JSON], b"")
+
+    async def ready(self, _exchange: Exchange) -> Response:
+        """Answer `GET /v2/health/ready`: as `/readyz`."""
+        if self._process.is_ready:
+            return Response(200, [JSON], b"")
+        return Response(503, [JSON], kserve.error_body(f"Server not ready: {self._process.models.reason}"))
+
+    async def server(self, _exchange: Exchange) -> Response:
+        """Answer `GET /v2`."""
+        return Response(200, [JSON], kserve_models.server_metadata_body("sie"))
+
+    async def statistics(self, _exchange: Exchange) -> Response:
+        """Answer `GET /v2/models/stats`."""
+        return self._statistics([entry for name in self._tensors.table.names for entry in self._versions(name)])
+
+    # --- a model --------------------------------------------------------------------------------------------------
+
+    async def model(self, exchange: Exchange) -> Response:
+        """Answer what lies below `/v2/models/`."""
+        table = self._tensors.table
+        path = split_model_path(exchange.model, _METHODS, table.names)
+        if path is None:
+            return Response(404, [JSON], kserve.error_body("Not Found"))
+        method = _METHODS[path.action]
+        if exchange.scope.method != method:
+            return Response(405, [JSON, ("allow", method)], kserve.error_body("Method Not Allowed"))
+        exchange.use_route(f"/v2/models/{{model}}{path.action and '/' + path.action}", path.action)
+        entry = table.resolve(path.name, path.version)
+        exchange.known_model = entry.card.id
+        if path.action == "infer":
+            return await self._infer(exchange, entry)
+        if path.action == "ready":
+            if is_servable(entry):
+                return Response(200, [JSON], b"")
+            raise Unavailable(f"Model '{path.name}' version {_rule(entry).version} is not ready")
+        if path.action == "config":
+            return Response(200, [JSON], kserve_models.model_config_body(_rule(entry)))
+        if path.action == "stats":
+            return self._statistics([entry] if path.version else self._versions(path.name))
+        versions = [_rule(entry).version] if path.version else [_rule(one).version for one in self._versions(path.name)]
+        return Response(200, [JSON], kserve_models.model_metadata_body(_rule(entry), versions))
+
+    def _versions(self, name: str) -> list[ModelEntry]:
+        return list(self._tensors.table.versions(name).values())
+
+    def _statistics(self, entries: Sequence[ModelEntry]) -> Response:
+        figures = read_figures(self._process.pages, entries)
+        return Response(200, [JSON], kserve_models.statistics_body(figures))
+
+    async def _infer(self, exchange: Exchange, entry: ModelEntry) -> Response:
+        process, headers, rule = self._process, exchange.headers, _rule(entry)
+        exchange.deadline_ns = exchange.began_ns + process.timeout_ns(headers.get("x-sie-timeout-ms"))
+        if process.is_draining:
+            raise Unavailable("The server is stopping", code="SHUTTING_DOWN", retry_after_s=1)
+        self._tensors.serving(entry.card.id)
+        process.engine.check_open()
+        body = await self._read(exchange)
+        limits = process.settings.limits
+        call: InferCall = await self._on_pool(
+            len(body), kserve.decode_infer, body, headers.get(_LENGTH_HEADER), entry.card.id, rule, limits
+        )
+        async with self._tensors.infer(
+            call.request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns,
+            watch=lambda pending: process.watch_client(pending, exchange.protocol),
+        ) as reply:  # fmt: skip
+            exchange.timing = reply.timing
+            nbytes = sum(len(output.data) for output in reply.outputs)
+            answer, length = await self._on_pool(nbytes, _encode, call, reply, rule)
+        exchange.metrics_last_use(entry.card.id)
+        return await self._packed(headers.get("accept-encoding"), answer, length)
+
+    async def _read(self, exchange: Exchange) -> bytes:
+        process, headers = self._process, exchange.headers
+        body = await process.bodies.read(headers, exchange.protocol, exchange.deadline_ns)
+        exchange.body_bytes = len(body)
+        coding = (headers.get("content-encoding") or "identity").strip().lower()
+        if coding == "identity":
+            return body
+        limits = process.settings.limits
+        return await self._on_pool(
+            _LARGE_BYTES, decompress, body, coding, limits.max_body_bytes, limits.max_compression_ratio
+        )
+
+    async def _packed(self, accepted: str | None, body: bytes, length: int | None) -> Response:
+        headers: Headers = [JSON] if length is None else [_BINARY, (_LENGTH_HEADER, str(length))]
+        coding = choose_coding(accepted) if accepted and len(body) >= MIN_BYTES else None
+        packed = await self._on_pool(len(body), compress, body, coding) if coding is not None else None
+        if packed is None or coding is None:
+            return Response(200, headers, body)
+        return Response(200, [*headers, ("content-encoding", coding)], packed)
+
+    async def _on_pool(self, nbytes: int, work: Callable[..., Any], *args: Any) -> Any:
+        """Do work on so many bytes here and now, or on a thread when they are many."""
+        if nbytes < _LARGE_BYTES:
+            return work(*args)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+
+    # --- repositories ---------------------------------------------------------------------------------------------
+
+    async def index(self, exchange: Exchange) -> Response:
+        """Answer `POST /v2/repository/index`."""
+        only_ready = kserve_models.decode_index(await self._read_small(exchange))
+        return Response(200, [JSON], kserve_models.index_body(self.states(), only_ready=only_ready))
+
+    async def manage(self, exchange: Exchange) -> Response:
+        """Answer `POST /v2/repository/models/{model}/load` and `unload`; the app has seen to it who may."""
+        name, _, action = exchange.model.rpartition("/")
+        if not name or action not in ("load", "unload"):
+            return Response(404, [JSON], kserve.error_body("Not Found"))
+        exchange.use_route(f"/v2/repository/models/{{model}}/{action}", "")
+        kserve_models.check_manage(await self._read_small(exchange))
+        repository = self._tensors.repository
+        if action == "load":
+            await repository.load(name, exchange.deadline_ns)
+        else:
+            await repository.unload(name, exchange.deadline_ns)
+        return Response(200, [JSON], b"")
+
+    async def config_statuses(self, _exchange: Exchange) -> Response:
+        """Answer `GET /v1/config`, as OpenVINO Model Server does."""
+        return Response(200, [JSON], kserve_models.config_statuses_body(self.states()))
+
+    async def reload_config(self, exchange: Exchange) -> Response:
+        """Answer `POST /v1/config/reload`: every model of the repositories is read anew; 201 when something changed."""
+        exchange.deadline_ns = exchange.began_ns + self._process.timeout_ns(None)
+        before = self.states()
+        for name in self._tensors.table.names:
+            await self._tensors.repository.load(name, exchange.deadline_ns)
+        after = self.states()
+        return Response(200 if before == after else 201, [JSON], kserve_models.config_statuses_body(after))
+
+    async def shared_memory_status(self, _exchange: Exchange) -> Response:
+        """Answer that no region is registered."""
+        return Response(200, [JSON], b"[]")
+
+    async def unregister(self, _exchange: Exchange) -> Response:
+        """Answer as for a region that is not registered: none ever is."""
+        return Response(200, [JSON], b"")
+
+    async def refuse_shared_memory(self, _exchange: Exchange) -> Response:
+        """Refuse a region of a client's shared memory."""
+        raise BadRequest("shared memory is not supported by this server; send tensors as binary data")
+
+    def states(self) -> list[VersionState]:
+        """Return the state of every version of every model, in the server's order."""
+        table = self._tensors.table
+        states: list[VersionState] = []
+        for name in table.names:
+            entries = self._versions(name)
+            states += [VersionState(name, _rule(entry).version, entry.state, _reason(entry)) for entry in entries]
+            if not entries:
+                states.append(VersionState(name, "", "failed", table.reason(name)))
+        return states
+
+    async def _read_small(self, exchange: Exchange) -> bytes:
+        exchange.deadline_ns = exchange.began_ns + self._process.timeout_ns(None)
+        body = await self._process.bodies.read(exchange.headers, exchange.protocol, exchange.deadline_ns)
+        exchange.body_bytes = len(body)
+        return body
+
+
+def _rule(entry: ModelEntry) -> TensorRule:
+    rule = entry.card.tensor
+    if rule is None:
+        raise NotFound(f"Request for unknown model: '{entry.card.id}' is not found")
+    return rule
+
+
+def _reason(entry: ModelEntry) -> str:
+    if entry.error is not None:
+        return entry.error.message
+    return "unloaded" if entry.state == "available" else ""
+
+
+def _encode(call: InferCall, reply: TensorReply, rule: TensorRule) -> tuple[bytes, int | None]:
+    """Return the body of a reply, outputs that were asked for as classes ranked first."""
+    wanted = {one.name: one.num_classes for one in call.wanted if one.num_classes}
+    if wanted:
+        specs = {spec.name: spec for spec in rule.outputs}
+        outputs = [_classified(output, specs, wanted.get(output.name, 0), rule) for output in reply.outputs]
+        reply = TensorReply(model=reply.model, outputs=outputs, timing=reply.timing)
+    return kserve.encode_infer(call, reply, rule)
+
+
+def _classified(output: Tensor, specs: dict[str, TensorSpec], num_classes: int, rule: TensorRule) -> Tensor:
+    if not num_classes:
+        return output
+    spec = specs.get(output.name) or TensorSpec(name=output.name, datatype=output.datatype, shape=output.shape)
+    return as_class_tensor(output, spec, num_classes, is_batched=bool(rule.max_batch_size))
+
+
+def fail(error: SieError) -> bytes:
+    """Return the body of a failure."""
+    return kserve.error_body(error.message)

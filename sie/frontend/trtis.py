@@ -1,0 +1,212 @@
+"""Owns the routes of the TensorRT Inference Server v1 API: which of them a path means, and what each answers.
+
+Every failure of these routes is HTTP 400 with the reason in `NV-Status`, as the API has it; the app's border calls
+`fail` for what a handler raises. Source: TRTIS v1 sheet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from sie.control_messages import ModelEntry
+from sie.errors import BadRequest, NotFound, SieError, Unavailable
+from sie.frontend.classification import rank_classes
+from sie.frontend.dialects import trtis, trtis_status
+from sie.frontend.dialects.trtis import Answered, InferHead
+from sie.frontend.dialects.trtis_status import Described
+from sie.frontend.inference import Exchange
+from sie.frontend.kserve import KServe, Response
+from sie.frontend.process import FrontendProcess
+from sie.frontend.tensor_figures import read_figures
+from sie.frontend.tensor_paths import split_version
+from sie.tensors import TensorReply, TensorRule, TensorSpec
+
+_BINARY: Final = ("content-type", "application/octet-stream")
+_LARGE_BYTES: Final = 64 * 1024
+
+
+class Trtis:
+    """The v1 dialect of one frontend process."""
+
+    def __init__(self, process: FrontendProcess, kserve: KServe, pool: ThreadPoolExecutor, started_s: float) -> None:
+        """started_s is when the server started, Unix time."""
+        self._process = process
+        self._tensors = process.tensors
+        self._kserve = kserve
+        self._pool = pool
+        self._started_s = started_s
+
+    # --- health and status ----------------------------------------------------------------------------------------
+
+    async def live(self, _exchange: Exchange) -> Response:
+        """Answer `GET /api/health/live`."""
+        return self._health(is_well=True)
+
+    async def ready(self, _exchange: Exchange) -> Response:
+        """Answer `GET /api/health/ready`; with strict_readiness every version has to be loaded, or unloaded on request."""
+        process = self._process
+        is_strict = process.settings.models.strict_readiness
+        return self._health(is_well=process.is_ready and not (is_strict and self._has_unready()))
+
+    def _has_unready(self) -> bool:
+        return any(state.state != "loaded" and state.reason != "unloaded" for state in self._kserve.states())
+
+    def _health(self, *, is_well: bool) -> Response:
+        if self._process.is_draining:
+            return fail(Unavailable("Server exiting"))
+        status = trtis_status.request_status()
+        return Response(200 if is_well else 400, [("nv-status", trtis_status.status_line(status))], b"")
+
+    async def status(self, exchange: Exchange) -> Response:
+        """Answer `GET /api/status[/{model}]`."""
+        table, name = self._tensors.table, exchange.model
+        if name and name not in table.names:
+            raise BadRequest(f"no status available for unknown model '{name}'")
+        message = self.server_status([name] if name else table.names)
+        form = trtis_status.choose_format(exchange.scope.query_string, exchange.headers.get("accept") or "")
+        content_type, body = trtis_status.encode_message(message, form)
+        return self._succeed([("content-type", content_type)], body)
+
+    def server_status(self, names: list[str]) -> Any:
+        """Return the ServerStatus message about these models."""
+        entries = [entry for name in names for entry in self._tensors.table.versions(name).values()]
+        figures = read_figures(self._process.pages, entries)
+        described = [
+            Described(rule, entry.state, _reason(entry), figures[rule.name, rule.version])
+            for entry in entries
+            if (rule := entry.card.tensor) is not None
+        ]
+        state = "SERVER_EXITING" if self._process.is_draining else \
+                "SERVER_READY" if self._process.is_ready else "SERVER_INITIALIZING"  # fmt: skip
+        uptime_ns = int((time.time() - self._started_s) * 1e9)
+        return trtis_status.server_status(described, state=state, uptime_ns=max(0, uptime_ns))
+
+    async def repository_index(self, exchange: Exchange) -> Response:
+        """Answer `GET /api/repository/index`."""
+        message = trtis_status.repository_index(self._tensors.table.names)
+        form = trtis_status.choose_format(exchange.scope.query_string, "")
+        content_type, body = trtis_status.encode_message(message, form)
+        return self._succeed([("content-type", content_type)], body)
+
+    # --- control --------------------------------------------------------------------------------------------------
+
+    async def control(self, exchange: Exchange) -> Response:
+        """Answer `POST /api/modelcontrol/load/{model}` and `unload`; the app has seen to it who may."""
+        action, _, name = exchange.model.partition("/")
+        if not name or action not in ("load", "unload"):
+            return NO_ROUTE
+        deadline_ns = exchange.began_ns + self._process.timeout_ns(None)
+        repository = self._tensors.repository
+        await (repository.load if action == "load" else repository.unload)(name, deadline_ns)
+        return self._succeed([], b"")
+
+    async def refuse_shared_memory(self, _exchange: Exchange) -> Response:
+        """Refuse what is about a client's shared memory."""
+        return fail(SieError("shared memory is not supported"), code="UNSUPPORTED")
+
+    # --- inference ------------------------------------------------------------------------------------------------
+
+    async def infer(self, exchange: Exchange) -> Response:
+        """Answer `POST /api/infer/{model}[/{version}]`."""
+        process, table = self._process, self._tensors.table
+        path = split_version(exchange.model, table.names)
+        if path is None:
+            return NO_ROUTE
+        head = trtis.parse_infer_head(exchange.headers.get("nv-inferrequest") or "")
+        try:
+            entry = self._find(exchange, path.name, path.version)
+            body = await self._read(exchange)
+            rule = _rule(entry)
+            request = trtis.decode_infer(head, memoryview(body), entry.card.id, rule)
+            async with self._tensors.infer(
+                request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns,
+                watch=lambda pending: process.watch_client(pending, exchange.protocol),
+            ) as reply:  # fmt: skip
+                exchange.timing = reply.timing
+                as_binary = trtis_status.choose_format(exchange.scope.query_string, "") == "binary"
+                answer, line = await self._encode(head, reply, rule, as_binary=as_binary)
+        except SieError as error:
+            exchange.answer_headers = [("nv-inferresponse", f"id: {head.id}" if head.id else ""), _BINARY]
+            raise error from None
+        process.metrics.record_last_inference(entry.card.id)
+        return self._succeed([_BINARY, ("nv-inferresponse", line)], answer)
+
+    def _find(self, exchange: Exchange, name: str, version: str) -> ModelEntry:
+        process = self._process
+        exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
+        if process.is_draining:
+            raise Unavailable("Server exiting")
+        try:
+            entry = self._tensors.table.resolve(name, version)
+            exchange.known_model = entry.card.id
+            self._tensors.serving(entry.card.id)
+        except NotFound as error:
+            raise Unavailable(error.message) from None  # the API has no "not found" here
+        process.engine.check_open()
+        return entry
+
+    async def _read(self, exchange: Exchange) -> bytes:
+        body = await self._process.bodies.read(exchange.headers, exchange.protocol, exchange.deadline_ns)
+        exchange.body_bytes = len(body)
+        return body
+
+    async def _encode(
+        self, head: InferHead, reply: TensorReply, rule: TensorRule, *, as_binary: bool
+    ) -> tuple[bytes, str]:
+        if sum(len(output.data) for output in reply.outputs) < _LARGE_BYTES:
+            return encode_answer(head, reply, rule, as_binary=as_binary)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._pool, lambda: encode_answer(head, reply, rule, as_binary=as_binary)
+        )
+
+    def _succeed(self, headers: list[tuple[str, str]], body: bytes) -> Response:
+        line = trtis_status.status_line(trtis_status.request_status())
+        return Response(200, [("nv-status", line), *headers], body)
+
+
+NO_ROUTE: Final = Response(400, [], b"")
+"""The API's answer to a path that is none of its own: it has no 404, and no `NV-Status` there."""
+
+
+def answered(head: InferHead, reply: TensorReply, rule: TensorRule) -> list[Answered]:
+    """Return the outputs that were asked for, in that order; none were: none is sent."""
+    tensors = {output.name: output for output in reply.outputs}
+    specs = {spec.name: spec for spec in rule.outputs}
+    found: list[Answered] = []
+    for output in head.outputs:
+        tensor = tensors[output.name]
+        spec = specs.get(output.name) or TensorSpec(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        classes = None
+        if output.num_classes is not None:
+            classes = rank_classes(tensor, spec, output.num_classes, is_batched=bool(rule.max_batch_size))
+        found.append(Answered(tensor, classes))
+    return found
+
+
+def encode_answer(head: InferHead, reply: TensorReply, rule: TensorRule, *, as_binary: bool) -> tuple[bytes, str]:
+    """Return the body and the value of `NV-InferResponse`."""
+    outputs = answered(head, reply, rule)
+    message = trtis.response_header(head, rule, outputs)
+    return trtis.encode_infer(message, outputs, as_binary=as_binary)
+
+
+def fail(error: SieError, *, code: str = "") -> Response:
+    """Return the answer to a failure: 400, or 401 and 403 where it is about who asks, and the reason in `NV-Status`."""
+    status = trtis_status.request_status(code, error.message) if code else trtis_status.status_of(error)
+    http_status = error.http_status if error.http_status in (401, 403) else 400
+    return Response(http_status, [("nv-status", trtis_status.status_line(status))], b"")
+
+
+def _rule(entry: ModelEntry) -> TensorRule:
+    assert entry.card.tensor is not None
+    return entry.card.tensor
+
+
+def _reason(entry: ModelEntry) -> str:
+    if entry.error is not None:
+        return entry.error.message
+    return "unloaded" if entry.state == "available" else ""
