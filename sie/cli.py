@@ -16,6 +16,7 @@ import msgspec
 
 from sie import __version__
 from sie.config_sources import SettingsError, Source
+from sie.keys_command import keys
 from sie.setting_flags import ConfiguredCommand
 from sie.settings import Loaded, load_settings
 from sie.settings_page import RENDERERS
@@ -93,6 +94,9 @@ def models(config_file: str | None, as_json: bool, **flags: Any) -> None:
 def config(config_file: str | None, output_format: str, **flags: Any) -> None:
     """Print every setting, its value, and where the value came from."""
     click.echo(RENDERERS[output_format](_load(config_file, flags)), nl=False)
+
+
+cli.add_command(keys)
 
 
 @cli.command()

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from sie.api_keys import ApiKey
 from sie.errors import WireError
 from sie.settings import Settings
 from sie.types import AdapterSpec, ModelCard, ModelState
@@ -66,6 +67,18 @@ class Configure(msgspec.Struct, tag=True, frozen=True):
     """
 
     settings: Settings
+
+
+class Keys(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to frontend, right after `Configure` where there are API keys, and whenever they changed.
+
+    problem says why the file of keys was not taken over when it last changed; then keys are those from before.
+    """
+
+    keys: tuple[ApiKey, ...]
+    secret: bytes
+    """Signs watch tickets; made anew at each start of the server."""
+    problem: str = ""
 
 
 class Attach(msgspec.Struct, tag=True, frozen=True):
@@ -273,7 +286,7 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
 Message = (
     Hello | Configure | Attach | Ready | LoadModel | Load | Unload | ModelReport | Models | WorkerDown | Quarantine
     | PeerFault | Spilled | Touch | Ping | Pong | Drain | Manage | Managed | MemoryReport | MemoryShort
-    | WantAdapter | LoadAdapter | UnloadAdapter | AdapterReport
+    | WantAdapter | LoadAdapter | UnloadAdapter | AdapterReport | Keys
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

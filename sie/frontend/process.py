@@ -17,12 +17,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from sie import __version__, control, process
+from sie.api_keys import ApiKey
 from sie.catalog.profiles import fold_default
 from sie.control import Channel, ChannelClosedError, Launch, Models
 from sie.errors import BadRequest, ClientGone, SieError
+from sie.frontend.access import Access
 from sie.frontend.adapters import AdapterTable
 from sie.frontend.admin import ModelAdmin
 from sie.frontend.body import BodyReader
+from sie.frontend.cors import Cors
 from sie.frontend.dialects.openai import DEFAULT_MODEL
 from sie.frontend.encode import Encoder
 from sie.frontend.engine import ShmEngine
@@ -81,6 +84,14 @@ class FrontendProcess:
         self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool)
         self.bodies = BodyReader(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
         self.metrics = FrontendMetrics(pages[0], self.models)
+        access = settings.access
+        self.access = (
+            Access(pages, self.metrics.record_auth_failure, are_metrics_open=access.open_metrics)
+            if access.api_keys
+            else None
+        )
+        """Who may do what; None where nobody is asked for a key."""
+        self.cors = Cors(access.cors_origins) if access.cors_origins else None
         self.status = StatusHub(
             self._frame,
             interval_s=settings.status.interval_ms / 1e3,
@@ -152,6 +163,11 @@ class FrontendProcess:
         self._loop.call_soon(lambda: self._spawn(self._run_clock()))
         self._loop.call_soon(lambda: self._spawn(self._say_ready()))
 
+    def take_keys(self, keys: tuple[ApiKey, ...], secret: bytes, problem: str = "") -> None:
+        """Let the holders of these keys in, and nobody else."""
+        if self.access is not None:
+            self.access.replace(keys, secret, problem)
+
     def close(self) -> None:
         """End what the process holds; nothing is in flight any more."""
         self.status.close()
@@ -198,6 +214,8 @@ class FrontendProcess:
                 self.engine.quarantine(digest)
             case control.Managed(number):
                 self.admin.on_begun(number)
+            case control.Keys(keys, secret, problem):
+                self.take_keys(keys, secret, problem)
             case control.Ping(number):
                 self._send(control.Pong(number))
             case control.Drain():
@@ -296,6 +314,7 @@ class FrontendProcess:
             metrics=merge(self.pages),
             saturated=self._is_saturated(),
             reason="draining" if self.is_draining else self.models.reason,
+            keys_error=self.access.problem if self.access is not None else "",
         )
         return encode_frame(build_status(inputs, time.time()))
 
@@ -336,6 +355,14 @@ def _facts(settings: Settings, launch: Launch) -> ServerFacts:
     )
 
 
+def _take_first_keys(frontend: FrontendProcess, channel: Channel) -> None:
+    """Wait for the keys, which follow the settings: whoever has one is let in from the first connection on."""
+    message, _ = channel.receive(_CONFIGURE_TIMEOUT_S)
+    if not isinstance(message, control.Keys):
+        raise ChannelClosedError(f"expected Keys, got {type(message).__name__}")
+    frontend.take_keys(message.keys, message.secret, message.problem)
+
+
 def connect(launch: Launch) -> Callable[[asyncio.AbstractEventLoop], FrontendProcess]:
     """Return what joins the supervisor from Granian's child process, once that has its event loop."""
 
@@ -348,6 +375,8 @@ def connect(launch: Launch) -> Callable[[asyncio.AbstractEventLoop], FrontendPro
             raise ChannelClosedError(f"expected Configure, got {type(message).__name__}")
         pages = [CounterPage.open(fd, writable=index == 0) for index, fd in enumerate(fds)]
         frontend = FrontendProcess(launch, message.settings, channel, pages, loop)
+        if frontend.access is not None:
+            _take_first_keys(frontend, channel)
         frontend.start()
         return frontend
 

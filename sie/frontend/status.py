@@ -50,6 +50,8 @@ class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Merged
     saturated: bool = False
     reason: str = ""
+    keys_error: str = ""
+    """Why the file of API keys was not taken over when it last changed."""
 
 
 def process_owner() -> tuple[str, str]:
@@ -64,7 +66,7 @@ def process_owner() -> tuple[str, str]:
 def build_status(inputs: StatusInputs, now_s: float) -> dict[str, Any]:
     """Return one frame. now_s is Unix time.
 
-    Beyond the reference's fields: `reason`, `workers`, `outcomes` (requests by status), `refusals` (by reason),
+    Beyond the reference's fields: `reason`, `keys_error`, `workers`, `outcomes` (requests by status), `refusals` (by reason),
     `worker_restarts`, `extents_in_use`, `event_loop_lag_s`, and `uuid`, `healthy`, `stale` of each GPU.
     """
     server, metrics = inputs.server, inputs.metrics
@@ -74,6 +76,7 @@ def build_status(inputs: StatusInputs, now_s: float) -> dict[str, Any]:
         "timestamp": now_s,
         "ready": inputs.ready,
         "reason": inputs.reason,
+        "keys_error": inputs.keys_error or None,
         "name": server.name,
         "machine_profile": server.machine_profile or gpu_type,
         "pool_name": server.pool_name,

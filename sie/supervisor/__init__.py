@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from sie.api_keys import KeyFileError
 from sie.catalog.cards import make_card
 from sie.catalog.lora import find_lora_weights, read_lora_config
 from sie.catalog.spec import ModelSpec
@@ -19,6 +20,7 @@ from sie.settings import Loaded, Settings
 from sie.shm.segment import ReservationError, check_reservation
 from sie.supervisor.devices import resolve_devices
 from sie.supervisor.host import StartError, make_runtime_dir, reserve_port, take_lock, usable_cores
+from sie.supervisor.key_file import KeyFileWatch
 from sie.supervisor.server import Supervisor
 from sie.types import AdapterSpec, ModelCard
 
@@ -32,6 +34,7 @@ def main(loaded: Loaded) -> int:
     configure(server.log_format, server.log_level, "supervisor")
     models = _read_models(loaded)
     adapters = _read_adapters(loaded)
+    key_file = _open_key_file(settings.access.api_keys)
     with reserve_port(server.host, server.port) as held:
         port = held.getsockname()[1]
         base = Path(server.runtime_dir)
@@ -53,6 +56,7 @@ def main(loaded: Loaded) -> int:
                     runtime_dir=runtime_dir,
                     port=port,
                     progress=progress,
+                    key_file=key_file,
                 )
                 return await supervisor.run()
 
@@ -91,6 +95,14 @@ def _read_adapters(loaded: Loaded) -> list[AdapterSpec]:
         except SieError as error:
             raise StartError(f"lora: {error.message}") from error
     return adapters
+
+
+def _open_key_file(path: str) -> KeyFileWatch | None:
+    """Return the API keys, or None where nobody is asked for one. Raises StartError."""
+    try:
+        return KeyFileWatch(path) if path else None
+    except KeyFileError as error:
+        raise StartError(f"api_keys: {error}") from error
 
 
 def _read_local_card(spec: ModelSpec) -> ModelCard | None:

@@ -80,6 +80,7 @@ class Crew:
         self._loop = asyncio.get_running_loop()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._death = asyncio.Event()
+        self._keys: control.Keys | None = None
         self.is_draining = False
         """Once set, no frontend is started again; workers are, since accepted requests wait for them."""
         self.is_stopping = False
@@ -112,6 +113,13 @@ class Crew:
         for peer in peers[slot : slot + 1]:
             _log.error("%s says that %s broke the protocol; killing it", accuser.name, peer.name)
             peer.kill()
+
+    def set_keys(self, keys: control.Keys) -> None:
+        """Tell every frontend the API keys that are in force from now on; those started later hear them, too."""
+        self._keys = keys
+        self._page.gauge(families.API_KEYS.name).set(len(keys.keys))
+        self._page.gauge(families.API_KEYS_REFUSED.name).set(float(bool(keys.problem)))
+        self.send_all(self.frontends, keys)
 
     async def until_gone(self, children: list[Child], timeout_s: float) -> None:
         """Wait until none of these children has a process, or the time is over."""
@@ -204,6 +212,8 @@ class Crew:
             others = [self._page, *(page for page in self._pages.values() if page is not own)]
             read_only = [page.read_only_fd() for page in others]
             self.send(child, control.Configure(self._settings), [own.fd, *read_only])
+            if self._keys is not None:
+                self.send(child, self._keys)
             for fd in read_only:
                 os.close(fd)
         for worker in [child] if child.role == "worker" else self.workers:

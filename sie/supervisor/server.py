@@ -27,6 +27,7 @@ from sie.supervisor.children import Child
 from sie.supervisor.crew import Crew
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.evictions import Memory
+from sie.supervisor.key_file import POLL_S, KeyFileWatch
 from sie.supervisor.loads import Loads
 from sie.supervisor.models import ModelBook
 from sie.supervisor.notify import Notifier, watchdog_interval_s
@@ -57,6 +58,7 @@ class Supervisor:
         runtime_dir: Path,
         port: int,
         progress: Progress,
+        key_file: KeyFileWatch | None = None,
     ) -> None:
         self._settings = settings
         self._runtime_dir = runtime_dir
@@ -65,6 +67,7 @@ class Supervisor:
         self._book = ModelBook(settings.models.load_retry_s)
         for spec, preload, card in models:
             self._book.add(spec, preload, card, is_pinned=spec.id in settings.models.pinned)
+        self._key_file = key_file
         self._started_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._crew = Crew(settings, places, num_frontends, self._launch(len(places) + num_frontends), self)
@@ -85,6 +88,9 @@ class Supervisor:
             self._loop.add_signal_handler(number, self._on_stop_signal, number)
         self._loop.add_signal_handler(signal.SIGHUP, lambda: _log.info("SIGHUP changes nothing: restart to reload"))
         try:
+            if self._key_file is not None:
+                self._crew.set_keys(self._key_file.message)
+                self._spawn(self._watch_keys(self._key_file))
             self._crew.open()
             self._loads.start()
             self._spawn(self._tick_forever())
@@ -233,6 +239,13 @@ class Supervisor:
             if not self._loads.was_ready and now_s - extended_s >= _EXTEND_S:
                 self._notifier.send("EXTEND_TIMEOUT_USEC=30000000", f"STATUS={self._loads.reason()}")
                 extended_s = now_s
+
+    async def _watch_keys(self, key_file: KeyFileWatch) -> None:
+        """Take over what changes in the file of API keys; it is read on a thread, since a disk may be slow."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            if await asyncio.to_thread(key_file.poll):
+                self._crew.set_keys(key_file.message)
 
     def _watch_workers(self, now_s: float, late_s: float) -> None:
         for worker in self._crew.workers:
