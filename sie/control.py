@@ -40,6 +40,11 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     host: str = ""
     port: int = 0
+    listen_fd: int = -1
+    """A listening Unix socket to serve instead of host and port, or -1."""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_client_ca: str = ""
     backlog: int = 1024
     log_format: str = "text"
     log_level: str = "info"

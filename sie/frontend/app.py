@@ -182,9 +182,11 @@ class App:
 
     def _check_admin(self, exchange: Exchange, *, has_body: bool) -> None:
         """Raise Forbidden for whom `admin_from` does not mean; a key with the scope admin stands for loopback."""
-        admin_from = self._process.settings.server.admin_from
+        settings = self._process.settings
+        admin_from = settings.server.admin_from
         if self._process.access is None or admin_from == "nobody":
-            check_admin(admin_from, exchange.scope.client, exchange.headers, has_body=has_body)
+            client = "localhost" if settings.access.uds else exchange.scope.client  # a Unix socket ends on this host
+            check_admin(admin_from, client, exchange.headers, has_body=has_body)
 
     async def _make_ticket(self, exchange: Exchange) -> None:
         """Give a page what opens its websocket: a browser can set no header there."""

@@ -260,13 +260,19 @@ class FrontendProcess:
         """Tell the supervisor once our listener answers; Granian opens it at about the time the loop starts."""
         while True:
             try:
-                _, writer = await asyncio.open_connection(self._launch.host, self._launch.port)
+                _, writer = await self._connect_to_ourselves()
             except OSError:
                 await asyncio.sleep(0.01)
                 continue
             writer.close()
             self._send(control.Ready())
             return
+
+    async def _connect_to_ourselves(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        uds = self.settings.access.uds
+        if uds:  # the supervisor listens for us
+            return await asyncio.open_unix_connection(uds)
+        return await asyncio.open_connection(self._launch.host, self._launch.port)
 
     # --- the clock ------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -13,17 +14,19 @@ from sie.catalog.lora import find_lora_weights, read_lora_config
 from sie.catalog.spec import ModelSpec
 from sie.catalog.weights import with_num_weights
 from sie.errors import SieError
-from sie.logs import configure
+from sie.logs import configure, get_logger
 from sie.model_list import check_adapters, check_models
 from sie.progress import Progress
 from sie.settings import Loaded, Settings
 from sie.shm.segment import ReservationError, check_reservation
 from sie.supervisor.devices import resolve_devices
-from sie.supervisor.host import StartError, make_runtime_dir, reserve_port, take_lock, usable_cores
+from sie.supervisor.host import StartError, make_runtime_dir, take_lock, usable_cores
 from sie.supervisor.key_file import KeyFileWatch
+from sie.supervisor.listen import check_tls, exposure_warnings, open_place
 from sie.supervisor.server import Supervisor
 from sie.types import AdapterSpec, ModelCard
 
+_log = get_logger(__name__)
 _CORES_PER_FRONTEND = 4
 
 
@@ -35,11 +38,13 @@ def main(loaded: Loaded) -> int:
     models = _read_models(loaded)
     adapters = _read_adapters(loaded)
     key_file = _open_key_file(settings.access.api_keys)
-    with reserve_port(server.host, server.port) as held:
-        port = held.getsockname()[1]
+    check_tls(settings.access)
+    with contextlib.closing(open_place(server, settings.access)) as place:
+        for warning in exposure_warnings(place.address, settings.access):
+            _log.warning("%s", warning)
         base = Path(server.runtime_dir)
         runtime_dir = make_runtime_dir(base)
-        lock = take_lock(base, port)
+        lock = take_lock(base, place.port) if place.port else None
         try:
             places = resolve_devices(settings.devices.devices, settings.devices.resolve_timeout_s)
             num_frontends = server.frontends or max(1, len(usable_cores()) // _CORES_PER_FRONTEND)
@@ -54,7 +59,7 @@ def main(loaded: Loaded) -> int:
                     places=places,
                     num_frontends=num_frontends,
                     runtime_dir=runtime_dir,
-                    port=port,
+                    place=place,
                     progress=progress,
                     key_file=key_file,
                 )
@@ -64,7 +69,8 @@ def main(loaded: Loaded) -> int:
         except ReservationError as error:
             raise StartError(f"shared memory: {error}") from error
         finally:
-            os.close(lock)
+            if lock is not None:
+                os.close(lock)
 
 
 def _read_models(loaded: Loaded) -> list[tuple[ModelSpec, bool, ModelCard | None]]:

@@ -28,6 +28,7 @@ from sie.supervisor.crew import Crew
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.evictions import Memory
 from sie.supervisor.key_file import POLL_S, KeyFileWatch
+from sie.supervisor.listen import Place
 from sie.supervisor.loads import Loads
 from sie.supervisor.models import ModelBook
 from sie.supervisor.notify import Notifier, watchdog_interval_s
@@ -56,13 +57,13 @@ class Supervisor:
         places: list[WorkerSlot],
         num_frontends: int,
         runtime_dir: Path,
-        port: int,
+        place: Place,
         progress: Progress,
         key_file: KeyFileWatch | None = None,
     ) -> None:
         self._settings = settings
         self._runtime_dir = runtime_dir
-        self._port = port
+        self._place = place
         self._progress = progress
         self._book = ModelBook(settings.models.load_retry_s)
         for spec, preload, card in models:
@@ -106,15 +107,19 @@ class Supervisor:
         return self._exit_status
 
     def _launch(self, num_children: int) -> control.Launch:
-        server = self._settings.server
+        server, access = self._settings.server, self._settings.access
         return control.Launch(
             control_path=str(self._runtime_dir / "control"),
             supervisor_pid=os.getpid(),
             role="worker",
             slot=0,
             incarnation=0,
-            host=server.host,
-            port=self._port,
+            host=self._place.address,
+            port=self._place.port,
+            listen_fd=self._place.fd,
+            tls_cert=access.tls_cert,
+            tls_key=access.tls_key,
+            tls_client_ca=access.tls_client_ca,
             backlog=server.backlog,
             log_format=server.log_format,
             log_level=server.log_level,
@@ -207,8 +212,7 @@ class Supervisor:
         return ""
 
     def _announce(self) -> None:
-        host = self._settings.server.host
-        url = f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
+        url = self._place.url
         workers = ", ".join(worker.place.device for worker in self._crew.workers)
         took_s = time.monotonic() - self._started_s
         _log.info(
@@ -294,6 +298,7 @@ class Supervisor:
         frontends = self._crew.frontends
         self._crew.send_all(frontends, control.Drain())
         await asyncio.sleep(_CLOSE_AFTER_S)
+        self._place.close()  # of a Unix socket we are the last to hold: a client must not wait in its queue
         for frontend in frontends:
             frontend.signal(signal.SIGTERM)
         await self._crew.until_gone(frontends, self._settings.server.drain_timeout_s)
