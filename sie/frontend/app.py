@@ -7,6 +7,7 @@ dialect's own shape in `App._fail`, and nowhere else.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import Callable
@@ -32,6 +33,9 @@ _TEXT: Final = ("content-type", "text/plain; charset=utf-8")
 _CLOSE: Final = ("connection", "close")
 _MUST_CLOSE: Final = frozenset({408, 413})
 """After these the rest of a body may still be on its way."""
+_BODY_UNREAD: Final = frozenset({401, 403, 429})
+"""These are known from the headers alone."""
+_MAX_DISCARDED_BYTES: Final = 256 * 1024
 _NO_REQUEST: Final = frozenset({204, 401, 403, 405, 429})
 """These never reached the model that their route is about, and are no requests in `sie_requests_total`."""
 _ERROR_BODIES: Final[dict[str, Callable[[SieError], bytes]]] = {
@@ -75,9 +79,21 @@ class App:
                 await self._dispatch_for_holder(exchange, access)
         except SieError as error:
             self._fail(exchange, error)
+            if error.http_status in _BODY_UNREAD:
+                await self._discard_body(exchange)
         except Exception:
             _log.exception("%s %s failed", scope.method, exchange.route.template if exchange.route else "?")
             self._fail(exchange, Internal("internal error"))
+
+    async def _discard_body(self, exchange: Exchange) -> None:
+        """Take a small body after the answer: a client that is still sending it would else be reset, and never read why."""
+        process = self._process
+        announced = exchange.headers.get("content-length") or ""
+        if announced.isdigit() and int(announced[:12]) <= _MAX_DISCARDED_BYTES:
+            with contextlib.suppress(SieError):  # it may well have left by now
+                await process.bodies.read(
+                    exchange.headers, exchange.protocol, exchange.began_ns + process.timeout_ns(None)
+                )
 
     async def _serve_websocket(self, scope: Any, protocol: Any) -> None:
         need = routes.WEBSOCKETS.get(scope.path)
