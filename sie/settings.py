@@ -57,6 +57,7 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least important log lines to write.")
     ] = "info"
+    image_threads: Annotated[int, Meta(ge=1, le=64, description="Threads of each frontend that decode images.")] = 4
     runtime_dir: Annotated[
         str,
         Meta(description="Lock file and control socket; empty takes systemd's, the user's or a temporary directory."),
@@ -246,6 +247,26 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_item_text_bytes: Annotated[
         int, Meta(ge=1, le=256 * MIB, description="Largest item, its UTF-8 text and metadata together.")
     ] = 2 * MIB
+    max_images: Annotated[int, Meta(ge=1, le=65536, description="Most images in one request; over it is 400.")] = 256
+    max_item_images: Annotated[int, Meta(ge=1, le=64, description="Most images in one item; over it is 400.")] = 16
+    max_image_bytes: Annotated[
+        int, Meta(ge=1, le=256 * MIB, description="Largest image, as the file it is sent as; over it is 400.")
+    ] = 20 * MIB
+    max_image_pixels: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1 << 30,
+            description="Most pixels of an image, read before it is decoded; of a request's images together, for a "
+            "model that reads them in their own size. Decoding takes up to 8 bytes a pixel and thread.",
+        ),
+    ] = 1 << 25
+    max_queued_images: Annotated[
+        int,
+        Meta(
+            ge=1, le=1 << 20, description="Most images waiting to be decoded in a frontend; over it is 503 QUEUE_FULL."
+        ),
+    ] = 1024
     max_depth: Annotated[int, Meta(ge=4, le=500, description="Deepest nesting of a JSON or msgpack body.")] = 64
     max_reply_bytes: Annotated[
         int, Meta(ge=4096, le=1024 * MIB, description="Largest reply, counted as the bytes of its vectors.")
@@ -432,6 +453,11 @@ def _check_together(settings: Settings, sources: Mapping[str, Source]) -> None:
         ("tls_key", bool(access.tls_key) and not access.tls_cert, "needs tls_cert beside it"),
         ("tls_client_ca", bool(access.tls_client_ca) and not access.tls_cert, "needs tls_cert and tls_key beside it"),
         ("uds", bool(access.uds) and bool(access.tls_cert), "a Unix socket takes no TLS; leave tls_cert out"),
+        (
+            "max_queued_images",
+            limits.max_queued_images < limits.max_images,
+            f"must not be under max_images ({limits.max_images}), or such a request would never be taken",
+        ),
     )
     for name, is_wrong, reason in problems:
         if is_wrong:

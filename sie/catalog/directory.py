@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from sie.cards import LateInteraction, ModelCard, PipelineStep, SparseOutput, StaticQueries
 from sie.catalog.extraction import count_positions, read_extraction
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
 from sie.catalog.gli import read_library_card
@@ -18,9 +19,9 @@ from sie.catalog.modules import Module, default_pipeline, read_modules, read_pip
 from sie.catalog.scoring import Scoring, read_scoring
 from sie.catalog.sparse import read_m3_heads, read_router, read_splade
 from sie.catalog.spec import ModelSpec
+from sie.catalog.towers import read_towers
 from sie.catalog.weights import check_weights
 from sie.extraction import ExtractRule
-from sie.types import LateInteraction, ModelCard, PipelineStep, SparseOutput, StaticQueries
 
 _TRANSFORMER_CONFIGS = tuple(
     f"sentence_{name}_config.json"
@@ -58,6 +59,10 @@ def read_card(spec: ModelSpec, directory: str) -> ModelCard:
         static, modules = read_router(checkpoint, modules)
     folder = modules[0].folder if modules else ""
     transformer = checkpoint.folder(folder) if folder else checkpoint
+    towers = read_towers(checkpoint, transformer, modules)
+    if towers is not None:
+        check_weights(transformer)
+        return msgspec.structs.replace(towers, revision=spec.revision)
     config = _read_config(transformer, is_bare=modules is None)
     check_weights(transformer)
     rule = read_extraction(transformer, modules, config)

@@ -17,7 +17,7 @@ from granian.net import SocketHolder  # pyright: ignore[reportPrivateImportUsage
 from granian.server.mp import MPServer
 
 from sie import process
-from sie.control import Launch
+from sie.control_messages import Launch
 from sie.frontend.app import App
 from sie.frontend.process import connect
 from sie.logs import LOG_CONFIG, configure

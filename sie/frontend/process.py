@@ -16,10 +16,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from sie import __version__, control, process
+from sie import __version__, control, control_messages, process
 from sie.api_keys import ApiKey
 from sie.catalog.profiles import fold_default
-from sie.control import Channel, ChannelClosedError, Launch, Models
+from sie.control import Channel, ChannelClosedError
+from sie.control_messages import Launch, Models
 from sie.errors import BadRequest, ClientGone, SieError
 from sie.frontend.access import Access
 from sie.frontend.adapters import AdapterTable
@@ -30,6 +31,7 @@ from sie.frontend.dialects.openai import DEFAULT_MODEL
 from sie.frontend.encode import Encoder
 from sie.frontend.engine import ShmEngine
 from sie.frontend.extract import Extractor
+from sie.frontend.image_reader import ImageReader
 from sie.frontend.links import Pending
 from sie.frontend.metrics import FrontendMetrics, merge
 from sie.frontend.models import ModelTable
@@ -79,7 +81,8 @@ class FrontendProcess:
             "request", memory.request_segment_bytes, budget, large_extent_bytes=memory.large_extent_bytes
         )
         self.engine = ShmEngine(settings, self._space, self.models.hosted, self._send)
-        self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool)
+        self._images = ImageReader(settings.limits, settings.server.image_threads)
+        self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool, self._images)
         self.scorer = Scorer(self.engine, self.models, self._pool)
         self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool)
         self.bodies = BodyReader(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
@@ -173,13 +176,14 @@ class FrontendProcess:
         self.status.close()
         self._channel.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._images.close()
 
     def _spawn(self, work: Any) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _send(self, message: control.Message) -> None:
+    def _send(self, message: control_messages.Message) -> None:
         with contextlib.suppress(ChannelClosedError):  # its end of file ends this process from `_on_control`
             self._channel.send(message)
 
@@ -188,7 +192,7 @@ class FrontendProcess:
         now_s = time.monotonic()
         if now_s - self._asked_load.get(model, 0.0) >= 1.0:
             self._asked_load[model] = now_s
-            self._send(control.LoadModel(model))
+            self._send(control_messages.LoadModel(model))
 
     def _on_control(self) -> None:
         try:
@@ -198,27 +202,27 @@ class FrontendProcess:
             _log.warning("the supervisor is gone: stopping")
             os._exit(1)  # an orphan must not answer; Granian would wait for what is in flight
 
-    def _on_message(self, message: control.Message, fds: list[int]) -> None:
+    def _on_message(self, message: control_messages.Message, fds: list[int]) -> None:
         match message:
             case Models():
                 self.models.update(message)
                 self.engine.place_held()
                 self.engine.fail_held()
-            case control.Attach(slot, generation):
+            case control_messages.Attach(slot, generation):
                 self._attach(slot, generation, fds)
-            case control.WorkerDown(slot, generation, suspects):
+            case control_messages.WorkerDown(slot, generation, suspects):
                 self._end_attaching(generation)
                 self.engine.bury(slot, generation, suspects)
                 self.engine.place_held()
-            case control.Quarantine(digest):
+            case control_messages.Quarantine(digest):
                 self.engine.quarantine(digest)
-            case control.Managed(number):
+            case control_messages.Managed(number):
                 self.admin.on_begun(number)
-            case control.Keys(keys, secret, problem):
+            case control_messages.Keys(keys, secret, problem):
                 self.take_keys(keys, secret, problem)
-            case control.Ping(number):
-                self._send(control.Pong(number))
-            case control.Drain():
+            case control_messages.Ping(number):
+                self._send(control_messages.Pong(number))
+            case control_messages.Drain():
                 self.is_draining = True
                 self.status.close()
             case _:
@@ -265,7 +269,7 @@ class FrontendProcess:
                 await asyncio.sleep(0.01)
                 continue
             writer.close()
-            self._send(control.Ready())
+            self._send(control_messages.Ready())
             return
 
     async def _connect_to_ourselves(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -291,7 +295,7 @@ class FrontendProcess:
             if now_ns / 1e9 - touched_s >= self._touch_s:
                 touched_s = now_ns / 1e9
                 if used := self.models.take_used():
-                    self._send(control.Touch(used, self.adapters.take_used()))
+                    self._send(control_messages.Touch(used, self.adapters.take_used()))
 
     def _watch_the_waiting(self, now_ns: int) -> None:
         unwatched = self._unwatched
@@ -364,7 +368,7 @@ def _facts(settings: Settings, launch: Launch) -> ServerFacts:
 def _take_first_keys(frontend: FrontendProcess, channel: Channel) -> None:
     """Wait for the keys, which follow the settings: whoever has one is let in from the first connection on."""
     message, _ = channel.receive(_CONFIGURE_TIMEOUT_S)
-    if not isinstance(message, control.Keys):
+    if not isinstance(message, control_messages.Keys):
         raise ChannelClosedError(f"expected Keys, got {type(message).__name__}")
     frontend.take_keys(message.keys, message.secret, message.problem)
 
@@ -377,7 +381,7 @@ def connect(launch: Launch) -> Callable[[asyncio.AbstractEventLoop], FrontendPro
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         channel = control.connect(launch)
         message, fds = channel.receive(_CONFIGURE_TIMEOUT_S)
-        if not isinstance(message, control.Configure):
+        if not isinstance(message, control_messages.Configure):
             raise ChannelClosedError(f"expected Configure, got {type(message).__name__}")
         pages = [CounterPage.open(fd, writable=index == 0) for index, fd in enumerate(fds)]
         frontend = FrontendProcess(launch, message.settings, channel, pages, loop)

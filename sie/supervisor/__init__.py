@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from sie.api_keys import KeyFileError
+from sie.cards import AdapterSpec, ModelCard
 from sie.catalog.cards import make_card
 from sie.catalog.lora import find_lora_weights, read_lora_config
 from sie.catalog.spec import ModelSpec
@@ -24,7 +25,6 @@ from sie.supervisor.host import StartError, make_runtime_dir, take_lock, usable_
 from sie.supervisor.key_file import KeyFileWatch
 from sie.supervisor.listen import check_tls, exposure_warnings, open_place
 from sie.supervisor.server import Supervisor
-from sie.types import AdapterSpec, ModelCard
 
 _log = get_logger(__name__)
 _CORES_PER_FRONTEND = 4

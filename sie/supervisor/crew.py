@@ -16,8 +16,9 @@ from typing import Protocol
 
 import msgspec
 
-from sie import control, families
-from sie.control import Channel, ChannelClosedError, Message
+from sie import control, control_messages, families
+from sie.control import Channel, ChannelClosedError
+from sie.control_messages import Message
 from sie.logs import get_logger
 from sie.settings import Settings
 from sie.shm.inflight import InflightPage, InflightStatus
@@ -49,7 +50,7 @@ class CrewEvents(Protocol):
         """A child died, or was given up."""
         ...
 
-    def on_given_up(self, role: control.Role) -> None:
+    def on_given_up(self, role: control_messages.Role) -> None:
         """No child of this role is left, and none will be started."""
         ...
 
@@ -62,7 +63,7 @@ class Crew:
         settings: Settings,
         places: list[WorkerSlot],
         num_frontends: int,
-        launch: control.Launch,
+        launch: control_messages.Launch,
         events: CrewEvents,
     ) -> None:
         """Launch is what every child is told, but for who it is."""
@@ -80,7 +81,7 @@ class Crew:
         self._loop = asyncio.get_running_loop()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._death = asyncio.Event()
-        self._keys: control.Keys | None = None
+        self._keys: control_messages.Keys | None = None
         self.is_draining = False
         """Once set, no frontend is started again; workers are, since accepted requests wait for them."""
         self.is_stopping = False
@@ -114,7 +115,7 @@ class Crew:
             _log.error("%s says that %s broke the protocol; killing it", accuser.name, peer.name)
             peer.kill()
 
-    def set_keys(self, keys: control.Keys) -> None:
+    def set_keys(self, keys: control_messages.Keys) -> None:
         """Tell every frontend the API keys that are in force from now on; those started later hear them, too."""
         self._keys = keys
         self._page.gauge(families.API_KEYS.name).set(len(keys.keys))
@@ -196,7 +197,7 @@ class Crew:
         self._events.on_joined(child)
 
     def _child_that_says(self, hello: Message) -> Child | None:
-        if not isinstance(hello, control.Hello):
+        if not isinstance(hello, control_messages.Hello):
             return None
         slots = self.workers if hello.role == "worker" else self.frontends
         for child in slots[hello.slot : hello.slot + 1]:
@@ -207,11 +208,11 @@ class Crew:
     def _configure(self, child: Child) -> None:
         own = self._pages[child.name]
         if child.role == "worker":
-            self.send(child, control.Configure(self._settings), [own.fd, self._inflight[child.slot].fd])
+            self.send(child, control_messages.Configure(self._settings), [own.fd, self._inflight[child.slot].fd])
         else:
             others = [self._page, *(page for page in self._pages.values() if page is not own)]
             read_only = [page.read_only_fd() for page in others]
-            self.send(child, control.Configure(self._settings), [own.fd, *read_only])
+            self.send(child, control_messages.Configure(self._settings), [own.fd, *read_only])
             if self._keys is not None:
                 self.send(child, self._keys)
             for fd in read_only:
@@ -227,8 +228,10 @@ class Crew:
         generation = self._pairs[frontend.slot, worker.slot] = self._num_generations
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
-            self.send(frontend, control.Attach(worker.slot, generation), [ours.fileno(), worker.peer_pidfd])
-            self.send(worker, control.Attach(frontend.slot, generation), [theirs.fileno(), frontend.peer_pidfd])
+            self.send(frontend, control_messages.Attach(worker.slot, generation), [ours.fileno(), worker.peer_pidfd])
+            self.send(
+                worker, control_messages.Attach(frontend.slot, generation), [theirs.fileno(), frontend.peer_pidfd]
+            )
 
     def _on_readable(self, child: Child) -> None:
         channel = child.channel
@@ -271,7 +274,7 @@ class Crew:
             generation = self._pairs.pop((frontend.slot, worker.slot), None)
             if generation is not None:
                 ids = tuple(request_id for slot, request_id in suspects if slot == frontend.slot)
-                self.send(frontend, control.WorkerDown(worker.slot, generation, ids))
+                self.send(frontend, control_messages.WorkerDown(worker.slot, generation, ids))
 
     def _plan_restart(self, child: Child, was_ready: bool) -> None:
         s = self._settings.supervisor

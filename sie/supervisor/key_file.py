@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from sie.api_keys import ApiKey, KeyFileError, read_key_file
-from sie.control import Keys
+from sie.control_messages import Keys
 from sie.logs import get_logger
 
 POLL_S: Final = 0.4

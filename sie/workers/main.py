@@ -11,14 +11,15 @@ from types import FrameType
 import msgspec
 
 from sie import control, process
-from sie.control import ChannelClosedError, Configure, Launch, Ready
+from sie.cards import ModelCard
+from sie.control import ChannelClosedError
+from sie.control_messages import Configure, Launch, Ready
 from sie.extraction import Gliclass, Gliner
 from sie.logs import configure, get_logger
 from sie.settings import Settings
 from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.pages import CounterPage
-from sie.types import ModelCard
 from sie.workers.faults import EXIT_STATUS, DeviceLostError
 from sie.workers.hosting import Host
 from sie.workers.loop import Loop
@@ -118,8 +119,10 @@ def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callabl
             return StubRunner(card)
         if isinstance(card.extract, Gliner | Gliclass):
             return _load_library_model(card, launch, settings, progress)
-        from sie.workers.loader import load_encoder, load_extractor, load_scorer  # imports torch
+        from sie.workers.loader import load_dual_encoder, load_encoder, load_extractor, load_scorer  # imports torch
 
+        if card.kind == "dual-encoder":
+            return load_dual_encoder(card, launch.device, settings.models.dtype, progress)
         if card.extract is not None:
             return load_extractor(card, launch.device, settings.models.dtype, progress)
         if card.score is not None:

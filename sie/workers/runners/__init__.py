@@ -12,8 +12,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from sie.cards import AdapterSpec, ModelCard
 from sie.extraction import Extraction, ExtractTask
-from sie.types import AdapterSpec, ModelCard, WorkHeader
+from sie.headers import WorkHeader
 
 
 class Pair(NamedTuple):
@@ -21,6 +22,12 @@ class Pair(NamedTuple):
 
     token_ids: NDArray[np.int32]
     token_types: NDArray[np.uint8] | None = None
+
+
+class ImageItem(NamedTuple):
+    """The images of one item, at least one, each (h, w, 3) uint8 RGB; views of the request's extent."""
+
+    images: tuple[NDArray[np.uint8], ...]
 
 
 class Adapters(Protocol):
@@ -146,7 +153,7 @@ class StepOutputs(NamedTuple):
 
 
 class OutputsRunner(Protocol):
-    """A model with outputs beside dense; reads token ids, or for a stub UTF-8 text."""
+    """A model with outputs beside dense; reads token ids, or for a stub UTF-8 text (and images)."""
 
     takes: Literal["wants"]
     card: ModelCard
@@ -162,6 +169,18 @@ class OutputsRunner(Protocol):
         A query is kept for the documents of later steps; one of a document comes no later than it does. A document
         without a vector to compare has the score -inf.
         """
+        ...
+
+
+class DualEncoder(Protocol):
+    """A model of texts and images in one space; reads token ids and `ImageItem`s."""
+
+    takes: Literal["wants"]
+    card: ModelCard
+    memory_bytes: int
+
+    def run_wants(self, inputs: Sequence[Any], wants: Sequence[Want]) -> StepOutputs:
+        """Return dense rows, one for each input."""
         ...
 
 
@@ -217,5 +236,14 @@ class PairClassifier(Protocol):
         ...
 
 
-Runner = TokenRunner | TextRunner | OutputsRunner | PairRunner | ExtractRunner | TokenClassifier | PairClassifier
+Runner = (
+    TokenRunner
+    | TextRunner
+    | OutputsRunner
+    | DualEncoder
+    | PairRunner
+    | ExtractRunner
+    | TokenClassifier
+    | PairClassifier
+)
 """What a loaded model is to the loop; its card's outputs say which operations it may be asked for."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import struct
 import time
 from collections.abc import Sequence
 from typing import Literal
@@ -16,11 +17,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from sie.cards import AdapterSpec, ModelCard
 from sie.catalog.stub import adapted_text, count_stub_tokens
 from sie.errors import Internal
 from sie.extraction import Classification, Entity, Extraction, ExtractTask
-from sie.types import AdapterSpec, ModelCard
-from sie.workers.runners import StepOutputs, Want
+from sie.workers.runners import ImageItem, StepOutputs, Want
 
 _NUM_ENTRIES = 16
 """Most entries of a stub's sparse vector."""
@@ -39,7 +40,8 @@ class StubRunner:
         self.card = card
         self._options = card.stub
         self.memory_bytes = card.stub.memory_mb << 20
-        self.takes: Literal["text", "wants"] = "text" if set(card.outputs) <= {"dense", "score", "extract"} else "wants"
+        is_plain = set(card.outputs) <= {"dense", "score", "extract"} and card.image is None
+        self.takes: Literal["text", "wants"] = "text" if is_plain else "wants"
         self.adapters = StubAdapters()
         time.sleep(card.stub.load_ms / 1e3)
 
@@ -76,9 +78,10 @@ class StubRunner:
             time.sleep(options.latency_ms / 1e3 + tokens * options.per_token_us / 1e6)
 
     def run_wants(
-        self, inputs: Sequence[bytes | memoryview], wants: Sequence[Want], loras: Sequence[str] = ()
+        self, inputs: Sequence[bytes | memoryview | ImageItem], wants: Sequence[Want], loras: Sequence[str] = ()
     ) -> StepOutputs:
-        """Return what each text wants; takes the time of one step."""
+        """Return what each item wants; takes the time of one step."""
+        inputs = [_bytes_of(item) if isinstance(item, ImageItem) else item for item in inputs]
         wanted = {output for want in wants for output in want.output_types}
         self._take_time(inputs)
         inputs = _adapted(inputs, loras)
@@ -100,6 +103,11 @@ class StubRunner:
         rows = (hashlib.shake_256(row.to_bytes(4, "little") + bytes(text)).digest(width) for row in range(num_tokens))
         values = np.frombuffer(b"".join(rows), np.int8).reshape(num_tokens, width)
         return np.true_divide(values, np.float32(127), dtype=np.float32)
+
+
+def _bytes_of(item: ImageItem) -> bytes:
+    """Return what stands for an item of images in the formulas."""
+    return b"".join([struct.pack("<2I", *image.shape[:2]) + image.tobytes() for image in item.images])
 
 
 class StubAdapters:

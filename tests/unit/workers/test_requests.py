@@ -5,13 +5,14 @@ import numpy as np
 import pytest
 
 from sie.errors import InputTooLong, WireError, from_wire
+from sie.headers import ReplyHeader, WorkHeader
 from sie.shm.extent import array_view, extent_bytes, plan_arrays, read_extent, set_cancelled, write_extent
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
 from sie.shm.pool import ExtentPool
-from sie.types import ReplyHeader, WorkHeader
 from sie.workers.requests import Request, reply_layout
 
 _encode = msgspec.msgpack.Encoder().encode
+BYTES = ("text", "pixels")
 
 
 class MemoryLink:
@@ -40,8 +41,8 @@ class MemoryLink:
 
 
 def extent_of(num_items, **arrays):
-    """Return the bytes of a request with these int32 (or uint8, for `text`) arrays."""
-    values = {name: np.asarray(value, np.uint8 if name == "text" else np.int32) for name, value in arrays.items()}
+    """Return the bytes of a request with these int32 (or uint8, for `text` and `pixels`) arrays."""
+    values = {name: np.asarray(value, np.uint8 if name in BYTES else np.int32) for name, value in arrays.items()}
     plan = plan_arrays([(name, value.dtype.str, value.shape) for name, value in values.items()])
     header = _encode(WorkHeader("m", "encode", num_items, plan.refs))
     view = memoryview(bytearray(extent_bytes(len(header), plan.nbytes)))
