@@ -237,6 +237,8 @@ class App:
         """Answer with an error in the shape of the route's dialect."""
         envelope = exchange.route.envelope if exchange.route is not None else "sie"
         if isinstance(error, ClientGone):
+            if (access_log := self._process.access_log) is not None:
+                access_log.record(exchange, error.http_status, [], error)
             self._count(exchange, error.http_status, error)
             return
         if envelope == "openai" and isinstance(error, NotFound):
@@ -267,6 +269,8 @@ class App:
             headers = [*headers, *process.cors.headers(exchange.headers)]
         if process.access is not None:
             headers = [*headers, *process.access.limit_headers(exchange.holder)]
+        if (access_log := process.access_log) is not None:
+            headers = access_log.record(exchange, status, headers, error)
         exchange.protocol.response_bytes(status, headers, body)
         self._count(exchange, status, error)
 

@@ -71,6 +71,10 @@ class Extractor:
         self._limits = limits
         self._pool = pool
 
+    def reconfigure(self, limits: Limits) -> None:
+        """Take over reloaded limits for what is submitted from now on."""
+        self._limits = limits
+
     async def start(self, entry: ModelEntry, request: ExtractRequest, deadline_ns: int) -> Submitted:
         """Tokenise and submit a resolved request.
 

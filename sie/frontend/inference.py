@@ -35,8 +35,8 @@ _LARGE_BODY_BYTES: Final = 64 * 1024
 class Exchange:
     """One HTTP request while it is served: what the border needs to know to answer and to count it."""
 
-    __slots__ = ("began_ns", "body_bytes", "deadline_ns", "headers", "holder", "known_model", "model", "protocol", "route",
-                 "scope", "timing", "waits")  # fmt: skip
+    __slots__ = ("began_ns", "body_bytes", "deadline_ns", "headers", "holder", "known_model", "model", "num_items",
+                 "protocol", "route", "scope", "timing", "waits")  # fmt: skip
 
     def __init__(self, scope: Any, protocol: Any, began_ns: int) -> None:
         self.scope = scope
@@ -50,6 +50,7 @@ class Exchange:
         self.model = ""
         self.known_model = ""
         self.body_bytes = 0
+        self.num_items = 0
         self.timing: Any = None
         self.waits = False
         """Whether it waits for a model that loads, instead of hearing so at once."""
@@ -209,6 +210,7 @@ class Inference:
             raw.release()
             raise
         exchange.timing = reply.timing
+        exchange.num_items = reply.num_items
         return reply, raw
 
     async def _run_score(self, exchange: Exchange, entry: ModelEntry, request: ScoreRequest) -> ScoreReply:
@@ -222,6 +224,7 @@ class Inference:
         finally:
             raw.release()
         exchange.timing = reply.timing
+        exchange.num_items = len(request.documents)
         return reply
 
     async def _run_extract(self, exchange: Exchange, entry: ModelEntry, request: ExtractRequest) -> ExtractReply:
@@ -239,6 +242,7 @@ class Inference:
         finally:
             raw.release()
         exchange.timing = reply.timing
+        exchange.num_items = len(request.texts)
         return reply
 
     @property

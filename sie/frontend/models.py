@@ -44,6 +44,7 @@ class ModelTable:
         self.workers: tuple[WorkerEntry, ...] = ()
         self.is_ready = False
         self.reason = "starting"
+        self.config_error = ""
         self.created_s = int(time.time())
         self._changed = asyncio.Event()
         self.used: set[str] = set()
@@ -65,12 +66,15 @@ class ModelTable:
         self.workers = message.workers
         self.is_ready = message.ready
         self.reason = message.reason
+        self.config_error = message.config_error
         for entry in self.entries.values():
             if entry.card.tokenizer_file and entry.state in ("loading", "loaded"):
                 self._start_tokenizer(entry)
             elif entry.state in ("unloading", "available"):  # its file may be another one when it is loaded again
                 for known_as in (entry.card.id, model_of(entry.card.id)):
                     self._tokenizers.pop(known_as, None)
+        for gone in self._tokenizers.keys() - self.entries.keys() - self._hosted.keys():
+            del self._tokenizers[gone]
         self._changed.set()
         self._changed = asyncio.Event()
 

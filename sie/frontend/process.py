@@ -23,6 +23,7 @@ from sie.control import Channel, ChannelClosedError
 from sie.control_messages import Launch, Models
 from sie.errors import BadRequest, ClientGone, SieError
 from sie.frontend.access import Access
+from sie.frontend.access_log import AccessLog
 from sie.frontend.adapters import AdapterTable
 from sie.frontend.admin import ModelAdmin
 from sie.frontend.body import BodyReader
@@ -38,7 +39,7 @@ from sie.frontend.models import ModelTable
 from sie.frontend.score import Scorer
 from sie.frontend.status import ServerFacts, StatusInputs, build_status, encode_frame, process_owner
 from sie.frontend.status_hub import StatusHub
-from sie.logs import get_logger
+from sie.logs import get_logger, set_level
 from sie.settings import Settings
 from sie.shm.attach import Attachment, PendingAttachment
 from sie.shm.large import LargeBudget
@@ -105,9 +106,7 @@ class FrontendProcess:
         self._facts = _facts(settings, launch)
         self._unwatched: deque[tuple[Pending, Any]] = deque()
         self._asked_load: dict[str, float] = {}
-        self._timeout_ns = int(settings.limits.request_timeout_s * 1e9)
-        # Well within idle_unload_s, or a model would be unloaded while it is in use.
-        self._touch_s = min(_MAX_TOUCH_S, settings.models.idle_unload_s / 4) or _MAX_TOUCH_S
+        self._derive(settings)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._attaching: dict[int, tuple[int, PendingAttachment]] = {}
 
@@ -115,6 +114,22 @@ class FrontendProcess:
     def is_ready(self) -> bool:
         """Whether `/readyz` is green."""
         return self.models.is_ready and not self.is_draining
+
+    def _derive(self, settings: Settings) -> None:
+        """Keep what is computed from settings that a reload may change."""
+        self.settings = settings
+        self._timeout_ns = int(settings.limits.request_timeout_s * 1e9)
+        # Well within idle_unload_s, or a model would be unloaded while it is in use.
+        self._touch_s = min(_MAX_TOUCH_S, settings.models.idle_unload_s / 4) or _MAX_TOUCH_S
+        self.access_log = AccessLog(settings.server.access_log) if settings.server.access_log else None
+
+    def _reconfigure(self, settings: Settings) -> None:
+        """Take over reloaded settings. Requests that are under way end by the limits they began with."""
+        self._derive(settings)
+        self.engine.reconfigure(settings.limits)
+        self.extractor.reconfigure(settings.limits)
+        self.bodies.reconfigure(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
+        set_level(settings.server.log_level)
 
     # --- what handlers ask ----------------------------------------------------------------------------------------
 
@@ -216,6 +231,8 @@ class FrontendProcess:
                 self.engine.place_held()
             case control_messages.Quarantine(digest):
                 self.engine.quarantine(digest)
+            case control_messages.Configure(settings):
+                self._reconfigure(settings)
             case control_messages.Managed(number):
                 self.admin.on_begun(number)
             case control_messages.Keys(keys, secret, problem):
@@ -325,6 +342,7 @@ class FrontendProcess:
             saturated=self._is_saturated(),
             reason="draining" if self.is_draining else self.models.reason,
             keys_error=self.access.problem if self.access is not None else "",
+            config_error=self.models.config_error,
         )
         return encode_frame(build_status(inputs, time.time()))
 

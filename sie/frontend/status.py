@@ -41,7 +41,11 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a frame is made of. reason says why the server is not ready."""
+    """Everything a frame is made of.
+
+    reason: why the server is not ready; config_error: why a reload was refused; keys_error: why the file of API keys was
+    not taken over when it last changed.
+    """
 
     server: ServerFacts
     ready: bool
@@ -50,8 +54,8 @@ class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Merged
     saturated: bool = False
     reason: str = ""
+    config_error: str = ""
     keys_error: str = ""
-    """Why the file of API keys was not taken over when it last changed."""
 
 
 def process_owner() -> tuple[str, str]:
@@ -66,8 +70,9 @@ def process_owner() -> tuple[str, str]:
 def build_status(inputs: StatusInputs, now_s: float) -> dict[str, Any]:
     """Return one frame. now_s is Unix time.
 
-    Beyond the reference's fields: `reason`, `keys_error`, `workers`, `outcomes` (requests by status), `refusals` (by reason),
-    `worker_restarts`, `extents_in_use`, `event_loop_lag_s`, and `uuid`, `healthy`, `stale` of each GPU.
+    Beyond the reference's fields: `reason`, `config_error`, `keys_error`, `workers`, `outcomes` (requests by status),
+    `refusals` (by reason), `worker_restarts`, `extents_in_use`, `event_loop_lag_s`, and `uuid`, `healthy`, `stale` of
+    each GPU.
     """
     server, metrics = inputs.server, inputs.metrics
     gpus = _gpus(metrics, server.memory_threshold_pct, now_s)
@@ -76,6 +81,7 @@ def build_status(inputs: StatusInputs, now_s: float) -> dict[str, Any]:
         "timestamp": now_s,
         "ready": inputs.ready,
         "reason": inputs.reason,
+        "config_error": inputs.config_error or None,
         "keys_error": inputs.keys_error or None,
         "name": server.name,
         "machine_profile": server.machine_profile or gpu_type,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from sie.api_keys import KeyFileError
@@ -17,24 +18,30 @@ from sie.catalog.weights import with_num_weights
 from sie.errors import SieError
 from sie.logs import configure, get_logger
 from sie.model_list import check_adapters, check_models
+from sie.process import dump_stacks_on_abort
 from sie.progress import Progress
-from sie.settings import Loaded, Settings
+from sie.settings import Loaded
 from sie.shm.segment import ReservationError, check_reservation
 from sie.supervisor.devices import resolve_devices
-from sie.supervisor.host import StartError, make_runtime_dir, take_lock, usable_cores
+from sie.supervisor.host import StartError, count_frontends, make_runtime_dir, reserved_bytes, take_lock
 from sie.supervisor.key_file import KeyFileWatch
 from sie.supervisor.listen import check_tls, exposure_warnings, open_place
+from sie.supervisor.loads import Models
+from sie.supervisor.reload import Reading
 from sie.supervisor.server import Supervisor
 
 _log = get_logger(__name__)
-_CORES_PER_FRONTEND = 4
 
 
-def main(loaded: Loaded) -> int:
-    """Serve until SIGTERM or SIGINT and return the exit status. Raises StartError for what stops a start."""
+def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
+    """Serve until SIGTERM or SIGINT and return the exit status. Raises StartError for what stops a start.
+
+    reload returns the settings as a start would find them now; it is called on SIGHUP, and raises SettingsError.
+    """
     settings = loaded.settings
     server = settings.server
     configure(server.log_format, server.log_level, "supervisor")
+    dump_stacks_on_abort()  # what systemd's watchdog sends
     models = _read_models(loaded)
     adapters = _read_adapters(loaded)
     key_file = _open_key_file(settings.access.api_keys)
@@ -47,9 +54,14 @@ def main(loaded: Loaded) -> int:
         lock = take_lock(base, place.port) if place.port else None
         try:
             places = resolve_devices(settings.devices.devices, settings.devices.resolve_timeout_s)
-            num_frontends = server.frontends or max(1, len(usable_cores()) // _CORES_PER_FRONTEND)
-            _check_memory(settings, num_frontends, len(places))
+            num_frontends = count_frontends(server.frontends)
+            check_reservation(reserved_bytes(settings.memory, num_frontends, len(places)))
             progress = Progress(sys.stderr, server.log_format)
+
+            def reread() -> Reading:
+                fresh = reload()
+                _read_adapters(fresh)  # only for what would stop a start: adapters stay as they are
+                return Reading(fresh.settings, _read_models(fresh))
 
             async def serve() -> int:
                 supervisor = Supervisor(
@@ -62,6 +74,7 @@ def main(loaded: Loaded) -> int:
                     place=place,
                     progress=progress,
                     key_file=key_file,
+                    reread=reread,
                 )
                 return await supervisor.run()
 
@@ -73,13 +86,13 @@ def main(loaded: Loaded) -> int:
                 os.close(lock)
 
 
-def _read_models(loaded: Loaded) -> list[tuple[ModelSpec, bool, ModelCard | None]]:
+def _read_models(loaded: Loaded) -> Models:
     """Return (spec, whether to load before readiness, card) of every model that settings name.
 
     The card of a model that has to be fetched or converted first is None. Raises StartError for a model that can
     never be served.
     """
-    models: list[tuple[ModelSpec, bool, ModelCard | None]] = []
+    models: Models = []
     for spec, start in check_models(loaded).values():
         try:
             card = _read_local_card(spec)
@@ -116,13 +129,3 @@ def _read_local_card(spec: ModelSpec) -> ModelCard | None:
         return None
     card = make_card(spec, spec.directory or "")
     return with_num_weights(card) if card.stub is not None or card.tokenizer_file else None
-
-
-def _check_memory(settings: Settings, num_frontends: int, num_workers: int) -> None:
-    """Refuse a start whose shared memory the host does not have, naming the bytes."""
-    memory = settings.memory
-    pairs = num_frontends * num_workers
-    rings = 2 * pairs * memory.ring_capacity * 64
-    pages = (1 + num_frontends + num_workers) * memory.counter_page_bytes
-    total = num_frontends * memory.request_segment_bytes + pairs * memory.reply_segment_bytes + rings + pages
-    check_reservation(total)

@@ -115,6 +115,18 @@ class Crew:
             _log.error("%s says that %s broke the protocol; killing it", accuser.name, peer.name)
             peer.kill()
 
+    def reconfigure(self, settings: Settings) -> None:
+        """Tell every child the settings that are in force from now on; those started later hear them, too."""
+        self._settings = settings
+        self._launch = msgspec.structs.replace(self._launch, log_level=settings.server.log_level)
+        self.send_all(self.all, control_messages.Configure(settings))
+
+    def count_reload(self, *, is_refused: bool) -> None:
+        """Count a reload of the settings by its outcome."""
+        labels = families.CONFIG_RELOADS.label_pairs("refused" if is_refused else "applied")
+        self._page.counter(families.CONFIG_RELOADS.name, labels).add(1)
+        self._page.gauge(families.CONFIG_REFUSED.name, ()).set(float(is_refused))
+
     def set_keys(self, keys: control_messages.Keys) -> None:
         """Tell every frontend the API keys that are in force from now on; those started later hear them, too."""
         self._keys = keys

@@ -84,6 +84,11 @@ class Place(NamedTuple):
         """The listening socket that frontends share, or -1 where each opens its own."""
         return self.held.fd if isinstance(self.held, UnixListener) else -1
 
+    def stop_listening(self) -> None:
+        """Let no new client in, where that is ours to say: one would wait in a Unix socket's queue for nobody."""
+        if isinstance(self.held, UnixListener):
+            self.held.close()
+
     def close(self) -> None:
         """Let go of it."""
         self.held.close()

@@ -15,7 +15,7 @@ from sie import control_messages
 from sie.cards import ModelCard
 from sie.control import Channel, ChannelClosedError
 from sie.errors import BadRequest, Internal, SieError, Unavailable
-from sie.logs import get_logger
+from sie.logs import get_logger, set_level
 from sie.process import calm_collector
 from sie.settings import Settings
 from sie.shm.inflight import InflightPage
@@ -172,6 +172,8 @@ class Loop:
                     self._host.load(card)
                 case control_messages.Unload(model):
                     self._host.start_unload(model)
+                case control_messages.Configure(settings):
+                    set_level(settings.server.log_level)  # nothing else here changes while the worker runs
                 case control_messages.LoadAdapter() | control_messages.UnloadAdapter():
                     self._adapters.apply(message)
                 case _:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -35,7 +36,7 @@ class FakeSupervisor(types.ModuleType):
         self.refusal = ""
         self.loaded: Loaded | None = None
 
-    def main(self, loaded: Loaded) -> int:
+    def main(self, loaded: Loaded, reload: Callable[[], Loaded]) -> int:
         self.loaded = loaded
         if self.refusal:
             raise self.host.StartError(self.refusal)
