@@ -1,13 +1,19 @@
-"""Owns the command `sie keys`: makes API keys. A key is shown once, when it is made; files hold its hash."""
+"""Owns the command `sie keys`: makes API keys. A key is shown once, when it is made; files hold its hash.
+
+What it needs is imported when it runs: every other `sie` command imports this file, too.
+"""
 
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 import click
 
-from sie.api_keys import NAME_PATTERN, SCOPES, ApiKey, KeyFileError, Scope, add_entry, digest_of, make_key, render_entry
 from sie.config_sources import SettingsError
+
+if TYPE_CHECKING:
+    from sie.api_keys import Scope
 
 
 @click.group()
@@ -18,7 +24,7 @@ def keys() -> None:
 @keys.command()
 @click.argument("name")
 @click.option(
-    "--scope", "scopes", type=click.Choice(SCOPES), multiple=True, default=("infer",), show_default=True,
+    "--scope", "scopes", type=click.Choice(["infer", "admin", "metrics"]), multiple=True, default=("infer",), show_default=True,
     help="What the key allows; repeatable.",
 )  # fmt: skip
 @click.option("--file", "path", metavar="FILE", help="Add the key to this file, which is made if need be.")
@@ -36,6 +42,8 @@ def new(
       sie keys new ingest --file /etc/sie/keys.toml
       sie keys new ops --scope admin --scope metrics --file /etc/sie/keys.toml
     """
+    from sie.api_keys import NAME_PATTERN, ApiKey, KeyFileError, add_entry, digest_of, make_key, render_entry
+
     if not re.match(NAME_PATTERN, name):
         raise SettingsError(f"NAME: {name!r} is not 1 to 64 letters, digits, dots, hyphens and underscores")
     text = make_key()

@@ -1,8 +1,8 @@
 """Owns the access log: a line for each request that ends, or for a share of them. Never what a client asked or was told.
 
 Lines are of level info, from the logger `sie.access`, with these extras: `method`, `route` (the template, never the
-path), `status`, `code` (of an error), `key` (the name of an API key), `model` (a known one), `items`, `body_bytes`, `total_ms` and the phases that took
-time, `request_id`, `trace_id` (of a W3C `traceparent`).
+path), `status`, `code` (of an error), `key` (the name of an API key), `model` (a known one), `items`, `body_bytes`,
+`total_ms` and the phases that took time, `request_id`, `trace_id` (of a W3C `traceparent`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from sie.api_keys import digest_of, read_key_file
+from sie.api_keys import SCOPES, digest_of, read_key_file
 from sie.cli import EX_CONFIG, main
 from sie.keys_command import keys
 
@@ -20,6 +20,11 @@ def test_key_is_printed_once_and_its_hash_is_kept(tmp_path):
     assert (key.requests_per_minute, key.max_concurrent) == (None, 3)
     assert text not in path.read_text()
     assert text not in done.stderr
+
+
+def test_key_can_have_every_scope_there_is():
+    (scope,) = (param for param in keys.commands["new"].params if param.name == "scopes")
+    assert tuple(scope.type.choices) == SCOPES
 
 
 def test_without_a_file_the_entry_is_printed_beside_the_key():
