@@ -16,7 +16,7 @@ from websockets.sync.client import connect as connect_websocket
 from sie.frontend.routes import ROUTES, WEBSOCKETS
 from tests.process.harness import EX_CONFIG, Server, eventually, run_to_end, start_server
 from tests.process.keys import ADMIN, BOTH, INFER, METRICS, bearer, entry, write_keys
-from tests.process.wire import Client, connect, encode, get, post_json, raw_request, read_response, total
+from tests.process.wire import Client, connect, encode, get, post_json, raw_request, read_response
 
 STUB = ("--model", "stub/a=stub:dense=16")
 KEYS = {"infer": INFER, "admin": ADMIN, "metrics": METRICS}
@@ -345,15 +345,6 @@ def test_watcher_whose_key_is_taken_away_is_cut_off(tmp_path):
             with pytest.raises(ConnectionClosed):
                 read_frames(guest, 100)
             assert read_frames(other, 20) == 20
-
-
-def test_metrics_can_be_left_open(key_file):
-    with start_server(*STUB, "--api-keys", str(key_file), "--open-metrics") as server:
-        assert total(server.port, "sie_api_keys") == 6
-        with watch(server) as socket:
-            assert json.loads(socket.recv(5.0))["ready"]
-        assert get(server.port, "/v1/models").status == 401
-        assert get(server.port, "/v1/admin").status == 401
 
 
 @pytest.mark.parametrize(
