@@ -361,6 +361,20 @@ class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_watchers: Annotated[int, Meta(ge=0, le=10000, description="Most status connections of this host.")] = 64
 
 
+class Tracing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Traces of requests, for a collector that speaks OTLP over gRPC; needs `sie[otel]`."""
+
+    enabled: Annotated[bool, Meta(description="Write a trace of requests: one span for each phase.")] = field(
+        default=False, name="tracing"
+    )
+    endpoint: Annotated[
+        str, Meta(pattern=r"^https?://[^/\s]+/?\Z", description="Where the collector listens; https is with TLS.")
+    ] = field(default="http://localhost:4317", name="otlp_endpoint")
+    share: Annotated[
+        float, Meta(ge=0, le=1, description="Share of requests to trace where their `traceparent` does not decide.")
+    ] = field(default=1.0, name="trace_share")
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole tree. It encodes with msgspec, so that a process can be handed it."""
 
@@ -373,6 +387,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scheduler: Scheduler = Scheduler()
     supervisor: Supervisor = Supervisor()
     status: Status = Status()
+    tracing: Tracing = Tracing()
 
 
 class Loaded(msgspec.Struct, frozen=True):

@@ -49,13 +49,14 @@ class EncodeRequest(msgspec.Struct, kw_only=True):
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a request's time went, in milliseconds."""
+    """Where a request's time went, in milliseconds; submitted_ns is when a worker was given it (CLOCK_MONOTONIC)."""
 
     total_ms: float = 0.0
     queue_ms: float = 0.0
     tokenization_ms: float = 0.0
     inference_ms: float = 0.0
     postprocessing_ms: float = 0.0
+    submitted_ns: int = 0
 
 
 class SparseRows(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ import hmac
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from sie.api_keys import ApiKey, digest_of
 from sie.errors import Forbidden, RateLimited, SieError, Unauthorized
@@ -28,6 +28,13 @@ _MAX_KEY_CHARS: Final = 512
 _NOBODY: Final = bytes(32)
 
 Headers = Mapping[str, str] | Any
+HeaderList = list[tuple[str, str]]
+
+
+class Exchange(Protocol):
+    """What is read of a request that ends."""
+
+    holder: KeyHolder | None
 
 
 class Access:
@@ -85,12 +92,14 @@ class Access:
             self._check_limits(holder)
         holder.begin()
 
-    def limit_headers(self, holder: KeyHolder | None) -> list[tuple[str, str]]:
-        """Return what is left of a key's rate. Source: OpenAI's API reference, rate limits."""
+    def record(self, exchange: Exchange, _status: int, headers: HeaderList, _error: SieError | None) -> HeaderList:
+        """Add to an answer what is left of its key's rate. Source: OpenAI's API reference, rate limits."""
+        holder = exchange.holder
         if holder is None or holder.bucket is None:
-            return []
+            return headers
         bucket, now_ns = holder.bucket, self._now_ns()
         return [
+            *headers,
             ("x-ratelimit-limit-requests", str(bucket.per_minute)),
             ("x-ratelimit-remaining-requests", str(bucket.remaining(now_ns))),
             ("x-ratelimit-reset-requests", f"{math.ceil(bucket.full_in_s(now_ns))}s"),

@@ -2,7 +2,8 @@
 
 Lines are of level info, from the logger `sie.access`, with these extras: `method`, `route` (the template, never the
 path), `status`, `code` (of an error), `key` (the name of an API key), `model` (a known one), `items`, `body_bytes`,
-`total_ms` and the phases that took time, `request_id`, `trace_id` (of a W3C `traceparent`).
+`total_ms` and the phases that took time, `request_id`, `trace_id` (of the request's own trace, or of a W3C
+`traceparent`).
 """
 
 from __future__ import annotations
@@ -58,11 +59,12 @@ class AccessLog:
             return headers
         sent = exchange.headers.get("x-request-id") or ""
         request_id = sent if _REQUEST_ID.fullmatch(sent) else f"req_{secrets.token_hex(16)}"
-        _log.info("request", extra=_facts(exchange, status, error, request_id))
+        trace_id = dict(headers).get("x-trace-id") or _trace_id(exchange.headers.get("traceparent"))
+        _log.info("request", extra=_facts(exchange, status, error, request_id, trace_id))
         return [*headers, ("x-request-id", request_id)]
 
 
-def _facts(exchange: Exchange, status: int, error: SieError | None, request_id: str) -> dict[str, Any]:
+def _facts(exchange: Exchange, status: int, error: SieError | None, request_id: str, trace_id: str) -> dict[str, Any]:
     timing = exchange.timing
     total_ms = (time.monotonic_ns() - exchange.began_ns) / 1e6
     phases = {} if timing is None else {
@@ -81,7 +83,7 @@ def _facts(exchange: Exchange, status: int, error: SieError | None, request_id: 
         "total_ms": round(total_ms, 3),
         **{name: round(ms, 3) for name, ms in phases.items()},
         "request_id": request_id,
-        "trace_id": _trace_id(exchange.headers.get("traceparent")),
+        "trace_id": trace_id,
     }
     return {name: fact for name, fact in facts.items() if fact not in ("", 0)}
 

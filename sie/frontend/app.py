@@ -16,13 +16,15 @@ from typing import Any, Final
 from sie import __version__
 from sie.control_messages import ModelEntry
 from sie.errors import ClientGone, Internal, NotFound, Overloaded, SieError
-from sie.frontend import dashboard, routes
+from sie.frontend import dashboard, openapi, routes
 from sie.frontend.access import CHALLENGE, Access
 from sie.frontend.admin import check_admin
 from sie.frontend.dialects import models as models_dialect
 from sie.frontend.dialects import openai, sie
+from sie.frontend.html import page_headers
 from sie.frontend.inference import Exchange, Inference
 from sie.frontend.metrics import CONTENT_TYPE, render
+from sie.frontend.openapi import page as docs
 from sie.frontend.process import FrontendProcess
 from sie.logs import get_logger
 from sie.process import calm_collector
@@ -89,7 +91,7 @@ class App:
         """Take a small body after the answer: a client that is still sending it would else be reset, and never read why."""
         process = self._process
         announced = exchange.headers.get("content-length") or ""
-        if announced.isdigit() and int(announced[:12]) <= _MAX_DISCARDED_BYTES:
+        if announced.isdigit() and 0 < int(announced[:12]) <= _MAX_DISCARDED_BYTES:
             with contextlib.suppress(SieError):  # it may well have left by now
                 await process.bodies.read(
                     exchange.headers, exchange.protocol, exchange.began_ns + process.timeout_ns(None)
@@ -144,6 +146,7 @@ class App:
             exchange.route, exchange.model = matched
         if matched is None or scope.method != matched.route.method:
             self._answer_mismatch(exchange, matched.route if matched is not None else None)
+            await self._discard_body(exchange)
             return
         if not matched.route.endpoint:
             await getattr(self, f"_{matched.route.handler}")(exchange)
@@ -225,6 +228,13 @@ class App:
     async def _metrics(self, exchange: Exchange) -> None:
         self._respond(exchange, 200, [("content-type", CONTENT_TYPE)], render(self._process.pages))
 
+    async def _openapi(self, exchange: Exchange) -> None:
+        self._respond(exchange, 200, [_JSON], openapi.document_json(self._process.settings.limits))
+
+    async def _docs(self, exchange: Exchange) -> None:
+        page = docs.page(self._process.settings.limits)
+        self._respond(exchange, 200, page_headers(page), page)
+
     async def _home(self, exchange: Exchange) -> None:
         if "text/html" in (exchange.headers.get("accept") or ""):
             self._respond(exchange, 200, dashboard.headers(), dashboard.page())
@@ -237,8 +247,8 @@ class App:
         """Answer with an error in the shape of the route's dialect."""
         envelope = exchange.route.envelope if exchange.route is not None else "sie"
         if isinstance(error, ClientGone):
-            if (access_log := self._process.access_log) is not None:
-                access_log.record(exchange, error.http_status, [], error)
+            for record in self._process.recorders:
+                record(exchange, error.http_status, [], error)
             self._count(exchange, error.http_status, error)
             return
         if envelope == "openai" and isinstance(error, NotFound):
@@ -265,12 +275,8 @@ class App:
         process = self._process
         if process.is_draining and _CLOSE not in headers:
             headers = [*headers, _CLOSE]
-        if process.cors is not None:
-            headers = [*headers, *process.cors.headers(exchange.headers)]
-        if process.access is not None:
-            headers = [*headers, *process.access.limit_headers(exchange.holder)]
-        if (access_log := process.access_log) is not None:
-            headers = access_log.record(exchange, status, headers, error)
+        for record in process.recorders:
+            headers = record(exchange, status, headers, error)
         exchange.protocol.response_bytes(status, headers, body)
         self._count(exchange, status, error)
 

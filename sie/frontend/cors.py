@@ -33,17 +33,20 @@ class Cors:
         self._is_any = "*" in origins
 
     def preflight(self, headers: Any) -> HeaderList | None:
-        """Return the headers that answer a browser's OPTIONS, or None for one that is no preflight, or not welcome."""
+        """Return the further headers that answer a browser's OPTIONS, or None for one that is no preflight, or not welcome."""
         if not self._is_welcome(headers) or headers.get("access-control-request-method") is None:
             return None
         asked = headers.get("access-control-request-headers") or ""
         are_names = len(asked) <= _MAX_ASKED_CHARS and _NAMES.fullmatch(asked) is not None
-        return [
-            *self.headers(headers),
+        return [  # `record` adds the rest
             ("access-control-allow-methods", _METHODS),
             ("access-control-allow-headers", asked if are_names else _ALLOWED),
             ("access-control-max-age", _MAX_AGE_S),
         ]
+
+    def record(self, exchange: Any, _status: int, headers: HeaderList, _error: object) -> HeaderList:
+        """Add to an answer what a page of another origin needs to read it."""
+        return [*headers, *self.headers(exchange.headers)]
 
     def headers(self, headers: Any) -> HeaderList:
         """Return what an answer to this request carries; only `Vary` for an origin that is not welcome, or none."""

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from sie import __version__, control, control_messages, process
 from sie.api_keys import ApiKey
@@ -46,6 +46,13 @@ from sie.shm.large import LargeBudget
 from sie.shm.layout import ProtocolError
 from sie.shm.pages import CounterPage
 from sie.shm.space import OutboundSpace
+
+if TYPE_CHECKING:
+    from sie.frontend.tracing import RequestTracing
+
+Headers = list[tuple[str, str]]
+Recorder = Callable[[Any, int, Headers, SieError | None], Headers]
+"""What writes down a request that ends, by (exchange, status, headers, error); returns the headers to answer with."""
 
 _log = get_logger(__name__)
 _CONFIGURE_TIMEOUT_S: Final = 10.0
@@ -103,6 +110,7 @@ class FrontendProcess:
             watchers_on_host=self._count_watchers,
             publish_watchers=self.metrics.set_watchers,
         )
+        self.tracing = _start_tracing(settings, launch)
         self._facts = _facts(settings, launch)
         self._unwatched: deque[tuple[Pending, Any]] = deque()
         self._asked_load: dict[str, float] = {}
@@ -122,6 +130,10 @@ class FrontendProcess:
         # Well within idle_unload_s, or a model would be unloaded while it is in use.
         self._touch_s = min(_MAX_TOUCH_S, settings.models.idle_unload_s / 4) or _MAX_TOUCH_S
         self.access_log = AccessLog(settings.server.access_log) if settings.server.access_log else None
+        self.recorders: tuple[Recorder, ...] = tuple(
+            part.record for part in (self.access, self.cors, self.tracing, self.access_log) if part is not None
+        )
+        """Told of every request that ends. Traces before the access log: a line of it names the trace."""
 
     def _reconfigure(self, settings: Settings) -> None:
         """Take over reloaded settings. Requests that are under way end by the limits they began with."""
@@ -189,6 +201,8 @@ class FrontendProcess:
     def close(self) -> None:
         """End what the process holds; nothing is in flight any more."""
         self.status.close()
+        if self.tracing is not None:
+            self.tracing.close()
         self._channel.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._images.close()
@@ -364,6 +378,15 @@ class FrontendProcess:
                     if key == "gpu_type":
                         return value
         return ""
+
+
+def _start_tracing(settings: Settings, launch: Launch) -> RequestTracing | None:
+    """Return what writes traces; OpenTelemetry is imported only when they are wanted."""
+    if not settings.tracing.enabled:
+        return None
+    from sie.frontend.tracing import RequestTracing
+
+    return RequestTracing(settings.tracing, launch.slot)
 
 
 def _facts(settings: Settings, launch: Launch) -> ServerFacts:

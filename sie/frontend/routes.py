@@ -49,6 +49,9 @@ ROUTES: tuple[Route, ...] = (
     Route("/readyz", "GET", "readyz", need="open"),
     Route("/health", "GET", "health", need="open"),
     Route("/metrics", "GET", "metrics", need="metrics"),
+    Route("/openapi.json", "GET", "openapi", need="open"),
+    Route("/api-doc/openapi.json", "GET", "openapi", need="open"),
+    Route("/docs", "GET", "docs", need="open"),
     Route("/", "GET", "home", need="open"),
 )
 WEBSOCKETS: dict[str, Need] = {"/ws/status": "metrics"}

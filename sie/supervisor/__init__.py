@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from sie.logs import configure, get_logger
 from sie.model_list import check_adapters, check_models
 from sie.process import dump_stacks_on_abort
 from sie.progress import Progress
-from sie.settings import Loaded
+from sie.settings import Loaded, Settings
 from sie.shm.segment import ReservationError, check_reservation
 from sie.supervisor.devices import resolve_devices
 from sie.supervisor.host import StartError, count_frontends, make_runtime_dir, reserved_bytes, take_lock
@@ -42,6 +43,7 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
     server = settings.server
     configure(server.log_format, server.log_level, "supervisor")
     dump_stacks_on_abort()  # what systemd's watchdog sends
+    _check_tracing(settings)
     models = _read_models(loaded)
     adapters = _read_adapters(loaded)
     key_file = _open_key_file(settings.access.api_keys)
@@ -84,6 +86,19 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
         finally:
             if lock is not None:
                 os.close(lock)
+
+
+def _check_tracing(settings: Settings) -> None:
+    """Refuse a start that could not write the traces it is asked for."""
+    if not settings.tracing.enabled:
+        return
+    names = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc")
+    try:
+        is_there = all(importlib.util.find_spec(name) for name in names)
+    except ModuleNotFoundError:  # find_spec imports the parents
+        is_there = False
+    if not is_there:
+        raise StartError("tracing: OpenTelemetry is not installed; pip install 'sie[otel]'")
 
 
 def _read_models(loaded: Loaded) -> Models:

@@ -179,6 +179,8 @@ class Crew:
             device=child.place.device,
             cores=child.place.cores,
         )
+        if child.role == "worker":  # shown as 0: a scraper sees an increase only of what was there before
+            self._page.counter(families.WORKER_RESTARTS.name, families.WORKER_RESTARTS.label_pairs(str(child.slot)))
         child.start(launch, self._num_threads(child), time.monotonic())
         self._loop.add_reader(child.pidfd, self._on_death, child)
 

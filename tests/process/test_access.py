@@ -20,7 +20,7 @@ from tests.process.wire import Client, connect, encode, get, post_json, raw_requ
 
 STUB = ("--model", "stub/a=stub:dense=16")
 KEYS = {"infer": INFER, "admin": ADMIN, "metrics": METRICS}
-OPEN_PATHS = {"/", "/health", "/healthz", "/readyz"}
+OPEN_PATHS = {"/", "/docs", "/openapi.json", "/api-doc/openapi.json", "/health", "/healthz", "/readyz"}
 SLOW = "sie_test-slow-0123456789abcdef"
 FEW = "sie_test-few-0123456789abcdef"
 
@@ -150,6 +150,10 @@ def test_refusal_reaches_a_client_that_sends_its_body_late(server):
             if status != 200:
                 assert read_response(sock).status == status
             sock.sendall(b'{"items":[{"text":"x"}]}')
+        assert read_response(sock).status == 200
+        sock.sendall(raw_request("/docs", headers={"content-length": "3"}, length=False))
+        assert read_response(sock).status == 405
+        sock.sendall(b"abc" + raw_request("/healthz", method="GET"))
         assert read_response(sock).status == 200
 
 

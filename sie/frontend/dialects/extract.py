@@ -31,24 +31,24 @@ _to_json = msgspec.json.Encoder().encode
 _Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
-class _Params(msgspec.Struct, gc=False):
+class ExtractParams(msgspec.Struct, gc=False):
     labels: Annotated[list[str], msgspec.Meta(max_length=_MOST_ITEMS)] | None = None
     output_schema: msgspec.Raw = _ABSENT
     instruction: str | None = None
     options: msgspec.Raw = _ABSENT
 
 
-class _ExtractBody(msgspec.Struct, gc=False):
+class ExtractBody(msgspec.Struct, gc=False):
     items: Annotated[list[Item], msgspec.Meta(max_length=_MOST_ITEMS)]
-    params: _Params | None = None
+    params: ExtractParams | None = None
 
 
-class _Example(msgspec.Struct):
+class Example(msgspec.Struct):
     text: str
     labels: tuple[str, ...]
 
 
-class _Options(msgspec.Struct, kw_only=True, omit_defaults=True):
+class ExtractOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The options that some family of extractors reads; others are not looked at."""
 
     threshold: _Fraction | None = None
@@ -59,7 +59,7 @@ class _Options(msgspec.Struct, kw_only=True, omit_defaults=True):
     relation_threshold: _Fraction | None = None
     classification_type: str | None = None
     label_groups: dict[str, tuple[str, ...]] | None = None
-    examples: list[_Example] | None = None
+    examples: list[Example] | None = None
     hypothesis_template: str | None = None
     aggregation_strategy: str | None = None
     stride: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
@@ -68,11 +68,11 @@ class _Options(msgspec.Struct, kw_only=True, omit_defaults=True):
     text_threshold: _Fraction | None = None
 
 
-_FROM_MSGPACK = msgspec.msgpack.Decoder(_ExtractBody)
-_FROM_JSON = msgspec.json.Decoder(_ExtractBody)
+_FROM_MSGPACK = msgspec.msgpack.Decoder(ExtractBody)
+_FROM_JSON = msgspec.json.Decoder(ExtractBody)
 _SCHEMA_FROM_MSGPACK = msgspec.msgpack.Decoder(dict[str, Any] | None)
 _SCHEMA_FROM_JSON = msgspec.json.Decoder(dict[str, Any] | None)
-_NO_PARAMS = _Params()
+_NO_PARAMS = ExtractParams()
 _NOT_GIVEN: Final[tuple[Any, ...]] = (None, "", (), [], {})
 
 
@@ -177,15 +177,15 @@ def _resolve_task(request: ExtractRequest, card: ModelCard, rule: ExtractRule) -
     return ExtractTask(labels=request.labels, overflow_policy=policy, **wanted)
 
 
-def _typed_options(options: dict[str, Any]) -> _Options:
-    known = {name: options[name] for name in _Options.__struct_fields__ if name in options}
+def _typed_options(options: dict[str, Any]) -> ExtractOptions:
+    known = {name: options[name] for name in ExtractOptions.__struct_fields__ if name in options}
     try:
-        return msgspec.convert(known, _Options)
+        return msgspec.convert(known, ExtractOptions)
     except msgspec.ValidationError as error:
         raise BadRequest(str(error).replace("`$", f"`{_OPTIONS_PATH}")) from None
 
 
-class _EntityBody(msgspec.Struct, frozen=True):
+class EntityBody(msgspec.Struct, frozen=True):
     text: str
     label: str
     score: float
@@ -231,5 +231,5 @@ def _item(id_: str, found: Extraction) -> dict[str, Any]:
     return item
 
 
-def _entity(entity: Entity) -> _EntityBody:
-    return _EntityBody(entity.text or "", entity.label, entity.score, entity.start, entity.end, entity.bbox)
+def _entity(entity: Entity) -> EntityBody:
+    return EntityBody(entity.text or "", entity.label, entity.score, entity.start, entity.end, entity.bbox)

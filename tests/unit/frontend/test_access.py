@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +35,10 @@ class Door:
         if holder is not None:
             self.access.begin(holder)
         return holder
+
+    def answer(self, holder: Any) -> list[tuple[str, str]]:
+        """Return what is added to the headers of an answer."""
+        return self.access.record(SimpleNamespace(holder=holder), 200, [], None)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +148,7 @@ def test_rate_says_when_to_come_back():
     door = Door(key(requests_per_minute=6))
     for left in range(5, -1, -1):
         holder = door.enter()
-        assert door.access.limit_headers(holder) == [
+        assert door.answer(holder) == [
             ("x-ratelimit-limit-requests", "6"),
             ("x-ratelimit-remaining-requests", str(left)),
             ("x-ratelimit-reset-requests", f"{60 - 10 * left}s"),
@@ -160,8 +165,8 @@ def test_rate_says_when_to_come_back():
 def test_key_without_limits_has_no_headers_and_no_end():
     door = Door(key())
     holder = [door.enter() for _ in range(1000)][-1]
-    assert door.access.limit_headers(holder) == []
-    assert door.access.limit_headers(None) == []
+    assert door.answer(holder) == []
+    assert door.answer(None) == []
 
 
 def test_limits_are_the_servers_over_all_frontends():
