@@ -144,7 +144,7 @@ def test_page_asks_for_a_key_and_keeps_it_for_the_tab(tmp_path):
         start_server("--model", "stub/pre=stub:dense=16", "--api-keys", str(keys)) as server,
         open_page(BROWSER, server.url) as page,
     ):
-        is_open = "document.getElementById('ask-key').open"
+        is_open = "document.getElementById('ask-key')?.open"
         enter = "document.getElementById('key').value = '{}'; document.querySelector('#ask-key button').click()"
         page.wait(is_open, "the question")
         assert not page.run("document.getElementById('models').innerText.includes('stub/pre')")
