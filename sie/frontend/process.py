@@ -92,7 +92,7 @@ class FrontendProcess:
         self._images = ImageReader(settings.limits, settings.server.image_threads)
         self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool, self._images)
         self.scorer = Scorer(self.engine, self.models, self._pool)
-        self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool)
+        self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool, self._images)
         self.bodies = BodyReader(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
         self.metrics = FrontendMetrics(pages[0], self.models)
         access = settings.access

@@ -15,7 +15,7 @@ from sie.errors import BadRequest, InputTooLong
 from sie.extraction import Entity, Extraction, ExtractRule, ExtractTask, LabelGroup, LabelledExample
 from sie.frontend.body_limits import check_json, children_of, decode_free_form, decode_typed
 from sie.frontend.dialects.arrays import pack
-from sie.frontend.dialects.sie import Item, check_count, check_items, find_non_text
+from sie.frontend.dialects.sie import Item, check_count, check_items, check_media, find_non_text, read_media
 from sie.frontend.extract import check_task
 from sie.frontend.options import merge_options, refuse_adapter
 from sie.settings import Limits
@@ -101,6 +101,7 @@ def decode_extract(body: bytes, msgpack: bool, model: str, limits: Limits) -> Ex
         instruction=params.instruction,
         options=decode_free_form(params.options, msgpack=msgpack, path=_OPTIONS_PATH, max_depth=limits.max_depth),
         non_text_item=non_text,
+        media=None if non_text is None else read_media(items, limits),
     )
 
 
@@ -147,9 +148,27 @@ def resolve_extract(request: ExtractRequest, card: ModelCard) -> ExtractRequest:
         refuse_adapter(card, request.options, "extraction")
     request.task = _resolve_task(request, card, rule)
     check_task(card, request.task)
-    if request.non_text_item is not None:
-        raise BadRequest(f"Model '{card.id}' requires text input - at `$.items[{request.non_text_item}]`")
+    if request.non_text_item is not None or rule.reads == "image":
+        _resolve_media(request, card)
     return request
+
+
+def _resolve_media(request: ExtractRequest, card: ModelCard) -> None:
+    """Let the items be images, one each, or texts where the model takes both."""
+    media = request.media
+    if "text" in card.inputs and (media is None or card.image is None):
+        raise BadRequest(f"Model '{card.id}' requires text input - at `$.items[{request.non_text_item}]`")
+    if media is None:
+        raise BadRequest(f"Model '{card.id}' requires image input - at `$.items[0]`")
+    check_media(media, card)
+    for item in range(len(media.texts)):
+        num_images = len(media.images.get(item, ()))
+        if not num_images and "text" not in card.inputs:
+            raise BadRequest(f"Model '{card.id}' requires image input - at `$.items[{item}]`")
+        if num_images > 1:
+            raise BadRequest(f"Model '{card.id}' takes one image an item - at `$.items[{item}].images`")
+    request.texts = [text or "" for text in media.texts]
+    request.images = media.images or None
 
 
 def _resolve_task(request: ExtractRequest, card: ModelCard, rule: ExtractRule) -> ExtractTask:
@@ -194,8 +213,9 @@ class EntityBody(msgspec.Struct, frozen=True):
     bbox: tuple[int, int, int, int] | None
 
 
-class _Usage(msgspec.Struct, frozen=True):
+class _Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     input_tokens: int
+    images: int = 0
 
 
 class _ReplyBody(msgspec.Struct, frozen=True):
@@ -213,7 +233,7 @@ def encode_extractions(request: ExtractRequest, reply: ExtractReply, msgpack: bo
         _item((request.ids[index] if request.ids else None) or f"item-{index}", found)
         for index, found in enumerate(reply.extractions)
     ]
-    body = _ReplyBody(reply.model, items, _Usage(reply.input_tokens))
+    body = _ReplyBody(reply.model, items, _Usage(reply.input_tokens, reply.num_images))
     return pack(body) if msgpack else _to_json(body)
 
 

@@ -170,7 +170,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation(
         template="/v1/extract/{model}",
         tag="Inference",
-        summary="Entities, relations and classes of texts",
+        summary="Entities, relations and classes of texts, objects in images",
         description=_NEGOTIATED,
         request=ExtractBody,
         media=_BOTH,
