@@ -13,7 +13,7 @@ from typing import Final
 from sie.api_keys import ApiKey
 from sie.families import KEY_REQUESTS, KEY_RUNNING, Family
 from sie.frontend.rates import TokenBucket
-from sie.shm.pages import CounterPage, Gauge, RecordKind
+from sie.shm.pages import Counter, CounterPage, Gauge, RecordKind
 
 _LOOK_AGAIN_NS: Final = 500_000_000
 """A frontend that has just been told of a key writes its first record a moment after us."""
@@ -32,7 +32,7 @@ class KeyHolder:
         self.is_limited = False
         self.bucket: TokenBucket | None = None
         self._page = pages[0]
-        self._requests = self._page.counter(KEY_REQUESTS.name, KEY_REQUESTS.label_pairs(key.name))
+        self._requests: Counter | None = None  # made when it is first used: a page has no room to spare
         self._running_gauge: Gauge | None = None
         self._running = _Elsewhere(KEY_RUNNING, RecordKind.GAUGE, key.name, pages[1:])
         self._admitted = _Elsewhere(KEY_REQUESTS, RecordKind.COUNTER, key.name, pages[1:])
@@ -46,12 +46,20 @@ class KeyHolder:
             self.bucket = None if per_minute is None else TokenBucket(per_minute, now_ns)
         self.key = key
         self.is_limited = key.requests_per_minute is not None or key.max_concurrent is not None
-        if self.is_limited and self._running_gauge is None:
+        if (
+            self.is_limited and self._running_gauge is None
+        ):  # at once, so that the others see us from the first request on
+            self._requests = self._counter()
             self._running_gauge = self._page.gauge(KEY_RUNNING.name, KEY_RUNNING.label_pairs(key.name))
             self._running_gauge.set(self.num_running)
 
+    def _counter(self) -> Counter:
+        return self._page.counter(KEY_REQUESTS.name, KEY_REQUESTS.label_pairs(self.key.name))
+
     def begin(self) -> None:
         """Note that a request of this key begins."""
+        if self._requests is None:
+            self._requests = self._counter()
         self._requests.add()
         self.num_running += 1
         if self._running_gauge is not None:
