@@ -46,9 +46,8 @@ class KeyHolder:
             self.bucket = None if per_minute is None else TokenBucket(per_minute, now_ns)
         self.key = key
         self.is_limited = key.requests_per_minute is not None or key.max_concurrent is not None
-        if (
-            self.is_limited and self._running_gauge is None
-        ):  # at once, so that the others see us from the first request on
+        if self.is_limited and self._running_gauge is None:
+            # At once, so that the other frontends see us from the first request on.
             self._requests = self._counter()
             self._running_gauge = self._page.gauge(KEY_RUNNING.name, KEY_RUNNING.label_pairs(key.name))
             self._running_gauge.set(self.num_running)
