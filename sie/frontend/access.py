@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from sie.api_keys import ApiKey, digest_of
+from sie import settings
+from sie.api_keys import digest_of
+from sie.control_messages import Keys
 from sie.errors import Forbidden, RateLimited, SieError, Unauthorized
 from sie.frontend.key_use import KeyHolder
 from sie.frontend.routes import Need
@@ -62,18 +64,16 @@ class Access:
         self.problem = ""
         """Why the file of keys was not taken over when it last changed."""
 
-    def replace(self, keys: tuple[ApiKey, ...], secret: bytes, problem: str = "") -> None:
-        """Let these keys in and no others; what those of the same names have used of their limits stays used.
-
-        secret signs tickets, the same in every process of the server.
-        """
+    def replace(self, told: Keys) -> None:
+        """Let these keys in and no others; what those of the same names have used of their limits stays used."""
+        keys = told.keys
         now_ns, old = self._now_ns(), self._by_name
         self._by_name = {key.name: old.get(key.name) or KeyHolder(key, self._pages, now_ns) for key in keys}
         for key in keys:
             self._by_name[key.name].take_over(key, now_ns)
         self._by_digest = {holder.key.digest: holder for holder in self._by_name.values()}
-        self._secret = secret
-        self.problem = problem
+        self._secret = told.secret
+        self.problem = told.problem
 
     def identify(self, headers: Headers, need: Need) -> KeyHolder | None:
         """Return whose request this is; None where no key is asked for.
@@ -174,6 +174,13 @@ class Access:
     def _refused(self, reason: str, error: SieError) -> SieError:
         self._count_failure(reason)
         return error
+
+
+def open_access(
+    access: settings.Access, pages: Sequence[CounterPage], count_failure: Callable[[str], None]
+) -> Access | None:
+    """Return who may do what, or None where nobody is asked for a key."""
+    return Access(pages, count_failure, are_metrics_open=access.open_metrics) if access.api_keys else None
 
 
 def _presented(headers: Headers) -> str | None:

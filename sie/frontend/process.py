@@ -16,13 +16,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
-from sie import __version__, control, control_messages, process
-from sie.api_keys import ApiKey
+from sie import control, control_messages, process
 from sie.catalog.profiles import fold_default
 from sie.control import Channel, ChannelClosedError
 from sie.control_messages import Launch, Models
 from sie.errors import BadRequest, ClientGone, SieError
-from sie.frontend.access import Access
+from sie.frontend.access import open_access
 from sie.frontend.access_log import AccessLog
 from sie.frontend.adapters import AdapterTable
 from sie.frontend.admin import ModelAdmin
@@ -37,7 +36,7 @@ from sie.frontend.links import Pending
 from sie.frontend.metrics import FrontendMetrics, merge
 from sie.frontend.models import ModelTable
 from sie.frontend.score import Scorer
-from sie.frontend.status import ServerFacts, StatusInputs, build_status, encode_frame, process_owner
+from sie.frontend.status import StatusInputs, build_status, encode_frame, server_facts
 from sie.frontend.status_hub import StatusHub
 from sie.logs import get_logger, set_level
 from sie.settings import Settings
@@ -95,14 +94,8 @@ class FrontendProcess:
         self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool, self._images)
         self.bodies = BodyReader(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
         self.metrics = FrontendMetrics(pages[0], self.models)
-        access = settings.access
-        self.access = (
-            Access(pages, self.metrics.record_auth_failure, are_metrics_open=access.open_metrics)
-            if access.api_keys
-            else None
-        )
-        """Who may do what; None where nobody is asked for a key."""
-        self.cors = Cors(access.cors_origins) if access.cors_origins else None
+        self.access = open_access(settings.access, pages, self.metrics.record_auth_failure)
+        self.cors = Cors(settings.access.cors_origins) if settings.access.cors_origins else None
         self.status = StatusHub(
             self._frame,
             interval_s=settings.status.interval_ms / 1e3,
@@ -111,7 +104,7 @@ class FrontendProcess:
             publish_watchers=self.metrics.set_watchers,
         )
         self.tracing = _start_tracing(settings, launch)
-        self._facts = _facts(settings, launch)
+        self._facts = server_facts(settings, launch)
         self._unwatched: deque[tuple[Pending, Any]] = deque()
         self._asked_load: dict[str, float] = {}
         self._derive(settings)
@@ -193,11 +186,6 @@ class FrontendProcess:
         self._loop.call_soon(lambda: self._spawn(self._run_clock()))
         self._loop.call_soon(lambda: self._spawn(self._say_ready()))
 
-    def take_keys(self, keys: tuple[ApiKey, ...], secret: bytes, problem: str = "") -> None:
-        """Let the holders of these keys in, and nobody else."""
-        if self.access is not None:
-            self.access.replace(keys, secret, problem)
-
     def close(self) -> None:
         """End what the process holds; nothing is in flight any more."""
         self.status.close()
@@ -249,8 +237,8 @@ class FrontendProcess:
                 self._reconfigure(settings)
             case control_messages.Managed(number):
                 self.admin.on_begun(number)
-            case control_messages.Keys(keys, secret, problem):
-                self.take_keys(keys, secret, problem)
+            case control_messages.Keys() if self.access is not None:
+                self.access.replace(message)
             case control_messages.Ping(number):
                 self._send(control_messages.Pong(number))
             case control_messages.Drain():
@@ -293,21 +281,15 @@ class FrontendProcess:
 
     async def _say_ready(self) -> None:
         """Tell the supervisor once our listener answers; Granian opens it at about the time the loop starts."""
-        while True:
+        while not self.settings.access.uds:  # there the supervisor listens already
             try:
-                _, writer = await self._connect_to_ourselves()
+                _, writer = await asyncio.open_connection(self._launch.host, self._launch.port)
             except OSError:
                 await asyncio.sleep(0.01)
                 continue
             writer.close()
-            self._send(control_messages.Ready())
-            return
-
-    async def _connect_to_ourselves(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        uds = self.settings.access.uds
-        if uds:  # the supervisor listens for us
-            return await asyncio.open_unix_connection(uds)
-        return await asyncio.open_connection(self._launch.host, self._launch.port)
+            break
+        self._send(control_messages.Ready())
 
     # --- the clock ------------------------------------------------------------------------------------------------
 
@@ -389,31 +371,6 @@ def _start_tracing(settings: Settings, launch: Launch) -> RequestTracing | None:
     return RequestTracing(settings.tracing, launch.slot)
 
 
-def _facts(settings: Settings, launch: Launch) -> ServerFacts:
-    user, working_dir = process_owner()
-    return ServerFacts(
-        name=settings.server.name or socket.gethostname(),
-        version=__version__,
-        pid=launch.supervisor_pid,
-        started_s=launch.started_s,
-        user=user,
-        working_dir=working_dir,
-        machine_profile=settings.server.machine_profile,
-        pool_name=settings.server.pool_name,
-        bundle=settings.server.bundle,
-        max_batch_requests=settings.scheduler.max_step_items,
-        memory_threshold_pct=settings.models.memory_pressure_pct,
-    )
-
-
-def _take_first_keys(frontend: FrontendProcess, channel: Channel) -> None:
-    """Wait for the keys, which follow the settings: whoever has one is let in from the first connection on."""
-    message, _ = channel.receive(_CONFIGURE_TIMEOUT_S)
-    if not isinstance(message, control_messages.Keys):
-        raise ChannelClosedError(f"expected Keys, got {type(message).__name__}")
-    frontend.take_keys(message.keys, message.secret, message.problem)
-
-
 def connect(launch: Launch) -> Callable[[asyncio.AbstractEventLoop], FrontendProcess]:
     """Return what joins the supervisor from Granian's child process, once that has its event loop."""
 
@@ -427,7 +384,10 @@ def connect(launch: Launch) -> Callable[[asyncio.AbstractEventLoop], FrontendPro
         pages = [CounterPage.open(fd, writable=index == 0) for index, fd in enumerate(fds)]
         frontend = FrontendProcess(launch, message.settings, channel, pages, loop)
         if frontend.access is not None:
-            _take_first_keys(frontend, channel)
+            first, _ = channel.receive(_CONFIGURE_TIMEOUT_S)
+            if not isinstance(first, control_messages.Keys):
+                raise ChannelClosedError(f"expected Keys, got {type(first).__name__}")
+            frontend.access.replace(first)  # whoever has a key is let in from the first connection on
         frontend.start()
         return frontend
 

@@ -1,4 +1,4 @@
-"""Owns the frame of `/ws/status`: what this server does right now. Pure, but for `process_owner`.
+"""Owns the frame of `/ws/status`: what this server does right now. Pure, but for `process_owner` and `server_facts`.
 
 `sie.frontend.status_hub` sends it. Wire rules: SIE API reference, section 14. Where its readers disagree on a key, the
 frame has both.
@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import os
 import pwd
+import socket
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from sie import families
+from sie import __version__, families
 from sie.catalog.profiles import model_of
-from sie.control_messages import ModelEntry, WorkerEntry
+from sie.control_messages import Launch, ModelEntry, WorkerEntry
 from sie.frontend.metrics import Merged, cumulative
+from sie.settings import Settings
 from sie.shm.pages import Labels
 
 GPU_STALE_AFTER_S = 5.0
@@ -38,6 +40,24 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     bundle_config_hash: str = ""
     max_batch_requests: int = 64
     memory_threshold_pct: float = 95.0
+
+
+def server_facts(settings: Settings, launch: Launch) -> ServerFacts:
+    """Return what settings and launch record say about this server."""
+    user, working_dir = process_owner()
+    return ServerFacts(
+        name=settings.server.name or socket.gethostname(),
+        version=__version__,
+        pid=launch.supervisor_pid,
+        started_s=launch.started_s,
+        user=user,
+        working_dir=working_dir,
+        machine_profile=settings.server.machine_profile,
+        pool_name=settings.server.pool_name,
+        bundle=settings.server.bundle,
+        max_batch_requests=settings.scheduler.max_step_items,
+        memory_threshold_pct=settings.models.memory_pressure_pct,
+    )
 
 
 class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from sie.api_keys import ApiKey, digest_of
+from sie.control_messages import Keys
 from sie.errors import Forbidden, RateLimited, Unauthorized
 from sie.frontend.access import TICKET_S, Access
 from sie.frontend.metrics import merge
@@ -28,7 +29,7 @@ class Door:
         self.pages = pages or [CounterPage.create(1 << 16)]
         self.access = Access(self.pages, self.failures.append, now_ns=lambda: self.now_ns, **options)
         if keys:
-            self.access.replace(keys, SECRET)
+            self.access.replace(Keys(keys, SECRET))
 
     def enter(self, text: str = "secret-a", need: Any = "infer") -> Any:
         holder = self.access.identify({"authorization": f"Bearer {text}"}, need)
@@ -122,7 +123,7 @@ def test_open_routes_ask_nobody():
 def test_keys_come_and_go():
     door = Door(key(), key("b", "secret-b"))
     assert door.enter("secret-b").key.name == "b"
-    door.access.replace((key(), key("c", "secret-c")), SECRET)
+    door.access.replace(Keys((key(), key("c", "secret-c")), SECRET))
     assert door.enter("secret-c").key.name == "c"
     with pytest.raises(Unauthorized):
         door.enter("secret-b")
@@ -134,12 +135,12 @@ def test_concurrency_is_given_back_and_survives_a_reload():
     with pytest.raises(RateLimited) as caught:
         door.enter()
     assert (caught.value.http_status, caught.value.code, caught.value.retry_after_s) == (429, "RATE_LIMIT", 1)
-    door.access.replace((key(max_concurrent=2),), SECRET)
+    door.access.replace(Keys((key(max_concurrent=2),), SECRET))
     with pytest.raises(RateLimited):
         door.enter()
     first.end()
     door.enter()
-    door.access.replace((key(max_concurrent=3),), SECRET)
+    door.access.replace(Keys((key(max_concurrent=3),), SECRET))
     door.enter()
     assert door.failures == ["concurrency", "concurrency"]
 
@@ -217,7 +218,7 @@ def test_watcher_brings_its_key_in_a_header_or_subprotocol(headers):
     door = Door(key(scopes=("metrics",)))
     may_go_on = door.access.admit_watcher(headers, "", "metrics")
     assert may_go_on()
-    door.access.replace((key("b", "secret-b", ("metrics",)),), SECRET)
+    door.access.replace(Keys((key("b", "secret-b", ("metrics",)),), SECRET))
     assert not may_go_on()
 
 
@@ -251,9 +252,9 @@ def test_ticket_opens_for_a_while_for_its_key_and_scope_alone():
 def test_ticket_of_another_server_or_of_a_key_that_is_gone_opens_nothing():
     door, other = Door(key(scopes=("metrics",))), Door(key(scopes=("metrics",)))
     ticket = door.access.make_ticket(door.enter(need="metrics"))
-    other.access.replace((key(scopes=("metrics",)),), b"t" * 32)
+    other.access.replace(Keys((key(scopes=("metrics",)),), b"t" * 32))
     with pytest.raises(Unauthorized):
         other.access.admit_watcher({}, f"ticket={ticket}", "metrics")
-    door.access.replace((key("b", "secret-b", ("metrics",)),), SECRET)
+    door.access.replace(Keys((key("b", "secret-b", ("metrics",)),), SECRET))
     with pytest.raises(Unauthorized):
         door.access.admit_watcher({}, f"ticket={ticket}", "metrics")
