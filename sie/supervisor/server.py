@@ -238,7 +238,9 @@ class Supervisor:
         silent = self._silent(time.monotonic())
         hangs = f"; not answering: {', '.join(silent)}" if silent else ""
         kept = f"; settings not reloaded: {self._reloader.error}" if self._reloader.error else ""
-        return f"{state}, models loaded: {self._loads.num_loaded}{hangs}{kept}"
+        problem = self._key_file.message.problem if self._key_file is not None else ""
+        keys = f"; API keys not taken over: {problem}" if problem else ""
+        return f"{state}, models loaded: {self._loads.num_loaded}{hangs}{kept}{keys}"
 
     # --- reloading ------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from websockets.sync.client import connect as connect_websocket
 from sie.frontend.routes import ROUTES, WEBSOCKETS
 from tests.process.harness import EX_CONFIG, Server, eventually, run_to_end, start_server
 from tests.process.keys import ADMIN, BOTH, INFER, METRICS, bearer, entry, write_keys
+from tests.process.notify_socket import ServiceManager
 from tests.process.wire import Client, connect, encode, get, post_json, raw_request, read_response
 
 STUB = ("--model", "stub/a=stub:dense=16")
@@ -298,7 +299,10 @@ def test_browser_may_ask_from_a_page_of_a_named_origin(server):
 def test_keys_change_while_the_server_runs_and_never_open_it(tmp_path):
     path = write_keys(tmp_path / "keys.toml")
     fresh = "sie_test-fresh-0123456789abcdef"
-    with start_server(*STUB, "--api-keys", str(path), "--frontends", "2") as server:
+    with (
+        ServiceManager() as manager,
+        start_server(*STUB, "--api-keys", str(path), "--frontends", "2", env=manager.env) as server,
+    ):
 
         def status(key: str) -> int:
             return get(server.port, "/v1/models", bearer(key)).status
@@ -316,6 +320,7 @@ def test_keys_change_while_the_server_runs_and_never_open_it(tmp_path):
             assert (status(INFER), status(fresh), status("nope")) == (200, 200, 401)
             eventually(lambda: str(path) in (json.loads(watcher.recv(5.0))["keys_error"] or ""), "it says so", 2.0)
             server.log_line("the API keys in force stay")
+            assert manager.wait_for("STATUS", "API keys not taken over")
             for pid in server.frontends():  # their successors know the keys that are in force, and ask for them
                 os.kill(pid, signal.SIGKILL)
         seen = set()
