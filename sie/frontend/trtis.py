@@ -159,9 +159,7 @@ class Trtis:
         if sum(len(output.data) for output in reply.outputs) < _LARGE_BYTES:
             return encode_answer(head, reply, rule, as_binary=as_binary)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._pool, lambda: encode_answer(head, reply, rule, as_binary=as_binary)
-        )
+        return await loop.run_in_executor(self._pool, lambda: encode_answer(head, reply, rule, as_binary=as_binary))
 
     def _succeed(self, headers: list[tuple[str, str]], body: bytes) -> Response:
         line = trtis_status.status_line(trtis_status.request_status())

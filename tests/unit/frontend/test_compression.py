@@ -31,7 +31,15 @@ def test_a_bomb_stops_at_the_limit():
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"no gzip", gzip.compress(TEXT)[:-4], gzip.compress(TEXT)[:20], gzip.compress(TEXT) + b"x", zlib.compress(TEXT)]
+    "body",
+    [
+        b"",
+        b"no gzip",
+        gzip.compress(TEXT)[:-4],
+        gzip.compress(TEXT)[:20],
+        gzip.compress(TEXT) + b"x",
+        zlib.compress(TEXT),
+    ],
 )
 def test_what_is_damaged_is_a_bad_request(body: bytes):
     with pytest.raises(BadRequest):
@@ -47,7 +55,14 @@ def test_other_codings_are_unsupported(coding: str):
 
 @pytest.mark.parametrize(
     ("header", "expected"),
-    [("", None), ("gzip, deflate", "gzip"), ("deflate;q=0.5, gzip", "deflate"), ("br, GZIP", "gzip"), ("gzip;q=0", None), ("*", None)],
+    [
+        ("", None),
+        ("gzip, deflate", "gzip"),
+        ("deflate;q=0.5, gzip", "deflate"),
+        ("br, GZIP", "gzip"),
+        ("gzip;q=0", None),
+        ("*", None),
+    ],
 )
 def test_the_first_coding_that_can_be_sent_is_chosen(header: str, expected: str | None):
     assert choose_coding(header) == expected
