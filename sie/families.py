@@ -146,6 +146,13 @@ LORAS_LOADED = Family(
     labels=("model",),
     merge="max",
 )
+LAST_INFERENCE = Family(
+    name="sie_last_inference_timestamp_seconds",
+    kind="gauge",
+    help="When a tensor request to this model was last answered, Unix time.",
+    labels=("model",),
+    merge="max",
+)
 REFUSALS = Family(
     name="sie_refusals_total",
     kind="counter",
@@ -322,6 +329,7 @@ FAMILIES: tuple[Family, ...] = (
     IDLE_EVICTIONS,
     PRESSURE_EVICTIONS,
     LORAS_LOADED,
+    LAST_INFERENCE,
     REFUSALS,
     AUTH_FAILURES,
     KEY_REQUESTS,

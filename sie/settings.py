@@ -145,6 +145,9 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Literal["none", "explicit"],
         Meta(description="none loads all models of the repositories at the start; explicit only when it is asked to."),
     ] = "none"
+    strict_readiness: Annotated[
+        bool, Meta(description="Whether `/api/health/ready` waits for every version of every tensor model.")
+    ] = True
     default_max_batch_size: Annotated[
         int,
         Meta(
@@ -294,6 +297,10 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = 1024
     max_depth: Annotated[int, Meta(ge=4, le=500, description="Deepest nesting of a JSON or msgpack body.")] = 64
+    max_compression_ratio: Annotated[
+        int,
+        Meta(ge=1, le=100_000, description="Most times a compressed body may grow beyond 1 MiB (tensor routes alone)."),
+    ] = 100
     max_tensor_values: Annotated[
         int, Meta(ge=1, le=1 << 30, description="Most elements of a request's tensors that come as JSON.")
     ] = 1 << 22

@@ -15,17 +15,19 @@ from typing import Any, Final
 
 from sie import __version__
 from sie.control_messages import ModelEntry
-from sie.errors import ClientGone, Internal, NotFound, Overloaded, SieError
-from sie.frontend import dashboard, openapi, routes
+from sie.errors import ClientGone, Internal, Overloaded, SieError
+from sie.frontend import dashboard, envelopes, openapi, routes
 from sie.frontend.access import CHALLENGE, Access
 from sie.frontend.admin import check_admin
 from sie.frontend.dialects import models as models_dialect
-from sie.frontend.dialects import openai, sie
+from sie.frontend.dialects import sie
 from sie.frontend.html import page_headers
 from sie.frontend.inference import Exchange, Inference
+from sie.frontend.kserve import KServe
 from sie.frontend.metrics import CONTENT_TYPE, render
 from sie.frontend.openapi import page as docs
 from sie.frontend.process import FrontendProcess
+from sie.frontend.trtis import Trtis
 from sie.logs import get_logger
 from sie.process import calm_collector
 
@@ -40,11 +42,6 @@ _BODY_UNREAD: Final = frozenset({401, 403, 429})
 _MAX_DISCARDED_BYTES: Final = 256 * 1024
 _NO_REQUEST: Final = frozenset({204, 401, 403, 405, 429})
 """These never reached the model that their route is about, and are no requests in `sie_requests_total`."""
-_ERROR_BODIES: Final[dict[str, Callable[[SieError], bytes]]] = {
-    "sie": sie.error_body,
-    "openai": openai.error_body,
-    "models": lambda error: models_dialect.error_body(error, openai.error_object(error)),
-}
 
 
 class App:
@@ -62,6 +59,11 @@ class App:
         """Join the supervisor before the first connection is accepted."""
         self._process = self._connect(loop)
         self._inference = Inference(self._process, self._identity)
+        kserve = KServe(self._process, self._inference.pool)
+        self._tensor_dialects: dict[str, Any] = {
+            "kserve": kserve,
+            "trtis": Trtis(self._process, kserve, self._inference.pool),
+        }
         calm_collector()
 
     def __rsgi_del__(self, _loop: asyncio.AbstractEventLoop) -> None:
@@ -144,15 +146,25 @@ class App:
         matched = routes.match(scope.path)
         if matched is not None:
             exchange.route, exchange.model = matched
-        if matched is None or scope.method != matched.route.method:
+        if matched is None or (scope.method != matched.route.method and not matched.route.is_group):
             self._answer_mismatch(exchange, matched.route if matched is not None else None)
             await self._discard_body(exchange)
             return
         if not matched.route.endpoint:
-            await getattr(self, f"_{matched.route.handler}")(exchange)
+            await self._handle(exchange, matched.route)
             return
         headers, body = await getattr(self._inference, matched.route.handler)(exchange)
         self._respond(exchange, 200, headers, body)
+
+    async def _handle(self, exchange: Exchange, route: routes.Route) -> None:
+        """Serve a route that is none of the inference routes of `sie.frontend.inference`."""
+        dialect = self._tensor_dialects.get(route.envelope)
+        if dialect is None:
+            await getattr(self, f"_{route.handler}")(exchange)
+            return
+        if route.need == "admin":
+            self._check_admin(exchange, has_body=False)
+        self._respond(exchange, *await getattr(dialect, route.handler)(exchange))
 
     def _answer_mismatch(self, exchange: Exchange, route: routes.Route | None) -> None:
         """Answer a request for a path that is no route, or with a method that is not its route's."""
@@ -163,9 +175,9 @@ class App:
         if target is not None:
             self._respond(exchange, 307, [("location", target)], b"")
         elif route is None:
-            self._respond(exchange, 404, [_JSON], sie.not_found_body())
+            self._respond(exchange, *envelopes.unknown_path(scope.path))
         else:
-            self._respond(exchange, 405, [_JSON, ("allow", route.method)], sie.method_not_allowed_body())
+            self._respond(exchange, *envelopes.wrong_method(route))
 
     # --- everything else ------------------------------------------------------------------------------------------
 
@@ -251,18 +263,16 @@ class App:
                 record(exchange, error.http_status, [], error)
             self._count(exchange, error.http_status, error)
             return
-        if envelope == "openai" and isinstance(error, NotFound):
-            body = models_dialect.model_not_found_body(error)
-        else:
-            body = _ERROR_BODIES[envelope](error)
-        headers: list[tuple[str, str]] = [_JSON, *self._identity]
+        status, headers, body = envelopes.failure(envelope, error)
+        if envelope not in self._tensor_dialects:
+            headers = [*headers, *self._identity]
         if error.http_status == 401:
             headers.append(CHALLENGE)
         if error.retry_after_s is not None:
             headers.append(("retry-after", str(error.retry_after_s)))
         if error.http_status in _MUST_CLOSE:
             headers.append(_CLOSE)
-        self._respond(exchange, error.http_status, headers, body, error)
+        self._respond(exchange, status, headers, body, error)
 
     def _respond(
         self,

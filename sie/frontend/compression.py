@@ -56,8 +56,9 @@ def choose_coding(accept_encoding: str) -> Coding | None:
     for part in accept_encoding.split(","):
         name, _, weight = part.partition(";")
         word = name.strip().lower()
-        if (word == "gzip" or word == "deflate") and weight.replace(" ", "") not in ("q=0", "q=0.0"):
-            return word
+        for coding in _WINDOW_BITS:
+            if word == coding and weight.replace(" ", "") not in ("q=0", "q=0.0"):
+                return coding
     return None
 
 

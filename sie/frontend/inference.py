@@ -66,7 +66,8 @@ class Inference:
         self._identity = identity
         # The reference names its instance on every answer of this route but a 200.
         self._extract_identity = [header for header in identity if header[0] != "x-sie-runtime-instance"]
-        self._pool = ThreadPoolExecutor(2, "decode")
+        self.pool = ThreadPoolExecutor(2, "decode")
+        """For bodies that are large, of every dialect."""
 
     async def encode(self, exchange: Exchange) -> Answer:
         """Answer `/v1/encode/{model}`."""
@@ -260,7 +261,7 @@ class Inference:
         return await self._on_thread(decode, body, *args)
 
     async def _on_thread(self, work: Callable[..., Any], *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+        return await asyncio.get_running_loop().run_in_executor(self.pool, work, *args)
 
 
 def _let_go(reply: EncodeReply, raw: Reply) -> None:

@@ -9,36 +9,29 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from sie.control_messages import ModelEntry
-from sie.errors import BadRequest, NotFound, SieError, Unavailable
+from sie.errors import BadRequest, NotFound, Unavailable
+from sie.frontend import routes
 from sie.frontend.classification import as_class_tensor
 from sie.frontend.compression import MIN_BYTES, choose_coding, compress, decompress
 from sie.frontend.dialects import kserve, kserve_models
 from sie.frontend.dialects.kserve import InferCall
 from sie.frontend.dialects.kserve_models import VersionState
-from sie.frontend.inference import Exchange, Headers
+from sie.frontend.envelopes import JSON, Headers, Response
+from sie.frontend.inference import Exchange
 from sie.frontend.process import FrontendProcess
 from sie.frontend.tensor_figures import read_figures
 from sie.frontend.tensor_paths import split_model_path
 from sie.frontend.tensor_table import is_servable
 from sie.tensors import Tensor, TensorReply, TensorRule, TensorSpec
 
-JSON: Final = ("content-type", "application/json")
 _BINARY: Final = ("content-type", "application/octet-stream")
 _LENGTH_HEADER: Final = "inference-header-content-length"
 _LARGE_BYTES: Final = 64 * 1024
 """From here bodies are decoded, encoded and compressed on a thread."""
 _METHODS: Final = {"infer": "POST", "": "GET", "ready": "GET", "config": "GET", "stats": "GET"}
-
-
-class Response(NamedTuple):
-    """What is sent."""
-
-    status: int
-    headers: Headers
-    body: bytes
 
 
 class KServe:
@@ -80,7 +73,7 @@ class KServe:
         method = _METHODS[path.action]
         if exchange.scope.method != method:
             return Response(405, [JSON, ("allow", method)], kserve.error_body("Method Not Allowed"))
-        exchange.use_route(f"/v2/models/{{model}}{path.action and '/' + path.action}", path.action)
+        exchange.route = routes.BY_TEMPLATE[f"/v2/models/{{model}}{path.action and '/' + path.action}"]
         entry = table.resolve(path.name, path.version)
         exchange.known_model = entry.card.id
         if path.action == "infer":
@@ -122,7 +115,7 @@ class KServe:
             exchange.timing = reply.timing
             nbytes = sum(len(output.data) for output in reply.outputs)
             answer, length = await self._on_pool(nbytes, _encode, call, reply, rule)
-        exchange.metrics_last_use(entry.card.id)
+        process.metrics.record_last_inference(entry.card.id)
         return await self._packed(headers.get("accept-encoding"), answer, length)
 
     async def _read(self, exchange: Exchange) -> bytes:
@@ -163,7 +156,7 @@ class KServe:
         name, _, action = exchange.model.rpartition("/")
         if not name or action not in ("load", "unload"):
             return Response(404, [JSON], kserve.error_body("Not Found"))
-        exchange.use_route(f"/v2/repository/models/{{model}}/{action}", "")
+        exchange.route = routes.BY_TEMPLATE[f"/v2/repository/models/{{model}}/{action}"]
         kserve_models.check_manage(await self._read_small(exchange))
         repository = self._tensors.repository
         if action == "load":
@@ -243,8 +236,3 @@ def _classified(output: Tensor, specs: dict[str, TensorSpec], num_classes: int, 
         return output
     spec = specs.get(output.name) or TensorSpec(name=output.name, datatype=output.datatype, shape=output.shape)
     return as_class_tensor(output, spec, num_classes, is_batched=bool(rule.max_batch_size))
-
-
-def fail(error: SieError) -> bytes:
-    """Return the body of a failure."""
-    return kserve.error_body(error.message)

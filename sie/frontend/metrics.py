@@ -7,6 +7,7 @@ falls when a process is replaced. Families are defined in `sie.families`; record
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Container, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -15,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from sie import families
 from sie.families import FAMILIES, Family
-from sie.shm.pages import CounterPage, Labels, Record
+from sie.shm.pages import CounterPage, Gauge, Labels, Record
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """What `render` returns. Version 0.0.4 is the one every scraper reads; our names need nothing newer."""
@@ -44,6 +45,7 @@ class FrontendMetrics:
         self._requests: dict[tuple[str, str, str], tuple[_Observe, ...]] = {}
         self._http: dict[tuple[str, str, str, int], tuple[_Observe, ...]] = {}
         self._refusals: dict[str, _Observe] = {}
+        self._last_inference: dict[str, Gauge] = {}
         self._lag = page.histogram(families.LOOP_LAG.name, (), families.LOOP_LAG.bounds)
         self._lag_latest = page.gauge(families.LOOP_LAG_LATEST.name, ())
         self._watchers = page.gauge(families.STATUS_WATCHERS.name, ())
@@ -62,7 +64,7 @@ class FrontendMetrics:
     ) -> None:
         """Count one inference request and its phases; a phase of zero seconds is not observed.
 
-        endpoint is encode, score, extract or embeddings; status is success, error or queue_full.
+        endpoint is encode, score, extract, embeddings or infer; status is success, error or queue_full.
         """
         handles = self._requests.get((model, endpoint, status))
         if handles is None:
@@ -104,6 +106,14 @@ class FrontendMetrics:
     def record_auth_failure(self, reason: str) -> None:
         """Count one request that was refused for its API key; reason is one of those that the family names."""
         self._page.counter(families.AUTH_FAILURES.name, families.AUTH_FAILURES.label_pairs(reason)).add()
+
+    def record_last_inference(self, model: str) -> None:
+        """Publish that a tensor request to this model was answered now."""
+        gauge = self._last_inference.get(model)
+        if gauge is None:
+            labels = families.LAST_INFERENCE.label_pairs(self._model_label(model))
+            gauge = self._last_inference[model] = self._page.gauge(families.LAST_INFERENCE.name, labels)
+        gauge.set(time.time())
 
     def record_loop_lag(self, lag_s: float) -> None:
         """Publish by how much the event loop was late for a timer."""

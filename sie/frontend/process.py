@@ -74,6 +74,7 @@ class FrontendProcess:
         self.settings = settings
         self.pages = pages
         self.is_draining = False
+        self.started_s = launch.started_s
         self._launch = launch
         self._loop = loop
         self._channel = channel

@@ -22,10 +22,15 @@ class Route(NamedTuple):
     envelope: str = "sie"
     endpoint: str = ""
     need: Need = "infer"
+    is_group: bool = False
+    """Whether other rows lie below it: its handler finds out which of them is meant, and looks at the method."""
 
 
 class Match(NamedTuple):
-    """The route of a request; model is the path's tail for the templates that end in `{model}`."""
+    """The route of a request; model is the path's tail for the templates that end in `{model}`.
+
+    Of rows below a group the group is found.
+    """
 
     route: Route
     model: str = ""
@@ -53,11 +58,43 @@ ROUTES: tuple[Route, ...] = (
     Route("/api-doc/openapi.json", "GET", "openapi", need="open"),
     Route("/docs", "GET", "docs", need="open"),
     Route("/", "GET", "home", need="open"),
+    Route("/v2", "GET", "server", "kserve"),
+    Route("/v2/health/live", "GET", "live", "kserve", need="open"),
+    Route("/v2/health/ready", "GET", "ready", "kserve", need="open"),
+    Route("/v2/models/stats", "GET", "statistics", "kserve"),
+    Route("/v2/models/{model}", "GET", "model", "kserve", is_group=True),
+    Route("/v2/models/{model}/ready", "GET", "model", "kserve"),
+    Route("/v2/models/{model}/config", "GET", "model", "kserve"),
+    Route("/v2/models/{model}/stats", "GET", "model", "kserve"),
+    Route("/v2/models/{model}/infer", "POST", "model", "kserve", "infer"),
+    Route("/v2/repository/index", "POST", "index", "kserve"),
+    Route("/v2/repository/models/{model}", "POST", "manage", "kserve", need="admin", is_group=True),
+    Route("/v2/repository/models/{model}/load", "POST", "manage", "kserve", need="admin"),
+    Route("/v2/repository/models/{model}/unload", "POST", "manage", "kserve", need="admin"),
+    Route("/v2/systemsharedmemory/status", "GET", "shared_memory_status", "kserve"),
+    Route("/v2/systemsharedmemory/unregister", "POST", "unregister", "kserve"),
+    Route("/v2/systemsharedmemory/region/{model}", "POST", "refuse_shared_memory", "kserve", is_group=True),
+    Route("/v2/cudasharedmemory/status", "GET", "shared_memory_status", "kserve"),
+    Route("/v2/cudasharedmemory/unregister", "POST", "unregister", "kserve"),
+    Route("/v2/cudasharedmemory/region/{model}", "POST", "refuse_shared_memory", "kserve", is_group=True),
+    Route("/v1/config", "GET", "config_statuses", "kserve"),
+    Route("/v1/config/reload", "POST", "reload_config", "kserve", need="admin"),
+    Route("/api/health/live", "GET", "live", "trtis", need="open"),
+    Route("/api/health/ready", "GET", "ready", "trtis", need="open"),
+    Route("/api/status", "GET", "status", "trtis"),
+    Route("/api/status/{model}", "GET", "status", "trtis"),
+    Route("/api/infer/{model}", "POST", "infer", "trtis"),
+    Route("/api/modelcontrol/{model}", "POST", "control", "trtis", need="admin"),
+    Route("/api/repository/index", "GET", "repository_index", "trtis"),
+    Route("/api/sharedmemorycontrol/{model}", "POST", "refuse_shared_memory", "trtis", is_group=True),
 )
+BY_TEMPLATE: dict[str, Route] = {route.template: route for route in ROUTES}
+INFER_V1 = BY_TEMPLATE["/api/infer/{model}"]._replace(endpoint="infer")
+"""What a request to infer is counted as, once its path was read."""
 WEBSOCKETS: dict[str, Need] = {"/ws/status": "metrics"}
 """Path and need of each websocket."""
 _TAIL = "{model}"
-_EXACT = {route.template: route for route in ROUTES if not route.template.endswith(_TAIL)}
+_EXACT = {route.template: route for route in ROUTES if "{" not in route.template}
 _PREFIXES = tuple((route.template[: -len(_TAIL)], route) for route in ROUTES if route.template.endswith(_TAIL))
 
 
@@ -74,4 +111,11 @@ def match(path: str) -> Match | None:
 
 def redirect_of(path: str) -> str | None:
     """Return where a path without its tail is sent (307), as the reference does for `/v1/encode`."""
-    return next((prefix for prefix, _ in _PREFIXES if path == prefix[:-1] and path not in _EXACT), None)
+    return next(
+        (
+            prefix
+            for prefix, route in _PREFIXES
+            if path == prefix[:-1] and path not in _EXACT and route.envelope == "sie"
+        ),
+        None,
+    )

@@ -17,9 +17,11 @@ from sie.frontend.classification import rank_classes
 from sie.frontend.dialects import trtis, trtis_status
 from sie.frontend.dialects.trtis import Answered, InferHead
 from sie.frontend.dialects.trtis_status import Described
+from sie.frontend.envelopes import Response
 from sie.frontend.inference import Exchange
-from sie.frontend.kserve import KServe, Response
+from sie.frontend.kserve import KServe
 from sie.frontend.process import FrontendProcess
+from sie.frontend.routes import INFER_V1
 from sie.frontend.tensor_figures import read_figures
 from sie.frontend.tensor_paths import split_version
 from sie.tensors import TensorReply, TensorRule, TensorSpec
@@ -31,13 +33,11 @@ _LARGE_BYTES: Final = 64 * 1024
 class Trtis:
     """The v1 dialect of one frontend process."""
 
-    def __init__(self, process: FrontendProcess, kserve: KServe, pool: ThreadPoolExecutor, started_s: float) -> None:
-        """started_s is when the server started, Unix time."""
+    def __init__(self, process: FrontendProcess, kserve: KServe, pool: ThreadPoolExecutor) -> None:
         self._process = process
         self._tensors = process.tensors
         self._kserve = kserve
         self._pool = pool
-        self._started_s = started_s
 
     # --- health and status ----------------------------------------------------------------------------------------
 
@@ -56,7 +56,7 @@ class Trtis:
 
     def _health(self, *, is_well: bool) -> Response:
         if self._process.is_draining:
-            return fail(Unavailable("Server exiting"))
+            raise Unavailable("Server exiting")
         status = trtis_status.request_status()
         return Response(200 if is_well else 400, [("nv-status", trtis_status.status_line(status))], b"")
 
@@ -81,7 +81,7 @@ class Trtis:
         ]
         state = "SERVER_EXITING" if self._process.is_draining else \
                 "SERVER_READY" if self._process.is_ready else "SERVER_INITIALIZING"  # fmt: skip
-        uptime_ns = int((time.time() - self._started_s) * 1e9)
+        uptime_ns = int((time.time() - self._process.started_s) * 1e9)
         return trtis_status.server_status(described, state=state, uptime_ns=max(0, uptime_ns))
 
     async def repository_index(self, exchange: Exchange) -> Response:
@@ -105,7 +105,7 @@ class Trtis:
 
     async def refuse_shared_memory(self, _exchange: Exchange) -> Response:
         """Refuse what is about a client's shared memory."""
-        return fail(SieError("shared memory is not supported"), code="UNSUPPORTED")
+        raise SieError("shared memory is not supported", code="UNSUPPORTED", http_status=400)
 
     # --- inference ------------------------------------------------------------------------------------------------
 
@@ -115,6 +115,7 @@ class Trtis:
         path = split_version(exchange.model, table.names)
         if path is None:
             return NO_ROUTE
+        exchange.route = INFER_V1
         head = trtis.parse_infer_head(exchange.headers.get("nv-inferrequest") or "")
         try:
             entry = self._find(exchange, path.name, path.version)
@@ -129,8 +130,8 @@ class Trtis:
                 as_binary = trtis_status.choose_format(exchange.scope.query_string, "") == "binary"
                 answer, line = await self._encode(head, reply, rule, as_binary=as_binary)
         except SieError as error:
-            exchange.answer_headers = [("nv-inferresponse", f"id: {head.id}" if head.id else ""), _BINARY]
-            raise error from None
+            error.extras["infer_id"] = head.id
+            raise
         process.metrics.record_last_inference(entry.card.id)
         return self._succeed([_BINARY, ("nv-inferresponse", line)], answer)
 
@@ -190,13 +191,6 @@ def encode_answer(head: InferHead, reply: TensorReply, rule: TensorRule, *, as_b
     outputs = answered(head, reply, rule)
     message = trtis.response_header(head, rule, outputs)
     return trtis.encode_infer(message, outputs, as_binary=as_binary)
-
-
-def fail(error: SieError, *, code: str = "") -> Response:
-    """Return the answer to a failure: 400, or 401 and 403 where it is about who asks, and the reason in `NV-Status`."""
-    status = trtis_status.request_status(code, error.message) if code else trtis_status.status_of(error)
-    http_status = error.http_status if error.http_status in (401, 403) else 400
-    return Response(http_status, [("nv-status", trtis_status.status_line(status))], b"")
 
 
 def _rule(entry: ModelEntry) -> TensorRule:

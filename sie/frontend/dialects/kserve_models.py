@@ -160,3 +160,8 @@ def config_statuses_body(states: Iterable[VersionState]) -> bytes:
         versions = models.setdefault(found.name, {"model_version_status": []})["model_version_status"]
         versions.append({"version": found.version, "state": _CONFIG_STATES[found.state], "status": status})
     return msgspec.json.encode(models)
+
+
+def model_config_body(rule: TensorRule) -> bytes:
+    """Return the body of `GET /v2/models/{m}/config`."""
+    return msgspec.json.encode(rule.config)

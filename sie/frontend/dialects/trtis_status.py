@@ -32,6 +32,7 @@ from sie.tensors import TensorRule
 
 SERVER_ID: Final = "inference:0"
 _MAX_MESSAGE_CHARS: Final = 1024
+_BINARY: Final = ("content-type", "application/octet-stream")
 _PACKAGE: Final = "nvidia.inferenceserver"
 _READY_STATES: Final[dict[ModelState, str]] = {
     "loaded": "MODEL_READY", "loading": "MODEL_LOADING", "unloading": "MODEL_UNLOADING",
@@ -55,8 +56,22 @@ def request_status(code: str = "SUCCESS", text: str = "") -> Any:
 
 def status_of(error: SieError) -> Any:
     """Return the RequestStatus of a failure; what has no code of its own is UNKNOWN."""
-    code = next((code for cls, code in _CODES if isinstance(error, cls)), "UNKNOWN")
+    own = error.code if error.code in ("UNSUPPORTED", "ALREADY_EXISTS") else "UNKNOWN"
+    code = next((code for cls, code in _CODES if isinstance(error, cls)), own)
     return request_status(code, error.message)
+
+
+def failure(error: SieError) -> tuple[int, list[tuple[str, str]], bytes]:
+    """Return status, headers and body of the answer to a failure.
+
+    The status is 400 whatever the reason is, but 401 and 403 where it is about who asks.
+    """
+    http_status = error.http_status if error.http_status in (401, 403, 429) else 400
+    headers = [("nv-status", status_line(status_of(error)))]
+    if "infer_id" in error.extras:
+        request_id = error.extras["infer_id"]
+        headers += [("nv-inferresponse", f"id: {request_id}" if request_id else ""), _BINARY]
+    return http_status, headers, b""
 
 
 def status_line(status: Any) -> str:
