@@ -15,8 +15,9 @@ from sie.families import KEY_REQUESTS, KEY_RUNNING, Family
 from sie.frontend.rates import TokenBucket
 from sie.shm.pages import Counter, CounterPage, Gauge, RecordKind
 
+_EAGER_NS: Final = 5_000_000_000
+"""For so long after we were told of a key we look for the others' records each time: they are told a moment later."""
 _LOOK_AGAIN_NS: Final = 500_000_000
-"""A frontend that has just been told of a key writes its first record a moment after us."""
 
 
 class KeyHolder:
@@ -34,8 +35,8 @@ class KeyHolder:
         self._page = pages[0]
         self._requests: Counter | None = None  # made when it is first used: a page has no room to spare
         self._running_gauge: Gauge | None = None
-        self._running = _Elsewhere(KEY_RUNNING, RecordKind.GAUGE, key.name, pages[1:])
-        self._admitted = _Elsewhere(KEY_REQUESTS, RecordKind.COUNTER, key.name, pages[1:])
+        self._running = _Elsewhere(KEY_RUNNING, RecordKind.GAUGE, key.name, pages[1:], now_ns)
+        self._admitted = _Elsewhere(KEY_REQUESTS, RecordKind.COUNTER, key.name, pages[1:], now_ns)
         self._num_elsewhere = self._admitted.total(now_ns)
         self.take_over(key, now_ns)
 
@@ -87,19 +88,20 @@ class KeyHolder:
 class _Elsewhere:
     """The sum of one metric over the pages of the other processes."""
 
-    __slots__ = ("_family", "_kind", "_look_ns", "_name", "_pages", "_readers")
+    __slots__ = ("_eager_until_ns", "_family", "_kind", "_look_ns", "_name", "_pages", "_readers")
 
-    def __init__(self, family: Family, kind: RecordKind, name: str, pages: Sequence[CounterPage]) -> None:
+    def __init__(self, family: Family, kind: RecordKind, name: str, pages: Sequence[CounterPage], now_ns: int) -> None:
         self._family = family
         self._kind = kind
         self._name = name
         self._pages = list(pages)
         self._readers: list[Callable[[], float]] = []
         self._look_ns = 0
+        self._eager_until_ns = now_ns + _EAGER_NS
 
     def total(self, now_ns: int) -> float:
         if now_ns >= self._look_ns and self._pages:
-            self._look_ns = now_ns + _LOOK_AGAIN_NS
+            self._look_ns = now_ns if now_ns < self._eager_until_ns else now_ns + _LOOK_AGAIN_NS
             self._look()
         return sum(read() for read in self._readers)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 from urllib.parse import unquote
 
 import pytest
@@ -38,7 +37,7 @@ def key_file(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(key_file):
     with start_server(
-        *STUB, "--model", "stub/slow=stub:dense=16,latency_ms=500", "--api-keys", str(key_file), "--frontends", "2",
+        *STUB, "--model", "stub/slow=stub:dense=16,latency_ms=1500", "--api-keys", str(key_file), "--frontends", "2",
         "--cors-origin", "https://app.example",
     ) as running:  # fmt: skip
         yield running
@@ -205,22 +204,24 @@ def test_rate_is_the_keys_over_all_connections_and_frontends(server):
 
 
 def test_concurrency_is_the_keys_and_is_given_back(server):
-    statuses: list[int] = []
+    def num_running() -> float:
+        text = get(server.port, "/metrics", bearer(METRICS)).body.decode()
+        return sum(
+            float(line.split()[-1]) for line in text.splitlines() if line.startswith('sie_api_key_running{key="slow"}')
+        )
 
-    def ask() -> None:
-        statuses.append(encode(server.port, "stub/slow", ["x"], bearer(SLOW)).status)
-
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20.0)
-    # Two frontends may each let one in at the same moment, before either sees the other's.
-    assert statuses.count(200) in (2, 3)
-    assert statuses.count(429) == 8 - statuses.count(200)
-    with connect(server.port) as leaver:  # one that leaves gives its place back, too
-        leaver.sendall(raw_request("/v1/encode/stub/slow", b'{"items":[{"text":"x"}]}', bearer(SLOW)))
-    eventually(lambda: encode(server.port, "stub/slow", ["x"], bearer(SLOW)).status == 200, "a place is free")
+    request = raw_request("/v1/encode/stub/slow", b'{"items":[{"text":"x"}]}', bearer(SLOW))
+    with connect(server.port) as first, connect(server.port) as leaver:
+        first.sendall(request)
+        leaver.sendall(request)
+        eventually(lambda: num_running() == 2, "both run")
+        for _ in range(4):  # whichever frontend hears it
+            refused = encode(server.port, "stub/slow", ["x"], bearer(SLOW))
+            assert (refused.status, refused.code(), refused.headers["retry-after"]) == (429, "RATE_LIMIT", "1")
+        leaver.close()  # gives its place back, too
+        assert read_response(first).status == 200
+    eventually(lambda: num_running() == 0, "both places are free")
+    assert encode(server.port, "stub/slow", ["x"], bearer(SLOW)).status == 200
 
 
 # --- websockets --------------------------------------------------------------------------------------------------------

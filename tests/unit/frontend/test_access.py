@@ -180,10 +180,6 @@ def test_limits_are_the_servers_over_all_frontends():
         )
         for i in range(3)
     )
-    for door in (one, two, three):
-        door.now_ns += S  # the others' records are looked for again
-        with pytest.raises(Unauthorized):
-            door.enter("nobody")
     held = [one.enter(), one.enter(), two.enter(), three.enter(), three.enter()]
     for door in (one, two, three):
         with pytest.raises(RateLimited, match="max_concurrent"):
