@@ -37,8 +37,8 @@ _TEXT: Final = ("content-type", "text/plain; charset=utf-8")
 _CLOSE: Final = ("connection", "close")
 _MUST_CLOSE: Final = frozenset({408, 413})
 """After these the rest of a body may still be on its way."""
-_BODY_UNREAD: Final = frozenset({401, 403, 429})
-"""These are known from the headers alone."""
+_BODY_UNREAD: Final = frozenset({401, 403, 429, 503})
+"""These may be known from the headers alone."""
 _MAX_DISCARDED_BYTES: Final = 256 * 1024
 _NO_REQUEST: Final = frozenset({204, 401, 403, 405, 429})
 """These never reached the model that their route is about, and are no requests in `sie_requests_total`."""
@@ -83,7 +83,7 @@ class App:
                 await self._dispatch_for_holder(exchange, access)
         except SieError as error:
             self._fail(exchange, error)
-            if error.http_status in _BODY_UNREAD:
+            if error.http_status in _BODY_UNREAD and not exchange.body_bytes:
                 await self._discard_body(exchange)
         except Exception:
             _log.exception("%s %s failed", scope.method, exchange.route.template if exchange.route else "?")
