@@ -62,7 +62,7 @@ REQUEST_DURATION = Family(
 BATCH_SIZE = Family(
     name="sie_batch_size",
     kind="histogram",
-    help="Sequences of one model that ran in one step.",
+    help="Sequences (or rows of tensors) of one model that ran in one step.",
     labels=("model",),
     bounds=tuple(float(1 << power) for power in range(11)),
 )

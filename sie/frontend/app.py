@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import secrets
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from sie import __version__
 from sie.control_messages import ModelEntry
@@ -27,9 +28,11 @@ from sie.frontend.kserve import KServe
 from sie.frontend.metrics import CONTENT_TYPE, render
 from sie.frontend.openapi import page as docs
 from sie.frontend.process import FrontendProcess
-from sie.frontend.trtis import Trtis
 from sie.logs import get_logger
 from sie.process import calm_collector
+
+if TYPE_CHECKING:
+    from sie.frontend.trtis import Trtis
 
 _log = get_logger(__name__)
 _JSON: Final = ("content-type", "application/json")
@@ -40,6 +43,7 @@ _MUST_CLOSE: Final = frozenset({408, 413})
 _BODY_UNREAD: Final = frozenset({401, 403, 429, 503})
 """These may be known from the headers alone."""
 _MAX_DISCARDED_BYTES: Final = 256 * 1024
+_TENSOR_DIALECTS: Final = frozenset({"kserve", "trtis"})
 _NO_REQUEST: Final = frozenset({204, 401, 403, 405, 429})
 """These never reached the model that their route is about, and are no requests in `sie_requests_total`."""
 
@@ -59,11 +63,8 @@ class App:
         """Join the supervisor before the first connection is accepted."""
         self._process = self._connect(loop)
         self._inference = Inference(self._process, self._identity)
-        kserve = KServe(self._process, self._inference.pool)
-        self._tensor_dialects: dict[str, Any] = {
-            "kserve": kserve,
-            "trtis": Trtis(self._process, kserve, self._inference.pool),
-        }
+        self._kserve = KServe(self._process, self._inference.pool)
+        self._trtis: Trtis | None = None
         calm_collector()
 
     def __rsgi_del__(self, _loop: asyncio.AbstractEventLoop) -> None:
@@ -146,7 +147,7 @@ class App:
         matched = routes.match(scope.path)
         if matched is not None:
             exchange.route, exchange.model = matched
-        if matched is None or (scope.method != matched.route.method and not matched.route.is_group):
+        if matched is None or scope.method != matched.route.method:
             self._answer_mismatch(exchange, matched.route if matched is not None else None)
             await self._discard_body(exchange)
             return
@@ -158,13 +159,23 @@ class App:
 
     async def _handle(self, exchange: Exchange, route: routes.Route) -> None:
         """Serve a route that is none of the inference routes of `sie.frontend.inference`."""
-        dialect = self._tensor_dialects.get(route.envelope)
-        if dialect is None:
+        if route.envelope not in _TENSOR_DIALECTS:
             await getattr(self, f"_{route.handler}")(exchange)
             return
         if route.need == "admin":
             self._check_admin(exchange, has_body=False)
+        dialect = self._kserve if route.envelope == "kserve" else await self._open_trtis()
         self._respond(exchange, *await getattr(dialect, route.handler)(exchange))
+
+    async def _open_trtis(self) -> Trtis:
+        """Return the handlers of the v1 API; the first use imports protobuf, on a thread."""
+        if self._trtis is None:
+            pool = self._inference.pool
+            module = await asyncio.get_running_loop().run_in_executor(
+                pool, importlib.import_module, "sie.frontend.trtis"
+            )
+            self._trtis = cast("Trtis", module.Trtis(self._process, self._kserve, pool))
+        return self._trtis
 
     def _answer_mismatch(self, exchange: Exchange, route: routes.Route | None) -> None:
         """Answer a request for a path that is no route, or with a method that is not its route's."""
@@ -264,7 +275,7 @@ class App:
             self._count(exchange, error.http_status, error)
             return
         status, headers, body = envelopes.failure(envelope, error)
-        if envelope not in self._tensor_dialects:
+        if envelope not in _TENSOR_DIALECTS:
             headers = [*headers, *self._identity]
         if error.http_status == 401:
             headers.append(CHALLENGE)

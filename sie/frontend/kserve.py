@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from sie.control_messages import ModelEntry
 from sie.errors import BadRequest, NotFound, Unavailable
-from sie.frontend import routes
 from sie.frontend.classification import as_class_tensor
 from sie.frontend.compression import MIN_BYTES, choose_coding, compress, decompress
 from sie.frontend.dialects import kserve, kserve_models
@@ -22,6 +21,7 @@ from sie.frontend.dialects.kserve_models import VersionState
 from sie.frontend.envelopes import JSON, Headers, Response
 from sie.frontend.inference import Exchange
 from sie.frontend.process import FrontendProcess
+from sie.frontend.routes import BY_TEMPLATE, COUNTED
 from sie.frontend.tensor_figures import read_figures
 from sie.frontend.tensor_paths import split_model_path
 from sie.frontend.tensor_table import is_servable
@@ -67,13 +67,16 @@ class KServe:
     async def model(self, exchange: Exchange) -> Response:
         """Answer what lies below `/v2/models/`."""
         table = self._tensors.table
-        path = split_model_path(exchange.model, _METHODS, table.names)
+        assert exchange.route is not None
+        tail = exchange.model + exchange.route.template.partition("{model}")[2]
+        path = split_model_path(tail, _METHODS, table.names)
         if path is None:
             return Response(404, [JSON], kserve.error_body("Not Found"))
         method = _METHODS[path.action]
         if exchange.scope.method != method:
             return Response(405, [JSON, ("allow", method)], kserve.error_body("Method Not Allowed"))
-        exchange.route = routes.BY_TEMPLATE[f"/v2/models/{{model}}{path.action and '/' + path.action}"]
+        template = f"/v2/models/{{model}}{path.action and '/' + path.action}"
+        exchange.route = COUNTED.get(template) or BY_TEMPLATE[template]
         entry = table.resolve(path.name, path.version)
         exchange.known_model = entry.card.id
         if path.action == "infer":
@@ -153,10 +156,8 @@ class KServe:
 
     async def manage(self, exchange: Exchange) -> Response:
         """Answer `POST /v2/repository/models/{model}/load` and `unload`; the app has seen to it who may."""
-        name, _, action = exchange.model.rpartition("/")
-        if not name or action not in ("load", "unload"):
-            return Response(404, [JSON], kserve.error_body("Not Found"))
-        exchange.route = routes.BY_TEMPLATE[f"/v2/repository/models/{{model}}/{action}"]
+        assert exchange.route is not None
+        name, action = exchange.model, exchange.route.template.rpartition("/")[2]
         kserve_models.check_manage(await self._read_small(exchange))
         repository = self._tensors.repository
         if action == "load":

@@ -22,15 +22,10 @@ class Route(NamedTuple):
     envelope: str = "sie"
     endpoint: str = ""
     need: Need = "infer"
-    is_group: bool = False
-    """Whether other rows lie below it: its handler finds out which of them is meant, and looks at the method."""
 
 
 class Match(NamedTuple):
-    """The route of a request; model is the path's tail for the templates that end in `{model}`.
-
-    Of rows below a group the group is found.
-    """
+    """The route of a request; model is what stands for `{model}` in its template."""
 
     route: Route
     model: str = ""
@@ -62,21 +57,20 @@ ROUTES: tuple[Route, ...] = (
     Route("/v2/health/live", "GET", "live", "kserve", need="open"),
     Route("/v2/health/ready", "GET", "ready", "kserve", need="open"),
     Route("/v2/models/stats", "GET", "statistics", "kserve"),
-    Route("/v2/models/{model}", "GET", "model", "kserve", is_group=True),
+    Route("/v2/models/{model}", "GET", "model", "kserve"),
     Route("/v2/models/{model}/ready", "GET", "model", "kserve"),
     Route("/v2/models/{model}/config", "GET", "model", "kserve"),
     Route("/v2/models/{model}/stats", "GET", "model", "kserve"),
-    Route("/v2/models/{model}/infer", "POST", "model", "kserve", "infer"),
+    Route("/v2/models/{model}/infer", "POST", "model", "kserve"),
     Route("/v2/repository/index", "POST", "index", "kserve"),
-    Route("/v2/repository/models/{model}", "POST", "manage", "kserve", need="admin", is_group=True),
     Route("/v2/repository/models/{model}/load", "POST", "manage", "kserve", need="admin"),
     Route("/v2/repository/models/{model}/unload", "POST", "manage", "kserve", need="admin"),
     Route("/v2/systemsharedmemory/status", "GET", "shared_memory_status", "kserve"),
     Route("/v2/systemsharedmemory/unregister", "POST", "unregister", "kserve"),
-    Route("/v2/systemsharedmemory/region/{model}", "POST", "refuse_shared_memory", "kserve", is_group=True),
+    Route("/v2/systemsharedmemory/region/{model}", "POST", "refuse_shared_memory", "kserve"),
     Route("/v2/cudasharedmemory/status", "GET", "shared_memory_status", "kserve"),
     Route("/v2/cudasharedmemory/unregister", "POST", "unregister", "kserve"),
-    Route("/v2/cudasharedmemory/region/{model}", "POST", "refuse_shared_memory", "kserve", is_group=True),
+    Route("/v2/cudasharedmemory/region/{model}", "POST", "refuse_shared_memory", "kserve"),
     Route("/v1/config", "GET", "config_statuses", "kserve"),
     Route("/v1/config/reload", "POST", "reload_config", "kserve", need="admin"),
     Route("/api/health/live", "GET", "live", "trtis", need="open"),
@@ -86,16 +80,26 @@ ROUTES: tuple[Route, ...] = (
     Route("/api/infer/{model}", "POST", "infer", "trtis"),
     Route("/api/modelcontrol/{model}", "POST", "control", "trtis", need="admin"),
     Route("/api/repository/index", "GET", "repository_index", "trtis"),
-    Route("/api/sharedmemorycontrol/{model}", "POST", "refuse_shared_memory", "trtis", is_group=True),
+    Route("/api/sharedmemorycontrol/{model}", "POST", "refuse_shared_memory", "trtis"),
 )
 BY_TEMPLATE: dict[str, Route] = {route.template: route for route in ROUTES}
-INFER_V1 = BY_TEMPLATE["/api/infer/{model}"]._replace(endpoint="infer")
-"""What a request to infer is counted as, once its path was read."""
+COUNTED = {
+    template: BY_TEMPLATE[template]._replace(endpoint="infer")
+    for template in ("/v2/models/{model}/infer", "/api/infer/{model}")
+}
+"""What a request to infer tensors is counted as, once its path was read."""
 WEBSOCKETS: dict[str, Need] = {"/ws/status": "metrics"}
 """Path and need of each websocket."""
-_TAIL = "{model}"
 _EXACT = {route.template: route for route in ROUTES if "{" not in route.template}
-_PREFIXES = tuple((route.template[: -len(_TAIL)], route) for route in ROUTES if route.template.endswith(_TAIL))
+_NAMED = [(*route.template.partition("{model}"), route) for route in ROUTES if "{" in route.template]
+_PREFIXES = list(dict.fromkeys(prefix for prefix, _, _, _ in _NAMED))
+_AROUND = tuple(
+    sorted(
+        ((prefix, suffix, route) for prefix, _, suffix, route in _NAMED),
+        key=lambda row: (_PREFIXES.index(row[0]), -len(row[1])),  # "/v2/models/m/infer" is not about a model "m/infer"
+    )
+)
+"""What stands before and behind a model's name, for each row with one."""
 
 
 def match(path: str) -> Match | None:
@@ -103,9 +107,9 @@ def match(path: str) -> Match | None:
     route = _EXACT.get(path)
     if route is not None:
         return Match(route)
-    for prefix, candidate in _PREFIXES:
-        if path.startswith(prefix):
-            return Match(candidate, path[len(prefix) :])
+    for prefix, suffix, candidate in _AROUND:
+        if path.startswith(prefix) and path.endswith(suffix) and len(path) >= len(prefix) + len(suffix):
+            return Match(candidate, path[len(prefix) : len(path) - len(suffix)])
     return None
 
 
@@ -114,7 +118,7 @@ def redirect_of(path: str) -> str | None:
     return next(
         (
             prefix
-            for prefix, route in _PREFIXES
+            for prefix, _, route in _AROUND
             if path == prefix[:-1] and path not in _EXACT and route.envelope == "sie"
         ),
         None,

@@ -21,7 +21,7 @@ from sie.frontend.envelopes import Response
 from sie.frontend.inference import Exchange
 from sie.frontend.kserve import KServe
 from sie.frontend.process import FrontendProcess
-from sie.frontend.routes import INFER_V1
+from sie.frontend.routes import COUNTED
 from sie.frontend.tensor_figures import read_figures
 from sie.frontend.tensor_paths import split_version
 from sie.tensors import TensorReply, TensorRule, TensorSpec
@@ -115,7 +115,7 @@ class Trtis:
         path = split_version(exchange.model, table.names)
         if path is None:
             return NO_ROUTE
-        exchange.route = INFER_V1
+        exchange.route = COUNTED["/api/infer/{model}"]
         head = trtis.parse_infer_head(exchange.headers.get("nv-inferrequest") or "")
         try:
             entry = self._find(exchange, path.name, path.version)

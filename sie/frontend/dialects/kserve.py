@@ -36,7 +36,9 @@ _MIXED: Final = (
 _Parameters = dict[str, Any] | None
 
 
-class _Input(msgspec.Struct):
+class InferInput(msgspec.Struct):
+    """One input as JSON has it."""
+
     name: str
     shape: Annotated[list[Annotated[int, Meta(ge=0, le=_SIZE_LIMIT - 1)]], Meta(max_length=MAX_RANK)]
     datatype: str
@@ -44,14 +46,18 @@ class _Input(msgspec.Struct):
     data: msgspec.Raw = _ABSENT
 
 
-class _Output(msgspec.Struct):
+class InferOutput(msgspec.Struct):
+    """One output that is asked for."""
+
     name: str
     parameters: _Parameters = None
 
 
-class _Body(msgspec.Struct):
-    inputs: Annotated[list[_Input], Meta(min_length=1, max_length=_MAX_TENSORS)]
-    outputs: Annotated[list[_Output], Meta(max_length=_MAX_TENSORS)] | None = None
+class InferBody(msgspec.Struct):
+    """The JSON of a request."""
+
+    inputs: Annotated[list[InferInput], Meta(min_length=1, max_length=_MAX_TENSORS)]
+    outputs: Annotated[list[InferOutput], Meta(max_length=_MAX_TENSORS)] | None = None
     id: str | None = None
     parameters: _Parameters = None
 
@@ -72,7 +78,7 @@ class InferCall(msgspec.Struct, kw_only=True):
     is_binary: bool = False
 
 
-_BODY: Final = msgspec.json.Decoder(_Body)
+_BODY: Final = msgspec.json.Decoder(InferBody)
 
 
 def decode_infer(body: bytes, header_length: str | None, model: str, rule: TensorRule, limits: Limits) -> InferCall:
@@ -111,7 +117,7 @@ class _TensorReader:
         self._model = model
         self._max_values = max_values
 
-    def read(self, item: _Input, *, is_only: bool) -> Tensor:
+    def read(self, item: InferInput, *, is_only: bool) -> Tensor:
         code = DATATYPES.get(item.datatype)
         if code is None:
             raise BadRequest(f"invalid datatype '{item.datatype}' for input {item.name}")
@@ -137,7 +143,7 @@ class _TensorReader:
             raise BadRequest(f"input '{item.name}' of datatype BYTES needs the parameter 'binary_data_size'")
         return Tensor(item.name, item.datatype, tuple(item.shape), data)
 
-    def _from_json(self, item: _Input, num_elements: int) -> bytes:
+    def _from_json(self, item: InferInput, num_elements: int) -> bytes:
         if num_elements > self._max_values:
             raise BadRequest(
                 f"input '{item.name}' has {num_elements} elements as JSON, over max_tensor_values ({self._max_values}); "
@@ -206,7 +212,7 @@ def _raw_input(body: memoryview, rule: TensorRule) -> Tensor:
     return Tensor(spec.name, spec.datatype, tuple(shape), body)
 
 
-def _wanted(outputs: Sequence[_Output], *, is_binary: bool) -> tuple[Wanted, ...]:
+def _wanted(outputs: Sequence[InferOutput], *, is_binary: bool) -> tuple[Wanted, ...]:
     """Return each output that is asked for, once."""
     wanted: dict[str, Wanted] = {}
     for output in outputs:

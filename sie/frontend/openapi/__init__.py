@@ -12,7 +12,8 @@ from sie.frontend import routes
 from sie.frontend.dialects.negotiate import JSON
 from sie.frontend.dialects.openai import wire_code
 from sie.frontend.openapi import replies, schemas
-from sie.frontend.openapi.operations import ACCESS, OPERATIONS, TAGS, Answer, Fault, Operation
+from sie.frontend.openapi.operations import ACCESS, OPERATIONS, TAGS
+from sie.frontend.openapi.rows import Answer, Fault, Operation
 from sie.frontend.routes import Route
 from sie.settings import Limits
 
@@ -70,7 +71,9 @@ _ENVELOPES: dict[str, type[msgspec.Struct]] = {
     "sie": replies.NativeError,
     "openai": replies.OpenAIError,
     "models": replies.ModelMissing,
+    "kserve": replies.TensorError,
 }
+"""The v1 tensor API has no body for a failure."""
 
 
 def _structs() -> list[type[msgspec.Struct]]:
@@ -79,7 +82,7 @@ def _structs() -> list[type[msgspec.Struct]]:
     for operation in OPERATIONS:
         parts = (*operation.answers, *operation.faults)
         named |= dict.fromkeys((operation.request, *(part.type for part in parts)))
-    named |= dict.fromkeys((replies.NativeError, replies.OpenAIError))
+    named |= dict.fromkeys((replies.NativeError, replies.OpenAIError, replies.TensorError))
     return [struct for struct in named if struct is not None]
 
 
@@ -90,8 +93,8 @@ def _operation(operation: Operation, route: Route) -> Document:
         "tags": [operation.tag],
         "summary": operation.summary,
     }
-    if route.template.endswith("{model}"):
-        described["operationId"] += "_model"
+    if "{model}" in route.template:
+        described["operationId"] += "_model" if route.template.endswith("{model}") else ""
         described["parameters"] = [_model_parameter(operation.model)]
     if operation.description:
         described["description"] = operation.description
@@ -138,13 +141,14 @@ def _answer(answer: Answer, has_timing: bool) -> Document:
 
 def _fault(fault: Fault, envelope: str) -> Document:
     is_openai = envelope == "openai"
-    struct = fault.type or _ENVELOPES[envelope]
+    struct = fault.type or _ENVELOPES.get(envelope)
     names = dict.fromkeys(wire_code(code) if is_openai else code for code in fault.codes)
     codes = ", ".join(f"`{name}`" for name in names)
     described: Document = {
         "description": f"{fault.description} Codes: {codes}.",
-        "content": {JSON: {"schema": schemas.ref(struct)}},
     }
+    if struct is not None:
+        described["content"] = {JSON: {"schema": schemas.ref(struct)}}
     if fault.status == 401:
         described["headers"] = {"WWW-Authenticate": {"description": "`Bearer`.", "schema": {"type": "string"}}}
     if fault.status in (429, 503):

@@ -6,7 +6,7 @@ route is without one.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -17,55 +17,18 @@ from sie.frontend.dialects.openai import EmbeddingsBody
 from sie.frontend.dialects.rerank import RerankBody
 from sie.frontend.dialects.score import ScoreBody
 from sie.frontend.dialects.sie import EncodeBody
-from sie.frontend.openapi import replies
+from sie.frontend.openapi import replies, tensor_operations
+from sie.frontend.openapi.rows import Answer, Fault, Operation
 
 HTML: Final = "text/html"
 TEXT: Final = "text/plain"
-_StructType = type[msgspec.Struct]
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """One status that is no error; media types that share the type. No type: the text is described by its media type."""
-
-    status: int
-    description: str
-    media: tuple[str, ...] = (JSON,)
-    type: _StructType | None = None
-
-
-class Fault(msgspec.Struct, frozen=True):
-    """One status of an error, with the codes that it may have; the OpenAI dialect has names of its own for some."""
-
-    status: int
-    codes: tuple[str, ...]
-    description: str
-    type: _StructType | None = None
-    """Of the body; None: that of the route's dialect."""
-
-
-class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """What the document says about one route."""
-
-    template: str
-    tag: str
-    summary: str
-    answers: tuple[Answer, ...]
-    description: str = ""
-    request: _StructType | None = None
-    media: tuple[str, ...] = (JSON,)
-    """Of the request."""
-    example: dict[str, Any] = {}
-    model: str = ""
-    """An example of the path's model."""
-    faults: tuple[Fault, ...] = ()
-    has_timing: bool = False
-    """Whether a 200 has the headers that say where the time went."""
 
 
 TAGS: Final = {
     "Inference": "Ask a model. Bodies may be JSON or, on the SIE routes, msgpack.",
     "Models": "What is served, and for administrators: what is in memory.",
     "Operation": "Health, metrics and this document.",
+    **tensor_operations.TAGS,
 }
 
 _BAD: Final = Fault(400, ("INVALID_INPUT", "INPUT_TOO_LONG"), "The request is wrong; the message names the field.")
@@ -251,4 +214,5 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     _text("/docs", "This document as a page", Answer(200, "A page that fetches nothing from elsewhere.", (HTML,))),
     _text("/openapi.json", "This document", _DOCUMENT),
     _text("/api-doc/openapi.json", "This document, where other servers have it", _DOCUMENT),
+    *tensor_operations.OPERATIONS,
 )

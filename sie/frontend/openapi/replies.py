@@ -189,6 +189,10 @@ class NativeError(Struct, kw_only=True):
     detail: ErrorDetail
 
 
+class TensorError(Struct, kw_only=True):
+    error: str
+
+
 class OpenAIErrorObject(Struct, kw_only=True):
     message: str
     type: Literal["invalid_request_error", "server_error"]

@@ -4,7 +4,9 @@ import pytest
 
 from sie.frontend.app import App
 from sie.frontend.inference import Inference
+from sie.frontend.kserve import KServe
 from sie.frontend.routes import ROUTES, match, redirect_of
+from sie.frontend.trtis import Trtis
 
 
 @pytest.mark.parametrize(
@@ -43,11 +45,32 @@ def test_missing_tail_is_redirected_unless_the_path_itself_is_served(path, targe
     assert redirect_of(path) == target
 
 
-def test_every_route_has_a_handler_of_its_own():
-    shared = {"manage_model", "openapi"}
-    own = [route.handler for route in ROUTES if route.handler not in shared]
-    assert len(set(own)) == len(own)
+def test_every_route_has_a_handler():
+    owners = {"kserve": KServe, "trtis": Trtis}
     for route in ROUTES:
-        assert callable(
-            getattr(Inference, route.handler, None) if route.endpoint else getattr(App, f"_{route.handler}", None)
-        )
+        owner = owners.get(route.envelope) or (Inference if route.endpoint else App)
+        assert callable(getattr(owner, route.handler if owner is not App else f"_{route.handler}", None)), route
+
+
+@pytest.mark.parametrize(
+    ("path", "template", "model"),
+    [
+        ("/v2/models/org/name/infer", "/v2/models/{model}/infer", "org/name"),
+        ("/v2/models/m/versions/3/ready", "/v2/models/{model}/ready", "m/versions/3"),
+        ("/v2/models/ready", "/v2/models/{model}", "ready"), ("/v2/models/stats", "/v2/models/stats", ""),
+        ("/v2/repository/models/a/b/load", "/v2/repository/models/{model}/load", "a/b"),
+        ("/api/infer/m/1", "/api/infer/{model}", "m/1"),
+    ],
+)  # fmt: skip
+def test_a_models_name_may_stand_between(path, template, model):
+    found = match(path)
+    assert found is not None
+    assert (found.route.template, found.model) == (template, model)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v2/models/{model}/infer/x/y", "/v2/repository/models/m", "/v2/repository/models/m/explode"]
+)
+def test_a_template_is_no_path(path):
+    found = match(path)
+    assert found is None or found.route.template == "/v2/models/{model}"
