@@ -9,8 +9,8 @@ import msgpack
 import numpy as np
 import schemathesis
 
-MODELS = itertools.cycle(("stub/all", "stub/image", "stub/all", None))
-"""Every fourth request keeps the model that was made up."""
+MODELS = itertools.cycle(("stub/all", "stub/image", "stub/tensor", "stub/all", None))
+"""Every fifth request keeps the model that was made up."""
 
 
 @schemathesis.serializer("application/msgpack")

@@ -70,7 +70,7 @@ class Wanted(msgspec.Struct, frozen=True):
     num_classes: int = 0
 
 
-class InferCall(msgspec.Struct, kw_only=True):
+class InferCall(msgspec.Struct, frozen=True, kw_only=True):
     """A decoded request, and how its answer is to be written. wanted is empty for all outputs in the same way."""
 
     request: TensorRequest

@@ -134,8 +134,9 @@ def _answer(answer: Answer, has_timing: bool) -> Document:
     content: Document = {}
     for media in answer.media:
         is_free = answer.type is None and media.endswith("json")
-        content[media] = {"schema": {"type": "object"} if is_free else schema}
-    described["content"] = content
+        content[media] = {"schema": {"type": "array" if answer.is_list else "object"} if is_free else schema}
+    if content:
+        described["content"] = content
     return described
 
 

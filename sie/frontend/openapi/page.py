@@ -86,9 +86,9 @@ def _operation(method: str, path: str, operation: _Json, schemas: _Json) -> str:
 def _responses(responses: _Json) -> str:
     rows: list[str] = []
     for status, response in responses.items():
-        content = response["content"]
+        content = response.get("content", {})
         media = " or ".join(content)
-        schema = next(iter(content.values()))["schema"]
+        schema = next(iter(content.values()))["schema"] if content else {}
         kind = _kind(schema) if "$ref" in schema else ""
         rows.append(
             f"<tr><td><b>{status}</b></td><td>{_prose(response['description'])}</td><td>{kind}</td>"

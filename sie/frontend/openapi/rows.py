@@ -12,12 +12,16 @@ _StructType = type[msgspec.Struct]
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """One status that is no error; media types that share the type. No type: the text is described by its media type."""
+    """One status that is no error; media types that share the type, none for an answer without a body.
+
+    No type: the text is described by its media type, JSON as an object or, is_list, as a list.
+    """
 
     status: int
     description: str
     media: tuple[str, ...] = (JSON,)
     type: _StructType | None = None
+    is_list: bool = False
 
 
 class Fault(msgspec.Struct, frozen=True):

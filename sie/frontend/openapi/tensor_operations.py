@@ -36,39 +36,40 @@ _CONTROL: Final = (
 )  # fmt: skip
 _UNSUPPORTED: Final = (Fault(400, ("INVALID_INPUT",), "Clients' shared memory is not supported."),)
 _MODEL: Final = "densenet"
-_WELL: Final = Answer(200, "It is.", (_TEXT,))
 
 
-def _v2(template: str, summary: str, answer: str, faults: tuple[Fault, ...] = ()) -> Operation:
+def _v2(template: str, summary: str, answer: Answer | str, faults: tuple[Fault, ...] = ()) -> Operation:
     model = _MODEL if "{model}" in template else ""
-    return Operation(
-        template=template,
-        tag=_KSERVE,
-        summary=summary,
-        answers=(Answer(200, answer, (JSON,)),),
-        faults=faults,
-        model=model,
-    )
+    answers = (Answer(200, answer) if isinstance(answer, str) else answer,)
+    return Operation(template=template, tag=_KSERVE, summary=summary, answers=answers, faults=faults, model=model)
+
+
+def _bare(description: str) -> Answer:
+    return Answer(200, description, ())
+
+
+def _list(description: str) -> Answer:
+    return Answer(200, description, is_list=True)
 
 
 def _v1(template: str, summary: str, media: tuple[str, ...], description: str = "") -> Operation:
     model = _MODEL if "{model}" in template else ""
     return Operation(
         template=template, tag=_V1, summary=summary, description=description, model=model,
-        answers=(Answer(200, "With `NV-Status: code: SUCCESS ...`.", media), Answer(400, "`NV-Status` says why.", media)),
+        answers=(Answer(200, "With `NV-Status: code: SUCCESS ...`.", media), Answer(400, "`NV-Status` says why.", ())),
     )  # fmt: skip
 
 
 OPERATIONS: Final[tuple[Operation, ...]] = (
     _v2("/v2", "The server", "Its name, version and extensions."),
-    _v2("/v2/health/live", "Whether the process lives", "It does."),
+    _v2("/v2/health/live", "Whether the process lives", _bare("It does.")),
     Operation(
         template="/v2/health/ready", tag=_KSERVE, summary="Whether requests can be served",
-        answers=(Answer(200, "They can.", (JSON,)), Answer(503, "It starts or stops.", (JSON,))),
+        answers=(_bare("They can."), Answer(503, "It starts or stops.", (JSON,))),
     ),
     _v2("/v2/models/stats", "Figures of every model", "What each version has done."),
     _v2("/v2/models/{model}", "A model's inputs and outputs", "Its metadata.", (_MISSING,)),
-    _v2("/v2/models/{model}/ready", "Whether a model can be asked", "It can.", (_MISSING, _INFER[-2])),
+    _v2("/v2/models/{model}/ready", "Whether a model can be asked", _bare("It can."), (_MISSING, _INFER[-2])),
     _v2("/v2/models/{model}/config", "A model's configuration", "ModelConfig as JSON.", (_MISSING,)),
     _v2("/v2/models/{model}/stats", "A model's figures", "What its versions have done.", (_MISSING,)),
     Operation(
@@ -83,23 +84,23 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         answers=(Answer(200, "The outputs.", (JSON, _BINARY)),),
         faults=_INFER,
     ),
-    _v2("/v2/repository/index", "Every version of every model, with its state", "A list.", (_BAD, _STALLED, _TOO_LARGE)),
-    _v2("/v2/repository/models/{model}/load", "Load a model of a repository", "It is loaded.", _CONTROL),
-    _v2("/v2/repository/models/{model}/unload", "Unload a model of a repository", "It has begun.", _CONTROL),
-    _v2("/v2/systemsharedmemory/status", "Regions of clients' shared memory", "An empty list."),
-    _v2("/v2/systemsharedmemory/unregister", "Forget all regions", "There are none."),
-    _v2("/v2/systemsharedmemory/region/{model}", "Register or forget a region", "Never.", _UNSUPPORTED),
-    _v2("/v2/cudasharedmemory/status", "Regions of clients' device memory", "An empty list."),
-    _v2("/v2/cudasharedmemory/unregister", "Forget all regions", "There are none."),
-    _v2("/v2/cudasharedmemory/region/{model}", "Register or forget a region", "Never.", _UNSUPPORTED),
+    _v2("/v2/repository/index", "Every version of every model, with its state", _list("All of them."), (_BAD, _STALLED, _TOO_LARGE)),
+    _v2("/v2/repository/models/{model}/load", "Load a model of a repository", _bare("It is loaded."), _CONTROL),
+    _v2("/v2/repository/models/{model}/unload", "Unload a model of a repository", _bare("It has begun."), _CONTROL),
+    _v2("/v2/systemsharedmemory/status", "Regions of clients' shared memory", _list("Always empty.")),
+    _v2("/v2/systemsharedmemory/unregister", "Forget all regions", _bare("There are none.")),
+    _v2("/v2/systemsharedmemory/region/{model}", "Register or forget a region", _bare("Never."), _UNSUPPORTED),
+    _v2("/v2/cudasharedmemory/status", "Regions of clients' device memory", _list("Always empty.")),
+    _v2("/v2/cudasharedmemory/unregister", "Forget all regions", _bare("There are none.")),
+    _v2("/v2/cudasharedmemory/region/{model}", "Register or forget a region", _bare("Never."), _UNSUPPORTED),
     _v2("/v1/config", "The state of every version", "As OpenVINO Model Server has it."),
     Operation(
         template="/v1/config/reload", tag=_KSERVE, summary="Read the repositories anew",
         answers=(Answer(200, "Nothing had changed.", (JSON,)), Answer(201, "Something had.", (JSON,))),
         faults=_CONTROL,
     ),
-    _v1("/api/health/live", "Whether the process lives", (_TEXT,)),
-    _v1("/api/health/ready", "Whether requests can be served", (_TEXT,), "`strict_readiness` says for which models."),
+    _v1("/api/health/live", "Whether the process lives", ()),
+    _v1("/api/health/ready", "Whether requests can be served", (), "`strict_readiness` says for which models."),
     _v1("/api/status", "Server and models", (_TEXT, _BINARY, JSON), "`?format=` is text, binary or json."),
     _v1("/api/status/{model}", "Server and one model", (_TEXT, _BINARY, JSON), "`?format=` is text, binary or json."),
     _v1(
@@ -107,7 +108,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         "The header `NV-InferRequest` has an InferRequestHeader as protobuf text, the body the inputs' bytes. `/N` behind "
         "the model names a version.",
     ),
-    _v1("/api/modelcontrol/{model}", "Load or unload a model", (_TEXT,), "The path is `load/NAME` or `unload/NAME`."),
+    _v1("/api/modelcontrol/{model}", "Load or unload a model", (), "The path is `load/NAME` or `unload/NAME`."),
     _v1("/api/repository/index", "Names of all models", (_TEXT, _BINARY)),
-    _v1("/api/sharedmemorycontrol/{model}", "Clients' shared memory, which is not supported", (_TEXT,)),
+    _v1("/api/sharedmemorycontrol/{model}", "Clients' shared memory, which is not supported", ()),
 )  # fmt: skip

@@ -14,6 +14,7 @@ from msgspec import inspect
 from sie.catalog.options import LENGTHS, check_options
 from sie.errors import BadRequest
 from sie.frontend import admin, dialects
+from sie.frontend.dialects import tensor_json
 from sie.frontend.dialects.extract import _typed_options
 
 MODULES = [
@@ -22,8 +23,10 @@ MODULES = [
 
 
 def decoders() -> list[Any]:
+    """Return what decoders make; the elements of tensors are data, and as many as their shape says."""
     kinds = (msgspec.json.Decoder, msgspec.msgpack.Decoder)
-    return [value.type for module in MODULES for value in vars(module).values() if isinstance(value, kinds)]
+    modules = [module for module in MODULES if module is not tensor_json]
+    return [value.type for module in modules for value in vars(module).values() if isinstance(value, kinds)]
 
 
 def request_types() -> list[Any]:
