@@ -145,6 +145,10 @@ def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callabl
 def _load_tensor_model(
     card: ModelCard, launch: Launch, settings: Settings, progress: Callable[[float, str], None]
 ) -> Runner:
+    if card.tensor is not None and card.tensor.platform == "pytorch_exported":
+        from sie.workers.runners.exported import load_exported  # imports torch
+
+        return load_exported(card, launch.device, progress)
     from sie.workers.runners.onnx import load_onnx  # imports onnxruntime, not torch
 
     num_threads = settings.devices.threads_per_worker or max(1, len(launch.cores))

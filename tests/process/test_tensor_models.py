@@ -29,8 +29,9 @@ def test_models_of_a_repository_are_models_of_the_server(tmp_path: Path):
         }
         assert (infos["good/versions/12"]["inputs"], infos["good/versions/12"]["outputs"]) == (["tensor"], [])
         assert "not an ONNX model" in infos["broken/versions/1"]["last_error"]["message"]
-        assert 'line 2: Message type "inference.ModelConfig" has no field named "foo"' in (
-            infos["contradicted/versions"]["last_error"]["message"]
+        assert (
+            'line 2: Message type "inference.ModelConfig" has no field named "foo"'
+            in (infos["contradicted/versions"]["last_error"]["message"])
         )
         assert str(tmp_path) not in get(server.port, "/v1/models").body.decode()
 

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import onnxruntime
 import pytest
+import torch
 
 from sie import control_messages
 from sie.cards import ModelCard, StubOptions
@@ -36,6 +37,7 @@ from sie.frontend.models import ModelTable
 from sie.settings import Limits
 from sie.tensor_bytes import frame_elements, split_elements
 from sie.tensors import DATATYPES, Tensor, TensorRequest
+from sie.workers.runners.exported import load_exported
 from sie.workers.runners.onnx import load_onnx
 from sie.workers.runners.stub import StubRunner
 from tests import onnx_models
@@ -43,6 +45,13 @@ from tests.unit.engine_rig import DEADLINE_S, FAR_NS, Rig, Worker
 
 _NUMPY = {np.dtype(code): name for name, code in DATATYPES.items() if name not in ("BF16", "BYTES", "UINT8")}
 _NUMPY[np.dtype("|u1")] = "UINT8"
+
+
+def build(card: ModelCard) -> Any:
+    """Return a card's runner, as a worker of the CPU builds it."""
+    if card.tensor is not None and card.tensor.platform == "pytorch_exported":
+        return load_exported(card, "cpu", lambda *_: None)
+    return StubRunner(card) if card.stub else load_onnx(card, "cpu", 1, lambda *_: None)
 
 
 class Office:
@@ -62,7 +71,7 @@ class Office:
 
     def start_worker(self) -> Worker:
         worker = self.rig.start_worker(attach=False)
-        worker.build = lambda card: StubRunner(card) if card.stub else load_onnx(card, "cpu", 1, lambda *_: None)
+        worker.build = build
         self.rig.attach(worker)
         return worker
 
@@ -70,6 +79,15 @@ class Office:
         """Write a model, load it and return its card."""
         onnx_models.write(self._repository, name, content, config=config)
         source = TensorSource(repository=str(self._repository), name=name, version="1", default_max_batch_size=16)
+        return self.load(read_tensor_card(ModelSpec(id=source.hosted_id, directory=source.folder, tensor=source)))
+
+    def add_program(self, module: torch.nn.Module, args: Any, config: str = "", **shapes: Any) -> ModelCard:
+        """Export a module as a model `m`; shapes name the dimensions of its arguments that may have any size."""
+        folder = self._repository / "m" / "1"
+        folder.mkdir(parents=True)
+        (self._repository / "m" / "config.pbtxt").write_text(config)
+        torch.export.save(torch.export.export(module, args, **shapes), folder / "model.pt2")
+        source = TensorSource(repository=str(self._repository), name="m", version="1", default_max_batch_size=16)
         return self.load(read_tensor_card(ModelSpec(id=source.hosted_id, directory=source.folder, tensor=source)))
 
     def stub(self, options: str = "tensor") -> ModelCard:
@@ -412,6 +430,55 @@ async def test_models_are_found_by_name_and_version(office: Office):
     with pytest.raises(NotFound, match="Request for unknown model: 'm' has no available versions"):
         office.table.resolve("m")
     assert office.asked == []  # a request never loads a repository's model
+
+
+class Module(torch.nn.Module):
+    """Changes its input in place, as programs may, and gives a dict of two."""
+
+    def forward(self, x, a):
+        return {"y": x.add_(a.float() @ torch.ones(2, 3)), "rows": a.to(torch.bfloat16)}
+
+
+BATCH = torch.export.Dim("batch")
+ANY_BATCH = {"dynamic_shapes": {"x": {0: BATCH}, "a": {0: BATCH}}}
+
+
+@in_office()
+async def test_a_program_of_torch_runs_requests_together_where_its_configuration_allows(office: Office):
+    office.add_program(Module(), (torch.ones(2, 3), torch.ones(2, 2)), "max_batch_size: 4", **ANY_BATCH)
+    asked = [rows(n, seed=n) for n in (1, 2, 3)]
+    answers = await office.answer(*[office.ask("m", arrays, outputs=("rows", "y")) for arrays in asked])
+    for arrays, answer in zip(asked, answers, strict=True):
+        assert list(answer) == ["rows", "y"]
+        np.testing.assert_allclose(answer["y"], arrays["x"] + arrays["a"].sum(1, keepdims=True), rtol=1e-4, atol=1e-5)
+        expected = torch.from_numpy(arrays["a"]).to(torch.bfloat16).view(torch.uint16).numpy()
+        np.testing.assert_array_equal(answer["rows"], expected)
+    assert office.num_steps == 2
+
+
+@in_office()
+async def test_a_program_of_torch_runs_alone_without_a_configuration(office: Office):
+    card = office.add_program(Module(), (torch.ones(2, 3), torch.ones(2, 2)), **ANY_BATCH)
+    assert card.tensor is not None
+    assert card.tensor.max_batch_size == 0
+    good, bad = await office.answer(office.ask("m", rows(2)), office.ask("m", {**rows(2), "a": rows(3)["a"]}))
+    assert good["y"].shape == (2, 3)
+    assert isinstance(bad, BadRequest)
+    assert bad.message.startswith("Model 'm' rejects these inputs: Expected input at")
+    assert office.num_steps == 2
+
+
+@in_office()
+async def test_outputs_without_names_are_numbered(office: Office):
+    class Pair(torch.nn.Module):
+        def forward(self, x):
+            return x > 0, (x[0], x.sum())
+
+    office.add_program(Pair(), (torch.ones(2, 3),))
+    (answer,) = await office.answer(office.ask("m", {"x": np.eye(2, 3, dtype=np.float32)}))
+    assert {name: value.tolist() for name, value in answer.items()} == {
+        "output_0": [[True, False, False], [False, True, False]], "output_1": [1, 0, 0], "output_2": 2,
+    }  # fmt: skip
 
 
 def test_a_stub_of_tensors_has_no_other_options():
