@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import struct
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,8 +34,12 @@ from sie.errors import (
     to_wire,
 )
 from sie.frontend.admin import ModelAdmin
+from sie.frontend.encode import Encoder
+from sie.frontend.image_reader import ImageReader
 from sie.frontend.infer import Tensors
 from sie.frontend.models import ModelTable
+from sie.frontend.score import Scorer
+from sie.frontend.text_tensors import TextTensors
 from sie.settings import Limits
 from sie.tensor_bytes import frame_elements, split_elements
 from sie.tensors import DATATYPES, Tensor, TensorRequest
@@ -65,7 +71,11 @@ class Office:
         self.models = ModelTable(self._pool, self.asked.append)
         self.sent: list[Any] = []
         self.admin = ModelAdmin(self.models, self.sent.append)
-        self.tensors = Tensors(self.rig.engine, self.models, self.admin, self._pool, lambda: limits or Limits())
+        limits = limits or Limits()
+        images = ImageReader(limits, 1)
+        encoder = Encoder(self.rig.engine, self.models, limits, self._pool, images)
+        texts = TextTensors(encoder, Scorer(self.rig.engine, self.models, self._pool), limits=lambda: limits)
+        self.tensors = Tensors(self.rig.engine, self.models, self.admin, self._pool, texts)
         self.table = self.tensors.table
         self.worker = self.start_worker()
 
@@ -479,6 +489,63 @@ async def test_outputs_without_names_are_numbered(office: Office):
     assert {name: value.tolist() for name, value in answer.items()} == {
         "output_0": [[True, False, False], [False, True, False]], "output_1": [1, 0, 0], "output_2": 2,
     }  # fmt: skip
+
+
+@in_office()
+async def test_a_model_of_texts_is_a_model_of_tensors(office: Office):
+    card = office.stub("dense=16,score")
+    entry = office.table.resolve("stub", "1")
+    rule = entry.card.tensor
+    assert rule is not None
+    assert entry.card.id == "stub"
+    assert [(spec.name, spec.datatype, spec.shape) for spec in (*rule.inputs, *rule.outputs)] == [
+        ("text", "BYTES", (-1,)), ("dense", "FP32", (-1, 16)),
+    ]  # fmt: skip
+    texts = ["a text", "", "Ünïcode" * 50]
+    (answer,) = await office.answer(
+        office.ask("stub", {"text": strings("text", [text.encode() for text in texts], (3,))}, outputs=("dense",))
+    )
+    np.testing.assert_array_equal(answer["dense"], StubRunner(card).run_texts([text.encode() for text in texts]))
+
+
+@in_office()
+async def test_a_model_that_only_scores_takes_a_query_and_documents(office: Office):
+    card = msgspec.structs.replace(office.stub("dense=16,score"), outputs=("score",))
+    office.load(card)
+    query = strings("query", [b"q"], (1,))
+    (answer,) = await office.answer(
+        office.ask("stub", {"query": query, "documents": strings("documents", [b"one", b"two"], (2,))})
+    )
+    pairs = [struct.pack("<I", 1) + b"q" + document for document in (b"one", b"two")]
+    np.testing.assert_array_equal(answer["score"], StubRunner(card).run_pairs(pairs)[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("elements", "limits", "message"),
+    [
+        ([], {}, "input 'text' holds no text"),
+        ([b"a", b"\xff"], {}, "input 'text' holds an element that is not UTF-8"),
+        ([b"a"] * 3, {"max_items": 2}, "input 'text' holds 3 texts, the most are 2"),
+        ([b"aaaa"], {"max_item_text_bytes": 3}, r"input 'text' holds a text of over max_item_text_bytes \(3\)"),
+    ],
+)
+def test_texts_that_cannot_be_read_are_refused(tmp_path: Path, elements: list[bytes], limits: Any, message: str):
+    @in_office(limits=Limits(**limits))
+    async def run(office: Office) -> None:
+        office.stub("dense=16")
+        (refused,) = await office.answer(office.ask("stub", {"text": strings("text", elements, (len(elements),))}))
+        assert isinstance(refused, BadRequest)
+        assert re.fullmatch(message, refused.message)
+
+    run(tmp_path)
+
+
+@in_office()
+async def test_a_cold_model_of_texts_begins_to_load(office: Office):
+    office.know(ModelEntry(card=stub_card(parse_model_spec("cold=stub:dense=16")), state="available"))
+    with pytest.raises(Unavailable, match="Model 'cold' is loading"):
+        office.tensors.serving("cold")
+    assert office.asked == ["cold"]
 
 
 def test_a_stub_of_tensors_has_no_other_options():
