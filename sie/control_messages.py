@@ -116,14 +116,15 @@ class Managed(msgspec.Struct, tag=True, frozen=True):
 
 
 class ManageRepository(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to supervisor: an administrator wants a repository's model loaded (read anew) or unloaded.
+    """Frontend to supervisor: an administrator wants a repository's model loaded (read anew) or unloaded, or all of the
+    repositories read anew (reload; name is empty).
 
     Answered by `Managed` with its number, and with the error that kept it from beginning.
     """
 
     number: int
-    action: Literal["load", "unload"]
-    name: str
+    action: Literal["load", "unload", "reload"]
+    name: str = ""
 
 
 class MemoryReport(msgspec.Struct, tag=True, frozen=True):
