@@ -136,7 +136,8 @@ def _refusal(entry: ModelEntry, rule: TensorRule, retry_after_s: int) -> Excepti
         return Unavailable(f"Model {where} is loading; retry in {retry_after_s} s", retry_after_s=retry_after_s)
     if entry.state == "failed" and entry.error is not None:
         error = from_wire(entry.error)
-        return ModelLoadFailed(f"Model {where} failed to load: {error.message}", extras=error.extras)
+        reason = error.message.removeprefix(f"Model '{entry.card.id}' cannot be loaded: ")
+        return ModelLoadFailed(f"Model {where} failed to load: {reason}", extras=error.extras)
     return NotFound(f"Request for unknown model: '{rule.name}' has no available versions")
 
 

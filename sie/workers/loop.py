@@ -375,7 +375,8 @@ class Loop:
     def _measure(self, card: ModelCard, items: list[Waiting], num_tokens: int, took_ns: int) -> None:
         model = card.id
         self._metrics.observe_step(took_ns / 1e9, num_tokens)
-        self._metrics.observe_batch(model, len(items), num_tokens)
+        num_rows = len(items) if card.tensor is None else sum(item.num_rows for item in items)
+        self._metrics.observe_batch(model, num_rows, num_tokens)
         queue = self._state.queues.get(model)
         self._metrics.set_queue_depth(model, len(queue) if queue else 0)
         self._state.charge_late(model, self._pace.learn(card, num_tokens, took_ns))
