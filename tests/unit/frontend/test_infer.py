@@ -349,6 +349,17 @@ async def test_a_tensor_larger_than_the_segments_crosses_in_memory_of_its_own(of
     np.testing.assert_array_equal(answer["OUTPUT0"], large)
 
 
+@in_office(request_segment_bytes=4 << 20, reply_segment_bytes=1 << 20)
+async def test_replies_without_room_wait_for_those_before_them(office: Office):
+    office.stub()
+    asked = [np.full(100_000, value, np.float32) for value in range(6)]
+    answers = await office.answer(*[office.ask("stub", {"INPUT0": values}) for values in asked])
+    for values, answer in zip(asked, answers, strict=True):
+        np.testing.assert_array_equal(answer["OUTPUT0"], values)
+    assert office.num_steps == 3  # two fit the token budget, and nothing was run again
+    assert office.worker.loop._answers._kept.used_bytes == 0
+
+
 @in_office()
 async def test_a_reply_over_its_limit_is_refused_and_others_are_not(office: Office):
     limit = office.worker.loop._answers._max_reply_bytes
