@@ -163,7 +163,7 @@ def _checked_program(program: Any) -> Any:
 
 
 def _check(value: Any, depth: int = 0) -> None:
-    """Refuse what is not data in a program's JSON, at any depth; the metadata of its nodes goes."""
+    """Refuse what is not data in a program's JSON, at any depth; metadata and devices of its nodes go."""
     if depth > _MAX_DEPTH:
         raise ExportedError(f"nested over {_MAX_DEPTH} deep")
     if isinstance(value, list):
@@ -171,6 +171,9 @@ def _check(value: Any, depth: int = 0) -> None:
             _check(item, depth + 1)
     if not isinstance(value, dict):
         return
+    for device in ("device", "as_device"):
+        if isinstance(value.get(device), dict):
+            value[device] = {"type": "cpu", "index": None}  # where it was saved says nothing about where it runs
     if "target" in value:
         value["metadata"] = {}
         _check_operator(value["target"])

@@ -73,7 +73,7 @@ class TensorTable:
         if versions is None:
             raise NotFound(f"Request for unknown model: '{name}' is not found")
         if version:
-            entry = versions.get(str(int(version)) if version.isdecimal() else version)
+            entry = versions.get(version.lstrip("0"))
             if entry is None:
                 raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
             return entry

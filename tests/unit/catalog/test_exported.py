@@ -171,6 +171,24 @@ def test_what_is_not_needed_is_left_behind(archive: Path, tmp_path: Path):
     assert not canary.exists()
 
 
+def test_where_a_program_was_saved_does_not_matter(archive: Path, tmp_path: Path):
+    cuda = {"type": "cuda", "index": 0}
+
+    def change(entries: dict[str, bytes]) -> None:
+        in_program(lambda program: [one.update(device=cuda) for one in graph(program)["tensor_values"].values()])(
+            entries
+        )
+        in_json(
+            "data/weights/model_weights_config.json",
+            lambda config: [one["tensor_meta"].update(device=cuda) for one in config["config"].values()],
+        )(entries)
+
+    _, clean = open_exported(changed(archive, tmp_path / "m.pt2", change))
+    x, a = torch.ones(1, 3), torch.ones(1, 2)
+    expected = torch.export.load(archive).module()(x, a)
+    assert torch.equal(torch.export.load(clean).module(check_guards=False)(x, a)["y"], expected["y"])
+
+
 def test_a_program_with_state_is_refused(archive: Path, tmp_path: Path):
     change = in_program(
         lambda program: program["graph_module"]["signature"]["output_specs"].append(

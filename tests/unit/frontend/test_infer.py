@@ -438,6 +438,7 @@ async def test_models_are_found_by_name_and_version(office: Office):
     for name, number, text in (
         ("nope", "", "Request for unknown model: 'nope' is not found"),
         ("m", "3", "Request for unknown model: 'm' version 3 is not found"),
+        ("m", "x" * 5, "Request for unknown model: 'm' version xxxxx is not found"),
     ):
         with pytest.raises(NotFound) as missing:
             office.table.resolve(name, number)
