@@ -86,7 +86,7 @@ class Loop:
         self._links: dict[int, FrontendLink] = {}
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
-        self._pace = Pace()
+        self._pace = Pace(self._state.paces)
         self._num_steps = 0
         self._beat_ns = 0
         self._tended_ns = 0

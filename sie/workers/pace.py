@@ -19,8 +19,9 @@ _WEIGHT: Final = 0.1
 class Pace:
     """The pace of one worker's models."""
 
-    def __init__(self) -> None:
-        self._ns_per_token: dict[str, float] = {}
+    def __init__(self, ns_per_token: dict[str, float]) -> None:
+        """Keep the paces of models in ns_per_token, for others to read."""
+        self._ns_per_token = ns_per_token
         """By model: a token of an image costs a detector a thousand times what one of a text costs a small encoder."""
         self._of_tokens = _FIRST_TOKEN_NS
         """Over the steps of all models but those of tensors, whose tokens stand for bytes."""

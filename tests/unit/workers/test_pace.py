@@ -10,7 +10,7 @@ TOKENS = ModelCard(id="m", kind="encoder")
 
 
 def test_tensors_cost_the_tokens_that_would_have_run_meanwhile():
-    pace = Pace()
+    pace = Pace({})
     for _ in range(200):
         assert pace.learn(TOKENS, 1000, 1_000_000) == 0  # 1,000 ns a token
     late = pace.learn(TENSORS, 4, 5_000_000)
@@ -19,7 +19,7 @@ def test_tensors_cost_the_tokens_that_would_have_run_meanwhile():
 
 
 def test_a_models_own_pace_decides_what_its_steps_are_allowed():
-    pace = Pace()
+    pace = Pace({})
     for _ in range(200):
         pace.learn(TENSORS, 1, 10_000_000_000)
         pace.learn(TOKENS, 1000, 1_000_000)

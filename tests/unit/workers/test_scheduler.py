@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
+from sie.workers.ceilings import lower_ceiling
 from sie.workers.scheduler import Budget, State, Step, Waiting, plan_step
 
 NEVER_NS = 1 << 62
@@ -287,6 +289,23 @@ def test_an_item_of_more_rows_than_a_step_may_have_still_runs():
 def test_tokens_do_not_bound_a_step_of_alike_items_but_their_number_does():
     many = [rows("x", max_rows=100, num_tokens=1000) for _ in range(10)]
     assert len(take(state_of(*many)).items) == BUDGET.max_items
+
+
+def test_a_step_of_alike_items_is_no_longer_than_it_should_be():
+    budget = msgspec.structs.replace(BUDGET, max_alike_ns=1_000_000)
+    many = [rows("x", max_rows=100, num_tokens=10) for _ in range(10)]
+    state = state_of(*many)
+    state.paces["m"] = 25_000.0  # 40 tokens take 1 ms
+    assert len(take(state, budget).items) == 4
+    state.paces["m"] = 10_000_000.0
+    assert len(take(state, budget).items) == 1
+    assert len(take(state).items) == 5
+
+
+def test_a_model_that_found_no_memory_has_smaller_steps_of_alike_items():
+    state = state_of(*[rows("x", max_rows=100, num_tokens=10) for _ in range(10)])
+    state.ceilings["m"] = lower_ceiling(None, 60, 0)
+    assert len(take(state).items) < 6
 
 
 def test_an_item_that_must_run_alone_shares_no_step_with_those_like_it():
