@@ -28,7 +28,9 @@ RESULT_KEYS = ["id", "entities", "relations", "classifications", "objects", "dat
 
 @pytest.fixture(scope="module")
 def ner(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_classifier(tmp_path_factory.mktemp("ner"), transformers.AutoModelForTokenClassification, ["O", "B-A", "I-A", "B"])
+    return save_classifier(
+        tmp_path_factory.mktemp("ner"), transformers.AutoModelForTokenClassification, ["O", "B-A", "I-A", "B"]
+    )
 
 
 @pytest.fixture(scope="module")
