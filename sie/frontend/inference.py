@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from sie.control import ModelEntry
+from sie.control_messages import ModelEntry
 from sie.errors import BadRequest, Unavailable
 from sie.frontend import routes
 from sie.frontend.adapters import requested_adapter

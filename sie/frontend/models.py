@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from sie.catalog.profiles import entry_cards, fold_default, model_of
-from sie.control import ModelEntry, Models, WorkerEntry
+from sie.control_messages import ModelEntry, Models, WorkerEntry
 from sie.errors import ModelLoadFailed, Unavailable, from_wire
 from sie.frontend.options import gives, is_own_entry
 from sie.frontend.tokenize import Tokenizer
@@ -108,7 +108,8 @@ class ModelTable:
         self._ask_load(model_of(model))
         if entry.state == "failed" and entry.error is not None:
             error = from_wire(entry.error)
-            raise ModelLoadFailed(f"Model '{model}' failed to load: {error.message}", extras=error.extras)
+            reason = error.message.removeprefix(f"Model '{model_of(model)}' cannot be loaded: ")
+            raise ModelLoadFailed(f"Model '{model}' failed to load: {reason}", extras=error.extras)
         wait_s = self._loading_retry_after_s
         raise Unavailable(f"Model '{model}' is loading; retry in {wait_s} s", retry_after_s=wait_s)
 

@@ -16,9 +16,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from sie import __version__, control, process
+from sie import __version__, control, control_messages, process
 from sie.catalog.profiles import fold_default
-from sie.control import Channel, ChannelClosedError, Launch, Models
+from sie.control import Channel, ChannelClosedError
+from sie.control_messages import Launch, Models
 from sie.errors import BadRequest, ClientGone, SieError
 from sie.frontend.adapters import AdapterTable
 from sie.frontend.admin import ModelAdmin
@@ -166,7 +167,7 @@ class FrontendProcess:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _send(self, message: control.Message) -> None:
+    def _send(self, message: control_messages.Message) -> None:
         with contextlib.suppress(ChannelClosedError):  # its end of file ends this process from `_on_control`
             self._channel.send(message)
 
@@ -175,7 +176,7 @@ class FrontendProcess:
         now_s = time.monotonic()
         if now_s - self._asked_load.get(model, 0.0) >= 1.0:
             self._asked_load[model] = now_s
-            self._send(control.LoadModel(model))
+            self._send(control_messages.LoadModel(model))
 
     def _on_control(self) -> None:
         try:
@@ -185,25 +186,25 @@ class FrontendProcess:
             _log.warning("the supervisor is gone: stopping")
             os._exit(1)  # an orphan must not answer; Granian would wait for what is in flight
 
-    def _on_message(self, message: control.Message, fds: list[int]) -> None:
+    def _on_message(self, message: control_messages.Message, fds: list[int]) -> None:
         match message:
             case Models():
                 self.models.update(message)
                 self.engine.place_held()
                 self.engine.fail_held()
-            case control.Attach(slot, generation):
+            case control_messages.Attach(slot, generation):
                 self._attach(slot, generation, fds)
-            case control.WorkerDown(slot, generation, suspects):
+            case control_messages.WorkerDown(slot, generation, suspects):
                 self._end_attaching(generation)
                 self.engine.bury(slot, generation, suspects)
                 self.engine.place_held()
-            case control.Quarantine(digest):
+            case control_messages.Quarantine(digest):
                 self.engine.quarantine(digest)
-            case control.Managed(number):
+            case control_messages.Managed(number):
                 self.admin.on_begun(number)
-            case control.Ping(number):
-                self._send(control.Pong(number))
-            case control.Drain():
+            case control_messages.Ping(number):
+                self._send(control_messages.Pong(number))
+            case control_messages.Drain():
                 self.is_draining = True
                 self.status.close()
             case _:
@@ -250,7 +251,7 @@ class FrontendProcess:
                 await asyncio.sleep(0.01)
                 continue
             writer.close()
-            self._send(control.Ready())
+            self._send(control_messages.Ready())
             return
 
     # --- the clock ------------------------------------------------------------------------------------------------
@@ -270,7 +271,7 @@ class FrontendProcess:
             if now_ns / 1e9 - touched_s >= self._touch_s:
                 touched_s = now_ns / 1e9
                 if used := self.models.take_used():
-                    self._send(control.Touch(used, self.adapters.take_used()))
+                    self._send(control_messages.Touch(used, self.adapters.take_used()))
 
     def _watch_the_waiting(self, now_ns: int) -> None:
         unwatched = self._unwatched
@@ -347,7 +348,7 @@ def connect(launch: Launch) -> Callable[[asyncio.AbstractEventLoop], FrontendPro
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         channel = control.connect(launch)
         message, fds = channel.receive(_CONFIGURE_TIMEOUT_S)
-        if not isinstance(message, control.Configure):
+        if not isinstance(message, control_messages.Configure):
             raise ChannelClosedError(f"expected Configure, got {type(message).__name__}")
         pages = [CounterPage.open(fd, writable=index == 0) for index, fd in enumerate(fds)]
         frontend = FrontendProcess(launch, message.settings, channel, pages, loop)

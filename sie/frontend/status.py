@@ -15,7 +15,7 @@ import msgspec
 
 from sie import families
 from sie.catalog.profiles import model_of
-from sie.control import ModelEntry, WorkerEntry
+from sie.control_messages import ModelEntry, WorkerEntry
 from sie.frontend.metrics import Merged, cumulative
 from sie.shm.pages import Labels
 

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from sie.cards import AdapterSpec, ModelCard
 from sie.catalog.cards import make_card
 from sie.catalog.lora import find_lora_weights, read_lora_config
 from sie.catalog.spec import ModelSpec
@@ -20,7 +21,6 @@ from sie.shm.segment import ReservationError, check_reservation
 from sie.supervisor.devices import resolve_devices
 from sie.supervisor.host import StartError, make_runtime_dir, reserve_port, take_lock, usable_cores
 from sie.supervisor.server import Supervisor
-from sie.types import AdapterSpec, ModelCard
 
 _CORES_PER_FRONTEND = 4
 

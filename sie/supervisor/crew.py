@@ -16,8 +16,9 @@ from typing import Protocol
 
 import msgspec
 
-from sie import control, families
-from sie.control import Channel, ChannelClosedError, Message
+from sie import control, control_messages, families
+from sie.control import Channel, ChannelClosedError
+from sie.control_messages import Message
 from sie.logs import get_logger
 from sie.settings import Settings
 from sie.shm.inflight import InflightPage, InflightStatus
@@ -49,7 +50,7 @@ class CrewEvents(Protocol):
         """A child died, or was given up."""
         ...
 
-    def on_given_up(self, role: control.Role) -> None:
+    def on_given_up(self, role: control_messages.Role) -> None:
         """No child of this role is left, and none will be started."""
         ...
 
@@ -62,7 +63,7 @@ class Crew:
         settings: Settings,
         places: list[WorkerSlot],
         num_frontends: int,
-        launch: control.Launch,
+        launch: control_messages.Launch,
         events: CrewEvents,
     ) -> None:
         """Launch is what every child is told, but for who it is."""
@@ -188,7 +189,7 @@ class Crew:
         self._events.on_joined(child)
 
     def _child_that_says(self, hello: Message) -> Child | None:
-        if not isinstance(hello, control.Hello):
+        if not isinstance(hello, control_messages.Hello):
             return None
         slots = self.workers if hello.role == "worker" else self.frontends
         for child in slots[hello.slot : hello.slot + 1]:
@@ -199,11 +200,11 @@ class Crew:
     def _configure(self, child: Child) -> None:
         own = self._pages[child.name]
         if child.role == "worker":
-            self.send(child, control.Configure(self._settings), [own.fd, self._inflight[child.slot].fd])
+            self.send(child, control_messages.Configure(self._settings), [own.fd, self._inflight[child.slot].fd])
         else:
             others = [self._page, *(page for page in self._pages.values() if page is not own)]
             read_only = [page.read_only_fd() for page in others]
-            self.send(child, control.Configure(self._settings), [own.fd, *read_only])
+            self.send(child, control_messages.Configure(self._settings), [own.fd, *read_only])
             for fd in read_only:
                 os.close(fd)
         for worker in [child] if child.role == "worker" else self.workers:
@@ -217,8 +218,10 @@ class Crew:
         generation = self._pairs[frontend.slot, worker.slot] = self._num_generations
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
-            self.send(frontend, control.Attach(worker.slot, generation), [ours.fileno(), worker.peer_pidfd])
-            self.send(worker, control.Attach(frontend.slot, generation), [theirs.fileno(), frontend.peer_pidfd])
+            self.send(frontend, control_messages.Attach(worker.slot, generation), [ours.fileno(), worker.peer_pidfd])
+            self.send(
+                worker, control_messages.Attach(frontend.slot, generation), [theirs.fileno(), frontend.peer_pidfd]
+            )
 
     def _on_readable(self, child: Child) -> None:
         channel = child.channel
@@ -261,7 +264,7 @@ class Crew:
             generation = self._pairs.pop((frontend.slot, worker.slot), None)
             if generation is not None:
                 ids = tuple(request_id for slot, request_id in suspects if slot == frontend.slot)
-                self.send(frontend, control.WorkerDown(worker.slot, generation, ids))
+                self.send(frontend, control_messages.WorkerDown(worker.slot, generation, ids))
 
     def _plan_restart(self, child: Child, was_ready: bool) -> None:
         s = self._settings.supervisor

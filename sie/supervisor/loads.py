@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from sie import control, families
+from sie import control_messages, families
 from sie.errors import WireError
 from sie.logs import get_logger
 from sie.progress import Progress
@@ -40,7 +40,9 @@ class Loads:
         self._is_broadcast_due = False
         self._relieved_s = 0.0
         self._not_ready_reason: Callable[[], str] = str
-        self._with_adapters: Callable[[tuple[control.ModelEntry, ...]], tuple[control.ModelEntry, ...]] = tuple
+        self._with_adapters: Callable[
+            [tuple[control_messages.ModelEntry, ...]], tuple[control_messages.ModelEntry, ...]
+        ] = tuple
         self.was_ready = False
         """Whether everything was ready at least once."""
 
@@ -52,7 +54,8 @@ class Loads:
         self._on_first_ready = on_first_ready
 
     def bind_adapters(
-        self, with_adapters: Callable[[tuple[control.ModelEntry, ...]], tuple[control.ModelEntry, ...]]
+        self,
+        with_adapters: Callable[[tuple[control_messages.ModelEntry, ...]], tuple[control_messages.ModelEntry, ...]],
     ) -> None:
         """Say who knows the models' adapters."""
         self._with_adapters = with_adapters
@@ -73,7 +76,7 @@ class Loads:
             if record.card is None or not record.wanted or record.waits_for_room or record.preparing:
                 continue
             if record.error is None or now_s >= record.retry_at_s:  # else it would fail here again, and perhaps kill
-                self._crew.send(child, control.Load(record.card))
+                self._crew.send(child, control_messages.Load(record.card))
 
     def want(self, model: str) -> None:
         """Start a load that a request asked for, if it is time for one."""
@@ -82,7 +85,7 @@ class Loads:
             self._load(record)
             self.broadcast()
 
-    def manage(self, action: control.ManageAction, model: str) -> None:
+    def manage(self, action: control_messages.ManageAction, model: str) -> None:
         """Do what an administrator asked for; what is done already is left alone."""
         record = self._book.records.get(model)
         if record is None:
@@ -94,9 +97,9 @@ class Loads:
                 self._load(record)
         elif action == "unload":
             self._book.dismiss(record)
-            self._crew.send_all(self._crew.workers, control.Unload(model))
+            self._crew.send_all(self._crew.workers, control_messages.Unload(model))
         elif self._book.reload(record, now_s):
-            self._crew.send_all(self._crew.workers, control.Unload(model))
+            self._crew.send_all(self._crew.workers, control_messages.Unload(model))
         else:
             self._reload_due()
         self.broadcast()
@@ -105,7 +108,7 @@ class Loads:
         """Note which models are in use."""
         self._book.touch(models, time.monotonic())
 
-    def report(self, worker: Child, report: control.ModelReport) -> None:
+    def report(self, worker: Child, report: control_messages.ModelReport) -> None:
         """Take a worker's word on one of its models."""
         self._book.report(worker.slot, report, time.monotonic())
         if report.state == "loading" and report.progress is not None:
@@ -141,7 +144,7 @@ class Loads:
         _log.warning("%s is unloaded: %s", model, reason)
         self._book.release(self._book.records[model])
         self._crew.count(family, model)
-        self._crew.send_all(self._crew.workers, control.Unload(model))
+        self._crew.send_all(self._crew.workers, control_messages.Unload(model))
         self.broadcast()
 
     def forget_worker(self, slot: int, *, blame: bool) -> None:
@@ -179,11 +182,11 @@ class Loads:
             self._is_broadcast_due = True
             asyncio.get_running_loop().call_soon(self._broadcast_now)
 
-    def message(self) -> control.Models:
+    def message(self) -> control_messages.Models:
         """Return the state of everything, as frontends hear it."""
         reason = self.reason()
         workers = tuple(
-            control.WorkerEntry(
+            control_messages.WorkerEntry(
                 slot=worker.slot,
                 device=worker.place.device,
                 pid=worker.peer_pid,
@@ -192,7 +195,7 @@ class Loads:
             )
             for worker in self._crew.workers
         )
-        return control.Models(self._with_adapters(self._book.entries()), not reason, reason, workers)
+        return control_messages.Models(self._with_adapters(self._book.entries()), not reason, reason, workers)
 
     def reason(self) -> str:
         """Return why the server is not ready, or an empty text when it is."""
@@ -219,7 +222,7 @@ class Loads:
         if room.refusal:
             self._refuse(record, failed(record.spec, room.refusal, "PLACEMENT"))
         elif not room.must_wait:
-            self._crew.send_all(self._crew.workers, control.Load(record.card))
+            self._crew.send_all(self._crew.workers, control_messages.Load(record.card))
         for model in room.victims:
             self._evict(model, families.PRESSURE_EVICTIONS, f"{record.spec.id} needs its memory")
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
+from sie.cards import ModelCard, ModelState
 from sie.catalog.profiles import known_profiles
 from sie.catalog.spec import ModelSpec
-from sie.control import ModelEntry, ModelReport
+from sie.control_messages import ModelEntry, ModelReport
 from sie.errors import Internal, WireError, to_wire
-from sie.types import ModelCard, ModelState
 
 _MAX_RETRY_S = 1800.0
 _PERMANENT_ATTEMPTS = 8

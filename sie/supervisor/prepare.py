@@ -11,13 +11,13 @@ import sys
 
 import msgspec
 
+from sie.cards import AdapterSpec, ModelCard
 from sie.catalog.lora import reason_of, refuse_adapter
 from sie.catalog.prepare import Failed, Fetched, Message, Ready, Report, Request
 from sie.catalog.spec import ModelSpec
 from sie.errors import Internal, WireError, from_wire, to_wire
 from sie.progress import Progress
 from sie.settings import Settings
-from sie.types import AdapterSpec, ModelCard
 
 _MAX_LINE_BYTES = 4 << 20
 

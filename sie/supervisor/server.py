@@ -15,9 +15,10 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from sie import control
+from sie import control_messages
+from sie.cards import AdapterSpec, ModelCard
 from sie.catalog.spec import ModelSpec
-from sie.control import Message
+from sie.control_messages import Message
 from sie.logs import get_logger
 from sie.progress import Progress
 from sie.settings import Settings
@@ -31,7 +32,6 @@ from sie.supervisor.loads import Loads
 from sie.supervisor.models import ModelBook
 from sie.supervisor.notify import Notifier, watchdog_interval_s
 from sie.supervisor.watch import Watch
-from sie.types import AdapterSpec, ModelCard
 
 _log = get_logger(__name__)
 _TICK_S = 0.1
@@ -99,9 +99,9 @@ class Supervisor:
             shutil.rmtree(self._runtime_dir, ignore_errors=True)
         return self._exit_status
 
-    def _launch(self, num_children: int) -> control.Launch:
+    def _launch(self, num_children: int) -> control_messages.Launch:
         server = self._settings.server
-        return control.Launch(
+        return control_messages.Launch(
             control_path=str(self._runtime_dir / "control"),
             supervisor_pid=os.getpid(),
             role="worker",
@@ -141,35 +141,35 @@ class Supervisor:
     def on_message(self, child: Child, message: Message) -> None:
         """Act on what a child says."""
         match message:
-            case control.Ready():
+            case control_messages.Ready():
                 child.state = "ready"
                 child.pong_s = time.monotonic()
                 self._loads.broadcast()
-            case control.ModelReport():
+            case control_messages.ModelReport():
                 self._adapters.on_model(child, message)
                 self._loads.report(child, message)
-            case control.AdapterReport():
+            case control_messages.AdapterReport():
                 self._adapters.report(child, message)
-            case control.WantAdapter(model, adapter):
+            case control_messages.WantAdapter(model, adapter):
                 self._adapters.want(model, adapter)
-            case control.LoadModel(model):
+            case control_messages.LoadModel(model):
                 self._loads.want(model)
-            case control.Manage(number, action, model):
+            case control_messages.Manage(number, action, model):
                 self._loads.manage(action, model)
                 self._crew.send(child, self._loads.message())
-                self._crew.send(child, control.Managed(number))
-            case control.MemoryReport(total_bytes, available_bytes):
+                self._crew.send(child, control_messages.Managed(number))
+            case control_messages.MemoryReport(total_bytes, available_bytes):
                 self._loads.take_memory(child, Memory(total_bytes, available_bytes))
-            case control.MemoryShort(model):
+            case control_messages.MemoryShort(model):
                 self._loads.relieve(child, model)
-            case control.PeerFault():
+            case control_messages.PeerFault():
                 self._crew.end_peer(child, message.slot)
-            case control.Touch(models, adapters):
+            case control_messages.Touch(models, adapters):
                 self._loads.touch(models)
                 self._adapters.touch(adapters)
-            case control.Pong():
+            case control_messages.Pong():
                 child.pong_s = time.monotonic()
-            case control.Quarantine():
+            case control_messages.Quarantine():
                 self._crew.send_all(self._crew.frontends, message)
             case _:
                 _log.warning("%s sent an unexpected %s", child.name, type(message).__name__)
@@ -186,7 +186,7 @@ class Supervisor:
         """Tell everybody who is left."""
         self._loads.broadcast()
 
-    def on_given_up(self, role: control.Role) -> None:
+    def on_given_up(self, role: control_messages.Role) -> None:
         """Stop: without a worker, or without a frontend, nothing can be served."""
         _log.error("no %s can be started: stopping", role)
         self._fail()
@@ -225,7 +225,7 @@ class Supervisor:
             self._loads.tick(now_s)
             self._adapters.tick(now_s)
             if now_s - pinged_s >= ping_s:
-                self._crew.send_all(self._crew.frontends, control.Ping(int(now_s * 1e3)))
+                self._crew.send_all(self._crew.frontends, control_messages.Ping(int(now_s * 1e3)))
                 pinged_s = now_s
             if watchdog_s is not None and now_s - petted_s >= watchdog_s:
                 self._notifier.send("WATCHDOG=1")
@@ -279,7 +279,7 @@ class Supervisor:
     async def _drain(self) -> None:
         """Refuse what is new, finish what was accepted, then let go of the children, frontends first."""
         frontends = self._crew.frontends
-        self._crew.send_all(frontends, control.Drain())
+        self._crew.send_all(frontends, control_messages.Drain())
         await asyncio.sleep(_CLOSE_AFTER_S)
         for frontend in frontends:
             frontend.signal(signal.SIGTERM)

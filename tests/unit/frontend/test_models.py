@@ -7,10 +7,10 @@ import msgspec
 import pytest
 import tokenizers
 
-from sie.control import ModelEntry, Models, WorkerEntry
+from sie.cards import ModelCard
+from sie.control_messages import ModelEntry, Models, WorkerEntry
 from sie.errors import Internal, ModelLoadFailed, Unavailable, to_wire
 from sie.frontend.models import ModelTable
-from sie.types import ModelCard
 
 FAILURE = to_wire(Internal("no such weights", extras={"error_class": "STORAGE", "attempts": 2, "permanent": False}))
 
