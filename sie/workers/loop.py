@@ -350,7 +350,6 @@ class Loop:
 
     def _run(self, runner: Runner, card: ModelCard, items: list[Waiting]) -> None:
         num_tokens = sum(item.num_tokens for item in items)
-        self._state.charge(card.id, num_tokens)
         started_ns = time.monotonic_ns()
         try:
             self._forward(runner, card, items, num_tokens)
@@ -376,8 +375,9 @@ class Loop:
         self._answers.put(card, items, outputs, time.monotonic_ns() - started_ns)
 
     def _measure(self, model: str, items: list[Waiting], num_tokens: int, took_ns: int) -> None:
+        self._state.charge(model, took_ns)
         self._metrics.observe_step(took_ns / 1e9, num_tokens)
-        self._metrics.observe_batch(model, len(items), num_tokens)
+        self._metrics.observe_batch(model, len(items), num_tokens, took_ns / 1e9)
         queue = self._state.queues.get(model)
         self._metrics.set_queue_depth(model, len(queue) if queue else 0)
         if num_tokens:

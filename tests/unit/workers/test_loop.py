@@ -92,16 +92,21 @@ async def test_in_flight_page_names_what_runs_only_while_it_runs(rig: Rig) -> No
 
 
 @in_rig(budget=TWO_ITEMS)
-async def test_models_take_turns(rig: Rig) -> None:
+async def test_models_share_the_time_and_not_the_tokens(rig: Rig) -> None:
     worker = rig.start_worker("m", "n")
     requests = [rig.submit([i], model=model) for model in "mn" for i in range(1, 7)]
     order: list[str] = []
-    for name, runner in worker.runners.items():
-        runner.on_step = lambda name=name: order.append(name)
+
+    def run(name: str, takes_s: float) -> None:
+        order.append(name)
+        time.sleep(takes_s)  # the step itself
+
+    worker.runners["m"].on_step = lambda: run("m", 0.002)
+    worker.runners["n"].on_step = lambda: run("n", 0.05)
     worker.turn(8)
     await rig.settle()
 
-    assert order == ["m", "n"] * 3
+    assert order == ["m", "n", "m", "m", "n", "n"]
     for pending in requests:
         await rig.rows(pending)
 
