@@ -97,10 +97,7 @@ def test_sparse_encoder(server: Server) -> None:
 def test_reranker_orders_documents(server: Server, is_async: bool) -> None:
     documents = [Document(page_content=text, metadata={"number": number}) for number, text in enumerate(TEXTS)]
     reranker = SIEReranker(base_url=server.url, model=MODEL, top_k=2)
-    if is_async:
-        ranked = asyncio.run(_rerank(reranker, documents))
-    else:
-        ranked = reranker.compress_documents(documents, "q")
+    ranked = asyncio.run(_rerank(reranker, documents)) if is_async else reranker.compress_documents(documents, "q")
     scores = [score_of("query: q", text) for text in TEXTS]
     best = sorted(range(3), key=lambda number: -scores[number])[:2]
     assert [document.metadata["number"] for document in ranked] == best
