@@ -116,7 +116,7 @@ def test_queued_work_of_an_adapter_is_done_before_its_model_goes(server: Server,
     with queued(server, "tone"):
         assert manage(server, verb, "stub/slow").status == 200
     assert loras(server, "stub/slow")["tone"] == "available", "it went with its model"
-    assert total(server.port, "sie_loras_loaded", model="stub/slow") == 0
+    eventually(lambda: total(server.port, "sie_loras_loaded", model="stub/slow") == 0, "the worker says so, too")
     response = ask(server, "stub/slow", lora_id="tone")
     expected = ("MODEL_LOADING", "5") if verb == "unload" else ("LORA_LOADING", "1")
     assert (response.code(), response.headers["retry-after"]) == expected
