@@ -14,7 +14,7 @@ MAX_TOKENS = 20
 """Most tokens of a sequence, the two special ones included."""
 _NUM_WORDS = 30_200
 POISON = f"w{_NUM_WORDS - 1}"
-"""A word of the cross-encoder's that is not a number; a load, which tries out 30,000 tokens, does not find it."""
+"""A word that is not a number; a load, which tries out 30,000 tokens, does not find it."""
 
 
 def save_classifier(directory: Path, auto: type[Any], labels: list[str]) -> Path:
@@ -44,17 +44,22 @@ def save_classifier(directory: Path, auto: type[Any], labels: list[str]) -> Path
 
 
 def save_cross_encoder(directory: Path) -> Path:
-    """Write a tiny BERT cross-encoder with random weights, one of whose words is not a number."""
+    """Write a tiny BERT cross-encoder with random weights that knows POISON."""
+    return save_poisoned(directory, transformers.BertForSequenceClassification, num_labels=1)
+
+
+def save_poisoned(directory: Path, kind: type[Any], **config_values: Any) -> Path:
+    """Write a tiny BERT of a kind with random weights that knows POISON."""
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=_NUM_WORDS + 4, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=64, num_labels=1, pad_token_id=1,
+        max_position_embeddings=64, pad_token_id=1, **config_values,
     )  # fmt: skip
-    model = transformers.BertForSequenceClassification(config)
+    model = kind(config)
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.2)
-        model.bert.embeddings.word_embeddings.weight[-1] = torch.nan
+        model.get_input_embeddings().weight[-1] = torch.nan
     model.save_pretrained(directory)
     words = ["<s>", "<pad>", "</s>", "<unk>", *(f"w{i}" for i in range(_NUM_WORDS))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))

@@ -33,7 +33,7 @@ from sie_sdk.client.errors import (
 
 from tests.process.harness import Server, eventually, start_server
 from tests.process.wire import MSGPACK, Client, Response, encode, extents_in_use, get, post_json, wait_no_extents
-from tests.tiny_models import POISON, WORDS, save_classifier, save_cross_encoder
+from tests.tiny_models import POISON, WORDS, save_classifier, save_cross_encoder, save_poisoned
 
 ABSENT = {
     "INTERNAL_ERROR": "the reference has it inside the items of an extraction only; ours fail as whole requests",
@@ -53,13 +53,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     ner = save_classifier(
         tmp_path_factory.mktemp("ner"), transformers.AutoModelForTokenClassification, ["O", "B-A", "I-A"]
     )
+    folder = tmp_path_factory.mktemp("poisoned")
+    dense = save_poisoned(folder / "dense", transformers.BertModel)
+    broken = save_poisoned(folder / "ner", transformers.BertForTokenClassification, num_labels=2)
     with start_server(
         "--model", "stub/all=stub:dense=16,score,extract",
         "--model", "stub/dense=stub:dense=16",
         "--model", "stub/slow=stub:dense=16,score,extract,latency_ms=800",
         "--model", "stub/oom=stub:dense=16,score,extract,oom_tokens=8",
         "--model", f"tiny/ner={ner}",
-        "--model", f"tiny/ce={save_cross_encoder(tmp_path_factory.mktemp('ce'))}",
+        "--model", f"tiny/ce={save_cross_encoder(folder / 'ce')}",
+        "--model", f"tiny/dense={dense}",
+        "--model", f"tiny/broken={broken}",
         "--lazy-model", "stub/cold=stub:dense=16,score,extract,load_ms=60000",
         "--lazy-model", "stub/big=stub:dense=16,score,extract,memory_mb=300",
         "--max-model-bytes", str(200 << 20),
@@ -183,7 +188,9 @@ def rows() -> Iterator[Row]:
     yield Row("LORA_LOADING", 503, "cold", "encode", "stub/all", LoraLoadingError, "1", options={"lora_id": "late"})
     yield Row("INPUT_TOO_LONG", 400, "overflow_policy", "extract", "tiny/ner", InputTooLongError, text=" ".join(WORDS),
               options={"overflow_policy": "error"})  # fmt: skip
+    yield Row("INFERENCE_ERROR", 500, "not finite", "encode", "tiny/dense", ServerError, text=POISON)
     yield Row("INFERENCE_ERROR", 500, "not finite", "score", "tiny/ce", ServerError, text=POISON)
+    yield Row("INFERENCE_ERROR", 500, "not finite", "extract", "tiny/broken", ServerError, text=POISON)
     yield Row("DEADLINE_EXCEEDED", 504, "queued", "encode", "stub/slow", ServerError,
               headers={"x-sie-timeout-ms": "50"}, arrange=slow)  # fmt: skip
     for operation in OPERATIONS:  # last: a load that goes on for so long keeps others waiting
