@@ -59,7 +59,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with start_server(
         "--model", "stub/all=stub:dense=16,score,extract",
         "--model", "stub/dense=stub:dense=16",
-        "--model", "stub/slow=stub:dense=16,score,extract,latency_ms=800",
+        "--model", "stub/slow=stub:dense=16,score,extract,latency_ms=600",
         "--model", "stub/oom=stub:dense=16,score,extract,oom_tokens=8",
         "--model", f"tiny/ner={ner}",
         "--model", f"tiny/ce={save_cross_encoder(folder / 'ce')}",
@@ -94,14 +94,14 @@ def nothing(_server: Server) -> Iterator[None]:
 
 @contextlib.contextmanager
 def busy(server: Server) -> Iterator[None]:
-    """Have a step run for most of a second, which is all that the queue holds."""
+    """Have a step run for a while, which is all that the queue holds."""
     with running(server, LONG):
         yield
 
 
 @contextlib.contextmanager
 def slow(server: Server) -> Iterator[None]:
-    """Have a step run for most of a second, beside which the queue has room."""
+    """Have a step run for a while, beside which the queue has room."""
     with running(server, "x"):
         yield
 

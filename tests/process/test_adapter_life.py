@@ -42,13 +42,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     catalog.write_text(CATALOG)
     with start_server(
         "--catalog", str(catalog),
-        "--model", f"stub/slow=stub:dense={DENSE},latency_ms=300",
+        "--model", f"stub/slow=stub:dense={DENSE},latency_ms=150",
         "--model", f"stub/all=stub:dense={DENSE},sparse=50,score,extract,image",
         "--lazy-model", f"stub/only=stub:dense={DENSE},load_ms=200",
         "--lazy-model", f"stub/idle=stub:dense={DENSE}",
         "--lora", "stub/slow=tone=stub:",
         "--lora", "stub/slow=mood=stub:",
-        "--lora", "stub/slow=late=stub:load_ms=600",
+        "--lora", "stub/slow=late=stub:load_ms=400",
         "--lora", "stub/all=tone=stub:",
         "--lora", "stub/only=tone=stub:",
         "--lora", "stub/idle=tone=stub:",

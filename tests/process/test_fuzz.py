@@ -25,8 +25,8 @@ from tests.process.wire import MSGPACK, Client, dense_rows, encode, stub_rows, w
 from tests.tiny_models import save_classifier, save_cross_encoder
 
 SEED = 40_961
-NUM_MUTATED = 3000
-NUM_MADE_UP = 3000
+NUM_MUTATED = 2000
+NUM_MADE_UP = 2000
 JSON = {"content-type": "application/json"}
 PACKED = {"content-type": MSGPACK}
 ALL = "stub/all"
