@@ -5,6 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
 
 from sie.cards import ModelCard
@@ -28,7 +29,7 @@ class Counter:
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
-        self.models = ModelTable(ThreadPoolExecutor(1), lambda _model: None)
+        self.models = ModelTable(ThreadPoolExecutor(1), self.sent.append)
         self.table = AdapterTable(self.models, self.sent.append)
 
     def ask(self, known: ModelEntry, adapter: str = "a", wait_s: float = 0.0) -> ModelEntry:
@@ -95,6 +96,26 @@ def test_route_that_waits_gets_the_adapter_as_soon_as_it_is_there(counter: Count
         return await waiting
 
     assert asyncio.run(main()).adapters["a"] is LOADED
+
+
+@pytest.mark.parametrize("state", ["available", "unloading"])
+def test_model_that_goes_while_its_adapter_is_waited_for_is_loaded_again_or_told(counter: Counter, state: Any) -> None:
+    async def main() -> ModelEntry:
+        until_ns = time.monotonic_ns() + 5_000_000_000
+        waiting = asyncio.ensure_future(counter.table.serving(entry(a=LOADING), "a", until_ns))
+        gone = msgspec.structs.replace(entry((), a=AVAILABLE), state=state)
+        for known in (gone, entry((), a=AVAILABLE), entry(a=LOADED)):
+            await asyncio.sleep(0.01)
+            counter.models.update(Models((known,), ready=True))
+        return await waiting
+
+    if state == "available":
+        assert asyncio.run(main()).adapters["a"] is LOADED
+        assert "m" in counter.sent, "the model was asked for"
+    else:
+        with pytest.raises(Unavailable, match="is unloading") as caught:
+            asyncio.run(main())
+        assert caught.value.code == "MODEL_NOT_LOADED"
 
 
 def test_route_that_waits_hears_of_the_load_at_its_deadline(counter: Counter) -> None:
