@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from sie.cards import AdapterSpec, ModelCard
@@ -31,7 +32,7 @@ def main(loaded: Loaded) -> int:
     server = settings.server
     configure(server.log_format, server.log_level, "supervisor")
     models = _read_models(loaded)
-    adapters = _read_adapters(loaded)
+    adapters = _read_adapters(loaded, {spec.id: card for spec, _, card in models})
     with reserve_port(server.host, server.port) as held:
         port = held.getsockname()[1]
         base = Path(server.runtime_dir)
@@ -79,10 +80,20 @@ def _read_models(loaded: Loaded) -> list[tuple[ModelSpec, bool, ModelCard | None
     return models
 
 
-def _read_adapters(loaded: Loaded) -> list[AdapterSpec]:
-    """Return every adapter that settings name. Raises StartError for one on disk that can never be served."""
+def _read_adapters(loaded: Loaded, cards: Mapping[str, ModelCard | None]) -> list[AdapterSpec]:
+    """Return every adapter that settings name.
+
+    cards are those of the models, as far as they are known. Raises StartError for an adapter that can never be served,
+    for its own files or for the kind of its model.
+    """
     adapters = check_adapters(loaded)
     for spec in adapters:
+        card = cards.get(spec.model)
+        if card is not None and card.kind not in ("encoder", "stub"):
+            raise StartError(
+                f"lora: Adapter '{spec.id}' cannot be loaded: model '{spec.model}' is no text encoder ({card.kind}), "
+                "and only those run with adapters"
+            )
         if spec.directory is None:
             continue
         try:

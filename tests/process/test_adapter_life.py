@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from numpy.typing import NDArray
 from PIL import Image
 from sie_sdk import SIEClient
@@ -22,6 +23,7 @@ from sie_sdk.client.errors import RequestError
 
 from tests.process.harness import EX_CONFIG, Server, eventually, run_to_end, start_server
 from tests.process.wire import Response, extents_in_use, get, post_json, total, wait_no_extents
+from tests.tiny_models import save_classifier
 
 DENSE = 8
 CATALOG = """
@@ -201,6 +203,13 @@ def test_scores_and_extractions_run_without_adapters_and_say_so(server: Server) 
         plain = client.score("stub/all", {"text": "q"}, [{"text": "d"}])
         freed = client.score("stub/all:toned", {"text": "q"}, [{"text": "d"}], options={"lora_id": None})
         assert freed["scores"] == plain["scores"], "a null takes the profile's adapter away"
+
+
+def test_adapter_of_a_model_that_runs_with_none_stops_the_start(tmp_path: Path) -> None:
+    ner = save_classifier(tmp_path / "ner", transformers.AutoModelForTokenClassification, ["O", "B-A", "I-A"])
+    status, log = run_to_end("--model", f"tiny/ner={ner}", "--lora", f"tiny/ner=tone={tmp_path}")
+    assert status == EX_CONFIG
+    assert "lora: Adapter 'tone' cannot be loaded: model 'tiny/ner' is no text encoder (extractor)" in log
 
 
 @pytest.mark.parametrize(
