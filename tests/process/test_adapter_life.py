@@ -44,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     catalog.write_text(CATALOG)
     with start_server(
         "--catalog", str(catalog),
-        "--model", f"stub/slow=stub:dense={DENSE},latency_ms=150",
+        "--model", f"stub/slow=stub:dense={DENSE},latency_ms=250",
         "--model", f"stub/all=stub:dense={DENSE},sparse=50,score,extract,image",
         "--lazy-model", f"stub/only=stub:dense={DENSE},load_ms=200",
         "--lazy-model", f"stub/idle=stub:dense={DENSE}",
@@ -101,7 +101,7 @@ def queued(server: Server, lora: str, count: int = 6) -> Iterator[None]:
     for thread in threads:
         thread.start()
     try:
-        eventually(lambda: extents_in_use(server.port) >= count, "they are submitted")
+        eventually(lambda: extents_in_use(server.port) >= 3, "some of them wait")
         yield
     finally:
         for thread in threads:
