@@ -74,6 +74,8 @@ class AdapterTable:
             self._used.pop(key, None)
             self._used[key] = None
             return
+        if state.recovering:  # the engine holds its work until a worker has it again
+            return
         if state.state != "loading":
             self._ask(key)
         if state.state == "failed" and state.error is not None:

@@ -133,10 +133,11 @@ def test_queued_work_of_an_adapter_is_done_before_another_takes_its_place(server
     load(server, "stub/slow", lora_id="tone")
 
 
-def test_queued_work_of_an_adapter_survives_its_worker(server: Server) -> None:
+def test_queued_work_of_an_adapter_survives_its_worker_and_new_work_waits(server: Server) -> None:
     load(server, "stub/slow", lora_id="tone")
     with queued(server, "tone"):
         server.kill_worker()
+        assert ask(server, "stub/slow", lora_id="tone").status == 200
     assert loras(server, "stub/slow")["tone"] == "loaded", "it came back with its model"
 
 

@@ -68,6 +68,12 @@ def test_load_that_goes_on_is_not_asked_for(counter: Counter) -> None:
     assert counter.sent == []
 
 
+def test_adapter_that_comes_back_with_its_worker_is_neither_asked_for_nor_refused(counter: Counter) -> None:
+    known = entry((), a=AdapterEntry(state="loading", recovering=True))
+    assert counter.ask(known) is known
+    assert counter.sent == []
+
+
 @pytest.mark.parametrize("error", [Internal("it does not fit"), BadRequest("no such layers")])
 def test_failed_load_is_the_answer_and_may_be_tried_again(counter: Counter, error: Any) -> None:
     with pytest.raises(type(error), match=error.message):
