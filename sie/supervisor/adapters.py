@@ -146,7 +146,7 @@ class AdapterBook:
                 workers=record.workers if record.wanted else (),
                 error=record.error,
                 recovering=record.wanted and record.was_loaded and not record.workers,
-            )  # fmt: skip
+            )
             for record in self._records(model)
         }
 
