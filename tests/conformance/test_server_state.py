@@ -190,9 +190,12 @@ def test_frame_counts_by_model(frame: dict[str, Any]) -> None:
     counters = frame["counters"]
     assert counters["sie_requests"]["stub/all"] == 1
     assert counters["sie_tokens_processed"]["stub/all"] == 10
-    assert counters["sie_idle_evictions"] == {"stub/idle": 1}
-    assert counters["sie_oom_batch_splits"] == {"stub/all": 1}
-    assert counters["sie_oom_recoveries_succeeded"] == {"stub/all": 1}
+    for name, only in (
+        ("sie_idle_evictions", "stub/idle"),
+        ("sie_oom_batch_splits", "stub/all"),
+        ("sie_oom_recoveries_succeeded", "stub/all"),
+    ):
+        assert {entry: count for entry, count in counters[name].items() if count} == {only: 1}
     assert counters["sie_model_busy_seconds"]["stub/all"] > 0
     for name in ("sie_request_duration_seconds", "sie_batch_size"):
         histogram = frame["histograms"][name]["stub/all"]
