@@ -98,6 +98,7 @@ def corpus() -> list[tuple[str, bytes, dict[str, str]]]:
         (f"score/{ALL}", {"query": text, "items": [text, {"text": ""}], "instruction": "do", "options": {"profile": "task"}}),
         ("score/tiny/ce", {"query": {"text": "w1"}, "items": [{"text": "w2 w3"}, {"id": "b", "text": "w4"}]}),
         (f"extract/{ALL}", {"items": [text], "params": {"labels": ["a", "b"], "options": {"threshold": 0.5}}}),
+        (f"extract/{ALL}", {"items": [{"images": [{"data": image}]}, text], "params": {"labels": ["a"]}}),
         ("extract/tiny/ner", {"items": [text], "params": {"labels": ["A"], "options": options}}),
         ("extract/tiny/nli", {"items": [text], "params": {"labels": ["w4", "w5"], "options": {"multi_label": True}}}),
     ]  # fmt: skip
