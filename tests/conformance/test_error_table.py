@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -95,21 +96,21 @@ def nothing(_server: Server) -> Iterator[None]:
 @contextlib.contextmanager
 def busy(server: Server) -> Iterator[None]:
     """Have a step run for a while, which is all that the queue holds."""
-    with running(server, LONG):
+    with running(server, "stub/slow", LONG):
         yield
 
 
 @contextlib.contextmanager
 def slow(server: Server) -> Iterator[None]:
     """Have a step run for a while, beside which the queue has room."""
-    with running(server, "x"):
+    with running(server, "stub/slow", "x"):
         yield
 
 
 @contextlib.contextmanager
-def running(server: Server, text: str) -> Iterator[None]:
+def running(server: Server, model: str, text: str) -> Iterator[None]:
     response: list[Response] = []
-    thread = threading.Thread(target=lambda: response.append(encode(server.port, "stub/slow", [text])))
+    thread = threading.Thread(target=lambda: response.append(encode(server.port, model, [text])))
     thread.start()
     try:
         eventually(lambda: extents_in_use(server.port), "it was submitted")
@@ -303,3 +304,36 @@ def check_raised(error: SIEError, row: Row) -> None:
         assert (error.error_class, error.attempts, error.permanent) == ("PLACEMENT", 1, False)
     if isinstance(error, ModelLoadFailedError | ModelLoadingError | LoraLoadingError | ResourceExhaustedError):
         assert error.model == row.model
+
+
+# --- codes that harm a server -----------------------------------------------------------------------------------------
+
+
+def test_input_that_ends_workers_is_a_request_error() -> None:
+    with start_server("--model", "stub/a=stub:dense=16,lost_tokens=8", "--frontends", "1") as server:
+        with SIEClient(server.url) as client, pytest.raises(RequestError) as caught:
+            client.encode("stub/a", {"text": "x" * 36})
+        assert (caught.value.code, caught.value.status_code) == ("POISON_INPUT", 422)
+
+
+def test_server_that_stops_is_a_server_error() -> None:
+    """The client's connection is open already; a new one would not be taken."""
+    with start_server("--model", "stub/a=stub:dense=16,latency_ms=1000", "--frontends", "1") as server:
+        with SIEClient(server.url) as client:
+            client.list_models()
+            with running(server, "stub/a", "x"):
+                server.process.send_signal(signal.SIGTERM)
+                server.log_line("SIGTERM")
+                error = eventually(lambda: refusal_of(client), "a refusal", 5.0)
+        assert (error.code, error.status_code, error.retry_after) == ("SHUTTING_DOWN", 503, 1.0)
+        server.stop()
+
+
+def refusal_of(client: SIEClient) -> ServerError | None:
+    try:
+        client.encode("stub/none", {"text": "late"})
+    except ServerError as error:
+        return error
+    except RequestError:  # it does not stop yet, and the model is unknown
+        return None
+    raise AssertionError("an unknown model answered")
