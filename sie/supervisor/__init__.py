@@ -6,7 +6,7 @@ import asyncio
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from sie.cards import AdapterSpec, ModelCard
@@ -46,7 +46,7 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
     dump_stacks_on_abort()  # what systemd's watchdog sends
     _check_tracing(settings)
     models = _read_models(loaded)
-    adapters = _read_adapters(loaded, {spec.id: card for spec, _, card in models})
+    adapters = _read_adapters(loaded, models)
     with reserve_port(server.host, server.port) as held:
         port = held.getsockname()[1]
         base = Path(server.runtime_dir)
@@ -60,8 +60,9 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
 
             def reread() -> Reading:
                 fresh = reload()
-                _read_adapters(fresh)  # only for what would stop a start: adapters stay as they are
-                return Reading(fresh.settings, _read_models(fresh))
+                found = _read_models(fresh)
+                _read_adapters(fresh, found)  # only for what would stop a start: adapters stay as they are
+                return Reading(fresh.settings, found)
 
             async def serve() -> int:
                 supervisor = Supervisor(
@@ -113,13 +114,13 @@ def _read_models(loaded: Loaded) -> Models:
     return models
 
 
-def _read_adapters(loaded: Loaded, cards: Mapping[str, ModelCard | None]) -> list[AdapterSpec]:
+def _read_adapters(loaded: Loaded, models: Models) -> list[AdapterSpec]:
     """Return every adapter that settings name.
 
-    cards are those of the models, as far as they are known. Raises StartError for an adapter that can never be served,
-    for its own files or for the kind of its model.
+    Raises StartError for one that can never be served, for its own files or for the kind of its model.
     """
     adapters = check_adapters(loaded)
+    cards = {spec.id: card for spec, _, card in models}
     for spec in adapters:
         card = cards.get(spec.model)
         if card is not None and card.kind not in ("encoder", "stub"):
