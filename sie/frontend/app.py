@@ -18,7 +18,7 @@ from sie.errors import ClientGone, Internal, NotFound, Overloaded, SieError
 from sie.frontend import dashboard, openapi, routes
 from sie.frontend.admin import check_admin
 from sie.frontend.dialects import models as models_dialect
-from sie.frontend.dialects import openai, sie
+from sie.frontend.dialects import negotiate, openai, sie
 from sie.frontend.html import page_headers
 from sie.frontend.inference import Exchange, Inference
 from sie.frontend.metrics import CONTENT_TYPE, render
@@ -138,7 +138,11 @@ class App:
             self._respond(exchange, 503, [_TEXT], b"not ready")
 
     async def _health(self, exchange: Exchange) -> None:
-        self._respond(exchange, 200, [_TEXT], b"OK")
+        if negotiate.JSON in (exchange.headers.get("accept") or ""):
+            # What sie-sdk asks to tell a cluster's gateway from a server; it reads whatever comes as JSON.
+            self._respond(exchange, 200, [_JSON], b'{"status":"ok","type":"worker"}')
+        else:
+            self._respond(exchange, 200, [_TEXT], b"OK")
 
     async def _metrics(self, exchange: Exchange) -> None:
         self._respond(exchange, 200, [("content-type", CONTENT_TYPE)], render(self._process.pages))

@@ -200,6 +200,12 @@ def test_sdk_watches_the_status(sdk):
     assert second["timestamp"] > first["timestamp"]
 
 
+def test_sdk_is_told_that_this_is_no_gateway(sdk):
+    with pytest.raises(RequestError) as caught:
+        sdk.get_capacity()
+    assert caught.value.code == "not_gateway"
+
+
 def test_async_sdk_encodes_many_at_once(stub_server):
     async def encode_all():
         async with SIEAsyncClient(stub_server.url) as client:
