@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from sie import __version__
 from sie.control_messages import ModelEntry
 from sie.errors import ClientGone, Internal, NotFound, Overloaded, SieError
 from sie.frontend import dashboard, openapi, routes
@@ -31,6 +30,8 @@ _log = get_logger(__name__)
 _JSON: Final = ("content-type", "application/json")
 _TEXT: Final = ("content-type", "text/plain; charset=utf-8")
 _CLOSE: Final = ("connection", "close")
+_API_VERSION: Final = "0.10.1"
+"""Release of the reference server whose API this one speaks; a version of our own would have SDKs warn their users."""
 _MUST_CLOSE: Final = frozenset({408, 413})
 """After these the rest of a body may still be on its way."""
 
@@ -41,7 +42,7 @@ class App:
     def __init__(self, connect: Callable[[asyncio.AbstractEventLoop], FrontendProcess]) -> None:
         self._connect = connect
         self._identity = (
-            ("x-sie-server-version", __version__),
+            ("x-sie-server-version", _API_VERSION),
             ("x-sie-served-by", "local"),
             ("x-sie-runtime-instance", secrets.token_hex(32)),
         )
