@@ -382,8 +382,6 @@ class Loop:
         self._state.charge(model, took_ns)
         self._metrics.observe_step(took_ns / 1e9, num_tokens)
         self._metrics.observe_batch(model, len(items), num_tokens, took_ns / 1e9)
-        queue = self._state.queues.get(model)
-        self._metrics.set_queue_depth(model, len(queue) if queue else 0)
         if num_tokens:
             known = self._ns_per_token.get(model, _FIRST_TOKEN_NS)
             self._ns_per_token[model] = known + 0.1 * (took_ns / num_tokens - known)
@@ -397,4 +395,5 @@ class Loop:
                 self._metrics.set_model(model, self._host.device, loaded=False, memory_bytes=0)
                 self._adapters.forget(model)
         self._adapters.settle(lambda model: (*self._state.queues.get(model, ()), *self._parked.get(model, ())))
+        self._metrics.set_queue_depths(self._state.queues)
         self._metrics.set_extents_in_use(sum(link.num_leased for link in self._links.values()))

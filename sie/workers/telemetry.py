@@ -13,7 +13,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sized
 from typing import Any, Protocol
 
 import msgspec
@@ -49,6 +49,7 @@ class WorkerMetrics:
         self._extents = page.gauge(families.EXTENTS_IN_USE.name, families.EXTENTS_IN_USE.label_pairs("reply"))
         self._batches: dict[str, tuple[Callable[[float], None], ...]] = {}
         self._queues: dict[str, Gauge] = {}
+        self._depths: dict[str, int] = {}
 
     def observe_step(self, duration_s: float, num_tokens: int) -> None:
         """Count one step of the loop, whatever models it ran."""
@@ -65,8 +66,18 @@ class WorkerMetrics:
         add_tokens(num_tokens)
         add_time(duration_s)
 
-    def set_queue_depth(self, model: str, num_sequences: int) -> None:
-        """Publish how many sequences of this model wait for a step."""
+    def set_queue_depths(self, queues: Mapping[str, Sized]) -> None:
+        """Publish how many sequences of each model wait for a step; of a model without a queue none do."""
+        shown = self._depths
+        for model, queue in queues.items():
+            if shown.get(model) != len(queue):
+                self._set_queue_depth(model, len(queue))
+        for model, depth in shown.items():
+            if depth and model not in queues:
+                self._set_queue_depth(model, 0)
+
+    def _set_queue_depth(self, model: str, num_sequences: int) -> None:
+        self._depths[model] = num_sequences
         gauge = self._queues.get(model)
         if gauge is None:
             labels = families.QUEUE_DEPTH.label_pairs(model)
@@ -96,6 +107,8 @@ class WorkerMetrics:
         self._extents.set(num_extents)
 
     def _batch_handles(self, model: str) -> tuple[Callable[[float], None], ...]:
+        if model not in self._depths:  # a queue that is empty whenever it is looked at is shown, too
+            self._set_queue_depth(model, 0)
         labels = families.BATCH_SIZE.label_pairs(model)
         size = self._page.histogram(families.BATCH_SIZE.name, labels, families.BATCH_SIZE.bounds)
         tokens = self._page.counter(families.TOKENS_PROCESSED.name, families.TOKENS_PROCESSED.label_pairs(model))

@@ -254,7 +254,7 @@ def test_worker_counters_use_the_defined_families(page):
     metrics.observe_step(0.004, 100)
     metrics.observe_batch("m", 6, 90, 0.003)
     metrics.observe_batch("m", 2, 10, 0.001)
-    metrics.set_queue_depth("m", 5)
+    metrics.set_queue_depths({"m": "12345"})
     metrics.set_model("m", "cpu", loaded=True, memory_bytes=1024)
     metrics.set_extents_in_use(7)
     by_name = {record.name: record for record in page.records()}
