@@ -306,6 +306,52 @@ def check_raised(error: SIEError, row: Row) -> None:
         assert error.model == row.model
 
 
+# --- the OpenAI envelope ----------------------------------------------------------------------------------------------
+
+
+class OpenAIRow(NamedTuple):
+    """One answer of `/v1/embeddings` and `/v1/rerank`. Source: SIE API reference, section 9."""
+
+    code: str
+    status: int
+    model: str
+    retry_after: str | None = None
+    text: str = "x"
+    headers: Mapping[str, str] = _NONE
+    arrange: Callable[[Server], AbstractContextManager[None]] = nothing
+
+
+OPENAI_ROWS = [
+    OpenAIRow("model_not_found", 404, "nobody/knows"),
+    OpenAIRow("invalid_request", 400, "tiny/ner"),
+    OpenAIRow("invalid_request", 413, "stub/all", text="x" * 4096),
+    OpenAIRow("MODEL_LOAD_FAILED", 502, "stub/big"),
+    OpenAIRow("RESOURCE_EXHAUSTED", 503, "stub/oom", "5", text="x" * 36),
+    OpenAIRow("server_overloaded", 503, "stub/all", "some", arrange=busy),
+    OpenAIRow("inference_error", 500, "", text=POISON),
+    OpenAIRow("DEADLINE_EXCEEDED", 504, "stub/slow", headers={"x-sie-timeout-ms": "50"}, arrange=slow),
+    OpenAIRow("MODEL_LOADING", 503, "stub/cold", "5", headers={"x-sie-timeout-ms": "50"}),
+]
+
+
+@pytest.mark.parametrize("route", ["embeddings", "rerank"])
+@pytest.mark.parametrize("row", OPENAI_ROWS, ids=[f"{row.code}-{row.model}" for row in OPENAI_ROWS])
+def test_openai_row(server: Server, row: OpenAIRow, route: str) -> None:
+    """A model that loads is waited for, so that it is told only at the deadline."""
+    model = row.model or {"embeddings": "tiny/dense", "rerank": "tiny/ce"}[route]
+    body = {"model": model, "input": row.text, "query": "w1", "documents": [row.text]}
+    fields = ("model", "input") if route == "embeddings" else ("model", "query", "documents")
+    with row.arrange(server):
+        response = post_json(server.port, f"/v1/{route}", {field: body[field] for field in fields}, row.headers)
+    assert (response.status, response.headers["content-type"]) == (row.status, "application/json"), response
+    error = response.json()["error"]
+    assert (error["code"], bool(error["message"])) == (row.code, True)
+    if row.status != 404:
+        assert error["type"] == ("invalid_request_error" if row.status < 500 else "server_error")
+    retry_after = response.headers.get("retry-after")
+    assert retry_after is not None if row.retry_after == "some" else retry_after == row.retry_after
+
+
 # --- codes that harm a server -----------------------------------------------------------------------------------------
 
 
