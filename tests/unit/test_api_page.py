@@ -9,7 +9,7 @@ import pytest
 
 from sie import errors
 from sie.catalog.options import REFUSED
-from sie.frontend.routes import ROUTES, WS_STATUS
+from sie.frontend.routes import ROUTES, WEBSOCKETS
 
 PAGE = Path(__file__).parents[2].joinpath("docs/sie-api.md").read_text(encoding="utf-8")
 SOURCES = Path(errors.__file__).parent
@@ -24,7 +24,7 @@ def codes() -> set[str]:
     return {kind.code for kind in kinds} | given
 
 
-@pytest.mark.parametrize("path", sorted({route.template for route in ROUTES} | {WS_STATUS}))
+@pytest.mark.parametrize("path", sorted({route.template for route in ROUTES} | WEBSOCKETS.keys()))
 def test_route_is_there(path: str) -> None:
     name = path.removeprefix("/v1/models/") if path.startswith("/v1/models/") and "{" not in path else path
     assert re.search(rf"[` ]{re.escape(name)}`", PAGE)
