@@ -109,6 +109,7 @@ def slow(server: Server) -> Iterator[None]:
 
 @contextlib.contextmanager
 def running(server: Server, model: str, text: str) -> Iterator[None]:
+    wait_no_extents(server.port)  # the figure is up to 20 ms old
     response: list[Response] = []
     thread = threading.Thread(target=lambda: response.append(encode(server.port, model, [text])))
     thread.start()
