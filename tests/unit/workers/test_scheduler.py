@@ -24,7 +24,7 @@ def state_of(*items: Waiting, model: str = "m") -> State:
 
 
 def take(state: State, budget: Budget = BUDGET, now_ns: int = 0) -> Step:
-    """Plan a step, apply it and charge for it, as the loop does."""
+    """Plan a step, apply it and charge for it, as the loop does; a token takes a nanosecond."""
     step = plan_step(state, budget, now_ns)
     assert step is not None
     state.remove(step)
@@ -313,11 +313,3 @@ def test_an_item_that_must_run_alone_shares_no_step_with_those_like_it():
     state = state_of(first, suspect, last)
     assert take(state).items == [first, last]
     assert take(state).items == [suspect]
-
-
-def test_a_late_charge_lets_others_go_first():
-    state = state_of(item(1), item(1), model="tensors")
-    state.add("tokens", item(10))
-    assert take(state).model == "tensors"
-    state.charge_late("tensors", 50)
-    assert take(state).model == "tokens"
