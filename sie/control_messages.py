@@ -134,14 +134,15 @@ class Managed(msgspec.Struct, tag=True, frozen=True):
 
 
 class ManageRepository(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to supervisor: an administrator wants a repository's model loaded (read anew) or unloaded.
+    """Frontend to supervisor: an administrator wants a repository's model loaded (read anew) or unloaded, or all of the
+    repositories read anew (reload; name is empty).
 
     Answered by `Managed` with its number, and with the error that kept it from beginning.
     """
 
     number: int
-    action: Literal["load", "unload"]
-    name: str
+    action: Literal["load", "unload", "reload"]
+    name: str = ""
 
 
 class MemoryReport(msgspec.Struct, tag=True, frozen=True):
@@ -188,11 +189,12 @@ class AdapterReport(msgspec.Struct, tag=True, frozen=True):
 
 
 class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One declared adapter of a model as every frontend sees it."""
+    """One declared adapter of a model as every frontend sees it; recovering as for a model."""
 
     state: ModelState
     workers: tuple[int, ...] = ()
     error: WireError | None = None
+    recovering: bool = False
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):

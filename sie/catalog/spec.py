@@ -79,6 +79,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     tensor: TensorSource | None = None
 
 
+def repository_specs(model: RepositoryModel, default_max_batch_size: int) -> list[ModelSpec]:
+    """Return the spec of each version of a repository's model."""
+    sources = [
+        TensorSource(
+            repository=model.repository, name=model.name, version=version, stamp=stamp,
+            default_max_batch_size=default_max_batch_size,
+        )
+        for version, stamp in zip(model.versions, model.stamps, strict=True)
+    ]  # fmt: skip
+    return [ModelSpec(id=source.hosted_id, directory=source.folder, tensor=source) for source in sources]
+
+
 def parse_model_spec(text: str) -> ModelSpec:
     """Parse one `--model` value.
 

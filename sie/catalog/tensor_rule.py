@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from sie.cards import ModelCard
+from sie.catalog.exported import ExportedError, read_exported
 from sie.catalog.files import Checkpoint, refuse
 from sie.catalog.model_config import CONFIG_FILE, read_model_config, to_json
 from sie.catalog.onnx_file import OnnxError, OnnxValue, read_onnx
@@ -64,9 +65,7 @@ def read_signature(folder: Checkpoint, file: str, platform: str) -> Signature:
     """Return what a model's file says, having checked that all of its files lie beneath the model's directory."""
     path = folder.root / file
     if platform != "onnxruntime_onnx":
-        from sie.catalog.exported import read_exported  # only such models need it
-
-        return read_exported(folder, file)
+        return _exported_signature(folder, file)
     try:
         found = read_onnx(path)
         nbytes = path.stat().st_size
@@ -77,6 +76,16 @@ def read_signature(folder: Checkpoint, file: str, platform: str) -> Signature:
     for location in found.locations:
         nbytes += _external_bytes(folder, file, location)
     return Signature(found.inputs, found.outputs, nbytes)
+
+
+def _exported_signature(folder: Checkpoint, file: str) -> Signature:
+    try:
+        found = read_exported(folder.root / file)
+    except ExportedError as error:
+        raise refuse(folder.id, f"{file}: {error}") from None
+    except OSError as error:
+        raise refuse(folder.id, f"{file}: {error.strerror}", "STORAGE") from error
+    return Signature(found.inputs, found.outputs, found.nbytes)
 
 
 def _external_bytes(folder: Checkpoint, file: str, location: str) -> int:
@@ -90,7 +99,9 @@ def _external_bytes(folder: Checkpoint, file: str, location: str) -> int:
 
 
 def _make_rule(model: Checkpoint, source: TensorSource, config: Any, signature: Signature, platform: str) -> TensorRule:
-    batch = _batch_size(config, signature, source.default_max_batch_size)
+    # A saved program does not keep the names of its dimensions: only a configuration can tell that one is a batch.
+    default = source.default_max_batch_size if platform == "onnxruntime_onnx" else 0
+    batch = _batch_size(config, signature, default)
     inputs = _merge(model, "input", config.input, signature.inputs, batch)
     missing = [value.name for value in signature.inputs if value.name not in {spec.name for spec in inputs}]
     if missing:

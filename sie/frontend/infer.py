@@ -22,8 +22,8 @@ from sie.frontend.replies import timing_of
 from sie.frontend.repository import RepositoryAdmin
 from sie.frontend.tensor_checks import check_request
 from sie.frontend.tensor_table import TensorTable, is_servable
+from sie.frontend.text_tensors import ENCODER, SCORER, TextTensors
 from sie.headers import TensorForm, TensorReplyHeader, TensorTask, WorkHeader
-from sie.settings import Limits
 from sie.shm.extent import array_view, read_extent
 from sie.shm.layout import ProtocolError
 from sie.tensors import Tensor, TensorReply, TensorRequest, TensorRule
@@ -45,14 +45,13 @@ class Tensors:
         models: ModelTable,
         admin: ModelAdmin,
         pool: ThreadPoolExecutor,
-        limits: Callable[[], Limits],
+        texts: TextTensors,
     ) -> None:
-        """Limits returns those in force."""
         self.table = TensorTable(models)
         self.repository = RepositoryAdmin(self.table, models, admin)
         self._engine = engine
         self._models = models
-        self._limits = limits
+        self._texts = texts
         self._pool = pool
 
     @asynccontextmanager
@@ -71,6 +70,12 @@ class Tensors:
         await self._check(rule, request)
         if request.timeout_us > 0:
             deadline_ns = min(deadline_ns, began_ns + request.timeout_us * 1000)
+        if rule.platform in (ENCODER, SCORER):
+            async with self._texts.run(
+                entry, request, began_ns=began_ns, deadline_ns=deadline_ns, watch=watch
+            ) as texts_reply:
+                yield texts_reply
+            return
         pending = self._submit(request, deadline_ns)
         if watch is not None:
             watch(pending)
@@ -83,19 +88,20 @@ class Tensors:
     def serving(self, model: str) -> ModelEntry:
         """Return the entry of a hosted tensor model that takes requests now.
 
-        Raises NotFound, Unavailable for one that loads or goes, ModelLoadFailed. A stub that is not loaded begins to.
+        Raises NotFound, Unavailable for one that loads or goes, ModelLoadFailed. One that is not a repository's begins
+        to load.
         """
-        entry = self._models.hosted(model)
+        entry = self.table.hosted(model)
         if entry is None or entry.card.tensor is None:
             raise NotFound(f"Request for unknown model: '{model}' is not found")
-        if is_servable(entry) or entry.card.tensor.platform == "stub":
+        if is_servable(entry) or entry.card.kind != "tensor":
             self._models.check_serving(entry)
             return entry
         raise _refusal(entry, entry.card.tensor, self._models.loading_retry_after_s)
 
     async def _check(self, rule: TensorRule, request: TensorRequest) -> None:
         """Check here and now, or on a thread when counting strings would keep the event loop too long."""
-        max_strings = self._limits().max_tensor_strings
+        max_strings = self._texts.limits().max_tensor_strings
         string_bytes = sum(len(tensor.data) for tensor in request.inputs if tensor.datatype == "BYTES")
         if string_bytes < _LONG_BYTES:
             check_request(rule, request, max_strings)
@@ -130,7 +136,8 @@ def _refusal(entry: ModelEntry, rule: TensorRule, retry_after_s: int) -> Excepti
         return Unavailable(f"Model {where} is loading; retry in {retry_after_s} s", retry_after_s=retry_after_s)
     if entry.state == "failed" and entry.error is not None:
         error = from_wire(entry.error)
-        return ModelLoadFailed(f"Model {where} failed to load: {error.message}", extras=error.extras)
+        reason = error.message.removeprefix(f"Model '{entry.card.id}' cannot be loaded: ")
+        return ModelLoadFailed(f"Model {where} failed to load: {reason}", extras=error.extras)
     return NotFound(f"Request for unknown model: '{rule.name}' has no available versions")
 
 

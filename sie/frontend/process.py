@@ -39,6 +39,7 @@ from sie.frontend.models import ModelTable
 from sie.frontend.score import Scorer
 from sie.frontend.status import StatusInputs, build_status, encode_frame, server_facts
 from sie.frontend.status_hub import StatusHub
+from sie.frontend.text_tensors import TextTensors
 from sie.logs import get_logger, set_level
 from sie.settings import Settings
 from sie.shm.attach import Attachment, PendingAttachment
@@ -94,7 +95,8 @@ class FrontendProcess:
         self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool, self._images)
         self.scorer = Scorer(self.engine, self.models, self._pool)
         self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool, self._images)
-        self.tensors = Tensors(self.engine, self.models, self.admin, self._pool, lambda: self.settings.limits)
+        texts = TextTensors(self.encoder, self.scorer, limits=lambda: self.settings.limits)
+        self.tensors = Tensors(self.engine, self.models, self.admin, self._pool, texts)
         self.bodies = BodyReader(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
         self.metrics = FrontendMetrics(pages[0], self.models)
         self.access = open_access(settings.access, pages, self.metrics.record_auth_failure)
@@ -356,12 +358,8 @@ class FrontendProcess:
         return int(sum(values[0] for values in merge(self.pages)["sie_status_watchers"].values()))
 
     def _gpu_type(self) -> str:
-        for page in self.pages:
-            for record in page.records():
-                for key, value in record.labels:
-                    if key == "gpu_type":
-                        return value
-        return ""
+        labels = (label for page in self.pages for record in page.records() for label in record.labels)
+        return next((value for key, value in labels if key == "gpu_type"), "")
 
 
 def _start_tracing(settings: Settings, launch: Launch) -> RequestTracing | None:

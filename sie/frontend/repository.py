@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from sie.control_messages import ManageRepository, ModelEntry
-from sie.errors import ModelLoadFailed
+from sie.errors import DeadlineExceeded, ModelLoadFailed
 from sie.frontend.admin import ModelAdmin
 from sie.frontend.models import ModelTable
 from sie.frontend.tensor_table import TensorTable
@@ -27,7 +27,7 @@ class RepositoryAdmin:
 
         A version that is loaded and whose files have not changed is left alone. Raises Unavailable unless
         repository_control is explicit, BadRequest for a name that is not in the repository, ModelLoadFailed (400) for
-        a version that did not load, and SieError at the deadline.
+        a version that did not load, and DeadlineExceeded.
         """
         await self._admin.ask(lambda number: ManageRepository(number, "load", name), deadline_ns)
         await self._settled(name, deadline_ns)
@@ -48,12 +48,27 @@ class RepositoryAdmin:
         """
         await self._admin.ask(lambda number: ManageRepository(number, "unload", name), deadline_ns)
 
+    async def reload(self, deadline_ns: int) -> None:
+        """Read all repositories anew, whatever repository_control says, and return when all of it has settled.
+
+        What is gone is unloaded, what has changed is loaded again; what is new is loaded unless control is explicit.
+        """
+        await self._admin.ask(lambda number: ManageRepository(number, "reload"), deadline_ns)
+        for name in self._tensors.names:
+            await self._settled(name, deadline_ns)
+
     async def _settled(self, name: str, deadline_ns: int) -> None:
+        """Wait until no version of a model of a repository is on its way."""
         left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
-        async with asyncio.timeout(left_s):
-            while any(map(_is_moving, self._tensors.versions(name).values())):
-                await self._models.wait_changed()
+        try:
+            async with asyncio.timeout(left_s):
+                while any(map(_is_moving, self._tensors.versions(name).values())):
+                    await self._models.wait_changed()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"Model '{name}' was not there at the request's deadline; it goes on loading"
+            ) from None
 
 
 def _is_moving(entry: ModelEntry) -> bool:
-    return entry.state in _MOVING
+    return entry.card.kind == "tensor" and entry.state in _MOVING

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sie import control_messages
-from sie.catalog.spec import ModelSpec, RepositoryModel, TensorSource
+from sie.catalog.spec import ModelSpec, RepositoryModel, TensorSource, repository_specs
 from sie.errors import BadRequest, Unavailable, WireError, to_wire
 from sie.logs import get_logger
 from sie.settings import Settings
@@ -51,7 +51,9 @@ class Repositories:
 
     def manage(self, child: Child, message: control_messages.ManageRepository) -> None:
         """Do what an administrator asked for through a frontend, and answer it."""
-        if not self._is_explicit:
+        if message.action == "reload":
+            self._spawn(self._reload(child, message))
+        elif not self._is_explicit:
             self._answer(child, message, to_wire(_not_allowed()))
         elif message.action == "unload":
             for record in self._records(message.name):
@@ -83,6 +85,25 @@ class Repositories:
             self._load_found(found[0])
             self._answer(child, message)
 
+    async def _reload(self, child: Child, message: control_messages.ManageRepository) -> None:
+        """Read everything anew: what is gone goes, what has changed is loaded again, what is new as at the start."""
+        found = await self._preparer.find_models(self._directories) if self._directories else []
+        if isinstance(found, WireError):
+            self._answer(child, message, found)
+            return
+        names = {model.name for model in found}
+        for record in self._records():
+            if record.spec.tensor is not None and record.spec.tensor.name not in names:
+                self._book.release(record)  # it may still be on its way through the prepare helper
+                self._book.remove(record.spec.id)
+                self._crew.send_all(self._crew.workers, control_messages.Unload(record.spec.id))
+        for model in found:
+            if self._is_explicit and not any(record.wanted for record in self._records(model.name)):
+                self._take(model)
+            else:
+                self._load_found(model)
+        self._answer(child, message)
+
     def _load_found(self, model: RepositoryModel) -> None:
         """Load the versions that the policy names now, those again whose files have changed; unload all others."""
         before = {record.spec.id: record.spec for record in self._records(model.name)}
@@ -105,14 +126,7 @@ class Repositories:
             _log.error("%s", model.reason)
             return []
         self._forget_reason(model)
-        sources = [
-            TensorSource(
-                repository=model.repository, name=model.name, version=version, stamp=stamp,
-                default_max_batch_size=self._default_max_batch_size,
-            )
-            for version, stamp in zip(model.versions, model.stamps, strict=True)
-        ]  # fmt: skip
-        specs = [ModelSpec(id=source.hosted_id, directory=source.folder, tensor=source) for source in sources]
+        specs = repository_specs(model, self._default_max_batch_size)
         return [record for record in map(self._add, specs) if record is not None]
 
     def _add(self, spec: ModelSpec) -> Record | None:
@@ -132,11 +146,12 @@ class Repositories:
         """The model has versions now."""
         self._book.records.pop(TensorSource(repository="", name=model.name, version="").hosted_id, None)
 
-    def _records(self, name: str) -> list[Record]:
+    def _records(self, name: str = "") -> list[Record]:
+        """Return the records of one model's versions, or of all models."""
         return [
             record
             for record in self._book.records.values()
-            if record.spec.tensor is not None and record.spec.tensor.name == name
+            if record.spec.tensor is not None and name in ("", record.spec.tensor.name)
         ]
 
     def _answer(self, child: Child, message: control_messages.ManageRepository, error: WireError | None = None) -> None:

@@ -29,7 +29,7 @@ class Finished(NamedTuple):
 
 
 def finish_rows_of(card: ModelCard, wants: Sequence[WorkHeader], outputs: StepOutputs) -> list[Finished]:
-    """Finish what has rows of a fixed size: scores, or dense vectors. Raises Internal NON_FINITE."""
+    """Finish what has rows of a fixed size: scores, or dense vectors. Raises Internal when a value is not finite."""
     if outputs.logits is not None:
         _check_finite(card, outputs.logits)
         return [Finished(list(range(len(wants))), outputs.logits)]
@@ -73,7 +73,7 @@ def finish_ragged(
 
 def _check_finite(card: ModelCard, logits: NDArray[np.float32]) -> None:
     if not np.isfinite(logits).all():
-        raise Internal(f"Model '{card.id}' produced non-finite logits", code="NON_FINITE")
+        raise Internal(f"Model '{card.id}' produced non-finite logits")
 
 
 def finish_sparse(

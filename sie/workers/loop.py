@@ -86,7 +86,7 @@ class Loop:
         self._links: dict[int, FrontendLink] = {}
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
-        self._pace = Pace()
+        self._pace = Pace(self._state.paces)
         self._num_steps = 0
         self._beat_ns = 0
         self._tended_ns = 0
@@ -347,7 +347,6 @@ class Loop:
 
     def _run(self, runner: Runner, card: ModelCard, items: list[Waiting]) -> None:
         num_tokens = sum(item.num_tokens for item in items)
-        self._state.charge(card.id, num_tokens)
         started_ns = time.monotonic_ns()
         try:
             self._forward(runner, card, items, num_tokens)
@@ -367,18 +366,17 @@ class Loop:
         self._num_steps += 1
         running = {id(item.request): item.request.inflight_entry for item in items}
         started_ns = time.monotonic_ns()
-        allowed_ns = self._pace.allowed_ns(card, num_tokens)
+        allowed_ns = self._pace.allowed_ns(card.id, num_tokens)
         self._page.write(self._num_steps, started_ns, allowed_ns, "step", running.values())
         outputs = forward(runner, items)
         self._answers.put(card, items, outputs, time.monotonic_ns() - started_ns)
 
     def _measure(self, card: ModelCard, items: list[Waiting], num_tokens: int, took_ns: int) -> None:
-        model = card.id
+        self._state.charge(card.id, took_ns)
+        num_rows = len(items) if card.tensor is None else sum(item.num_rows for item in items)
         self._metrics.observe_step(took_ns / 1e9, num_tokens)
-        self._metrics.observe_batch(model, sum([item.num_rows for item in items]), num_tokens)
-        queue = self._state.queues.get(model)
-        self._metrics.set_queue_depth(model, len(queue) if queue else 0)
-        self._state.charge_late(model, self._pace.learn(card, num_tokens, took_ns))
+        self._metrics.observe_batch(card.id, num_rows, num_tokens, took_ns / 1e9)
+        self._pace.learn(card.id, num_tokens, took_ns)
 
     def _settle(self) -> None:
         """Free the models that are to go and that nothing waits for, and publish what is in use."""
@@ -389,4 +387,5 @@ class Loop:
                 self._metrics.set_model(model, self._host.device, loaded=False, memory_bytes=0)
                 self._adapters.forget(model)
         self._adapters.settle(lambda model: (*self._state.queues.get(model, ()), *self._parked.get(model, ())))
+        self._metrics.set_queue_depths(self._state.queues)
         self._metrics.set_extents_in_use(sum(link.num_leased for link in self._links.values()))

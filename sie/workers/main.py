@@ -106,6 +106,7 @@ def _budget(launch: Launch, settings: Settings) -> Budget:
         max_tokens=scheduler.max_step_tokens or default,
         max_items=scheduler.max_step_items,
         max_age_ns=int(scheduler.max_age_ms * 1e6),
+        max_alike_ns=int(scheduler.max_tensor_step_ms * 1e6),
     )
 
 
@@ -145,6 +146,10 @@ def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callabl
 def _load_tensor_model(
     card: ModelCard, launch: Launch, settings: Settings, progress: Callable[[float, str], None]
 ) -> Runner:
+    if card.tensor is not None and card.tensor.platform == "pytorch_exported":
+        from sie.workers.runners.exported import load_exported  # imports torch
+
+        return load_exported(card, launch.device, progress)
     from sie.workers.runners.onnx import load_onnx  # imports onnxruntime, not torch
 
     num_threads = settings.devices.threads_per_worker or max(1, len(launch.cores))

@@ -6,6 +6,7 @@ item starts at once and batches form by themselves while the device is busy.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
@@ -46,6 +47,8 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     """An item that waited longer goes before every shorter one."""
     window_items: int = 1024
     """Only the oldest so many items of a model are compared, which bounds the cost of a plan."""
+    max_alike_ns: int = 0
+    """Time that a step of items with a likeness may be expected to take, at their model's pace; 0: any."""
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -60,17 +63,21 @@ class Step(msgspec.Struct, frozen=True):
 class State:
     """All waiting items, by model in order of arrival, and how much each model was served.
 
-    num_served counts tokens. A model that starts to wait again begins at least where the last served one stood before
-    its step, so a quiet model does not save up a claim and a busy one, whose queue is often empty while its step runs,
-    loses none. Source: start-time fair queueing, Goyal, Vin and Cheng, SIGCOMM 1996.
+    served_ns is the time of its steps: a token of one model takes a hundred times as long as one of another, and models
+    that got the same number of tokens would leave nearly all of the time to the slowest. A model that starts to wait again
+    begins at least where the last served one stood before its step, so a quiet model does not save up a claim and a busy
+    one, whose queue is often empty while its step runs, loses none. Source: start-time fair queueing, Goyal, Vin and
+    Cheng, SIGCOMM 1996.
     """
 
     def __init__(self) -> None:
         self.queues: dict[str, deque[Waiting]] = {}
-        self.num_served: dict[str, int] = {}
+        self.served_ns: dict[str, int] = {}
         self.ceilings: dict[str, Ceiling] = {}
         """Models whose steps found no memory, with the most tokens that a step of theirs may have."""
-        self._start = 0
+        self.paces: dict[str, float] = {}
+        """Nanoseconds for each token of a model, as measured; none for a model that has not run."""
+        self._start_ns = 0
 
     def __bool__(self) -> bool:
         return bool(self.queues)
@@ -84,7 +91,7 @@ class State:
         queue.append(item)
 
     def _enter(self, model: str) -> None:
-        self.num_served[model] = max(self.num_served.get(model, 0), self._start)
+        self.served_ns[model] = max(self.served_ns.get(model, 0), self._start_ns)
         self.queues[model] = deque()
 
     def remove(self, step: Step) -> None:
@@ -103,14 +110,10 @@ class State:
         if not queue:
             del self.queues[step.model]
 
-    def charge(self, model: str, num_tokens: int) -> None:
-        """Count what a step ran for a model; items of the step that did not run cost it nothing."""
-        self._start = self.num_served[model]
-        self.num_served[model] += num_tokens
-
-    def charge_late(self, model: str, num_tokens: int) -> None:
-        """Count what a step turned out to cost beyond what was charged for it."""
-        self.num_served[model] += num_tokens
+    def charge(self, model: str, took_ns: int) -> None:
+        """Count the time that a model's step took; items of the step that did not run cost it nothing."""
+        self._start_ns = self.served_ns[model]
+        self.served_ns[model] += took_ns
 
     def put_back(self, model: str, items: list[Waiting]) -> None:
         """Return items that could not run (no room for their reply) to the front, in order."""
@@ -140,14 +143,17 @@ def plan_step(state: State, budget: Budget, now_ns: int) -> Step | None:
     """
     if not state.queues:
         return None
-    model = min(state.queues, key=state.num_served.__getitem__)
+    model = min(state.queues, key=state.served_ns.__getitem__)
     if state.ceilings and model in state.ceilings:
         max_tokens = min(budget.max_tokens, state.ceilings[model].max_tokens(now_ns))
         budget = msgspec.structs.replace(budget, max_tokens=max_tokens)
     window = list(islice(state.queues[model], budget.window_items))
     expired = [item for item in window if item.deadline_ns <= now_ns]
     live = [item for item in window if item.deadline_ns > now_ns] if expired else window
-    chosen = _choose(live, budget, now_ns) if live else []
+    if live and live[0].likeness is not None and not live[0].alone:
+        chosen = _choose_alike(live, budget.max_items, _max_alike_tokens(state, budget, model))
+    else:
+        chosen = _choose(live, budget, now_ns) if live else []
     return Step(model, chosen, sum(item.num_tokens for item in chosen), expired)
 
 
@@ -156,8 +162,6 @@ def _choose(live: list[Waiting], budget: Budget, now_ns: int) -> list[Waiting]:
     if head.alone:
         return _fill([item for item in live if item.request is head.request], budget)
     together = [item for item in live if not item.alone]
-    if head.likeness is not None:
-        return _choose_alike(together, budget)
     if len(together) <= budget.max_items and sum(item.num_tokens for item in together) <= budget.max_tokens:
         return together
     overdue_ns = now_ns - budget.max_age_ns
@@ -167,16 +171,26 @@ def _choose(live: list[Waiting], budget: Budget, now_ns: int) -> list[Waiting]:
     return _fill(overdue + recent, budget)
 
 
-def _choose_alike(live: list[Waiting], budget: Budget) -> list[Waiting]:
-    """Take the oldest item, and in order those like it while their rows fit; the token budget does not bind these."""
-    head, *others = live
-    chosen, num_rows = [head], head.num_rows
-    for item in others:
-        if num_rows >= head.max_rows or len(chosen) == budget.max_items:
+def _max_alike_tokens(state: State, budget: Budget, model: str) -> float:
+    """Return the most tokens of a step of alike items: the token budget, made for texts, does not bind these."""
+    limit = float(budget.max_tokens) if model in state.ceilings else math.inf
+    if budget.max_alike_ns and model in state.paces:
+        limit = min(limit, budget.max_alike_ns / state.paces[model])
+    return limit
+
+
+def _choose_alike(live: list[Waiting], max_items: int, max_tokens: float) -> list[Waiting]:
+    """Take the oldest item, and in order those like it while their rows and tokens fit."""
+    head = live[0]
+    chosen, num_rows, num_tokens = [head], head.num_rows, head.num_tokens
+    for item in live[1:]:
+        if num_rows >= head.max_rows or len(chosen) == max_items:
             break
-        if item.likeness == head.likeness and num_rows + item.num_rows <= head.max_rows:
+        fits = num_rows + item.num_rows <= head.max_rows and num_tokens + item.num_tokens <= max_tokens
+        if fits and not item.alone and item.likeness == head.likeness:
             chosen.append(item)
             num_rows += item.num_rows
+            num_tokens += item.num_tokens
     return chosen
 
 

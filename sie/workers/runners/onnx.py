@@ -23,7 +23,7 @@ from sie.catalog.files import refuse
 from sie.errors import BadRequest, Internal
 from sie.logs import get_logger
 from sie.tensors import TensorRule
-from sie.workers.runners.tensor_arrays import as_array, as_output, blames_input, rows_of, without_source
+from sie.workers.runners.tensor_arrays import as_array, as_output, input_of, names_sizes, rows_of, without_source
 from sie.workers.tensors import OutputTensor, TensorInputs
 
 _log = get_logger(__name__)
@@ -98,7 +98,7 @@ class OnnxRunner:
         wanted = list(first.outputs or self._datatypes)
         feed: dict[str, NDArray[Any]] = {}
         for form in first.inputs:
-            parts = [_input(request, form.name) for request in requests]
+            parts = [as_array(*input_of(request, form.name)) for request in requests]
             feed[form.name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
         arrays = self._run(wanted, feed)
         bounds = rows_of(requests)
@@ -122,7 +122,7 @@ class OnnxRunner:
             text = str(error)
             if "Failed to allocate memory" in text or "bad_alloc" in text:
                 raise MemoryError(text) from error
-            if isinstance(error, states.InvalidArgument) or blames_input(text):
+            if isinstance(error, states.InvalidArgument) or ("while running" in text and names_sizes(text)):
                 raise BadRequest(f"Model '{self._rule.name}' rejects these inputs: {without_source(error)}") from error
             raise
 
@@ -146,10 +146,3 @@ def _from_value(value: Any) -> NDArray[Any]:
     shape = tuple(value.shape())
     bits = ctypes.string_at(value.data_ptr(), 2 * prod(shape))  # a copy: the value's memory goes with it
     return np.frombuffer(bits, "<u2").reshape(shape)
-
-
-def _input(request: TensorInputs, name: str) -> NDArray[Any]:
-    for form, data in zip(request.task.inputs, request.data, strict=True):
-        if form.name == name:
-            return as_array(form, data)
-    raise Internal(f"a request without input {name!r} runs with one that has it")

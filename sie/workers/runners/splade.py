@@ -41,7 +41,7 @@ class SparseHead(Protocol):
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> list[Entries]:
         """Return the vectors of the batch's sequences, in the batch's order; hidden is (t, d).
 
-        Raises Internal NON_FINITE.
+        Raises Internal when a value is not finite.
         """
         ...
 
@@ -170,7 +170,7 @@ class StaticTable:
         self.memory_bytes = self._weights.nbytes
 
     def __call__(self, token_ids: NDArray[np.int32]) -> Entries:
-        """Return the weights of the token ids (t,), each once. Raises Internal NON_FINITE."""
+        """Return the weights of the token ids (t,), each once. Raises Internal when a value is not finite."""
         indices = np.unique(token_ids)
         values = self._weights[indices]
         if not np.isfinite(values).all():
@@ -180,7 +180,7 @@ class StaticTable:
 
 
 def take_entries(weights: Tensor) -> list[Entries]:
-    """Return the positive entries of each row of (k, vocabulary) float32. Raises Internal NON_FINITE."""
+    """Return the positive entries of each row of (k, vocabulary) float32. Raises Internal when a value is not finite."""
     if not bool(torch.isfinite(weights).all()):
         raise _non_finite()
     rows, columns = (weights > 0).nonzero(as_tuple=True)
@@ -210,4 +210,4 @@ def _by_length(logits: Tensor, bounds: list[int]) -> Iterator[Tensor]:
 
 
 def _non_finite() -> Internal:
-    return Internal("the model produced a value that is not finite", code="NON_FINITE")
+    return Internal("the model produced a value that is not finite")

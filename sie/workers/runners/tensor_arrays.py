@@ -75,9 +75,14 @@ def rows_of(requests: Sequence[TensorInputs]) -> list[int]:
     return list(itertools.accumulate((request.task.inputs[0].shape[0] for request in requests), initial=0))
 
 
-def blames_input(text: str) -> bool:
-    """Tell whether a runtime's error is about the sizes or the values of what it was given."""
-    return "while running" in text and bool(_ABOUT_INPUTS.search(text))
+def input_of(request: TensorInputs, name: str) -> tuple[TensorForm, NDArray[np.uint8]]:
+    """Return one input of a request; the requests of a step all have the same."""
+    return next((form, data) for form, data in zip(request.task.inputs, request.data, strict=True) if form.name == name)
+
+
+def names_sizes(text: str) -> bool:
+    """Tell whether an error is about sizes or indices, which a model takes from what it was given."""
+    return bool(_ABOUT_INPUTS.search(text))
 
 
 def without_source(error: BaseException) -> str:

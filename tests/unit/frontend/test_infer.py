@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import struct
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +15,7 @@ import msgspec
 import numpy as np
 import onnxruntime
 import pytest
+import torch
 
 from sie import control_messages
 from sie.cards import ModelCard, StubOptions
@@ -31,11 +34,16 @@ from sie.errors import (
     to_wire,
 )
 from sie.frontend.admin import ModelAdmin
+from sie.frontend.encode import Encoder
+from sie.frontend.image_reader import ImageReader
 from sie.frontend.infer import Tensors
 from sie.frontend.models import ModelTable
+from sie.frontend.score import Scorer
+from sie.frontend.text_tensors import TextTensors
 from sie.settings import Limits
 from sie.tensor_bytes import frame_elements, split_elements
 from sie.tensors import DATATYPES, Tensor, TensorRequest
+from sie.workers.runners.exported import load_exported
 from sie.workers.runners.onnx import load_onnx
 from sie.workers.runners.stub import StubRunner
 from tests import onnx_models
@@ -43,6 +51,13 @@ from tests.unit.engine_rig import DEADLINE_S, FAR_NS, Rig, Worker
 
 _NUMPY = {np.dtype(code): name for name, code in DATATYPES.items() if name not in ("BF16", "BYTES", "UINT8")}
 _NUMPY[np.dtype("|u1")] = "UINT8"
+
+
+def build(card: ModelCard) -> Any:
+    """Return a card's runner, as a worker of the CPU builds it."""
+    if card.tensor is not None and card.tensor.platform == "pytorch_exported":
+        return load_exported(card, "cpu", lambda *_: None)
+    return StubRunner(card) if card.stub else load_onnx(card, "cpu", 1, lambda *_: None)
 
 
 class Office:
@@ -56,13 +71,17 @@ class Office:
         self.models = ModelTable(self._pool, self.asked.append)
         self.sent: list[Any] = []
         self.admin = ModelAdmin(self.models, self.sent.append)
-        self.tensors = Tensors(self.rig.engine, self.models, self.admin, self._pool, lambda: limits or Limits())
+        limits = limits or Limits()
+        images = ImageReader(limits, 1)
+        encoder = Encoder(self.rig.engine, self.models, limits, self._pool, images)
+        texts = TextTensors(encoder, Scorer(self.rig.engine, self.models, self._pool), limits=lambda: limits)
+        self.tensors = Tensors(self.rig.engine, self.models, self.admin, self._pool, texts)
         self.table = self.tensors.table
         self.worker = self.start_worker()
 
     def start_worker(self) -> Worker:
         worker = self.rig.start_worker(attach=False)
-        worker.build = lambda card: StubRunner(card) if card.stub else load_onnx(card, "cpu", 1, lambda *_: None)
+        worker.build = build
         self.rig.attach(worker)
         return worker
 
@@ -70,6 +89,15 @@ class Office:
         """Write a model, load it and return its card."""
         onnx_models.write(self._repository, name, content, config=config)
         source = TensorSource(repository=str(self._repository), name=name, version="1", default_max_batch_size=16)
+        return self.load(read_tensor_card(ModelSpec(id=source.hosted_id, directory=source.folder, tensor=source)))
+
+    def add_program(self, module: torch.nn.Module, args: Any, config: str = "", **shapes: Any) -> ModelCard:
+        """Export a module as a model `m`; shapes name the dimensions of its arguments that may have any size."""
+        folder = self._repository / "m" / "1"
+        folder.mkdir(parents=True)
+        (self._repository / "m" / "config.pbtxt").write_text(config)
+        torch.export.save(torch.export.export(module, args, **shapes), folder / "model.pt2")
+        source = TensorSource(repository=str(self._repository), name="m", version="1", default_max_batch_size=16)
         return self.load(read_tensor_card(ModelSpec(id=source.hosted_id, directory=source.folder, tensor=source)))
 
     def stub(self, options: str = "tensor") -> ModelCard:
@@ -321,6 +349,17 @@ async def test_a_tensor_larger_than_the_segments_crosses_in_memory_of_its_own(of
     np.testing.assert_array_equal(answer["OUTPUT0"], large)
 
 
+@in_office(request_segment_bytes=4 << 20, reply_segment_bytes=1 << 20)
+async def test_replies_without_room_wait_for_those_before_them(office: Office):
+    office.stub()
+    asked = [np.full(100_000, value, np.float32) for value in range(6)]
+    answers = await office.answer(*[office.ask("stub", {"INPUT0": values}) for values in asked])
+    for values, answer in zip(asked, answers, strict=True):
+        np.testing.assert_array_equal(answer["OUTPUT0"], values)
+    assert office.num_steps == 3  # two fit the token budget, and nothing was run again
+    assert office.worker.loop._answers._kept.used_bytes == 0
+
+
 @in_office()
 async def test_a_reply_over_its_limit_is_refused_and_others_are_not(office: Office):
     limit = office.worker.loop._answers._max_reply_bytes
@@ -399,6 +438,7 @@ async def test_models_are_found_by_name_and_version(office: Office):
     for name, number, text in (
         ("nope", "", "Request for unknown model: 'nope' is not found"),
         ("m", "3", "Request for unknown model: 'm' version 3 is not found"),
+        ("m", "x" * 5, "Request for unknown model: 'm' version xxxxx is not found"),
     ):
         with pytest.raises(NotFound) as missing:
             office.table.resolve(name, number)
@@ -412,6 +452,112 @@ async def test_models_are_found_by_name_and_version(office: Office):
     with pytest.raises(NotFound, match="Request for unknown model: 'm' has no available versions"):
         office.table.resolve("m")
     assert office.asked == []  # a request never loads a repository's model
+
+
+class Module(torch.nn.Module):
+    """Changes its input in place, as programs may, and gives a dict of two."""
+
+    def forward(self, x, a):
+        return {"y": x.add_(a.float() @ torch.ones(2, 3)), "rows": a.to(torch.bfloat16)}
+
+
+BATCH = torch.export.Dim("batch")
+ANY_BATCH = {"dynamic_shapes": {"x": {0: BATCH}, "a": {0: BATCH}}}
+
+
+@in_office()
+async def test_a_program_of_torch_runs_requests_together_where_its_configuration_allows(office: Office):
+    office.add_program(Module(), (torch.ones(2, 3), torch.ones(2, 2)), "max_batch_size: 4", **ANY_BATCH)
+    asked = [rows(n, seed=n) for n in (1, 2, 3)]
+    answers = await office.answer(*[office.ask("m", arrays, outputs=("rows", "y")) for arrays in asked])
+    for arrays, answer in zip(asked, answers, strict=True):
+        assert list(answer) == ["rows", "y"]
+        np.testing.assert_allclose(answer["y"], arrays["x"] + arrays["a"].sum(1, keepdims=True), rtol=1e-4, atol=1e-5)
+        expected = torch.from_numpy(arrays["a"]).to(torch.bfloat16).view(torch.uint16).numpy()
+        np.testing.assert_array_equal(answer["rows"], expected)
+    assert office.num_steps == 2
+
+
+@in_office()
+async def test_a_program_of_torch_runs_alone_without_a_configuration(office: Office):
+    card = office.add_program(Module(), (torch.ones(2, 3), torch.ones(2, 2)), **ANY_BATCH)
+    assert card.tensor is not None
+    assert card.tensor.max_batch_size == 0
+    good, bad = await office.answer(office.ask("m", rows(2)), office.ask("m", {**rows(2), "a": rows(3)["a"]}))
+    assert good["y"].shape == (2, 3)
+    assert isinstance(bad, BadRequest)
+    assert bad.message.startswith("Model 'm' rejects these inputs: Expected input at")
+    assert office.num_steps == 2
+
+
+@in_office()
+async def test_outputs_without_names_are_numbered(office: Office):
+    class Pair(torch.nn.Module):
+        def forward(self, x):
+            return x > 0, (x[0], x.sum())
+
+    office.add_program(Pair(), (torch.ones(2, 3),))
+    (answer,) = await office.answer(office.ask("m", {"x": np.eye(2, 3, dtype=np.float32)}))
+    assert {name: value.tolist() for name, value in answer.items()} == {
+        "output_0": [[True, False, False], [False, True, False]], "output_1": [1, 0, 0], "output_2": 2,
+    }  # fmt: skip
+
+
+@in_office()
+async def test_a_model_of_texts_is_a_model_of_tensors(office: Office):
+    card = office.stub("dense=16,score")
+    entry = office.table.resolve("stub", "1")
+    rule = entry.card.tensor
+    assert rule is not None
+    assert entry.card.id == "stub"
+    assert [(spec.name, spec.datatype, spec.shape) for spec in (*rule.inputs, *rule.outputs)] == [
+        ("text", "BYTES", (-1,)), ("dense", "FP32", (-1, 16)),
+    ]  # fmt: skip
+    texts = ["a text", "", "Ünïcode" * 50]
+    (answer,) = await office.answer(
+        office.ask("stub", {"text": strings("text", [text.encode() for text in texts], (3,))}, outputs=("dense",))
+    )
+    np.testing.assert_array_equal(answer["dense"], StubRunner(card).run_texts([text.encode() for text in texts]))
+
+
+@in_office()
+async def test_a_model_that_only_scores_takes_a_query_and_documents(office: Office):
+    card = msgspec.structs.replace(office.stub("dense=16,score"), outputs=("score",))
+    office.load(card)
+    query = strings("query", [b"q"], (1,))
+    (answer,) = await office.answer(
+        office.ask("stub", {"query": query, "documents": strings("documents", [b"one", b"two"], (2,))})
+    )
+    pairs = [struct.pack("<I", 1) + b"q" + document for document in (b"one", b"two")]
+    np.testing.assert_array_equal(answer["score"], StubRunner(card).run_pairs(pairs)[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("elements", "limits", "message"),
+    [
+        ([], {}, "input 'text' holds no text"),
+        ([b"a", b"\xff"], {}, "input 'text' holds an element that is not UTF-8"),
+        ([b"a"] * 3, {"max_items": 2}, "input 'text' holds 3 texts, the most are 2"),
+        ([b"aaaa"], {"max_item_text_bytes": 3}, r"input 'text' holds a text of over max_item_text_bytes \(3\)"),
+    ],
+)
+def test_texts_that_cannot_be_read_are_refused(tmp_path: Path, elements: list[bytes], limits: Any, message: str):
+    @in_office(limits=Limits(**limits))
+    async def run(office: Office) -> None:
+        office.stub("dense=16")
+        (refused,) = await office.answer(office.ask("stub", {"text": strings("text", elements, (len(elements),))}))
+        assert isinstance(refused, BadRequest)
+        assert re.fullmatch(message, refused.message)
+
+    run(tmp_path)
+
+
+@in_office()
+async def test_a_cold_model_of_texts_begins_to_load(office: Office):
+    office.know(ModelEntry(card=stub_card(parse_model_spec("cold=stub:dense=16")), state="available"))
+    with pytest.raises(Unavailable, match="Model 'cold' is loading"):
+        office.tensors.serving("cold")
+    assert office.asked == ["cold"]
 
 
 def test_a_stub_of_tensors_has_no_other_options():

@@ -217,6 +217,30 @@ async def test_a_load_reads_the_model_anew(office: Office):
     assert "new" in card.directory
 
 
+@in_office()
+async def test_a_reload_takes_over_what_changed_in_the_repositories(office: Office):
+    await office.settle()
+    office.loaded("a/versions/1", "b/versions/1", "b/versions/2")
+    office.found = [model("b", "1", "2"), model("c")]
+    assert await office.manage("reload", "") == [("unload", "a/versions/1"), ("load", "c/versions/1")]
+    assert office.error == ""
+    assert list(office.states) == ["b/versions/1", "b/versions/2", "c/versions/1"]
+    assert await office.manage("reload", "") == []
+    office.found = to_wire(Internal("no permission"))
+    assert await office.manage("reload", "") == []
+    assert office.error == "no permission"
+
+
+@in_office(control="explicit")
+async def test_a_reload_loads_nothing_new_under_explicit_control(office: Office):
+    await office.settle()
+    await office.manage("load", "a")
+    office.loaded("a/versions/1")
+    office.found = [model("a", "2"), model("b", "1", "2"), model("c")]
+    assert sorted(await office.manage("reload", "")) == [("load", "a/versions/2"), ("unload", "a/versions/1")]
+    assert office.states["c/versions/1"] == "available"
+
+
 @in_office(control="explicit")
 async def test_a_new_model_is_found_when_it_is_asked_for(office: Office):
     office.found = []

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
+from sie.workers.ceilings import lower_ceiling
 from sie.workers.scheduler import Budget, State, Step, Waiting, plan_step
 
 NEVER_NS = 1 << 62
@@ -22,7 +24,7 @@ def state_of(*items: Waiting, model: str = "m") -> State:
 
 
 def take(state: State, budget: Budget = BUDGET, now_ns: int = 0) -> Step:
-    """Plan a step, apply it and charge for it, as the loop does."""
+    """Plan a step, apply it and charge for it, as the loop does; a token takes a nanosecond."""
     step = plan_step(state, budget, now_ns)
     assert step is not None
     state.remove(step)
@@ -289,16 +291,25 @@ def test_tokens_do_not_bound_a_step_of_alike_items_but_their_number_does():
     assert len(take(state_of(*many)).items) == BUDGET.max_items
 
 
+def test_a_step_of_alike_items_is_no_longer_than_it_should_be():
+    budget = msgspec.structs.replace(BUDGET, max_alike_ns=1_000_000)
+    many = [rows("x", max_rows=100, num_tokens=10) for _ in range(10)]
+    state = state_of(*many)
+    state.paces["m"] = 25_000.0  # 40 tokens take 1 ms
+    assert len(take(state, budget).items) == 4
+    state.paces["m"] = 10_000_000.0
+    assert len(take(state, budget).items) == 1
+    assert len(take(state).items) == 5
+
+
+def test_a_model_that_found_no_memory_has_smaller_steps_of_alike_items():
+    state = state_of(*[rows("x", max_rows=100, num_tokens=10) for _ in range(10)])
+    state.ceilings["m"] = lower_ceiling(None, 60, 0)
+    assert len(take(state).items) < 6
+
+
 def test_an_item_that_must_run_alone_shares_no_step_with_those_like_it():
     first, suspect, last = rows("x"), rows("x", alone=True), rows("x")
     state = state_of(first, suspect, last)
     assert take(state).items == [first, last]
     assert take(state).items == [suspect]
-
-
-def test_a_late_charge_lets_others_go_first():
-    state = state_of(item(1), item(1), model="tensors")
-    state.add("tokens", item(10))
-    assert take(state).model == "tensors"
-    state.charge_late("tensors", 50)
-    assert take(state).model == "tokens"
