@@ -174,8 +174,7 @@ class KServe:
         """Answer `POST /v1/config/reload`: every model of the repositories is read anew; 201 when something changed."""
         exchange.deadline_ns = exchange.began_ns + self._process.timeout_ns(None)
         before = self.states()
-        for name in self._tensors.table.names:
-            await self._tensors.repository.load(name, exchange.deadline_ns)
+        await self._tensors.repository.reload(exchange.deadline_ns)
         after = self.states()
         return Response(200 if before == after else 201, [JSON], kserve_models.config_statuses_body(after))
 

@@ -75,7 +75,7 @@ class Repositories:
         self._loads.broadcast()
 
     async def _load(self, child: Child, message: control_messages.ManageRepository) -> None:
-        found = await self._preparer.find_models(self._directories, message.name)
+        found = await self._preparer.find_models(self._directories, message.name) if self._directories else []
         if isinstance(found, WireError):
             self._answer(child, message, found)
         elif not found:

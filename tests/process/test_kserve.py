@@ -357,3 +357,14 @@ def test_models_are_loaded_and_unloaded_on_request(repository: Path):
         index = {(entry["name"], entry.get("version")): entry for entry in client.get_model_repository_index()}
         assert index["batched", "2"].get("state") in ("UNAVAILABLE", "UNLOADING")
         assert get(running.port, "/v1/models/batched/versions/2").json()["state"] in ("available", "unloading")
+
+
+def test_without_a_repository_no_name_is_looked_for_anywhere():
+    with start_server(
+        "--model", "id=stub:tensor", "--repository-control", "explicit", env={"HF_ENDPOINT": "http://127.0.0.1:9"}
+    ) as running:
+        for name in ("org/name", "id"):
+            request = raw_request(f"/v2/repository/models/{name}/load", b"{}", {"host": "127.0.0.1"})
+            assert f"failed to load '{name}'" in error(send_raw(running.port, request))
+        reload = send_raw(running.port, raw_request("/v1/config/reload", b"", {"host": "127.0.0.1"}))
+        assert (reload.status, list(reload.json())) == (200, ["id"])
