@@ -198,6 +198,14 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             description="Most windows of words in which GLiNER reads one text; over it is 400 INPUT_TOO_LONG.",
         ),
     ] = 128
+    max_span_candidates: Annotated[
+        int,
+        Meta(
+            ge=256,
+            le=1 << 20,
+            description="Spans of a window over the threshold from which GLiNER may choose its entities; over it is 400.",
+        ),
+    ] = 16384
     max_relation_candidates: Annotated[
         int,
         Meta(

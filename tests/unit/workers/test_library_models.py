@@ -45,11 +45,11 @@ class Served:
 
     def __init__(self, directory: Path, dtype: str = "float32", limits: Limits | None = None) -> None:
         self.card = read_card(ModelSpec(id="test/model"), str(directory))
-        self.limits = limits or Limits()
+        self.limits = limits or Limits(max_relation_candidates=4096)
         self.tokenizer = Tokenizer.load(self.card)
         self.is_gliner = self.card.architecture == "GLiNER"
         self.runner: Any = (
-            load_gliner(self.card, "cpu", dtype, _no_progress, 4096)
+            load_gliner(self.card, "cpu", dtype, _no_progress, self.limits)
             if self.is_gliner
             else load_gliclass(self.card, "cpu", dtype, _no_progress)
         )
@@ -191,11 +191,34 @@ def test_few_relation_candidates_keep_all_entities(tmp_path: Path) -> None:
     directory = save_gliner(tmp_path / "model", "modernbert", "relations")
     task = ExtractTask(labels=LABELS, threshold=0.1, relation_labels=RELATIONS, relation_threshold=0.0)
     whole = Served(directory)
-    few = Served(directory)
-    few.runner = load_gliner(few.card, "cpu", "float32", _no_progress, 2)
+    few = Served(directory, limits=Limits(max_relation_candidates=2))
     (all_found,), (found,) = whole.extract(TEXTS[:1], task), few.extract(TEXTS[:1], task)
     assert found.entities == all_found.entities
     assert len(found.relations) < len(all_found.relations)
+
+
+@pytest.mark.parametrize("variant", ["span", "token", "relations"])
+def test_threshold_that_almost_all_spans_pass_is_refused(tmp_path: Path, variant: str) -> None:
+    served = Served(save_gliner(tmp_path / "model", "modernbert", variant), limits=Limits(max_span_candidates=256))
+    low, high = (ExtractTask(labels=tuple("abcdefghij"), threshold=threshold) for threshold in (0.1, 0.999))
+    text = " ".join(WORDS)
+    with pytest.raises(BadRequest, match=r"max_span_candidates \(256\).*options\.threshold"):
+        served.extract([text], low)
+    assert served.extract([text], high)[0].entities == []
+    assert served.extract([text[:12]], ExtractTask(labels=("a",), threshold=0.1))
+    with pytest.raises(BadRequest, match="max_span_candidates"):
+        served.extract(["Bob left", text], low)
+
+
+@pytest.mark.parametrize("variant", ["span", "token"])
+def test_lowest_threshold_chooses_as_the_library_does(tmp_path: Path, variant: str) -> None:
+    directory = save_gliner(tmp_path / "model", "deberta-v2", variant)
+    served, library = Served(directory), _gliner(directory)
+    for flat, multi in itertools.product((True, False), repeat=2):
+        task = ExtractTask(labels=LABELS, threshold=0.01, flat_ner=flat, multi_label=multi)
+        (found,) = served.extract(TEXTS[:1], task)
+        expected = library.predict_entities(TEXTS[0], list(LABELS), threshold=0.01, flat_ner=flat, multi_label=multi)
+        assert _same_entities(found, expected)
 
 
 def test_long_text_is_read_in_windows(tmp_path: Path) -> None:
@@ -474,7 +497,7 @@ def test_missing_library_is_named_with_its_command(
 ) -> None:
     card = read_card(ModelSpec(id="test/model"), str(save(tmp_path / "model")))
     monkeypatch.setitem(sys.modules, name, None)  # what makes Python say that there is no such module
-    load = load_gliclass if name == "gliclass" else partial(load_gliner, max_candidates=100)
+    load = load_gliclass if name == "gliclass" else partial(load_gliner, limits=Limits())
     with pytest.raises(ModelLoadFailed, match=f"pip install.* {name}") as caught:
         load(card, "cpu", "float32", _no_progress)
     assert caught.value.extras["error_class"] == "DEPENDENCY"
