@@ -36,7 +36,6 @@ from sie.settings import Limits
 from sie.types import ExtractReply, ExtractRequest
 
 _to_msgpack: Final = msgspec.msgpack.Encoder().encode
-_LOGIT_BYTES: Final = 4
 
 
 class Reading(Protocol):
@@ -74,7 +73,7 @@ class Extractor:
     async def start(self, entry: ModelEntry, request: ExtractRequest, deadline_ns: int) -> Submitted:
         """Tokenise and submit a resolved request.
 
-        Raises what admission and the tokenizer raise, and BadRequest for more pairs or a larger reply than are allowed.
+        Raises what admission and the family's reading raise, and BadRequest for more pairs than are allowed.
         """
         began_ns = time.monotonic_ns()
         card, task, rule = entry.card, request.task, entry.card.extract
@@ -85,8 +84,6 @@ class Extractor:
         arrays = await self._prepare(reading, request, rule)
         cu_seqlens = arrays[0][1]
         num_tokens = int(cu_seqlens[-1])
-        if isinstance(rule, TokenClassification):
-            self._check_reply_size(num_tokens * len(rule.labels) * _LOGIT_BYTES)
         took_ns = time.monotonic_ns() - began_ns
         header = WorkHeader(
             card.id, "extract", len(cu_seqlens) - 1, (), output_types=(rule.gives,),
@@ -110,13 +107,6 @@ class Extractor:
         if num_pairs > limit:
             raise BadRequest(
                 f"Items times labels (or label groups) are {num_pairs}, over max_label_pairs ({limit}); split the request"
-            )
-
-    def _check_reply_size(self, nbytes: int) -> None:
-        limit = self._limits.max_reply_bytes
-        if nbytes > limit:
-            raise BadRequest(
-                f"The reply would hold {nbytes} bytes of logits, over max_reply_bytes ({limit}); split the request"
             )
 
 
@@ -149,7 +139,7 @@ def _reading(card: ModelCard, task: ExtractTask, tokenizer: Tokenizer | None, li
     if isinstance(rule, Gliclass) and tokenizer is not None:
         return LabelReading(rule, task, tokenizer)
     if isinstance(rule, TokenClassification) and tokenizer is not None:
-        return TokenReading(rule, task, tokenizer)
+        return TokenReading(rule, task, tokenizer, limits)
     if isinstance(rule, ZeroShot) and tokenizer is not None:
         return PairReading(rule, task, tokenizer)
     return TextReading(card)
