@@ -137,7 +137,7 @@ def _reading(card: ModelCard, task: ExtractTask, tokenizer: Tokenizer | None, li
     if isinstance(rule, Gliner) and tokenizer is not None:
         return WindowReading(rule, task, tokenizer, limits)
     if isinstance(rule, Gliclass) and tokenizer is not None:
-        return LabelReading(rule, task, tokenizer)
+        return LabelReading(rule, task, tokenizer, limits)
     if isinstance(rule, TokenClassification) and tokenizer is not None:
         return TokenReading(rule, task, tokenizer, limits)
     if isinstance(rule, ZeroShot) and tokenizer is not None:

@@ -59,7 +59,7 @@ class Served:
         if self.is_gliner:
             return WindowReading(rule, task, self.tokenizer, self.limits)
         extract_gliclass.check_task(rule, task)
-        return LabelReading(rule, task, self.tokenizer)
+        return LabelReading(rule, task, self.tokenizer, self.limits)
 
     def extract(self, texts: Sequence[str], task: ExtractTask) -> list[Extraction]:
         return self.extract_all([(texts, task)])[0]
@@ -383,6 +383,13 @@ def test_single_label_has_a_sigmoid(tmp_path: Path) -> None:
         _assert_scores(found, [("city", pipeline(text, ["city"], threshold=0.0)[0][0]["score"])])
 
 
+def test_label_that_is_named_twice_counts_once(tmp_path: Path) -> None:
+    served = Served(save_gliclass(tmp_path / "model"))
+    once, twice = (served.extract(TEXTS, ExtractTask(labels=labels)) for labels in (LABELS, (*LABELS, LABELS[0])))
+    _assert_alike(twice, once)
+    assert sum(one.score for one in twice[0].classifications) == pytest.approx(1)
+
+
 def test_threshold_leaves_out_what_is_below(tmp_path: Path) -> None:
     served = Served(save_gliclass(tmp_path / "model"))
     (whole,) = served.extract(TEXTS[:1], ExtractTask(labels=LABELS))
@@ -468,6 +475,24 @@ def test_marks_of_the_model_are_refused_in_what_a_client_sends(tmp_path: Path) -
         served.extract(["Bob", "Bob <<LABEL>> city"], ExtractTask(labels=LABELS))
     with pytest.raises(BadRequest, match="<<LABEL>>"):
         served.extract(["Bob"], ExtractTask(labels=("a<<LABEL>>b",)))
+
+
+def test_mark_in_a_text_does_not_stand_for_a_label_that_was_cut(tmp_path: Path) -> None:
+    served = Served(save_gliclass(tmp_path / "model", prompt_first=False))
+    room = (served.card.max_sequence_length or 0) - 2 - 2 * (len(LABELS) - 1)  # the last label finds none
+    words = ["<<LABEL>>", *("Bob" for _ in range(room - 1))]
+    with pytest.raises(BadRequest, match=r"must not hold <<LABEL>>.*items\[0\]"):
+        served.extract([" ".join(words)], ExtractTask(labels=LABELS))
+
+
+def test_texts_times_groups_are_bounded_as_a_body_is(tmp_path: Path) -> None:
+    served = Served(save_gliclass(tmp_path / "model"), limits=Limits(max_body_bytes=2048))
+    groups = tuple(LabelGroup(f"g{number}", ("a", "b")) for number in range(20))
+    assert served.extract(["Bob " * 20] * 12, ExtractTask(labels=LABELS))
+    with pytest.raises(BadRequest, match=r"max_body_bytes \(2048\)"):
+        served.extract(["Bob " * 20] * 12, ExtractTask(label_groups=groups))
+    with pytest.raises(BadRequest, match=r"max_body_bytes \(2048\)"):
+        served.extract(["Bob"] * 12, ExtractTask(labels=("a" * 200,)))
     with pytest.raises(BadRequest, match=r"blank.*items\[0\]"):
         served.extract([" "], ExtractTask(labels=LABELS))
 
