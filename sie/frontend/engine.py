@@ -38,6 +38,8 @@ _log = get_logger(__name__)
 _header_encoder = msgspec.msgpack.Encoder()
 _error_decoder = msgspec.msgpack.Decoder(WireError)
 _MAX_STRIKES = 2
+_MAX_CACHED_TASK_BYTES = 2048
+"""A longer task is a client's long list of labels; layouts are kept by the thousand, and such a list by itself never."""
 _RATE_WEIGHT = 0.2
 
 
@@ -105,7 +107,8 @@ class ShmEngine:
         header.model becomes the model that workers know. Raises Overloaded when
         memory or the queue is full, PoisonInput for a quarantined input, Unavailable when no worker has the model.
         """
-        encoded, refs, nbytes, model = _lay_out(
+        lay_out = _lay_out if len(header.task) <= _MAX_CACHED_TASK_BYTES else _lay_out.__wrapped__
+        encoded, refs, nbytes, model = lay_out(
             header, tuple([(name, array.dtype.str, array.shape) for name, array in arrays])
         )
         lease = self._space.lease(nbytes)

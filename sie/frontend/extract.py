@@ -33,9 +33,12 @@ from sie.frontend.replies import read_pieces, timing_of
 from sie.frontend.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
 from sie.headers import WorkHeader
 from sie.settings import Limits
+from sie.shm.extent import MAX_HEADER_BYTES
 from sie.types import ExtractReply, ExtractRequest
 
 _to_msgpack: Final = msgspec.msgpack.Encoder().encode
+_MAX_TASK_BYTES: Final = MAX_HEADER_BYTES // 2
+"""The rest of the header is for the model's name and the arrays."""
 
 
 class Reading(Protocol):
@@ -86,9 +89,8 @@ class Extractor:
         num_tokens = int(cu_seqlens[-1])
         took_ns = time.monotonic_ns() - began_ns
         header = WorkHeader(
-            card.id, "extract", len(cu_seqlens) - 1, (), output_types=(rule.gives,),
-            task=_to_msgpack(task) if rule.gives == "extract" else b"",
-        )  # fmt: skip
+            card.id, "extract", len(cu_seqlens) - 1, (), output_types=(rule.gives,), task=_task_bytes(rule, task)
+        )
         pending = self._engine.submit(header, arrays, num_tokens, deadline_ns)
         return Submitted(pending, reading, rule.gives, header.num_items, took_ns)
 
@@ -123,6 +125,19 @@ def check_task(card: ModelCard, task: ExtractTask) -> None:
             extract_gliclass.check_task(rule, task)
         case _:
             pass
+
+
+def _task_bytes(rule: ExtractRule, task: ExtractTask) -> bytes:
+    """Return what the worker is told of the task. Raises BadRequest when its labels do not fit beside the header."""
+    if rule.gives != "extract":
+        return b""
+    encoded = _to_msgpack(task)
+    if len(encoded) > _MAX_TASK_BYTES:
+        raise BadRequest(
+            f"The labels and options take {len(encoded)} bytes, and a model that reads them itself takes at most "
+            f"{_MAX_TASK_BYTES} - at `$.params`"
+        )
+    return encoded
 
 
 def _num_rows(rule: ExtractRule, task: ExtractTask) -> int:

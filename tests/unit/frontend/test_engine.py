@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -253,3 +254,16 @@ async def test_full_queue_is_overloaded_but_an_empty_one_takes_any_request(rig: 
 
     rig.engine.check_open()
     await rig.rows(large)
+
+
+@in_rig()
+async def test_long_lists_of_labels_are_not_kept(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    tracemalloc.start()
+    for number in range(40):
+        pending = rig.submit([1], task=number.to_bytes() * 250_000)
+        await rig.serve(worker)
+        await rig.rows(pending)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 2 * MIB, "every layout of 20 MB of tasks was kept"
