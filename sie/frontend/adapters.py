@@ -50,11 +50,13 @@ class AdapterTable:
         """Return the model's entry once a worker has this adapter, which is declared; one that is not loaded starts to.
 
         wait_until_ns 0 never waits. Raises Unavailable LORA_LOADING, or why the last load failed: Internal, or BadRequest
-        when the model has no place for the adapter.
+        when the model has no place for the adapter; and what `ModelTable.check_serving` does, for the model may go while
+        its adapter is on the way.
         """
         while True:
             changed = self._models.changed
             try:
+                self._models.check_serving(entry)
                 self._check_serving(entry, adapter)
             except Unavailable:
                 left_s = (wait_until_ns - time.monotonic_ns()) / 1e9

@@ -5,6 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
 
 from sie.cards import ModelCard
@@ -28,7 +29,8 @@ class Counter:
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
-        self.models = ModelTable(ThreadPoolExecutor(1), lambda _model: None)
+        self.asked: list[str] = []
+        self.models = ModelTable(ThreadPoolExecutor(1), self.asked.append)
         self.table = AdapterTable(self.models, self.sent.append)
 
     def ask(self, known: ModelEntry, adapter: str = "a", wait_s: float = 0.0) -> ModelEntry:
@@ -72,6 +74,23 @@ def test_failed_load_is_the_answer_and_may_be_tried_again(counter: Counter, erro
     with pytest.raises(type(error), match=error.message):
         counter.ask(entry(a=AdapterEntry(state="failed", error=to_wire(error))))
     assert counter.sent[-1] == WantAdapter("m", "a")
+
+
+def test_wait_for_an_adapter_brings_back_a_model_that_went_meanwhile(counter: Counter) -> None:
+    gone = msgspec.structs.replace(entry(workers=(), a=AVAILABLE), state="available")
+    counter.models.update(Models((gone,), ready=True))
+
+    async def main() -> ModelEntry:
+        waiting = asyncio.ensure_future(counter.table.serving(entry(a=LOADING), "a", time.monotonic_ns() + 5 * 10**9))
+        await asyncio.sleep(0)
+        counter.models.update(Models((gone,), ready=True))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert counter.asked == ["m"]
+        counter.models.update(Models((entry(a=LOADED),), ready=True))
+        return await waiting
+
+    assert asyncio.run(main()).workers == (0,)
 
 
 def test_adapter_that_nobody_declared_is_refused_by_name(counter: Counter) -> None:
