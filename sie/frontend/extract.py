@@ -82,25 +82,20 @@ class Extractor:
         card, task, rule = entry.card, request.task, entry.card.extract
         assert rule is not None
         self._check_pairs(len(request.texts) * _num_rows(rule, task))
+        told = _task_bytes(rule, task)
         tokenizer = await self._models.tokenizer(entry) if card.tokenizer_file else None
         reading = _reading(card, task, tokenizer, self._limits)
         arrays = await self._prepare(reading, request, rule)
         cu_seqlens = arrays[0][1]
         num_tokens = int(cu_seqlens[-1])
         took_ns = time.monotonic_ns() - began_ns
-        header = WorkHeader(
-            card.id, "extract", len(cu_seqlens) - 1, (), output_types=(rule.gives,), task=_task_bytes(rule, task)
-        )
+        header = WorkHeader(card.id, "extract", len(cu_seqlens) - 1, (), output_types=(rule.gives,), task=told)
         pending = self._engine.submit(header, arrays, num_tokens, deadline_ns)
         return Submitted(pending, reading, rule.gives, header.num_items, took_ns)
 
     async def _prepare(self, reading: Reading, request: ExtractRequest, rule: ExtractRule) -> Arrays:
         """Tokenise here and now, or on a thread when that would keep the event loop too long."""
-        texts = request.texts
-        if isinstance(rule, ZeroShot | Gliclass):
-            # each text is put together with each label, or with the labels of each group
-            texts = [*texts, *request.task.labels] * _num_rows(rule, request.task)
-        if not is_long(texts, LONG_TEXT_BYTES):
+        if not is_long_work(rule, request.task, request.texts):
             return reading.prepare(request.texts)
         return await asyncio.get_running_loop().run_in_executor(self._pool, reading.prepare, request.texts)
 
@@ -127,6 +122,13 @@ def check_task(card: ModelCard, task: ExtractTask) -> None:
             pass
 
 
+def is_long_work(rule: ExtractRule, task: ExtractTask, texts: Sequence[str]) -> bool:
+    """Tell whether preparing a request should leave the event loop: every row of work is a text beside labels."""
+    labels = [*task.labels, *task.relation_labels, *(label for group in task.label_groups for label in group.labels)]
+    examples = [example.text for example in task.examples]
+    return is_long([*texts, *labels, *examples], LONG_TEXT_BYTES // _num_rows(rule, task))
+
+
 def _task_bytes(rule: ExtractRule, task: ExtractTask) -> bytes:
     """Return what the worker is told of the task. Raises BadRequest when its labels do not fit beside the header."""
     if rule.gives != "extract":
@@ -142,9 +144,7 @@ def _task_bytes(rule: ExtractRule, task: ExtractTask) -> bytes:
 
 def _num_rows(rule: ExtractRule, task: ExtractTask) -> int:
     """Return how many sequences a text is part of, windows not counted."""
-    if isinstance(rule, ZeroShot):
-        return len(task.labels)
-    return len(task.label_groups) or 1
+    return len(task.labels if isinstance(rule, ZeroShot) else task.label_groups) or 1
 
 
 def _reading(card: ModelCard, task: ExtractTask, tokenizer: Tokenizer | None, limits: Limits) -> Reading:
