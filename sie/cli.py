@@ -16,6 +16,8 @@ import msgspec
 from sie import __version__
 from sie.bundled import with_bundled_model
 from sie.config_sources import SettingsError
+from sie.doctor import AREAS
+from sie.service import service
 from sie.setting_flags import ConfiguredCommand
 from sie.settings import Loaded, load_settings
 from sie.settings_page import RENDERERS
@@ -60,13 +62,16 @@ def serve(config_file: str | None, **flags: Any) -> int:
     """
     from sie.model_list import check_adapters
 
-    loaded = with_bundled_model(_load(config_file, flags))
+    def load() -> Loaded:
+        return with_bundled_model(_load(config_file, flags))
+
+    loaded = load()
     check_adapters(loaded)
     from sie import supervisor
     from sie.supervisor.host import StartError
 
     try:
-        return supervisor.main(loaded)
+        return supervisor.main(loaded, load)
     except StartError as error:
         raise SettingsError(str(error)) from error
 
@@ -91,6 +96,31 @@ def models(config_file: str | None, as_json: bool, **flags: Any) -> None:
 def config(config_file: str | None, output_format: str, **flags: Any) -> None:
     """Print every setting, its value, and where the value came from."""
     click.echo(RENDERERS[output_format](_load(config_file, flags)), nl=False)
+
+
+cli.add_command(service)
+
+
+@cli.command(
+    cls=ConfiguredCommand,
+    params=[
+        click.Option(["--json", "as_json"], is_flag=True, help="Print JSON."),
+        click.Option(["--only"], type=click.Choice(AREAS), multiple=True, help="Look at this alone; repeatable."),
+        click.Option(
+            ["--wait-s"], type=click.FloatRange(0, 3600), default=0.0, help="Look again until no error is left."
+        ),
+    ],
+)
+def doctor(config_file: str | None, as_json: bool, only: tuple[str, ...], wait_s: float, **flags: Any) -> int:
+    """Check this host and these settings, and say how to mend what is wrong.
+
+    Exit status 1 when there is an error: then the server would not start, or not serve.
+    """
+    from sie.doctor import examine, render_json, render_text
+
+    findings = examine(lambda: with_bundled_model(_load(config_file, flags)), only or AREAS, wait_s)
+    click.echo(render_json(findings) if as_json else render_text(findings), nl=False)
+    return int(any(finding.level == "error" for finding in findings))
 
 
 @cli.command()

@@ -46,7 +46,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Configure(msgspec.Struct, tag=True, frozen=True):
-    """Supervisor to child, in answer to `Hello`.
+    """Supervisor to child, in answer to `Hello`, and again without descriptors when settings were reloaded.
 
     File descriptors: the child's own counter page; for a worker also its in-flight page; for a frontend every
     process's counter page after its own.
@@ -192,6 +192,8 @@ class Models(msgspec.Struct, tag=True, frozen=True):
     ready: bool
     reason: str = ""
     workers: tuple[WorkerEntry, ...] = ()
+    config_error: str = ""
+    """Why the latest reload of the settings changed nothing."""
 
 
 class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):

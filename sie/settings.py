@@ -2,8 +2,8 @@
 
 A key `max_body_bytes` of the section `limits` is the flag `--max-body-bytes`, the variable `SIE_MAX_BODY_BYTES`, the
 TOML key `max_body_bytes` under `[limits]` and a row of docs/settings.md; names are unique over the whole tree. Order:
-default < file < environment < flag. An unknown or bad key stops the start. Nothing else reads the environment, and
-nothing changes a setting after the start. Imports nothing slow: every `sie` command waits for this file.
+default < file < environment < flag. An unknown or bad key stops the start. Nothing else reads the environment, and only
+a reload changes settings after the start (`sie.live_settings`). Imports nothing slow: every `sie` command waits for it.
 `sie.config_sources` reads the values.
 """
 
@@ -56,6 +56,9 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least important log lines to write.")
     ] = "info"
+    access_log: Annotated[
+        float, Meta(ge=0, le=1, description="Share of requests that get a log line when they end; 0 writes none.")
+    ] = 0.0
     image_threads: Annotated[int, Meta(ge=1, le=64, description="Threads of each frontend that decode images.")] = 4
     runtime_dir: Annotated[
         str,
@@ -230,7 +233,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ge=1,
             le=1 << 30,
             description="Most pixels of an image, read before it is decoded; of a request's images together, for a "
-            "model that reads them in their own size. Decoding takes up to 8 bytes a pixel and thread.",
+            "model without one size for all. Decoding takes up to 8 bytes a pixel and thread.",
         ),
     ] = 1 << 25
     max_queued_images: Annotated[
@@ -330,6 +333,20 @@ class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_watchers: Annotated[int, Meta(ge=0, le=10000, description="Most status connections of this host.")] = 64
 
 
+class Tracing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Traces of requests, for a collector that speaks OTLP over gRPC; needs `sie[otel]`."""
+
+    enabled: Annotated[bool, Meta(description="Write a trace of requests: one span for each phase.")] = field(
+        default=False, name="tracing"
+    )
+    endpoint: Annotated[
+        str, Meta(pattern=r"^https?://[^/\s]+/?\Z", description="Where the collector listens; https is with TLS.")
+    ] = field(default="http://localhost:4317", name="otlp_endpoint")
+    share: Annotated[
+        float, Meta(ge=0, le=1, description="Share of requests to trace where their `traceparent` does not decide.")
+    ] = field(default=1.0, name="trace_share")
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole tree. It encodes with msgspec, so that a process can be handed it."""
 
@@ -341,6 +358,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scheduler: Scheduler = Scheduler()
     supervisor: Supervisor = Supervisor()
     status: Status = Status()
+    tracing: Tracing = Tracing()
 
 
 class Loaded(msgspec.Struct, frozen=True):

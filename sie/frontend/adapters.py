@@ -50,13 +50,11 @@ class AdapterTable:
         """Return the model's entry once a worker has this adapter, which is declared; one that is not loaded starts to.
 
         wait_until_ns 0 never waits. Raises Unavailable LORA_LOADING, or why the last load failed: Internal, or BadRequest
-        when the model has no place for the adapter; and what `ModelTable.check_serving` does, for the model may go while
-        its adapter is on the way.
+        when the model has no place for the adapter; and as `ModelTable.wait_serving` when the model goes meanwhile.
         """
         while True:
             changed = self._models.changed
             try:
-                self._models.check_serving(entry)
                 self._check_serving(entry, adapter)
             except Unavailable:
                 left_s = (wait_until_ns - time.monotonic_ns()) / 1e9
@@ -66,7 +64,8 @@ class AdapterTable:
                     await asyncio.wait_for(changed.wait(), left_s)
             else:
                 return entry
-            entry = self._models.find(entry.card.id) or entry
+            # Without its model an adapter would never come.
+            entry = await self._models.wait_serving(self._models.find(entry.card.id) or entry, wait_until_ns)
 
     def _check_serving(self, entry: ModelEntry, adapter: str) -> None:
         key = model_of(entry.card.id), adapter

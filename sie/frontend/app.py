@@ -15,12 +15,14 @@ from typing import Any, Final
 from sie import __version__
 from sie.control_messages import ModelEntry
 from sie.errors import ClientGone, Internal, NotFound, Overloaded, SieError
-from sie.frontend import dashboard, routes
+from sie.frontend import dashboard, openapi, routes
 from sie.frontend.admin import check_admin
 from sie.frontend.dialects import models as models_dialect
 from sie.frontend.dialects import openai, sie
+from sie.frontend.html import page_headers
 from sie.frontend.inference import Exchange, Inference
 from sie.frontend.metrics import CONTENT_TYPE, render
+from sie.frontend.openapi import page as docs
 from sie.frontend.process import FrontendProcess
 from sie.logs import get_logger
 from sie.process import calm_collector
@@ -141,6 +143,13 @@ class App:
     async def _metrics(self, exchange: Exchange) -> None:
         self._respond(exchange, 200, [("content-type", CONTENT_TYPE)], render(self._process.pages))
 
+    async def _openapi(self, exchange: Exchange) -> None:
+        self._respond(exchange, 200, [_JSON], openapi.document_json(self._process.settings.limits))
+
+    async def _docs(self, exchange: Exchange) -> None:
+        page = docs.page(self._process.settings.limits)
+        self._respond(exchange, 200, page_headers(page), page)
+
     async def _home(self, exchange: Exchange) -> None:
         if "text/html" in (exchange.headers.get("accept") or ""):
             self._respond(exchange, 200, dashboard.headers(), dashboard.page())
@@ -153,6 +162,8 @@ class App:
         """Answer with an error in the shape of the route's dialect."""
         envelope = exchange.route.envelope if exchange.route is not None else "sie"
         if isinstance(error, ClientGone):
+            for record in self._process.recorders:
+                record(exchange, error.http_status, [], error)
             self._count(exchange, error.http_status, error)
             return
         if envelope == "openai" and isinstance(error, NotFound):
@@ -176,6 +187,8 @@ class App:
     ) -> None:
         if self._process.is_draining and _CLOSE not in headers:
             headers = [*headers, _CLOSE]
+        for record in self._process.recorders:
+            headers = record(exchange, status, headers, error)
         exchange.protocol.response_bytes(status, headers, body)
         self._count(exchange, status, error)
 

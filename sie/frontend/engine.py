@@ -28,7 +28,7 @@ from sie.frontend.placement import choose_worker
 from sie.frontend.quarantine import QuarantinedInputs, poison
 from sie.headers import ArrayRef, WorkHeader
 from sie.logs import get_logger
-from sie.settings import Settings
+from sie.settings import Limits, Settings
 from sie.shm.attach import Attachment
 from sie.shm.extent import extent_bytes, plan_arrays, read_extent, set_cancelled, write_extent
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
@@ -84,6 +84,10 @@ class ShmEngine:
     def queued_tokens(self) -> int:
         """Tokens submitted and not answered, over all workers."""
         return sum(link.outstanding_tokens for link in self._links.values())
+
+    def reconfigure(self, limits: Limits) -> None:
+        """Take over reloaded limits for what is submitted from now on."""
+        self._limits = limits
 
     def check_open(self) -> None:
         """Refuse a request before its body is read when no worker could take even one token more.

@@ -6,6 +6,7 @@ They raise what is wrong; `sie.frontend.app` turns that into the dialect's error
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -34,8 +35,8 @@ _LARGE_BODY_BYTES: Final = 64 * 1024
 class Exchange:
     """One HTTP request while it is served: what the border needs to know to answer and to count it."""
 
-    __slots__ = ("began_ns", "body_bytes", "deadline_ns", "headers", "known_model", "model", "protocol", "route", "scope",
-                 "timing", "waits")  # fmt: skip
+    __slots__ = ("began_ns", "body_bytes", "deadline_ns", "decoded_ns", "headers", "known_model", "model", "num_items",
+                 "protocol", "route", "scope", "timing", "waits")  # fmt: skip
 
     def __init__(self, scope: Any, protocol: Any, began_ns: int) -> None:
         self.scope = scope
@@ -43,10 +44,12 @@ class Exchange:
         self.protocol = protocol
         self.began_ns = began_ns
         self.deadline_ns = 0
+        self.decoded_ns = 0
         self.route: routes.Route | None = None
         self.model = ""
         self.known_model = ""
         self.body_bytes = 0
+        self.num_items = 0
         self.timing: Any = None
         self.waits = False
         """Whether it waits for a model that loads, instead of hearing so at once."""
@@ -181,6 +184,8 @@ class Inference:
         if entry is None:
             raise sie.model_not_found(model, models.entries)
         exchange.known_model = entry.card.id
+        if self._process.tracing is not None:
+            exchange.decoded_ns = time.monotonic_ns()
         return entry
 
     async def _serving(self, exchange: Exchange, entry: ModelEntry) -> ModelEntry:
@@ -209,6 +214,7 @@ class Inference:
             raw.release()
             raise
         exchange.timing = reply.timing
+        exchange.num_items = reply.num_items
         return reply, raw
 
     async def _run_score(self, exchange: Exchange, entry: ModelEntry, request: ScoreRequest) -> ScoreReply:
@@ -222,6 +228,7 @@ class Inference:
         finally:
             raw.release()
         exchange.timing = reply.timing
+        exchange.num_items = len(request.documents)
         return reply
 
     async def _run_extract(
@@ -243,6 +250,7 @@ class Inference:
         finally:
             raw.release()
         exchange.timing = reply.timing
+        exchange.num_items = len(request.texts)
         return reply, is_large
 
     @property

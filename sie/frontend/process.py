@@ -14,13 +14,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from sie import __version__, control, control_messages, process
 from sie.catalog.profiles import fold_default
 from sie.control import Channel, ChannelClosedError
 from sie.control_messages import Launch, Models
 from sie.errors import BadRequest, ClientGone, SieError
+from sie.frontend.access_log import AccessLog
 from sie.frontend.adapters import AdapterTable
 from sie.frontend.admin import ModelAdmin
 from sie.frontend.body import BodyReader
@@ -35,13 +36,20 @@ from sie.frontend.models import ModelTable
 from sie.frontend.score import Scorer
 from sie.frontend.status import ServerFacts, StatusInputs, build_status, encode_frame, process_owner
 from sie.frontend.status_hub import StatusHub
-from sie.logs import get_logger
+from sie.logs import get_logger, set_level
 from sie.settings import Settings
 from sie.shm.attach import Attachment, PendingAttachment
 from sie.shm.large import LargeBudget
 from sie.shm.layout import ProtocolError
 from sie.shm.pages import CounterPage
 from sie.shm.space import OutboundSpace
+
+if TYPE_CHECKING:
+    from sie.frontend.tracing import RequestTracing
+
+Headers = list[tuple[str, str]]
+Recorder = Callable[[Any, int, Headers, SieError | None], Headers]
+"""What writes down a request that ends, by (exchange, status, headers, error); returns the headers to answer with."""
 
 _log = get_logger(__name__)
 _CONFIGURE_TIMEOUT_S: Final = 10.0
@@ -81,7 +89,7 @@ class FrontendProcess:
         self._images = ImageReader(settings.limits, settings.server.image_threads)
         self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool, self._images)
         self.scorer = Scorer(self.engine, self.models, self._pool)
-        self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool)
+        self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool, self._images)
         self.bodies = BodyReader(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
         self.metrics = FrontendMetrics(pages[0], self.models)
         self.status = StatusHub(
@@ -91,12 +99,11 @@ class FrontendProcess:
             watchers_on_host=self._count_watchers,
             publish_watchers=self.metrics.set_watchers,
         )
+        self.tracing = _start_tracing(settings, launch)
         self._facts = _facts(settings, launch)
         self._unwatched: deque[tuple[Pending, Any]] = deque()
         self._asked_load: dict[str, float] = {}
-        self._timeout_ns = int(settings.limits.request_timeout_s * 1e9)
-        # Well within idle_unload_s, or a model would be unloaded while it is in use.
-        self._touch_s = min(_MAX_TOUCH_S, settings.models.idle_unload_s / 4) or _MAX_TOUCH_S
+        self._derive(settings)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._attaching: dict[int, tuple[int, PendingAttachment]] = {}
 
@@ -104,6 +111,26 @@ class FrontendProcess:
     def is_ready(self) -> bool:
         """Whether `/readyz` is green."""
         return self.models.is_ready and not self.is_draining
+
+    def _derive(self, settings: Settings) -> None:
+        """Keep what is computed from settings that a reload may change."""
+        self.settings = settings
+        self._timeout_ns = int(settings.limits.request_timeout_s * 1e9)
+        # Well within idle_unload_s, or a model would be unloaded while it is in use.
+        self._touch_s = min(_MAX_TOUCH_S, settings.models.idle_unload_s / 4) or _MAX_TOUCH_S
+        self.access_log = AccessLog(settings.server.access_log) if settings.server.access_log else None
+        self.recorders: tuple[Recorder, ...] = tuple(
+            part.record for part in (self.tracing, self.access_log) if part is not None
+        )
+        """Told of every request that ends. Traces first: a line of the access log names the trace."""
+
+    def _reconfigure(self, settings: Settings) -> None:
+        """Take over reloaded settings. Requests that are under way end by the limits they began with."""
+        self._derive(settings)
+        self.engine.reconfigure(settings.limits)
+        self.extractor.reconfigure(settings.limits)
+        self.bodies.reconfigure(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
+        set_level(settings.server.log_level)
 
     # --- what handlers ask ----------------------------------------------------------------------------------------
 
@@ -158,6 +185,8 @@ class FrontendProcess:
     def close(self) -> None:
         """End what the process holds; nothing is in flight any more."""
         self.status.close()
+        if self.tracing is not None:
+            self.tracing.close()
         self._channel.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._images.close()
@@ -200,6 +229,8 @@ class FrontendProcess:
                 self.engine.place_held()
             case control_messages.Quarantine(digest):
                 self.engine.quarantine(digest)
+            case control_messages.Configure(settings):
+                self._reconfigure(settings)
             case control_messages.Managed(number):
                 self.admin.on_begun(number)
             case control_messages.Ping(number):
@@ -300,6 +331,7 @@ class FrontendProcess:
             metrics=merge(self.pages),
             saturated=self._is_saturated(),
             reason="draining" if self.is_draining else self.models.reason,
+            config_error=self.models.config_error,
         )
         return encode_frame(build_status(inputs, time.time()))
 
@@ -321,6 +353,15 @@ class FrontendProcess:
                     if key == "gpu_type":
                         return value
         return ""
+
+
+def _start_tracing(settings: Settings, launch: Launch) -> RequestTracing | None:
+    """Return what writes traces; OpenTelemetry is imported only when they are wanted."""
+    if not settings.tracing.enabled:
+        return None
+    from sie.frontend.tracing import RequestTracing
+
+    return RequestTracing(settings.tracing, launch.slot)
 
 
 def _facts(settings: Settings, launch: Launch) -> ServerFacts:

@@ -39,6 +39,9 @@ ROUTES: tuple[Route, ...] = (
     Route("/readyz", "GET", "readyz"),
     Route("/health", "GET", "health"),
     Route("/metrics", "GET", "metrics"),
+    Route("/openapi.json", "GET", "openapi"),
+    Route("/api-doc/openapi.json", "GET", "openapi"),
+    Route("/docs", "GET", "docs"),
     Route("/", "GET", "home"),
 )
 WS_STATUS = "/ws/status"

@@ -41,7 +41,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a frame is made of. reason says why the server is not ready."""
+    """Everything a frame is made of. reason: why the server is not ready; config_error: why a reload was refused."""
 
     server: ServerFacts
     ready: bool
@@ -50,6 +50,7 @@ class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Merged
     saturated: bool = False
     reason: str = ""
+    config_error: str = ""
 
 
 def process_owner() -> tuple[str, str]:
@@ -64,7 +65,7 @@ def process_owner() -> tuple[str, str]:
 def build_status(inputs: StatusInputs, now_s: float) -> dict[str, Any]:
     """Return one frame. now_s is Unix time.
 
-    Beyond the reference's fields: `reason`, `workers`, `outcomes` (requests by status), `refusals` (by reason),
+    Beyond the reference's fields: `reason`, `config_error`, `workers`, `outcomes` (requests by status), `refusals` (by reason),
     `worker_restarts`, `extents_in_use`, `event_loop_lag_s`, and `uuid`, `healthy`, `stale` of each GPU.
     """
     server, metrics = inputs.server, inputs.metrics
@@ -74,6 +75,7 @@ def build_status(inputs: StatusInputs, now_s: float) -> dict[str, Any]:
         "timestamp": now_s,
         "ready": inputs.ready,
         "reason": inputs.reason,
+        "config_error": inputs.config_error or None,
         "name": server.name,
         "machine_profile": server.machine_profile or gpu_type,
         "pool_name": server.pool_name,

@@ -114,6 +114,18 @@ class Crew:
             _log.error("%s says that %s broke the protocol; killing it", accuser.name, peer.name)
             peer.kill()
 
+    def reconfigure(self, settings: Settings) -> None:
+        """Tell every child the settings that are in force from now on; those started later hear them, too."""
+        self._settings = settings
+        self._launch = msgspec.structs.replace(self._launch, log_level=settings.server.log_level)
+        self.send_all(self.all, control_messages.Configure(settings))
+
+    def count_reload(self, *, is_refused: bool) -> None:
+        """Count a reload of the settings by its outcome."""
+        labels = families.CONFIG_RELOADS.label_pairs("refused" if is_refused else "applied")
+        self._page.counter(families.CONFIG_RELOADS.name, labels).add(1)
+        self._page.gauge(families.CONFIG_REFUSED.name, ()).set(float(is_refused))
+
     async def until_gone(self, children: list[Child], timeout_s: float) -> None:
         """Wait until none of these children has a process, or the time is over."""
         with contextlib.suppress(TimeoutError):
@@ -159,6 +171,8 @@ class Crew:
             device=child.place.device,
             cores=child.place.cores,
         )
+        if child.role == "worker":  # shown as 0: a scraper sees an increase only of what was there before
+            self._page.counter(families.WORKER_RESTARTS.name, families.WORKER_RESTARTS.label_pairs(str(child.slot)))
         child.start(launch, self._num_threads(child), time.monotonic())
         self._loop.add_reader(child.pidfd, self._on_death, child)
 

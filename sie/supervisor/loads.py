@@ -9,6 +9,7 @@ from typing import Any
 
 from sie import control_messages, families
 from sie.cards import ModelCard
+from sie.catalog.spec import ModelSpec
 from sie.errors import WireError
 from sie.logs import get_logger
 from sie.progress import Progress
@@ -24,6 +25,8 @@ _log = get_logger(__name__)
 _PRESSURE_GAP_S = 2.0
 """Between two models that go because of pressure: what the first one frees has to show."""
 
+Models = list[tuple[ModelSpec, bool, ModelCard | None]]
+"""Of each model its spec, whether it is loaded at the start, and its card if that is known."""
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 
 
@@ -46,6 +49,8 @@ class Loads:
         ] = tuple
         self.was_ready = False
         """Whether everything was ready at least once."""
+        self.config_error = ""
+        """Why the latest reload of the settings changed nothing; every frontend hears it."""
 
     def bind(self, crew: Crew, not_ready_reason: Callable[[], str], on_first_ready: Callable[[], None]) -> None:
         """Say whom to tell, and why the server would not be ready apart from its models."""
@@ -66,6 +71,45 @@ class Loads:
         for record in self._book.records.values():
             if record.wanted:
                 self._load(record)
+
+    @property
+    def num_loaded(self) -> int:
+        """How many models are loaded on at least one worker."""
+        return sum(entry.state == "loaded" for entry in self._book.entries())
+
+    def is_progressing(self) -> bool:
+        """Return whether something that readiness waits for is under way, not merely waiting for another try."""
+        return bool(self._not_ready_reason()) or any(self._book.records[name].wanted for name in self._book.missing())
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Take over reloaded settings."""
+        self._settings = settings.models
+        self._idle_s = settings.models.idle_unload_s
+        self._timeout_s = settings.models.load_timeout_s
+        self._book.set_retry(settings.models.load_retry_s)
+        self._preparer.reconfigure(settings)
+
+    def replace(self, models: Models) -> tuple[str, ...]:
+        """Make `models` the models of this server; return, in words, what of that has to wait for a restart.
+
+        A new one to load at the start loads now, but readiness does not wait for it. One that is gone answers what
+        was accepted and takes no more. One whose definition changed stays as it is.
+        """
+        left: list[str] = []
+        known = self._book.records
+        for spec, preload, card in models:
+            is_new = spec.id not in known
+            record = self._book.add(spec, False, card) if is_new else known[spec.id]
+            record.is_pinned = preload or spec.id in self._settings.pinned
+            if is_new and preload:
+                self.want(spec.id)
+            elif record.spec != spec:
+                left.append(f"the definition of model {spec.id}")
+        for name in known.keys() - {spec.id for spec, _, _ in models}:
+            self._book.remove(name)
+            self._crew.send_all(self._crew.workers, control_messages.Unload(name))
+        self.broadcast()
+        return tuple(left)
 
     def greet(self, child: Child) -> None:
         """Tell a child that has just joined what it missed."""
@@ -111,6 +155,10 @@ class Loads:
 
     def report(self, worker: Child, report: control_messages.ModelReport) -> None:
         """Take a worker's word on one of its models."""
+        if report.model not in self._book.records:
+            if report.state == "loaded":  # it was removed while it loaded
+                self._crew.send(worker, control_messages.Unload(report.model))
+            return
         self._book.report(worker.slot, report, time.monotonic())
         if report.state == "loading" and report.progress is not None:
             self._progress.update(report.model, report.progress, report.detail)
@@ -196,7 +244,8 @@ class Loads:
             )
             for worker in self._crew.workers
         )
-        return control_messages.Models(self._with_adapters(self._book.entries()), not reason, reason, workers)
+        entries = self._with_adapters(self._book.entries())
+        return control_messages.Models(entries, not reason, reason, workers, self.config_error)
 
     def reason(self) -> str:
         """Return why the server is not ready, or an empty text when it is."""
@@ -237,6 +286,8 @@ class Loads:
     async def _prepare(self, record: Record) -> None:
         prepared = await self._preparer.prepare(record.spec)
         record.preparing = False
+        if self._book.records.get(record.spec.id) is not record:  # removed meanwhile
+            return
         if isinstance(prepared, WireError):
             self._refuse(record, prepared)
         else:

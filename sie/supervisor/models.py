@@ -79,6 +79,14 @@ class ModelBook:
         record = self.records[spec.id] = Record(spec, preload, card, is_pinned or preload, wanted=preload)
         return record
 
+    def remove(self, model: str) -> None:
+        """Forget a model."""
+        del self.records[model]
+
+    def set_retry(self, retry_s: float) -> None:
+        """Change the wait after a failed load; cool-downs that run stay as they are."""
+        self._retry_s = retry_s
+
     def want(self, model: str, now_s: float) -> Record | None:
         """Note that a request came for a model. Return its record when a load has to start now, else None."""
         record = self.records.get(model)

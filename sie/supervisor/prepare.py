@@ -30,6 +30,10 @@ class Preparer:
         self._timeout_s = settings.models.load_timeout_s
         self._progress = progress
 
+    def reconfigure(self, settings: Settings) -> None:
+        """Take over reloaded settings, for the helpers started from now on."""
+        self._timeout_s = settings.models.load_timeout_s
+
     async def prepare(self, spec: ModelSpec) -> ModelCard | WireError:
         """Return the card of a model that is now on disk, or why it is not."""
         last = await self._run(Request(spec=spec, cache_dir=self._cache_dir))

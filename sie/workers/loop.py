@@ -15,7 +15,7 @@ from sie import control_messages
 from sie.cards import ModelCard
 from sie.control import Channel, ChannelClosedError
 from sie.errors import BadRequest, Internal, SieError, Unavailable
-from sie.logs import get_logger
+from sie.logs import get_logger, set_level
 from sie.process import calm_collector
 from sie.settings import Settings
 from sie.shm.inflight import InflightPage
@@ -39,7 +39,7 @@ _IDLE_WAIT_S = 1.0
 _CREDIT_WAIT_S = 0.005
 _SLACK = 10
 """A step may take this many times as long as its tokens usually do before the watchdog's time starts."""
-_FIRST_TOKEN_NS = 2_000_000
+_FIRST_TOKEN_NS = 2_000_000.0
 _MIN_ALLOWED_NS = 1_000_000_000
 _BEAT_NS = 500_000_000
 _TEND_NS = 1_000_000_000
@@ -89,7 +89,8 @@ class Loop:
         self._links: dict[int, FrontendLink] = {}
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
-        self._ns_per_token = float(_FIRST_TOKEN_NS)
+        self._ns_per_token: dict[str, float] = {}
+        """By model: a token of an image costs a detector a thousand times what one of a text costs a small encoder."""
         self._num_steps = 0
         self._beat_ns = 0
         self._tended_ns = 0
@@ -172,6 +173,8 @@ class Loop:
                     self._host.load(card)
                 case control_messages.Unload(model):
                     self._host.start_unload(model)
+                case control_messages.Configure(settings):
+                    set_level(settings.server.log_level)  # nothing else here changes while the worker runs
                 case control_messages.LoadAdapter() | control_messages.UnloadAdapter():
                     self._adapters.apply(message)
                 case _:
@@ -370,7 +373,8 @@ class Loop:
         self._num_steps += 1
         running = {id(item.request): item.request.inflight_entry for item in items}
         started_ns = time.monotonic_ns()
-        allowed_ns = int(_MIN_ALLOWED_NS + _SLACK * self._ns_per_token * num_tokens)
+        ns_per_token = self._ns_per_token.get(card.id, _FIRST_TOKEN_NS)
+        allowed_ns = int(_MIN_ALLOWED_NS + _SLACK * ns_per_token * num_tokens)
         self._page.write(self._num_steps, started_ns, allowed_ns, "step", running.values())
         outputs = forward(runner, items)
         self._answers.put(card, items, outputs, time.monotonic_ns() - started_ns)
@@ -381,7 +385,8 @@ class Loop:
         queue = self._state.queues.get(model)
         self._metrics.set_queue_depth(model, len(queue) if queue else 0)
         if num_tokens:
-            self._ns_per_token += 0.1 * (took_ns / num_tokens - self._ns_per_token)
+            known = self._ns_per_token.get(model, _FIRST_TOKEN_NS)
+            self._ns_per_token[model] = known + 0.1 * (took_ns / num_tokens - known)
 
     def _settle(self) -> None:
         """Free the models that are to go and that nothing waits for, and publish what is in use."""

@@ -45,7 +45,7 @@ _EXPECTED = re.compile(r"Expected `([a-z]+)")
 _SCHEMA_TYPES = {"str": "string_type", "int": "int_type", "array": "list_type", "object": "model_attributes_type"}
 
 
-class _EmbeddingsBody(msgspec.Struct, gc=False, kw_only=True):
+class EmbeddingsBody(msgspec.Struct, gc=False, kw_only=True):
     input: str | _Inputs
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
@@ -60,7 +60,7 @@ class EmbeddingsCall(msgspec.Struct, frozen=True):
     base64: bool
 
 
-_DECODER = msgspec.json.Decoder(_EmbeddingsBody)
+_DECODER = msgspec.json.Decoder(EmbeddingsBody)
 _to_json = msgspec.json.Encoder().encode
 
 
@@ -210,9 +210,14 @@ def error_object(error: SieError) -> dict[str, Any]:
         "message": error.message,
         "type": "invalid_request_error" if error.http_status < 500 else "server_error",
         "param": extras.pop("param", None),
-        "code": _CODES.get(error.code, error.code),
+        "code": wire_code(error.code),
         **extras,
     }
+
+
+def wire_code(code: str) -> str:
+    """Return what this dialect calls one of our codes."""
+    return _CODES.get(code, code)
 
 
 def _from_decoder(message: str) -> BadRequest:

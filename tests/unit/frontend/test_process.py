@@ -184,3 +184,26 @@ async def test_worker_that_dies_before_it_answered_leaves_nothing_behind(desk: D
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
     await asyncio.sleep(0)
     assert desk.process.engine._links == {}
+
+
+# --- reloading --------------------------------------------------------------------------------------------------------
+
+
+@at_desk()
+async def test_reloaded_settings_hold_for_what_comes_next(desk: Desk) -> None:
+    assert desk.process.access_log is None
+    settings = desk.process.settings
+    limits = msgspec.structs.replace(settings.limits, request_timeout_s=2.0, max_queued_tokens=1)
+    server = msgspec.structs.replace(settings.server, access_log=0.5)
+    desk.tell(control_messages.Configure(msgspec.structs.replace(settings, limits=limits, server=server)))
+    assert desk.process.timeout_ns(None) == 2_000_000_000
+    assert desk.process.settings.limits.max_queued_tokens == 1
+    assert desk.process.access_log is not None
+
+
+@at_desk()
+async def test_a_refused_reload_is_in_the_status(desk: Desk) -> None:
+    desk.tell(Models((), ready=True, config_error="sie.toml: [limits] max_itemz: unknown key"))
+    assert msgspec.json.decode(desk.process._frame())["config_error"] == "sie.toml: [limits] max_itemz: unknown key"
+    desk.tell(Models((), ready=True))
+    assert msgspec.json.decode(desk.process._frame())["config_error"] is None

@@ -58,7 +58,9 @@ class Office:
         models = msgspec.structs.replace(defaults.models, idle_unload_s=idle_s, load_timeout_s=100.0, **changes)
         settings = msgspec.structs.replace(defaults, models=models)
         self.prepared: ModelCard | WireError = card("l")
-        monkeypatch.setattr(loads_module, "Preparer", lambda *_args: SimpleNamespace(prepare=self._prepare))
+        monkeypatch.setattr(
+            loads_module, "Preparer", lambda *_args: SimpleNamespace(prepare=self._prepare, reconfigure=lambda _: None)
+        )
         self.crew = FakeCrew()
         self.book = ModelBook(30.0)
         self.book.add(ModelSpec(id="p"), True, card("p"))
@@ -231,6 +233,86 @@ async def test_idle_model_stays_when_the_setting_says_never(office: Office) -> N
     office.crew.take()
     office.loads.tick(1e9)
     assert not any(isinstance(message, control_messages.Unload) for _, message in office.crew.take())
+
+
+# --- reloading --------------------------------------------------------------------------------------------------------
+
+
+@in_office()
+async def test_a_start_goes_on_while_something_is_under_way_and_not_while_a_failed_load_waits(office: Office) -> None:
+    assert office.loads.is_progressing()
+    office.report("p", "failed", error=to_wire(Internal("torn")))
+    assert not office.loads.is_progressing()
+    office.not_ready = "frontends are starting"
+    assert office.loads.is_progressing()
+
+
+@in_office()
+async def test_replaced_models_come_and_go_and_readiness_waits_for_none(office: Office) -> None:
+    office.report("p", "loaded")
+    office.report("p", "loaded", slot=1)
+    assert (await office.broadcasts())[-1].ready
+    left = office.loads.replace([(ModelSpec(id="p"), True, card("p")), (ModelSpec(id="n"), True, card("n"))])
+    heard = office.crew.take()
+    assert left == ()
+    assert [message for name, message in heard if name == "worker-0"] == [
+        control_messages.Load(card("n")), control_messages.Unload("l"),
+    ]  # fmt: skip
+    (models,) = await office.broadcasts()
+    assert [(entry.card.id, entry.state) for entry in models.entries] == [("p", "loaded"), ("n", "loading")]
+    assert models.ready
+    assert office.loads.num_loaded == 1
+
+
+@in_office()
+async def test_a_model_that_comes_lazily_loads_when_it_is_asked_for(office: Office) -> None:
+    office.loads.replace([*known(), (ModelSpec(id="n"), False, card("n"))])
+    assert office.crew.take() == []
+    office.loads.want("n")
+    assert ("worker-0", control_messages.Load(card("n"))) in office.crew.take()
+
+
+@in_office(pinned=("n",))
+async def test_models_that_come_are_pinned_as_at_a_start(office: Office) -> None:
+    office.loads.replace([*known(), (ModelSpec(id="n"), False, card("n")), (ModelSpec(id="m"), True, card("m"))])
+    assert {name: record.is_pinned for name, record in office.book.records.items()} == {
+        "p": True, "l": False, "n": True, "m": True,
+    }  # fmt: skip
+    models = msgspec.structs.replace(Settings().models, pinned=("l",))
+    office.loads.reconfigure(msgspec.structs.replace(Settings(), models=models))
+    office.loads.replace([*known(), (ModelSpec(id="n"), False, card("n"))])
+    assert {name: record.is_pinned for name, record in office.book.records.items()} == {
+        "p": True, "l": True, "n": False,
+    }  # fmt: skip
+
+
+@in_office()
+async def test_a_changed_source_waits_for_a_restart(office: Office) -> None:
+    moved = ModelSpec(id="p", directory="/elsewhere")
+    assert office.loads.replace([(moved, True, card("p")), known()[1]]) == ("the definition of model p",)
+    assert office.book.records["p"].spec.directory is None
+
+
+@in_office()
+async def test_a_model_removed_while_it_loads_is_not_kept(office: Office) -> None:
+    office.loads.start()
+    office.loads.replace(known()[1:])
+    office.crew.take()
+    office.report("p", "loaded", slot=1)
+    assert office.crew.take() == [("worker-1", control_messages.Unload("p"))]
+
+
+@in_office()
+async def test_a_model_removed_while_it_is_fetched_is_not_loaded(office: Office) -> None:
+    office.loads.want("l")
+    office.loads.replace(known()[:1])
+    office.crew.take()
+    await asyncio.gather(*office.tasks)
+    assert [message for _, message in office.crew.take() if isinstance(message, control_messages.Load)] == []
+
+
+def known() -> list[tuple[ModelSpec, bool, ModelCard | None]]:
+    return [(ModelSpec(id="p"), True, card("p")), (ModelSpec(id="l"), False, None)]
 
 
 # --- on request ----------------------------------------------------------------------------------------------------------
