@@ -233,7 +233,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ge=1,
             le=1 << 30,
             description="Most pixels of an image, read before it is decoded; of a request's images together, for a "
-            "model without one size for all. Decoding takes up to 8 bytes a pixel and thread.",
+            "model without one size for all. Decoding takes up to 16 bytes a pixel and thread.",
         ),
     ] = 1 << 25
     max_queued_images: Annotated[
