@@ -299,7 +299,20 @@ def test_long_word_takes_no_more_than_a_window(tmp_path: Path) -> None:
     arrays = served.reading(ExtractTask(labels=LABELS)).prepare(["a1" * 5000])
     named = dict(arrays)
     assert np.diff(named["text_offsets"]).max() <= 24 * 256
-    assert np.diff(named["cu_seqlens"]).max() <= 24 * 8 + 256 + 20
+    assert np.diff(named["cu_seqlens"]).max() <= 24 * 8 + 20
+
+
+@pytest.mark.parametrize("max_length", [128, None])
+def test_script_without_spaces_keeps_within_the_encoders_positions(tmp_path: Path, max_length: int | None) -> None:
+    directory = save_gliner(tmp_path / "model")  # BERT with 128 positions
+    change_json(directory / "tokenizer_config.json", model_max_length=max_length)
+    served = Served(directory)
+    text = "Bob 日" + "本" * 600
+    named = dict(served.reading(ExtractTask(labels=LABELS)).prepare([text]))
+    assert np.diff(named["cu_seqlens"]).max() <= 128
+    windows = np.split(named["text"], named["text_offsets"][1:-1])
+    assert b"".join(map(bytes, windows)).decode().count("本") >= 600, "each is read"
+    served.extract([text], ExtractTask(labels=LABELS))
 
 
 # --- GLiClass ---------------------------------------------------------------------------------------------------------
