@@ -42,7 +42,7 @@ def check_task(rule: Gliclass, task: ExtractTask) -> None:
     groups = _groups_of(task)
     for group in groups:
         if rule.max_labels is not None and len(group.labels) > rule.max_labels:
-            raise BadRequest(f"The model reads at most {rule.max_labels} labels at once")
+            raise BadRequest(f"The model reads at most {rule.max_labels} labels at once, got {len(group.labels)}")
     _check_examples(task, groups)
     fixed = [label for group in groups for label in group.labels]
     fixed += [task.instruction or "", *(example.text for example in task.examples)]

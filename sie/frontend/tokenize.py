@@ -48,7 +48,10 @@ class _Reader(NamedTuple):
             return None
         num_special = self.tokenizer.num_special_tokens_to_add(pair) if self.add_special_tokens else 0
         if max_tokens <= num_special:
-            raise BadRequest(f"A limit of {max_tokens} tokens leaves no room beside the {num_special} special ones")
+            raise BadRequest(
+                f"A limit of {max_tokens} tokens leaves no room beside the {num_special} special ones "
+                "(options 'max_seq_length', 'query_max_length')"
+            )
         return max_tokens - num_special
 
 
