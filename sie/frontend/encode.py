@@ -65,7 +65,9 @@ class Encoder:
             arrays = await self._prepare_mixed(entry, request, request.images, deadline_ns)
         num_tokens = int(arrays[0][1][-1])
         took_ns = time.monotonic_ns() - began_ns
-        return self._engine.submit(header, arrays, num_tokens, deadline_ns), took_ns
+        if request.images is None:
+            return self._engine.submit(header, arrays, num_tokens, deadline_ns), took_ns
+        return await self._engine.submit_large(header, arrays, num_tokens, deadline_ns), took_ns
 
     def _try_prepare(self, entry: ModelEntry, request: EncodeRequest) -> list[tuple[str, NDArray[Any]]] | None:
         """Tokenise here and now; None when that would keep the event loop too long or the tokenizer is not there."""

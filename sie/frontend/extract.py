@@ -116,7 +116,10 @@ class Extractor:
         num_tokens = int(cu_seqlens[-1])
         took_ns = time.monotonic_ns() - began_ns
         header = WorkHeader(card.id, "extract", len(cu_seqlens) - 1, (), output_types=(rule.gives,), task=told)
-        pending = self._engine.submit(header, arrays, num_tokens, deadline_ns)
+        if request.images is None:
+            pending = self._engine.submit(header, arrays, num_tokens, deadline_ns)
+        else:
+            pending = await self._engine.submit_large(header, arrays, num_tokens, deadline_ns)
         return Submitted(pending, reading, rule.gives, header.num_items, took_ns, input_tokens)
 
     async def _prepare_images(
