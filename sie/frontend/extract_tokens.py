@@ -17,7 +17,7 @@ from sie.errors import BadRequest, InputTooLong
 from sie.extraction import AGGREGATION_STRATEGIES, Entity, Extraction, ExtractTask, TokenClassification
 from sie.frontend.entities import OUTSIDE, Window, group_name, merge_windows, needs_words, read_window
 from sie.frontend.pairs import Arrays
-from sie.frontend.tokenize import Tokenizer, pack_ids, unicode_error
+from sie.frontend.tokenize import LONG_TEXT_BYTES, Tokenizer, pack_ids, unicode_error
 from sie.settings import Limits
 
 _DEFAULT_STRATEGY: Final = "simple"
@@ -56,9 +56,10 @@ class TokenReading:
         Raises BadRequest, also for more logits than a reply may hold, and InputTooLong with overflow_policy `error`.
         """
         try:
-            # Alone, a text starts no thread pool; the faster batch call would leave out the offsets.
-            library = self._tokenizer.library
-            encodings = [library.encode(texts[0])] if len(texts) == 1 else library.encode_batch(texts)
+            # Alone, a short text starts no thread pool (`Tokenizer.encode_texts` says why only a short one); the faster
+            # batch call would leave out the offsets.
+            library, is_short = self._tokenizer.library, len(texts) == 1 and len(texts[0]) <= LONG_TEXT_BYTES
+            encodings = [library.encode(texts[0])] if is_short else library.encode_batch(texts)
         except TypeError as error:
             raise unicode_error(texts, error) from None
         rows: list[list[int]] = []

@@ -53,7 +53,6 @@ Recorder = Callable[[Any, int, Headers, SieError | None], Headers]
 
 _log = get_logger(__name__)
 _CONFIGURE_TIMEOUT_S: Final = 10.0
-_ATTACH_TIMEOUT_S: Final = 30.0
 _TICK_S: Final = 0.02
 _WATCH_AFTER_NS: Final = 50_000_000
 """A request that waited this long gets a watcher of its client's connection; most are answered before."""

@@ -3,10 +3,14 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import pathlib
+import threading
+import time
 
 import msgspec
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as LibraryTokenizer
+from tokenizers import models, pre_tokenizers
 
 from sie.cards import ModelCard, StubOptions, TextPadding
 from sie.errors import BadRequest, Internal
@@ -54,6 +58,21 @@ def test_ids_equal_transformers_with_every_special_token(minilm):
     assert got == expected
     assert token_ids.dtype == cu_seqlens.dtype == np.int32
     assert cu_seqlens[-1] == len(token_ids)
+
+
+def test_one_long_text_lets_other_threads_run():
+    library = LibraryTokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = Tokenizer(ModelCard(id="m", kind="encoder"), library)
+    lengths: list[int] = []
+    reading = threading.Thread(target=lambda: lengths.append(len(tokenizer.encode_texts(["a b " * 100_000])[0])))
+    num_turns = 0
+    reading.start()
+    while reading.is_alive():
+        time.sleep(0.001)
+        num_turns += 1
+    assert lengths == [200_000]
+    assert num_turns > 10, "the library's `encode` keeps the interpreter to itself, and so the event loop from turning"
 
 
 @needs_minilm
