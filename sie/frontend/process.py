@@ -87,7 +87,7 @@ class FrontendProcess:
         self.engine = ShmEngine(settings, self._space, self.models.hosted, self._send)
         self._images = ImageReader(settings.limits, settings.server.image_threads)
         self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool, self._images)
-        self.scorer = Scorer(self.engine, self.models, self._pool)
+        self.scorer = Scorer(self.engine, self.models, settings.limits, self._pool)
         self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool, self._images)
         self.bodies = BodyReader(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
         self.metrics = FrontendMetrics(pages[0], self.models)
@@ -127,7 +127,8 @@ class FrontendProcess:
         """Take over reloaded settings. Requests that are under way end by the limits they began with."""
         self._derive(settings)
         self.engine.reconfigure(settings.limits)
-        self.extractor.reconfigure(settings.limits)
+        for operation in (self.encoder, self.scorer, self.extractor):
+            operation.reconfigure(settings.limits)
         self.bodies.reconfigure(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
         set_level(settings.server.log_level)
 
