@@ -1,8 +1,9 @@
 """Owns the access log: a line for each request that ends, or for a share of them. Never what a client asked or was told.
 
 Lines are of level info, from the logger `sie.access`, with these extras: `method`, `route` (the template, never the
-path), `status`, `code` (of an error), `model` (a known one), `items`, `body_bytes`, `total_ms` and the phases that took
-time, `request_id`, `trace_id` (of the request's own trace, or of a W3C `traceparent`).
+path), `status`, `code` (of an error), `key` (the name of an API key), `model` (a known one), `items`, `body_bytes`,
+`total_ms` and the phases that took time, `request_id`, `trace_id` (of the request's own trace, or of a W3C
+`traceparent`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from sie.errors import SieError
+from sie.frontend.key_use import KeyHolder
 from sie.frontend.routes import Route
 from sie.logs import get_logger
 from sie.types import Timing
@@ -32,6 +34,7 @@ class Exchange(Protocol):
     scope: Any
     headers: Any
     began_ns: int
+    holder: KeyHolder | None
     route: Route | None
     known_model: str
     body_bytes: int
@@ -73,6 +76,7 @@ def _facts(exchange: Exchange, status: int, error: SieError | None, request_id: 
         "route": exchange.route.template if exchange.route is not None else "unmatched",
         "status": status,
         "code": error.code if error is not None else "",
+        "key": exchange.holder.key.name if exchange.holder is not None else "",
         "model": exchange.known_model,
         "items": exchange.num_items,
         "body_bytes": exchange.body_bytes,

@@ -16,15 +16,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
-from sie import __version__, control, control_messages, process
+from sie import control, control_messages, process
 from sie.catalog.profiles import fold_default
 from sie.control import Channel, ChannelClosedError
 from sie.control_messages import Launch, Models
 from sie.errors import BadRequest, ClientGone, SieError
+from sie.frontend.access import open_access
 from sie.frontend.access_log import AccessLog
 from sie.frontend.adapters import AdapterTable
 from sie.frontend.admin import ModelAdmin
 from sie.frontend.body import BodyReader
+from sie.frontend.cors import Cors
 from sie.frontend.dialects.openai import DEFAULT_MODEL
 from sie.frontend.encode import Encoder
 from sie.frontend.engine import ShmEngine
@@ -34,7 +36,7 @@ from sie.frontend.links import Pending
 from sie.frontend.metrics import FrontendMetrics, merge
 from sie.frontend.models import ModelTable
 from sie.frontend.score import Scorer
-from sie.frontend.status import ServerFacts, StatusInputs, build_status, encode_frame, process_owner
+from sie.frontend.status import StatusInputs, build_status, encode_frame, server_facts
 from sie.frontend.status_hub import StatusHub
 from sie.logs import get_logger, set_level
 from sie.settings import Settings
@@ -91,6 +93,8 @@ class FrontendProcess:
         self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool, self._images)
         self.bodies = BodyReader(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
         self.metrics = FrontendMetrics(pages[0], self.models)
+        self.access = open_access(settings.access, pages, self.metrics.record_auth_failure)
+        self.cors = Cors(settings.access.cors_origins) if settings.access.cors_origins else None
         self.status = StatusHub(
             self._frame,
             interval_s=settings.status.interval_ms / 1e3,
@@ -99,7 +103,7 @@ class FrontendProcess:
             publish_watchers=self.metrics.set_watchers,
         )
         self.tracing = _start_tracing(settings, launch)
-        self._facts = _facts(settings, launch)
+        self._facts = server_facts(settings, launch)
         self._unwatched: deque[tuple[Pending, Any]] = deque()
         self._asked_load: dict[str, float] = {}
         self._derive(settings)
@@ -119,9 +123,9 @@ class FrontendProcess:
         self._touch_s = min(_MAX_TOUCH_S, settings.models.idle_unload_s / 4) or _MAX_TOUCH_S
         self.access_log = AccessLog(settings.server.access_log) if settings.server.access_log else None
         self.recorders: tuple[Recorder, ...] = tuple(
-            part.record for part in (self.tracing, self.access_log) if part is not None
+            part.record for part in (self.access, self.cors, self.tracing, self.access_log) if part is not None
         )
-        """Told of every request that ends. Traces first: a line of the access log names the trace."""
+        """Told of every request that ends. Traces before the access log: a line of it names the trace."""
 
     def _reconfigure(self, settings: Settings) -> None:
         """Take over reloaded settings. Requests that are under way end by the limits they began with."""
@@ -233,6 +237,8 @@ class FrontendProcess:
                 self._reconfigure(settings)
             case control_messages.Managed(number):
                 self.admin.on_begun(number)
+            case control_messages.Keys() if self.access is not None:
+                self.access.replace(message)
             case control_messages.Ping(number):
                 self._send(control_messages.Pong(number))
             case control_messages.Drain():
@@ -275,15 +281,15 @@ class FrontendProcess:
 
     async def _say_ready(self) -> None:
         """Tell the supervisor once our listener answers; Granian opens it at about the time the loop starts."""
-        while True:
+        while not self.settings.access.uds:  # there the supervisor listens already
             try:
                 _, writer = await asyncio.open_connection(self._launch.host, self._launch.port)
             except OSError:
                 await asyncio.sleep(0.01)
                 continue
             writer.close()
-            self._send(control_messages.Ready())
-            return
+            break
+        self._send(control_messages.Ready())
 
     # --- the clock ------------------------------------------------------------------------------------------------
 
@@ -331,6 +337,7 @@ class FrontendProcess:
             metrics=merge(self.pages),
             saturated=self._is_saturated(),
             reason="draining" if self.is_draining else self.models.reason,
+            keys_error=self.access.problem if self.access is not None else "",
             config_error=self.models.config_error,
         )
         return encode_frame(build_status(inputs, time.time()))
@@ -364,23 +371,6 @@ def _start_tracing(settings: Settings, launch: Launch) -> RequestTracing | None:
     return RequestTracing(settings.tracing, launch.slot)
 
 
-def _facts(settings: Settings, launch: Launch) -> ServerFacts:
-    user, working_dir = process_owner()
-    return ServerFacts(
-        name=settings.server.name or socket.gethostname(),
-        version=__version__,
-        pid=launch.supervisor_pid,
-        started_s=launch.started_s,
-        user=user,
-        working_dir=working_dir,
-        machine_profile=settings.server.machine_profile,
-        pool_name=settings.server.pool_name,
-        bundle=settings.server.bundle,
-        max_batch_requests=settings.scheduler.max_step_items,
-        memory_threshold_pct=settings.models.memory_pressure_pct,
-    )
-
-
 def connect(launch: Launch) -> Callable[[asyncio.AbstractEventLoop], FrontendProcess]:
     """Return what joins the supervisor from Granian's child process, once that has its event loop."""
 
@@ -393,6 +383,11 @@ def connect(launch: Launch) -> Callable[[asyncio.AbstractEventLoop], FrontendPro
             raise ChannelClosedError(f"expected Configure, got {type(message).__name__}")
         pages = [CounterPage.open(fd, writable=index == 0) for index, fd in enumerate(fds)]
         frontend = FrontendProcess(launch, message.settings, channel, pages, loop)
+        if frontend.access is not None:
+            first, _ = channel.receive(_CONFIGURE_TIMEOUT_S)
+            if not isinstance(first, control_messages.Keys):
+                raise ChannelClosedError(f"expected Keys, got {type(first).__name__}")
+            frontend.access.replace(first)  # whoever has a key is let in from the first connection on
         frontend.start()
         return frontend
 

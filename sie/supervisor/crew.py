@@ -81,6 +81,7 @@ class Crew:
         self._loop = asyncio.get_running_loop()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._death = asyncio.Event()
+        self._keys: control_messages.Keys | None = None
         self.is_draining = False
         """Once set, no frontend is started again; workers are, since accepted requests wait for them."""
         self.is_stopping = False
@@ -125,6 +126,13 @@ class Crew:
         labels = families.CONFIG_RELOADS.label_pairs("refused" if is_refused else "applied")
         self._page.counter(families.CONFIG_RELOADS.name, labels).add(1)
         self._page.gauge(families.CONFIG_REFUSED.name, ()).set(float(is_refused))
+
+    def set_keys(self, keys: control_messages.Keys) -> None:
+        """Tell every frontend the API keys that are in force from now on; those started later hear them, too."""
+        self._keys = keys
+        self._page.gauge(families.API_KEYS.name).set(len(keys.keys))
+        self._page.gauge(families.API_KEYS_REFUSED.name).set(float(bool(keys.problem)))
+        self.send_all(self.frontends, keys)
 
     async def until_gone(self, children: list[Child], timeout_s: float) -> None:
         """Wait until none of these children has a process, or the time is over."""
@@ -219,6 +227,8 @@ class Crew:
             others = [self._page, *(page for page in self._pages.values() if page is not own)]
             read_only = [page.read_only_fd() for page in others]
             self.send(child, control_messages.Configure(self._settings), [own.fd, *read_only])
+            if self._keys is not None:
+                self.send(child, self._keys)
             for fd in read_only:
                 os.close(fd)
         for worker in [child] if child.role == "worker" else self.workers:

@@ -62,7 +62,7 @@ class ExtractOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
     examples: list[Example] | None = None
     hypothesis_template: str | None = None
     aggregation_strategy: str | None = None
-    stride: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    stride: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
     score_threshold: _Fraction | None = None
     box_threshold: _Fraction | None = None
     text_threshold: _Fraction | None = None

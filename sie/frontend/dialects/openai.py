@@ -34,10 +34,14 @@ _CODES = {
     "INVALID_INPUT": "invalid_request",
     "INPUT_TOO_LONG": "invalid_request",
     "MODEL_NOT_FOUND": "model_not_found",
+    "UNAUTHORIZED": "invalid_api_key",
+    "FORBIDDEN": "insufficient_permissions",
+    "RATE_LIMIT": "rate_limit_exceeded",
     "QUEUE_FULL": "server_overloaded",
     "INFERENCE_ERROR": "inference_error",
     "INTERNAL_ERROR": "inference_error",
 }
+_TYPES = {403: "permission_error", 429: "rate_limit_error"}
 _PATH = re.compile(r" - at `(?:key` in `)?\$([^`]*)`$")
 _PATH_STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
 _MISSING = re.compile(r"Object missing required field `([^`]+)`")
@@ -208,7 +212,8 @@ def error_object(error: SieError) -> dict[str, Any]:
     extras = {key: value for key, value in error.extras.items() if key != "schema_faults"}
     return {
         "message": error.message,
-        "type": "invalid_request_error" if error.http_status < 500 else "server_error",
+        "type": _TYPES.get(error.http_status)
+        or ("invalid_request_error" if error.http_status < 500 else "server_error"),
         "param": extras.pop("param", None),
         "code": wire_code(error.code),
         **extras,

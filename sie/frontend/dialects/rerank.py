@@ -28,7 +28,7 @@ class RerankBody(msgspec.Struct, gc=False, kw_only=True, forbid_unknown_fields=T
     model: str | None = None
     query: str
     documents: Annotated[list[str], msgspec.Meta(max_length=_MOST_DOCUMENTS)]
-    top_n: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    top_n: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     return_documents: bool | None = None
     options: msgspec.Raw = _ABSENT
 

@@ -12,7 +12,7 @@ from sie.frontend import routes
 from sie.frontend.dialects.negotiate import JSON
 from sie.frontend.dialects.openai import wire_code
 from sie.frontend.openapi import replies, schemas
-from sie.frontend.openapi.operations import OPERATIONS, TAGS, Answer, Fault, Operation
+from sie.frontend.openapi.operations import ACCESS, OPERATIONS, TAGS, Answer, Fault, Operation
 from sie.frontend.routes import Route
 from sie.settings import Limits
 
@@ -22,7 +22,8 @@ _ABOUT = """One engine, several wire dialects. A live feed of JSON frames is at 
 
 Inference routes read these headers: `X-SIE-Timeout-Ms` lowers the deadline of a request, `X-SIE-Machine-Profile` must
 match the server's, `X-SIE-Remote` may only be `forbid`, `traceparent` (W3C) is continued where tracing is on.
-A wrong path is a 404 and a wrong method a 405, both with a text under `detail`."""
+A server may ask for an API key, as `Authorization: Bearer` or as `x-api-key`; a websocket takes it as the subprotocol
+`sie.bearer.KEY`, too. A wrong path is a 404 and a wrong method a 405, both with a text under `detail`."""
 
 _TRACE_HEADERS = {
     "X-Trace-ID": "The request's trace, 32 hexadecimal digits; only where one is recorded.",
@@ -54,11 +55,22 @@ def document(limits: Limits) -> Document:
         "paths": {
             operation.template: {route.method.lower(): _operation(operation, route)} for operation, route in rows
         },
-        "components": {"schemas": schemas.components(_structs(), limits)},
+        "components": {"schemas": schemas.components(_structs(), limits), "securitySchemes": _SECURITY_SCHEMES},
     }
 
 
+_SECURITY_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer", "description": "An API key, where the server asks for one."},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same key."},
+}
 _LICENSE = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
+
+
+_ENVELOPES: dict[str, type[msgspec.Struct]] = {
+    "sie": replies.NativeError,
+    "openai": replies.OpenAIError,
+    "models": replies.ModelMissing,
+}
 
 
 def _structs() -> list[type[msgspec.Struct]]:
@@ -88,7 +100,11 @@ def _operation(operation: Operation, route: Route) -> Document:
         content[JSON]["example"] = operation.example
         described["requestBody"] = {"required": True, "content": content}
     responses = {str(answer.status): _answer(answer, operation.has_timing) for answer in operation.answers}
-    responses |= {str(fault.status): _fault(fault, route.envelope) for fault in operation.faults}
+    is_open = route.need == "open"
+    faults = {fault.status: fault for fault in (*(() if is_open else ACCESS), *operation.faults)}
+    responses |= {str(status): _fault(fault, route.envelope) for status, fault in faults.items()}
+    # The empty one: where the server has no keys, none is asked for.
+    described["security"] = [] if is_open else [{}, *({name: []} for name in _SECURITY_SCHEMES)]
     described["responses"] = dict(sorted(responses.items()))
     return described
 
@@ -122,14 +138,16 @@ def _answer(answer: Answer, has_timing: bool) -> Document:
 
 def _fault(fault: Fault, envelope: str) -> Document:
     is_openai = envelope == "openai"
-    struct = fault.type or (replies.OpenAIError if is_openai else replies.NativeError)
+    struct = fault.type or _ENVELOPES[envelope]
     names = dict.fromkeys(wire_code(code) if is_openai else code for code in fault.codes)
     codes = ", ".join(f"`{name}`" for name in names)
     described: Document = {
         "description": f"{fault.description} Codes: {codes}.",
         "content": {JSON: {"schema": schemas.ref(struct)}},
     }
-    if fault.status == 503:
+    if fault.status == 401:
+        described["headers"] = {"WWW-Authenticate": {"description": "`Bearer`.", "schema": {"type": "string"}}}
+    if fault.status in (429, 503):
         seconds = {"description": "Seconds to wait.", "schema": {"type": "integer", "minimum": 0}}
         described["headers"] = {"Retry-After": seconds}
     return described

@@ -87,7 +87,15 @@ _NOT_NOW: Final = Fault(
     "Not now; `Retry-After` says when to ask again.",
 )  # fmt: skip
 _LATE: Final = Fault(504, ("DEADLINE_EXCEEDED",), "The deadline passed before the answer was there.")
-_FORBIDDEN: Final = Fault(403, ("FORBIDDEN",), "Not for this client; the message names the setting that decides.")
+_FORBIDDEN: Final = Fault(
+    403, ("FORBIDDEN",), "Not for this client; the message names the setting or the API key's scope that decides."
+)
+ACCESS: Final = (
+    Fault(401, ("UNAUTHORIZED",), "The server asks for an API key, and none that it knows came."),
+    _FORBIDDEN,
+    Fault(429, ("RATE_LIMIT",), "A limit of the API key is reached; `Retry-After` says when to ask again."),
+)
+"""How every route can fail that asks for a key where there are keys."""
 _INFERENCE: Final = (_BAD, _NOT_FOUND, _STALLED, _TOO_LARGE, _POISON, _FAILED, _NO_LOAD, _NOT_NOW, _LATE)
 _NO_DEFAULT: Final = Fault(404, ("MODEL_NOT_FOUND",), "No such model, or none named and no default.")
 _OPENAI: Final = (_BAD, _NO_DEFAULT, _STALLED, _TOO_LARGE, _SCHEMA, _FAILED, _NO_LOAD, _NOT_NOW, _LATE)
@@ -222,6 +230,13 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         summary="Whether this client may manage models",
         answers=(Answer(200, "It may.", type=replies.AdminAllowed),),
         faults=(_FORBIDDEN,),
+    ),
+    Operation(
+        template="/v1/watch-ticket",
+        tag="Operation",
+        summary="A ticket for the live feed",
+        description="Opens `/ws/status?ticket=...` for half a minute: in a browser, which can set no header there.",
+        answers=(Answer(200, "The ticket; empty where no API key is asked for.", type=replies.WatchTicket),),
     ),
     _text("/healthz", "Whether the process lives", _OK),
     _text(

@@ -214,5 +214,9 @@ class ModelStatus(_Reply):
     detail: ErrorDetail | UnsetType = UNSET
 
 
+class WatchTicket(_Reply):
+    ticket: str
+
+
 class AdminAllowed(_Reply):
     allowed: Literal[True]
