@@ -28,7 +28,9 @@ class Record(msgspec.Struct):
 
     is_pinned: only a request to unload it takes it away. dismissed: such a request did, and readiness does not wait
     for it until it is loaded again. reloads: it is to be loaded again once it has gone everywhere, from files that are
-    read anew (is_stale). waits_for_room: its load has not been sent to the workers.
+    read anew (is_stale). waits_for_room: its load has not been sent to the workers. asked: the slots of workers that
+    were sent it and have not answered. is_released: it was let go and not wanted since, so that a report that crosses
+    its unload does not bring it back.
     """
 
     spec: ModelSpec
@@ -40,6 +42,8 @@ class Record(msgspec.Struct):
     reloads: bool = False
     is_stale: bool = False
     waits_for_room: bool = False
+    asked: set[int] = set()
+    is_released: bool = False
     preparing: bool = False
     was_loaded: bool = False
     reports: dict[int, ModelReport] = {}
@@ -52,13 +56,14 @@ class Record(msgspec.Struct):
     def is_on(self, slot: int) -> bool:
         """Tell whether a worker has it, or is about to."""
         report = self.reports.get(slot)
-        return report is not None and report.state != "failed"
+        return slot in self.asked or (report is not None and report.state != "failed")
 
     def is_moving(self, slot: int) -> bool:
         """Tell whether it is on its way into a worker or out of it."""
         report = self.reports.get(slot)
-        return report is not None and (
-            report.state in ("loading", "unloading") or (report.state == "loaded" and not self.wanted)
+        return slot in self.asked or (
+            report is not None
+            and (report.state in ("loading", "unloading") or (report.state == "loaded" and not self.wanted))
         )
 
 
@@ -90,7 +95,7 @@ class ModelBook:
         record.last_used_s = now_s
         if record.wanted or record.reloads or now_s < record.retry_at_s:
             return None
-        record.wanted = True
+        self._start_to_want(record)
         record.error = None
         return record
 
@@ -99,7 +104,7 @@ class ModelBook:
         record.last_used_s = now_s
         if record.wanted or record.reloads:
             return False
-        record.wanted = True
+        self._start_to_want(record)
         self._forgive(record)
         return True
 
@@ -116,18 +121,22 @@ class ModelBook:
         self._forgive(record)
         self.release(record)
         record.reloads = True
-        return any(record.is_moving(slot) for slot in record.reports)
+        return _is_moving(record)
 
     def due_reloads(self) -> list[Record]:
         """Return the models that have gone everywhere and are to be loaded again; now wanted."""
         due = [
             record
             for record in self.records.values()
-            if record.reloads and not record.preparing and not any(record.is_moving(slot) for slot in record.reports)
+            if record.reloads and not record.preparing and not _is_moving(record)
         ]
         for record in due:
-            record.reloads, record.wanted = False, True
+            record.reloads = False
+            self._start_to_want(record)
         return due
+
+    def _start_to_want(self, record: Record) -> None:
+        record.wanted, record.is_released = True, False
 
     def _forgive(self, record: Record) -> None:
         record.error, record.num_attempts, record.retry_at_s = None, 0, 0.0
@@ -146,7 +155,8 @@ class ModelBook:
             and now_s >= record.retry_at_s
         ]
         for record in due:
-            record.wanted, record.error = True, None
+            self._start_to_want(record)
+            record.error = None
         return due
 
     def overdue(self, timeout_s: float, now_s: float) -> list[tuple[Record, int]]:
@@ -169,6 +179,8 @@ class ModelBook:
         record = self.records.get(report.model)
         if record is None:
             return
+        if report.state not in ("unloading", "available"):  # those may answer what was said before the load
+            record.asked.discard(slot)
         if report.state != "loading":
             record.loading_since_s.pop(slot, None)
         elif report.progress is not None:  # a worker loads one model at a time; without progress this one still waits
@@ -177,7 +189,7 @@ class ModelBook:
             record.reports.pop(slot, None)
         else:
             record.reports[slot] = report
-        if report.state == "loaded" and not record.reloads and (record.wanted or not record.dismissed):
+        if report.state == "loaded" and not record.reloads and not record.is_released:
             record.wanted = record.was_loaded = True
             record.dismissed = False
             record.error, record.num_attempts = None, 0
@@ -215,6 +227,7 @@ class ModelBook:
         for record in self.records.values():
             record.reports.pop(slot, None)
             record.loading_since_s.pop(slot, None)
+            record.asked.discard(slot)
 
     def idle(self, idle_s: float, now_s: float) -> list[Record]:
         """Return the models that are loaded, not pinned, load nowhere else and were not used for idle_s."""
@@ -231,6 +244,7 @@ class ModelBook:
     def release(self, record: Record) -> None:
         """Stop wanting a model: it is about to be unloaded."""
         record.wanted = record.was_loaded = record.waits_for_room = False
+        record.is_released = True
 
     def is_ready(self) -> bool:
         """Return whether every model to load before readiness is loaded on a live worker."""
@@ -251,6 +265,10 @@ class ModelBook:
 
 def _loaded_on(record: Record) -> tuple[int, ...]:
     return tuple(sorted(slot for slot, report in record.reports.items() if report.state == "loaded"))
+
+
+def _is_moving(record: Record) -> bool:
+    return any(record.is_moving(slot) for slot in (*record.reports, *record.asked))
 
 
 def _is_loading(record: Record) -> bool:
