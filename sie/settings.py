@@ -230,6 +230,19 @@ class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_watchers: Annotated[int, Meta(ge=0, le=10000, description="Most status connections of this host.")] = 64
 
 
+class Testing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Breaking this server on purpose. Nothing here belongs on a server that anyone relies on."""
+
+    test: Annotated[bool, Meta(description="Allow failpoints, and stub models that fail on purpose.")] = False
+    failpoints: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Point at which to break a process; repeatable; refused without `test`.",
+            extra={"form": "POINT=kill|stop|spin|raise|exit:STATUS|sleep:MILLISECONDS[@COUNT]"},
+        ),
+    ] = ()
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole tree. It encodes with msgspec, so that a process can be handed it."""
 
@@ -241,6 +254,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scheduler: Scheduler = Scheduler()
     supervisor: Supervisor = Supervisor()
     status: Status = Status()
+    testing: Testing = Testing()
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -320,6 +334,7 @@ def _check_together(settings: Settings, sources: Mapping[str, Source]) -> None:
             limits.max_item_text_bytes > limits.max_body_bytes,
             f"must not be over max_body_bytes ({limits.max_body_bytes})",
         ),
+        ("failpoints", bool(settings.testing.failpoints) and not settings.testing.test, "are refused without `test`"),
     )
     for name, is_wrong, reason in problems:
         if is_wrong:

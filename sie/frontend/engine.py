@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from numpy.typing import NDArray
 
+from sie import failpoints
 from sie.control import ModelEntry, PeerFault, Quarantine
 from sie.errors import (
     DeadlineExceeded,
@@ -131,8 +132,10 @@ class ShmEngine:
             )
             self._quarantined.check(lease.view[:length])
             link = self._choose(pending)
+            failpoints.reach("frontend.before_commit")
             if link is None or not self._try_submit(link, pending):
                 self._hold(pending)
+            failpoints.reach("frontend.after_push")
             lease.hand_over(pending.request_id)
         return pending
 

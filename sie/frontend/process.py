@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from sie import __version__, control, process
+from sie import __version__, control, failpoints, process
 from sie.control import Channel, ChannelClosedError, Launch, Models
 from sie.errors import BadRequest, ClientGone, SieError
 from sie.frontend.body import BodyReader
@@ -335,6 +335,7 @@ def connect(launch: Launch) -> Callable[[asyncio.AbstractEventLoop], FrontendPro
         message, fds = channel.receive(_CONFIGURE_TIMEOUT_S)
         if not isinstance(message, control.Configure):
             raise ChannelClosedError(f"expected Configure, got {type(message).__name__}")
+        failpoints.arm(message.settings.testing.failpoints)
         pages = [CounterPage.open(fd, writable=index == 0) for index, fd in enumerate(fds)]
         frontend = FrontendProcess(launch, message.settings, channel, pages, loop)
         frontend.start()

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from sie import failpoints
 from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
 from sie.catalog.stub import stub_card
@@ -29,6 +30,7 @@ def main(loaded: Loaded) -> int:
     settings = loaded.settings
     server = settings.server
     configure(server.log_format, server.log_level, "supervisor")
+    _check_failpoints(loaded)
     models = _read_models(loaded)
     with reserve_port(server.host, server.port) as held:
         port = held.getsockname()[1]
@@ -58,6 +60,14 @@ def main(loaded: Loaded) -> int:
             raise StartError(f"shared memory: {error}") from error
         finally:
             os.close(lock)
+
+
+def _check_failpoints(loaded: Loaded) -> None:
+    for text in loaded.settings.testing.failpoints:
+        try:
+            failpoints.parse(text)
+        except SieError as error:
+            raise StartError(f"failpoints (from {loaded.sources['failpoints']}): {error.message}") from error
 
 
 def _read_models(loaded: Loaded) -> list[tuple[ModelSpec, bool, ModelCard | None]]:

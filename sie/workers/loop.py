@@ -11,7 +11,7 @@ import select
 import time
 from collections.abc import Callable
 
-from sie import control
+from sie import control, failpoints
 from sie.control import Channel, ChannelClosedError
 from sie.errors import BadRequest, Internal, SieError, Unavailable
 from sie.logs import get_logger
@@ -314,6 +314,7 @@ class Loop:
         started_ns = time.monotonic_ns()
         allowed_ns = int(_MIN_ALLOWED_NS + _SLACK * self._ns_per_token * num_tokens)
         self._page.write(self._num_steps, started_ns, allowed_ns, "step", running.values())
+        failpoints.reach("worker.before_step")
         try:
             outputs = forward(runner, items)
             ran_ns = time.monotonic_ns()

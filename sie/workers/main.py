@@ -9,7 +9,7 @@ from types import FrameType
 
 import msgspec
 
-from sie import control, process
+from sie import control, failpoints, process
 from sie.control import ChannelClosedError, Configure, Launch, Ready
 from sie.logs import configure, get_logger
 from sie.settings import Settings
@@ -47,6 +47,7 @@ def main() -> int:
         return 1
     assert isinstance(message, Configure)
     settings = message.settings
+    failpoints.arm(settings.testing.failpoints)
     counters = CounterPage.open(fds[0], writable=True)
     metrics = WorkerMetrics(counters, str(launch.slot))
     host = Host(launch.device, _builder(launch, settings), channel.send)

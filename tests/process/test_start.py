@@ -47,6 +47,8 @@ def test_a_port_that_a_stranger_shares_is_refused():
         (("--watchdog-s", "0"), {}, ["--watchdog-s", "1 to 3600"]),
         ((), {"SIE_MAX_BODY_BYTE": "9"}, ["SIE_MAX_BODY_BYTE", "SIE_MAX_BODY_BYTES"]),
         ((), {"SIE_PORT": "http"}, ["SIE_PORT", "http"]),
+        (("--failpoints", "worker.after_reply=kill"), {}, ["failpoints", "--failpoints", "test"]),
+        (("--test", "--failpoints", "worker.afer_reply=kill"), {}, ["failpoints", "did you mean 'worker.after_reply'"]),
         (("--host", "203.0.113.1"), {}, ["host", "203.0.113.1"]),
         (("--request-segment-bytes", str(1 << 36)), {}, ["shared memory", "bytes"]),
     ],
