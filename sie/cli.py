@@ -120,7 +120,7 @@ def completion(shell: str) -> None:
 def with_bundled_model(loaded: Loaded) -> Loaded:
     """Return `loaded` with the bundled model when it names none; raise SettingsError when that is not installed."""
     models = loaded.settings.models
-    if models.preload or models.lazy:
+    if models.preload or models.lazy or models.catalog:
         return loaded
     from importlib.util import find_spec
 

@@ -91,7 +91,7 @@ def read_file(keys: Keys, path: str) -> Found:
     """Yield what the TOML file at `path` sets, in its order."""
     known = {(key.section, key.name): key for key in keys}
     sections = list(dict.fromkeys(key.section for key in keys))
-    for section, table in _read_toml(path).items():
+    for section, table in read_toml(path).items():
         if section not in sections:
             home = next((key.section for key in keys if key.name == section), None)
             hint = f"; it belongs under [{home}]" if home else did_you_mean(section, sections)
@@ -112,7 +112,8 @@ def _hint_for_key(keys: Keys, section: str, name: str) -> str:
     return did_you_mean(name, [key.name for key in keys if key.section == section])
 
 
-def _read_toml(path: str) -> dict[str, Any]:
+def read_toml(path: str) -> dict[str, Any]:
+    """Return the tables of a TOML file. Raises SettingsError, with the path, for one that cannot be read."""
     import tomllib  # only who has a file pays for the parser
 
     try:

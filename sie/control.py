@@ -113,11 +113,13 @@ class ModelReport(msgspec.Struct, tag=True, frozen=True):
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One model as every frontend sees it.
 
-    recovering: it was loaded, its workers died, and they are being restarted; its requests wait.
+    recovering: it was loaded, its workers died, and they are being restarted; its requests wait. is_read: whether the
+    card says what the model is; one that is still on the hub has hardly more than its id.
     """
 
     card: ModelCard
     state: ModelState
+    is_read: bool = True
     recovering: bool = False
     workers: tuple[int, ...] = ()
     device: str = ""

@@ -6,9 +6,10 @@ from typing import Literal
 
 import msgspec
 
-from sie.catalog.directory import read_card
+from sie.catalog.cards import make_card
+from sie.catalog.model_file import read_model_file
+from sie.catalog.profiles import DEFAULT_PROFILE, Profiles, entry_ids, fold_default, known_profiles
 from sie.catalog.spec import ModelSpec, parse_model_spec
-from sie.catalog.stub import stub_card
 from sie.config_sources import SettingsError, Source
 from sie.errors import BadRequest, SieError
 from sie.settings import Loaded
@@ -26,12 +27,15 @@ class ModelRow(msgspec.Struct, frozen=True, omit_defaults=True):
     source: str
     card: ModelCard | None = None
     error: str | None = None
+    profiles: Profiles = {}
 
 
 def check_models(loaded: Loaded) -> dict[str, tuple[ModelSpec, Start]]:
     """Return the spec of every configured model by id.
 
-    Raises SettingsError for a spec that cannot be read, for an id named twice and for an unknown default model.
+    Where a model is named by a flag (or its variable or key) and has a section in the file of models, the flag says
+    where its files are and when it loads. Raises SettingsError for a spec or a file that cannot be read, for an id named
+    twice and for an unknown default model.
     """
     specs: dict[str, tuple[ModelSpec, Start]] = {}
     models = loaded.settings.models
@@ -45,10 +49,34 @@ def check_models(loaded: Loaded) -> dict[str, tuple[ModelSpec, Start]]:
             if spec.id in specs:
                 raise SettingsError(f"{name} (from {loaded.sources[name]}): {spec.id!r} is named twice")
             specs[spec.id] = (spec, start)
-    if models.default_model and models.default_model not in specs:
+    _add_from_file(loaded, specs)
+    entries = [entry for spec, _ in specs.values() for entry in entry_ids(spec.id, _profiles(spec))]
+    if models.default_model and fold_default(models.default_model) not in entries:
         source = loaded.sources["default_model"]
         raise SettingsError(f"default_model (from {source}): {models.default_model!r} is none of the models served")
     return specs
+
+
+def _add_from_file(loaded: Loaded, specs: dict[str, tuple[ModelSpec, Start]]) -> None:
+    """Add what the file of models says to the models that settings name, and the models that only it names."""
+    path = loaded.settings.models.catalog
+    if not path:
+        return
+    try:
+        sections = read_model_file(path)
+    except (BadRequest, SettingsError) as error:
+        raise SettingsError(f"catalog (from {loaded.sources['catalog']}): {error}") from None
+    for model_id, (model, profiles) in sections.items():
+        own: Start = "preload" if model.preload else "lazy"
+        spec, start = specs.get(model_id) or (
+            ModelSpec(id=model_id, directory=model.directory, revision=model.revision), own
+        )  # fmt: skip
+        spec = msgspec.structs.replace(spec, max_sequence_length=model.max_sequence_length, profiles=profiles)
+        specs[model_id] = (spec, start)
+
+
+def _profiles(spec: ModelSpec) -> Profiles:
+    return {**known_profiles(spec.id), **spec.profiles}
 
 
 def list_models(loaded: Loaded) -> list[ModelRow]:
@@ -57,12 +85,15 @@ def list_models(loaded: Loaded) -> list[ModelRow]:
 
 
 def render_table(rows: list[ModelRow]) -> str:
-    """Return the rows as aligned columns, with the reason below a model that cannot be served."""
+    """Return the rows as aligned columns, below each what its profiles are offered as, and the reason if it cannot be served."""
     table = [_HEADINGS, *map(_cells, rows)]
     widths = [max(len(line[i]) for line in table) for i in range(len(_HEADINGS))]
     lines: list[str] = []
     for cells, row in zip(table, [None, *rows], strict=True):
         lines.append("  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
+        if row is not None:
+            entries = entry_ids(row.id, row.profiles) if row.profiles else ()
+            lines += [f"  {entry}: {_shown(row.profiles, entry)}" for entry in entries]
         if row is not None and row.error:
             lines.append(f"  cannot be served: {row.error}")
     return "\n".join(lines)
@@ -76,14 +107,26 @@ def _parse(text: str, name: str, source: Source) -> ModelSpec:
 
 
 def _read(spec: ModelSpec, start: Start) -> ModelRow:
-    if spec.stub is not None:
-        return ModelRow(spec.id, start, "stub", stub_card(spec))
-    if spec.directory is None:
-        return ModelRow(spec.id, start, f"hub{'@' + spec.revision if spec.revision else ''}")
+    row = ModelRow(spec.id, start, _source(spec), profiles=_profiles(spec))
+    if spec.stub is None and spec.directory is None:
+        return row
     try:
-        return ModelRow(spec.id, start, spec.directory, read_card(spec, spec.directory))
+        card = make_card(spec, spec.directory or "")
     except SieError as error:
-        return ModelRow(spec.id, start, spec.directory, error=error.message)
+        return msgspec.structs.replace(row, error=error.message)
+    return msgspec.structs.replace(row, card=card, profiles=card.profiles)
+
+
+def _source(spec: ModelSpec) -> str:
+    if spec.stub is not None:
+        return "stub"
+    return spec.directory or f"hub{'@' + spec.revision if spec.revision else ''}"
+
+
+def _shown(profiles: Profiles, entry_id: str) -> str:
+    """Return the options of an entry's profile as one line."""
+    options = profiles[entry_id.partition(":")[2] or DEFAULT_PROFILE]
+    return ", ".join(f"{name}={msgspec.json.encode(value).decode()}" for name, value in options.items()) or "no options"
 
 
 def _cells(row: ModelRow) -> tuple[str, ...]:

@@ -84,6 +84,9 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             extra={"form": "ID[=DIR][@REVISION] or ID=stub:[key=value,...]"},
         ),
     ] = field(default=(), name="lazy_model")
+    catalog: Annotated[
+        str, Meta(description="TOML file of models to serve and of their profiles (docs/models.md); empty has none.")
+    ] = ""
     default_model: Annotated[
         str, Meta(description="Model for OpenAI requests that name none; empty takes the only able one.")
     ] = ""
@@ -139,6 +142,17 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_candidates: Annotated[
         int, Meta(ge=1, le=65536, description="Most documents in one score or rerank request; over it is 400.")
     ] = 1000
+    max_labels: Annotated[
+        int, Meta(ge=1, le=65536, description="Most labels in one extract request; over it is 400.")
+    ] = 1000
+    max_label_pairs: Annotated[
+        int,
+        Meta(ge=1, le=1 << 20, description="Most items times labels where a model reads each pair; over it is 400."),
+    ] = 16384
+    max_schema_depth: Annotated[int, Meta(ge=1, le=500, description="Deepest nesting of an output_schema.")] = 128
+    max_schema_values: Annotated[
+        int, Meta(ge=1, le=1_000_000, description="Most values in an output_schema, objects and arrays included.")
+    ] = 100_000
     max_item_text_bytes: Annotated[
         int, Meta(ge=1, le=256 * MIB, description="Largest item, its UTF-8 text and metadata together.")
     ] = 2 * MIB

@@ -1,6 +1,6 @@
 """Owns the typed values that cross a layer or a process: model cards, typed requests and replies, extent headers.
 
-Imports nothing of ours; holds no behaviour beyond construction. Extent headers are `array_like` msgspec structs:
+Imports nothing of ours but `sie.extraction`; holds no behaviour beyond construction. Extent headers are `array_like` msgspec structs:
 fields are only ever appended. Shapes: n items, t tokens, d dimensions.
 """
 
@@ -10,13 +10,15 @@ from typing import Any, Literal
 
 import msgspec
 
+from sie.extraction import Extraction, ExtractRule, ExtractTask
+
 ModelState = Literal["available", "loading", "loaded", "unloading", "failed"]
 OutputDtype = Literal["float32", "float16", "int8", "uint8", "binary", "ubinary"]
 OUTPUT_DTYPES: tuple[str, ...] = ("float32", "float16", "int8", "uint8", "binary", "ubinary")
 
 
 class StubOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What follows `stub:` in a model spec, as `key=value` pairs separated by commas."""
+    """What follows `stub:` in a model spec, as `key=value` pairs separated by commas; a flag may stand by itself."""
 
     dense: int = 384
     """Width of the dense vector."""
@@ -34,6 +36,8 @@ class StubOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Width of each token's vector; 0 leaves that output out."""
     score: bool = False
     """Whether it also scores pairs."""
+    extract: bool = False
+    """Whether it also extracts."""
 
 
 class SparseOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +74,8 @@ class LateInteraction(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the checkpoint itself ends in a normalise step."""
     drop_first: bool = False
     """Whether the first token has no vector."""
+    mean_score: bool = False
+    """Whether a score is the mean over the query's vectors of each one's best match, not the sum."""
     query_length: int | None = None
     document_length: int | None = None
     """Limits in tokens, special ones included, in place of the model's own."""
@@ -94,7 +100,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: str
-    kind: Literal["encoder", "cross-encoder", "causal-reranker", "stub"]
+    kind: Literal["encoder", "cross-encoder", "causal-reranker", "extractor", "stub"]
     directory: str = ""
     """Absolute path of the checkpoint; empty for a stub."""
     revision: str | None = None
@@ -122,16 +128,30 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     stub: StubOptions | None = None
     score: ScoreRule | None = None
     """How pairs are read and scored; None for a model without scores, and for a stub."""
+    extract: ExtractRule | None = None
+    """How it extracts; None for a model that does not."""
     sparse: SparseOutput | None = None
     static_queries: StaticQueries | None = None
     late: LateInteraction | None = None
     missing_outputs: dict[str, str] = {}
     """Outputs that the model is known for and that this checkpoint cannot give, with the reason."""
+    profiles: dict[str, dict[str, Any]] = {}
+    """The options of each profile by its name; none at all stands for one `default` without options."""
+
+    @property
+    def wire_outputs(self) -> list[str]:
+        """The outputs as the API names them: what an extractor gives is `json`."""
+        return ["json" if output == "extract" else output for output in self.outputs]
 
     @property
     def tells_queries(self) -> bool:
         """Whether the worker, and not only the prompt, treats queries unlike documents."""
         return self.late is not None or self.static_queries is not None
+
+    @property
+    def compares(self) -> bool:
+        """Whether its scores compare the vectors of a query and a document, and no model reads the pair."""
+        return self.kind == "encoder" and "score" in self.outputs
 
 
 class PipelineStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -260,6 +280,8 @@ class ScoreRequest(msgspec.Struct, kw_only=True):
     options: dict[str, Any] = {}
     non_text: str | None = None
     """Path of the first item without a text, or with media; query and documents are empty then."""
+    compared: tuple[tuple[str, float], ...] = ()
+    """As in `WorkHeader`; set when the request is judged against its card."""
 
 
 class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -273,6 +295,32 @@ class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
     def ranking(self) -> list[int]:
         """Return the documents' indices, best first; equal scores keep the request's order."""
         return sorted(range(len(self.scores)), key=lambda index: -self.scores[index])
+
+
+class ExtractRequest(msgspec.Struct, kw_only=True):
+    """What a request to extract decodes to. task is whole once the request was resolved against its model."""
+
+    model: str
+    texts: list[str]
+    ids: list[str | None] = []
+    """Echoed per item; empty when no item had one."""
+    labels: tuple[str, ...] = ()
+    output_schema: str = ""
+    """JSON; empty when there was none."""
+    instruction: str | None = None
+    options: dict[str, Any] = {}
+    non_text_item: int | None = None
+    """Index of the first item without a text, or with media; texts is empty then."""
+    task: ExtractTask = ExtractTask()
+
+
+class ExtractReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found in each item, in the request's order; entities have their texts."""
+
+    model: str
+    extractions: list[Extraction]
+    input_tokens: int
+    timing: Timing
 
 
 class ArrayRef(msgspec.Struct, array_like=True, frozen=True):
@@ -292,8 +340,10 @@ class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
 
     Arrays: `cu_seqlens` int32 (n + 1,), first 0, the cost of each item in tokens as differences; and `token_ids`
     int32 (t,), or for a model that takes text `text` uint8 (bytes,) with `text_offsets` int32 (n + 1,). operation
-    is `encode` or `score`; an item of the latter is a pair, with `token_types` uint8 (t,) beside token_ids when the
-    model wants them, and as text the length of the query's UTF-8 in four bytes (little-endian), query, document.
+    is `encode`, `score` or `extract`. An item of `score` is a pair, with `token_types` uint8 (t,) beside token_ids when
+    the model wants them, and as text the length of the query's UTF-8 in four bytes (little-endian), query, document; with
+    `compared` it is one text: item 0 the query, the others documents. One of `extract` is what the card's rule reads, pairs
+    with their token_types, too.
     """
 
     model: str
@@ -306,6 +356,12 @@ class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     output_types: tuple[str, ...] = ("dense",)
     is_query: bool = False
     """Only ever set for a model whose worker treats queries unlike documents."""
+    compared: tuple[tuple[str, float], ...] = ()
+    """Outputs by which item 0 of a score is compared with the others, each with its weight in the sum."""
+    task: bytes = b""
+    """An `ExtractTask` as msgpack, for a model whose worker answers with whole extractions."""
+    expand_to: int | None = None
+    """Length that queries are filled up to in place of the card's own; None: the card's."""
 
 
 class ReplyHeader(msgspec.Struct, array_like=True, frozen=True):
@@ -316,7 +372,10 @@ class ReplyHeader(msgspec.Struct, array_like=True, frozen=True):
         dense         `dense` (n, width)
         sparse        `sparse_offsets` int32 (n + 1,), `sparse_indices` int32 (e,), `sparse_values` (e,)
         multivector   `multivector_offsets` int32 (n + 1,), `multivector` (rows, width)
-    or `score` float32 (n, 1). All that changes from one reply of dense rows or scores to the next is in the arrays, so
+        extract       `extract_offsets` int32 (n + 1,), `extract` uint8 (bytes,), each item's `Extraction` as msgpack
+        token_logits  `token_logits_offsets` int32 (n + 1,), `token_logits` float32 (t, classes)
+    or `score` float32 (n, 1), in which a row that belongs to a query is 0, or `logits` float32 (n, classes). All that
+    changes from one reply of dense rows or scores to the next is in the arrays, so
     the header's bytes are the same for every such reply of one shape and are encoded and decoded once.
     """
 

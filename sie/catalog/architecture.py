@@ -68,6 +68,26 @@ def classifier_class(model_id: str, config: PretrainedConfig) -> type[Any]:
     raise refuse(model_id, f"transformers has no sequence classifier for model_type {config.model_type!r}")
 
 
+def entailment_class(model_id: str, config: PretrainedConfig) -> type[Any]:
+    """Return the auto class of a sequence classifier, one with encoder and decoder, too. Raises ModelLoadFailed."""
+    from transformers import AutoModelForSequenceClassification
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        return AutoModelForSequenceClassification
+    raise refuse(model_id, f"transformers has no sequence classifier for model_type {config.model_type!r}")
+
+
+def token_classifier_class(model_id: str, config: PretrainedConfig) -> type[Any]:
+    """Return the auto class of a token classifier. Raises ModelLoadFailed when the architecture has none."""
+    from transformers import AutoModelForTokenClassification
+    from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+
+    if type(config) in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+        return AutoModelForTokenClassification
+    raise refuse(model_id, f"transformers has no token classifier for model_type {config.model_type!r}")
+
+
 def causal_class(model_id: str, config: PretrainedConfig) -> type[Any]:
     """Return the auto class of a causal language model. Raises ModelLoadFailed when the architecture has none."""
     from transformers import AutoModelForCausalLM

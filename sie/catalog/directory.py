@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from sie.catalog.extraction import count_positions, read_extraction
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
 from sie.catalog.late import is_late, read_late
 from sie.catalog.modules import Module, default_pipeline, read_modules, read_pipeline
@@ -17,6 +18,7 @@ from sie.catalog.scoring import Scoring, read_scoring
 from sie.catalog.sparse import read_m3_heads, read_router, read_splade
 from sie.catalog.spec import ModelSpec
 from sie.catalog.weights import check_weights
+from sie.extraction import ExtractRule
 from sie.types import LateInteraction, ModelCard, PipelineStep, SparseOutput, StaticQueries
 
 _TRANSFORMER_CONFIGS = tuple(
@@ -35,7 +37,7 @@ _CHANGES_VECTORS = (
 )  # fmt: skip
 _HARMLESS_TOKENIZER_KEYS = {"model_max_length", "padding_side", "use_fast", "trust_remote_code"}
 _NO_LIMIT = 10**9  # transformers writes 1e30 for "unlimited"
-_HEADS = ("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
+_HEADS = ("ForQuestionAnswering", "ForMultipleChoice")
 
 
 def read_card(spec: ModelSpec, directory: str) -> ModelCard:
@@ -54,6 +56,9 @@ def read_card(spec: ModelSpec, directory: str) -> ModelCard:
     transformer = checkpoint.folder(folder) if folder else checkpoint
     config = _read_config(transformer, is_bare=modules is None)
     check_weights(transformer)
+    rule = read_extraction(transformer, modules, config)
+    if rule is not None:
+        return _extract_card(spec, transformer, config, rule)
     scoring = read_scoring(checkpoint, transformer, modules, config)
     if scoring is not None:
         return _score_card(spec, checkpoint, transformer, config, scoring)
@@ -75,6 +80,11 @@ class _Outputs(msgspec.Struct, frozen=True, kw_only=True):
     static_queries: StaticQueries | None = None
     late: LateInteraction | None = None
     missing: dict[str, str] = {}
+
+    @property
+    def compares(self) -> bool:
+        """Whether it is published as a scorer, too: a ColBERT, or of the bge-m3 kind, whatever of its heads is there."""
+        return self.late is not None or bool(self.missing) or {"dense", "sparse"} <= self.dims.keys()
 
 
 def _read_outputs(
@@ -155,7 +165,7 @@ def _card(
         directory=str(transformer.root),
         revision=spec.revision,
         architecture=_architecture(config) or config["model_type"],
-        outputs=tuple(outputs.dims),
+        outputs=(*outputs.dims, "score") if outputs.compares else tuple(outputs.dims),
         dims=outputs.dims,
         max_sequence_length=_max_sequence_length(transformer, config, outputs.settings),
         vocab_size=int(config["vocab_size"]),
@@ -198,6 +208,23 @@ def _score_card(
         prompts=prompts,
         default_prompt=default_prompt,
         score=scoring.rule,
+    )
+
+
+def _extract_card(spec: ModelSpec, transformer: Checkpoint, config: dict[str, Any], rule: ExtractRule) -> ModelCard:
+    limits = (_max_sequence_length(transformer, config, _TransformerSettings()), count_positions(config))
+    tokenizer = transformer.find("tokenizer.json")
+    return ModelCard(
+        id=spec.id,
+        kind="extractor",
+        directory=str(transformer.root),
+        revision=spec.revision,
+        architecture=str(config["architectures"][0]),
+        outputs=("extract",),
+        max_sequence_length=min((limit for limit in limits if limit is not None), default=None),
+        vocab_size=int(config["vocab_size"]),
+        tokenizer_file=str(tokenizer) if tokenizer else "",
+        extract=rule,
     )
 
 

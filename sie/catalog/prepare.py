@@ -14,12 +14,11 @@ from typing import BinaryIO
 import msgspec
 
 from sie.catalog.architecture import read_model_config
+from sie.catalog.cards import make_card
 from sie.catalog.chat_pairs import read_pair_template
-from sie.catalog.directory import read_card
 from sie.catalog.files import open_checkpoint
 from sie.catalog.hub import Progress, fetch
 from sie.catalog.spec import ModelSpec
-from sie.catalog.stub import stub_card
 from sie.catalog.tokenizer import convert_tokenizer
 from sie.errors import Internal, SieError, WireError, to_wire
 from sie.types import ModelCard
@@ -61,9 +60,9 @@ def prepare(request: Request, on_progress: Progress) -> ModelCard:
     """
     spec = request.spec
     if spec.stub is not None:
-        return stub_card(spec)
+        return make_card(spec, "")
     directory = spec.directory or fetch(spec, on_progress)
-    card = read_card(spec, directory)
+    card = make_card(spec, directory)
     if "auto_map" in open_checkpoint(card.id, card.directory).read_object("config.json"):
         on_progress(1.0, "checking the architecture")
         read_model_config(card.id, card.directory)

@@ -59,7 +59,7 @@ def _classifier_rule(checkpoint: Checkpoint, transformer: Checkpoint, config: di
         raise refuse(checkpoint.id, "it reads pairs through a chat template, which cannot be run for a classifier")
     return ScoreRule(
         activation=_activation(checkpoint, config),
-        token_types=_reads_token_types(transformer, config),
+        token_types=reads_token_types(transformer, config),
     )
 
 
@@ -105,7 +105,8 @@ def _activation(checkpoint: Checkpoint, config: dict[str, Any]) -> str:
     return path.rpartition(".")[2]
 
 
-def _reads_token_types(transformer: Checkpoint, config: dict[str, Any]) -> bool:
+def reads_token_types(transformer: Checkpoint, config: dict[str, Any]) -> bool:
+    """Tell whether a model is told which of a pair's tokens belong to the second text."""
     if int(config.get("type_vocab_size") or 0) < 2:
         return False
     tokenizer = transformer.read_object("tokenizer_config.json")

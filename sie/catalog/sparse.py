@@ -105,7 +105,7 @@ def read_m3_heads(checkpoint: Checkpoint, hidden_size: int) -> M3Heads:
     if vectors:
         token_dims = tensor_shape(checkpoint.id, vectors, "weight")[0]
         _check_shape(checkpoint, f"{_TOKEN_VECTORS}.safetensors", vectors, (token_dims, hidden_size))
-        late = LateInteraction(linear_file=vectors, drop_first=True)
+        late = LateInteraction(linear_file=vectors, drop_first=True, mean_score=True)
     return M3Heads(sparse, late, token_dims, missing)
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from typing import Any
 
 import msgspec
 
+from sie.catalog.profiles import fold_default
 from sie.errors import BadRequest
 from sie.types import StubOptions
 
@@ -21,23 +23,29 @@ MAX_STUB_WIDTH = 65_536
 
 _ID = re.compile(r"[A-Za-z0-9._/-]+")
 _REVISION = re.compile(r"[A-Za-z0-9._/-]+")
+_DEFAULT_STUB = StubOptions()
 _STUB_WIDTHS = ("dense", "sparse", "multivector")
 _STUB_MINIMUM = {"dense": 1, "max_tokens": 1}
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one served model comes from: a directory, a stub, or (neither set) the hub's repository `id`."""
+    """Where one served model comes from: a directory, a stub, or (neither set) the hub's repository `id`.
+
+    max_sequence_length and profiles are the operator's own, from the file that `sie.catalog.model_file` reads.
+    """
 
     id: str
     directory: str | None = None
     revision: str | None = None
     stub: StubOptions | None = None
+    max_sequence_length: int | None = None
+    profiles: dict[str, dict[str, Any]] = {}
 
 
 def parse_model_spec(text: str) -> ModelSpec:
     """Parse one `--model` value.
 
-    A directory may hold `@`: only what follows its last `@` and has no slash is a revision.
+    A directory may hold `@`: only what follows its last `@` and has no slash is a revision. `ID:default` is `ID`.
     Raises BadRequest that quotes the value and names the accepted form.
     """
     head, equals, source = text.partition("=")
@@ -63,7 +71,9 @@ def check_model_id(model_id: str) -> None:
     if not model_id or len(model_id) > MAX_ID_CHARS:
         raise BadRequest(f"a model id has 1 to {MAX_ID_CHARS} characters")
     if ":" in model_id:
-        raise BadRequest(f"model id {model_id!r} names a profile after ':'; profiles are not served by this version")
+        raise BadRequest(
+            f"model id {model_id!r} names a profile after ':'; name the model, all of its profiles are served with it"
+        )
     if not _ID.fullmatch(model_id):
         raise BadRequest(f"model id {model_id!r} may only contain letters, digits and '.', '_', '/', '-'")
     if any(part in ("", ".", "..") for part in model_id.split("/")):
@@ -71,6 +81,7 @@ def check_model_id(model_id: str) -> None:
 
 
 def _checked_id(model_id: str, text: str) -> str:
+    model_id = fold_default(model_id)
     if model_id.startswith(("/", "./", "../", "~")):
         raise BadRequest(f"model spec {text!r} is a path without an id; write ID={model_id}")
     try:
@@ -80,9 +91,17 @@ def _checked_id(model_id: str, text: str) -> str:
     return model_id
 
 
-def _checked_revision(revision: str, text: str) -> str:
+def check_revision(revision: str) -> None:
+    """Raise BadRequest unless `revision` can be a branch, tag or commit of the hub."""
     if not _REVISION.fullmatch(revision) or ".." in revision:
-        raise BadRequest(f"model spec {text!r}: {revision!r} is not a revision; the form is {SPEC_FORM}")
+        raise BadRequest(f"{revision!r} is not a revision")
+
+
+def _checked_revision(revision: str, text: str) -> str:
+    try:
+        check_revision(revision)
+    except BadRequest as error:
+        raise BadRequest(f"model spec {text!r}: {error.message}; the form is {SPEC_FORM}") from None
     return revision
 
 
@@ -93,9 +112,9 @@ def _parse_stub(options: str, text: str) -> StubOptions:
         if key not in StubOptions.__struct_fields__:
             near = difflib.get_close_matches(key, StubOptions.__struct_fields__, n=1, cutoff=0.0)
             raise BadRequest(f"model spec {text!r}: unknown stub option {key!r}; did you mean {near[0]!r}?")
-        if not equals or key in pairs:
+        if key in pairs or not (equals or isinstance(getattr(_DEFAULT_STUB, key), bool)):
             raise BadRequest(f"model spec {text!r}: stub option {key!r} wants exactly one value, as {key}=VALUE")
-        pairs[key] = value
+        pairs[key] = value if equals else "true"
     try:
         stub = msgspec.convert(pairs, StubOptions, strict=False)
     except msgspec.ValidationError as error:

@@ -10,14 +10,20 @@ H(x) = SHAKE-256 of x and `text` the UTF-8 of the text:
                  then divided by its length unless the request turns that off
     score        the first three bytes, little-endian, of H(pair) over 2**24: exact in float32; the pair is the length
                  of the query's UTF-8 as uint32, little-endian, then the query and the document
+    extract      with D = H("extract" w) for each word w, a run of characters without white space: it is an entity if
+                 D[0] < 128, its label is number D[1] modulo their count (`word` if there are none), its score the
+                 bytes D[2:5], little-endian, over 2**24; and each label is a classification, best first, its score the
+                 same of the first three bytes of H("class" label 0x00 text). What is under the threshold is left out
 
-Values are float32. Queries and documents are alike.
+Values are float32. Queries and documents are alike. Options that lower the limit of tokens cut the UTF-8 at four bytes
+for each token left.
 """
 
 from __future__ import annotations
 
 from sie.catalog.spec import ModelSpec
 from sie.errors import BadRequest
+from sie.extraction import StubExtract
 from sie.types import ModelCard
 
 BYTES_PER_TOKEN = 4
@@ -28,16 +34,18 @@ def stub_card(spec: ModelSpec) -> ModelCard:
     if spec.stub is None:
         raise BadRequest(f"model {spec.id!r} is not a stub")
     widths = {"dense": spec.stub.dense, "sparse": spec.stub.sparse, "multivector": spec.stub.multivector}
+    flags = {"score": spec.stub.score, "extract": spec.stub.extract}
     dims = {output: width for output, width in widths.items() if width}
     return ModelCard(
         id=spec.id,
         kind="stub",
         architecture="stub",
-        outputs=(*dims, "score") if spec.stub.score else tuple(dims),
+        outputs=(*dims, *(output for output, wanted in flags.items() if wanted)),
         dims=dims,
         max_sequence_length=spec.stub.max_tokens,
         matryoshka=True,
         stub=spec.stub,
+        extract=StubExtract() if spec.stub.extract else None,
     )
 
 

@@ -152,15 +152,15 @@ def _depth(structure: bytes, num_openers: int) -> int:
 def _check_value_depth(value: Any, max_depth: int) -> None:
     level = [value]
     for _ in range(max_depth):
-        level = [child for parent in level for child in _children(parent)]
+        level = [child for parent in level for child in children_of(parent)]
         if not level:
             return
     if any(isinstance(child, (dict, list)) for child in level):
         raise _too_deep(max_depth)
 
 
-def _children(value: Any) -> Iterable[Any]:
-    """Return what a decoded map or list holds; a decoded map's keys never nest."""
+def children_of(value: Any) -> Iterable[Any]:
+    """Return what a decoded map or list holds, nothing for another value; a decoded map's keys never nest."""
     if isinstance(value, dict):
         return cast("dict[str, Any]", value).values()
     return cast("list[Any]", value) if isinstance(value, list) else ()

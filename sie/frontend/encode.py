@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
+import msgspec
 from numpy.typing import NDArray
 
 from sie.control import ModelEntry
@@ -18,6 +19,7 @@ from sie.errors import BadRequest
 from sie.frontend.engine import ShmEngine
 from sie.frontend.links import Pending
 from sie.frontend.models import ModelTable
+from sie.frontend.options import shorter_expansion, token_limit
 from sie.frontend.prompts import apply_prompt
 from sie.frontend.replies import count_items
 from sie.frontend.tokenize import LONG_TEXT_BYTES, Tokenizer, encode_stub_texts, is_long
@@ -47,6 +49,8 @@ class Encoder:
             _wants_normalize(request, entry), request.dimensions, request.output_types or ("dense",),
             entry.card.tells_queries and bool(request.options.get("is_query")),
         )  # fmt: skip
+        if request.options and entry.card.late is not None and header.is_query:
+            header = msgspec.structs.replace(header, expand_to=shorter_expansion(entry.card, request.options))
         self._check_reply_size(header, entry)
         arrays = self._try_prepare(entry, request)
         if arrays is None:
@@ -84,15 +88,16 @@ def _wants_normalize(request: EncodeRequest, entry: ModelEntry) -> bool | None:
 
 def _prepare(entry: ModelEntry, request: EncodeRequest, tokenizer: Tokenizer | None) -> list[tuple[str, NDArray[Any]]]:
     """Return the arrays of a request's extent, the items' bounds first. Runs on the loop or on a thread."""
+    is_query = bool(request.options.get("is_query"))
+    max_tokens = token_limit(request.options, is_query) if request.options else None
     if request.token_lists is not None:
         if tokenizer is None:
             raise BadRequest(f"Model '{entry.card.id}' requires text input, not token arrays")
-        token_ids, cu_seqlens = tokenizer.check_token_ids(request.token_lists)
+        token_ids, cu_seqlens = tokenizer.check_token_ids(request.token_lists, max_tokens)
         return [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]
-    is_query = bool(request.options.get("is_query"))
     texts = apply_prompt(entry.card, request.texts or [], request.options, request.instruction, is_query)
     if tokenizer is None:
-        text, text_offsets, cu_seqlens = encode_stub_texts(entry.card, texts)
+        text, text_offsets, cu_seqlens = encode_stub_texts(entry.card, texts, max_tokens)
         return [("cu_seqlens", cu_seqlens), ("text", text), ("text_offsets", text_offsets)]
-    token_ids, cu_seqlens = tokenizer.encode_texts(texts, is_query)
+    token_ids, cu_seqlens = tokenizer.encode_texts(texts, is_query, max_tokens)
     return [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]

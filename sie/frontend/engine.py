@@ -19,6 +19,7 @@ import msgspec
 from numpy.typing import NDArray
 
 from sie import failpoints
+from sie.catalog.profiles import model_of
 from sie.control import ModelEntry, PeerFault, Quarantine
 from sie.errors import (
     DeadlineExceeded,
@@ -109,10 +110,11 @@ class ShmEngine:
     ) -> Pending:
         """Hand one request to a worker and return its record; await `pending.future` for the Reply.
 
-        arrays are what the header's operation needs, by name; header.arrays is filled in here. Raises Overloaded when
+        arrays are what the header's operation needs, by name; header.arrays is filled in here, and an `id:profile` in
+        header.model becomes the model that workers know. Raises Overloaded when
         memory or the queue is full, PoisonInput for a quarantined input, Unavailable when no worker has the model.
         """
-        encoded, refs, nbytes = _lay_out(
+        encoded, refs, nbytes, model = _lay_out(
             header, tuple([(name, array.dtype.str, array.shape) for name, array in arrays])
         )
         lease = self._space.lease(nbytes)
@@ -122,7 +124,7 @@ class ShmEngine:
             length = write_extent(lease.view, encoded, refs, [array for _, array in arrays])
             pending = Pending(
                 next(self._ids),
-                header.model,
+                model,
                 lease=lease,
                 length=length,
                 num_tokens=num_tokens,
@@ -378,11 +380,14 @@ class ShmEngine:
 @lru_cache(maxsize=4096)
 def _lay_out(
     header: WorkHeader, shapes: tuple[tuple[str, str, tuple[int, ...]], ...]
-) -> tuple[bytes, tuple[ArrayRef, ...], int]:
-    """Return the encoded header, the arrays' places, and the extent's size; the same for all requests of one shape."""
+) -> tuple[bytes, tuple[ArrayRef, ...], int, str]:
+    """Return the encoded header, the arrays' places, the extent's size and the model; the same for all requests of one
+    shape.
+    """
     plan = plan_arrays(shapes)
-    encoded = _header_encoder.encode(msgspec.structs.replace(header, arrays=plan.refs))
-    return encoded, plan.refs, extent_bytes(len(encoded), plan.nbytes)
+    model = model_of(header.model)
+    encoded = _header_encoder.encode(msgspec.structs.replace(header, model=model, arrays=plan.refs))
+    return encoded, plan.refs, extent_bytes(len(encoded), plan.nbytes), model
 
 
 def _read_error(reply: Reply) -> SieError:

@@ -1,7 +1,8 @@
 """Owns what a frontend knows of the models: their cards and states from the supervisor, and their tokenizers.
 
-The supervisor sends all of it whenever anything changed. Tokenizers are read on a thread as soon as a model loads, so
-that the event loop never waits for a file.
+A model is offered as one entry for each of its profiles; all of them stand for the same weights, state and tokenizer,
+and workers and supervisor know the model alone (docs/decisions/006). The supervisor sends all of it whenever anything
+changed. Tokenizers are read on a thread as soon as a model loads, so that the event loop never waits for a file.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
+
+from sie.catalog.profiles import entry_cards, fold_default, model_of
 from sie.control import ModelEntry, Models, WorkerEntry
 from sie.errors import ModelLoadFailed, Unavailable, from_wire
+from sie.frontend.options import gives, is_own_entry
 from sie.frontend.tokenize import Tokenizer
 from sie.logs import get_logger
 
@@ -23,43 +28,59 @@ _LOADING_RETRY_S = 5
 
 
 class ModelTable:
-    """All models of the server. `entries` is replaced as a whole and keeps the order of the command line."""
+    """All models of the server. `entries` is replaced as a whole and keeps the order of the command line.
+
+    It holds what clients may ask for, `id:profile` entries among it; `hosted` finds what workers know.
+    """
 
     def __init__(self, pool: ThreadPoolExecutor, ask_load: Callable[[str], None]) -> None:
         self._pool = pool
         self._ask_load = ask_load
         self._tokenizers: dict[str, tuple[str, asyncio.Future[Tokenizer]]] = {}
         self.entries: dict[str, ModelEntry] = {}
+        self._hosted: dict[str, ModelEntry] = {}
         self.workers: tuple[WorkerEntry, ...] = ()
         self.is_ready = False
         self.reason = "starting"
         self.created_s = int(time.time())
         self._changed = asyncio.Event()
         self.used: set[str] = set()
-        """Models that answered since they were last reported."""
+        """Entries that answered since they were last reported."""
 
     def __contains__(self, model: object) -> bool:
         return model in self.entries
 
     def update(self, message: Models) -> None:
         """Take over the supervisor's view."""
-        self.entries = {entry.card.id: entry for entry in message.entries}
+        self._hosted = {entry.card.id: entry for entry in message.entries}
+        self.entries = {shown.card.id: shown for entry in message.entries for shown in _offered(entry)}
         self.workers = message.workers
         self.is_ready = message.ready
         self.reason = message.reason
-        for entry in message.entries:
+        for entry in self.entries.values():
             if entry.card.tokenizer_file and entry.state in ("loading", "loaded"):
                 self._start_tokenizer(entry)
         self._changed.set()
         self._changed = asyncio.Event()
 
     def find(self, model: str) -> ModelEntry | None:
-        """Return a model's entry, or None for an unknown id."""
-        return self.entries.get(model)
+        """Return a model's entry, or None for an unknown id. `id:default` is the model itself."""
+        return self.entries.get(model) or self.entries.get(fold_default(model))
+
+    def hosted(self, model: str) -> ModelEntry | None:
+        """Return the entry of a model as workers know it, whether or not it is offered under that id."""
+        return self._hosted.get(model)
+
+    def take_used(self) -> tuple[str, ...]:
+        """Return the models that answered since the last call."""
+        used = tuple({model_of(entry_id) for entry_id in self.used})
+        self.used.clear()
+        return used
 
     def able(self, output: str) -> list[str]:
-        """Return the ids of the models that have this output."""
-        return [name for name, entry in self.entries.items() if output in entry.card.outputs]
+        """Return the ids of the models that give this output to a request without a profile."""
+        cards = [entry.card for entry in self.entries.values()]
+        return [card.id for card in cards if gives(card, output) and is_own_entry(card, self.entries)]
 
     def check_serving(self, entry: ModelEntry) -> None:
         """Raise what a request for this model has to hear, unless it can be served or waits for a recovery.
@@ -74,7 +95,7 @@ class ModelTable:
         model = entry.card.id
         if entry.state == "unloading":
             raise Unavailable(f"Model '{model}' is unloading", code="MODEL_NOT_LOADED")
-        self._ask_load(model)
+        self._ask_load(model_of(model))
         if entry.state == "failed" and entry.error is not None:
             error = from_wire(entry.error)
             raise ModelLoadFailed(f"Model '{model}' failed to load: {error.message}", extras=error.extras)
@@ -111,14 +132,21 @@ class ModelTable:
         return known[1].result()
 
     def _start_tokenizer(self, entry: ModelEntry) -> asyncio.Future[Tokenizer]:
-        card = entry.card
-        known = self._tokenizers.get(card.id)
-        if known is not None and known[0] == card.tokenizer_file and not _has_failed(known[1]):
-            return known[1]
-        future = asyncio.get_running_loop().run_in_executor(self._pool, Tokenizer.load, card)
-        future.add_done_callback(_note_failure)
-        self._tokenizers[card.id] = (card.tokenizer_file, future)
-        return future
+        card, model = entry.card, model_of(entry.card.id)
+        known = self._tokenizers.get(model)
+        if known is None or known[0] != card.tokenizer_file or _has_failed(known[1]):
+            future = asyncio.get_running_loop().run_in_executor(self._pool, Tokenizer.load, card)
+            future.add_done_callback(_note_failure)
+            known = self._tokenizers[model] = (card.tokenizer_file, future)
+        self._tokenizers[card.id] = known  # an entry of a profile reads with its model's tokenizer
+        return known[1]
+
+
+def _offered(entry: ModelEntry) -> list[ModelEntry]:
+    """Return an entry for each profile of a model."""
+    return [
+        entry if card is entry.card else msgspec.structs.replace(entry, card=card) for card in entry_cards(entry.card)
+    ]
 
 
 def _has_failed(future: asyncio.Future[Tokenizer]) -> bool:

@@ -10,7 +10,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.catalog.stub import count_stub_tokens
+from sie.catalog.stub import BYTES_PER_TOKEN, count_stub_tokens
+from sie.frontend.options import token_limit
+from sie.frontend.prompts import apply_pair_prompt
 from sie.frontend.tokenize import Tokenizer, bounds_of, pack_ids, unicode_error
 from sie.types import ModelCard, PairTemplate
 
@@ -21,31 +23,43 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 def pair_arrays(
-    card: ModelCard, tokenizer: Tokenizer | None, query: str, documents: Sequence[str], instruction: str | None
+    card: ModelCard,
+    tokenizer: Tokenizer | None,
+    query: str,
+    documents: Sequence[str],
+    instruction: str | None,
+    *,
+    options: dict[str, Any] | None = None,
 ) -> Arrays:
     """Return a score request's arrays, the items' bounds first; tokenizer is None for a model that reads text.
 
-    An instruction goes where the model's template has a place for it, else before the query: `"<instruction> <query>"`.
-    Without one, the checkpoint's default prompt stands straight before the query, as sentence-transformers puts it.
-    Raises BadRequest for a text that is not valid Unicode. Source: SIE API reference, section 19.
+    `prompts.apply_pair_prompt` says what stands around the texts. Raises BadRequest for a text that is not valid
+    Unicode, and as that does. Source: SIE API reference, sections 11 and 19.
     """
+    options = options or {}
+    query, documents, instruction = apply_pair_prompt(card, query, documents, options, instruction)
+    max_tokens = token_limit(options, is_query=False)
     template = card.score.template if card.score is not None else None
     if tokenizer is not None and template is not None:
-        token_ids, cu_seqlens = _fill_template(tokenizer, template, query, documents, instruction)
+        token_ids, cu_seqlens = _fill_template(
+            tokenizer, template, query, documents, instruction=instruction, max_tokens=max_tokens
+        )
         return [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]
-    if instruction:
-        query = f"{instruction} {query}"
-    elif card.default_prompt:
-        query = card.default_prompt + query
     if tokenizer is None:
-        return _stub_arrays(card, query, documents)
-    token_ids, cu_seqlens, token_types = tokenizer.encode_pairs(query, documents)
+        return _stub_arrays(card, query, documents, max_tokens)
+    token_ids, cu_seqlens, token_types = tokenizer.encode_pairs(query, documents, max_tokens)
     arrays: Arrays = [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]
     return arrays if token_types is None else [*arrays, ("token_types", token_types)]
 
 
 def _fill_template(
-    tokenizer: Tokenizer, template: PairTemplate, query: str, documents: Sequence[str], instruction: str | None
+    tokenizer: Tokenizer,
+    template: PairTemplate,
+    query: str,
+    documents: Sequence[str],
+    *,
+    instruction: str | None,
+    max_tokens: int | None,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Tokenise a template's parts one by one; what is too long is cut from the end of the part with the document.
 
@@ -56,7 +70,7 @@ def _fill_template(
         parts = template.instructed_parts
     values = {"query": query, "instruction": template.default_instruction if instruction is None else instruction}
     place = next(index for index, part in enumerate(parts) if "{document}" in part)
-    limit = tokenizer.card.max_sequence_length
+    limit = min((n for n in (tokenizer.card.max_sequence_length, max_tokens) if n is not None), default=None)
     fixed = tokenizer.encode_plain([_fill(part, values) for part in parts if "{document}" not in part])
     if limit is not None:
         fixed = [ids[: limit * 3 // 4] for ids in fixed]
@@ -72,7 +86,7 @@ def _fill(part: str, values: dict[str, str]) -> str:
     return _PLACEHOLDER.sub(lambda match: values[match[1]], part)
 
 
-def _stub_arrays(card: ModelCard, query: str, documents: Sequence[str]) -> Arrays:
+def _stub_arrays(card: ModelCard, query: str, documents: Sequence[str], max_tokens: int | None) -> Arrays:
     """Return pairs as a stub reads them; `WorkHeader` says how."""
     assert card.stub is not None
     try:
@@ -81,9 +95,9 @@ def _stub_arrays(card: ModelCard, query: str, documents: Sequence[str]) -> Array
     except UnicodeEncodeError as exc:
         raise unicode_error((query, *documents), exc) from None
     head = _LENGTH.pack(len(head)) + head
-    pairs = [head + document for document in encoded]
-    max_tokens = card.stub.max_tokens
-    costs = (count_stub_tokens(len(pair) - _LENGTH.size, max_tokens) for pair in pairs)
+    end = None if max_tokens is None else _LENGTH.size + max_tokens * BYTES_PER_TOKEN
+    pairs = [(head + document)[:end] for document in encoded]
+    costs = (count_stub_tokens(len(pair) - _LENGTH.size, card.stub.max_tokens) for pair in pairs)
     return [
         ("cu_seqlens", bounds_of(costs, len(pairs))),
         ("text", np.frombuffer(b"".join(pairs), np.uint8)),

@@ -17,12 +17,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from sie import __version__, control, failpoints, process
+from sie.catalog.profiles import fold_default
 from sie.control import Channel, ChannelClosedError, Launch, Models
 from sie.errors import BadRequest, ClientGone, SieError
 from sie.frontend.body import BodyReader
 from sie.frontend.dialects.openai import DEFAULT_MODEL
 from sie.frontend.encode import Encoder
 from sie.frontend.engine import ShmEngine
+from sie.frontend.extract import Extractor
 from sie.frontend.links import Pending
 from sie.frontend.metrics import FrontendMetrics, merge
 from sie.frontend.models import ModelTable
@@ -67,9 +69,10 @@ class FrontendProcess:
         self._space = OutboundSpace.create(
             "request", memory.request_segment_bytes, budget, large_extent_bytes=memory.large_extent_bytes
         )
-        self.engine = ShmEngine(settings, self._space, self.models.find, self._send)
+        self.engine = ShmEngine(settings, self._space, self.models.hosted, self._send)
         self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool)
         self.scorer = Scorer(self.engine, self.models, self._pool)
+        self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool)
         self.bodies = BodyReader(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
         self.metrics = FrontendMetrics(pages[0], self.models)
         self.status = StatusHub(
@@ -117,7 +120,7 @@ class FrontendProcess:
     def default_model(self, output: str) -> str | None:
         """Return the model for requests that name none: the setting's, else the only one able; None without."""
         if self.settings.models.default_model:
-            return self.settings.models.default_model
+            return fold_default(self.settings.models.default_model)
         able = self.models.able(output)
         return able[0] if len(able) == 1 else None
 
@@ -255,9 +258,8 @@ class FrontendProcess:
             self._watch_the_waiting(now_ns)
             if now_ns / 1e9 - touched_s >= self._touch_s:
                 touched_s = now_ns / 1e9
-                if self.models.used:
-                    self._send(control.Touch(tuple(self.models.used)))
-                    self.models.used.clear()
+                if used := self.models.take_used():
+                    self._send(control.Touch(used))
 
     def _watch_the_waiting(self, now_ns: int) -> None:
         unwatched = self._unwatched

@@ -15,14 +15,13 @@ the default prompt does not replace it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
+from sie.catalog.options import check_template
 from sie.errors import BadRequest
 from sie.types import ModelCard
 
-_PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 _DOCUMENT_PROMPTS = ("document", "passage")
 
 
@@ -45,6 +44,30 @@ def apply_prompt(
     return [prompt + text for text in texts] if prompt else list(texts)
 
 
+def apply_pair_prompt(
+    card: ModelCard, query: str, documents: Sequence[str], options: dict[str, Any], instruction: str | None
+) -> tuple[str, Sequence[str], str | None]:
+    """Return the query and the documents of pairs as the model should read them, and the instruction that is left.
+
+    The rules are those of encode, but for the checkpoint's prompts: its default one goes before the query alone, as
+    sentence-transformers has it. An instruction is left only for a model whose own template has a place for it.
+    Raises BadRequest as `apply_prompt` does.
+    """
+    if instruction is None:
+        instruction = _string_option(options, "default_instruction")
+    doc_template = _string_option(options, "doc_template")
+    if doc_template is not None:
+        documents = _fill(doc_template, documents, instruction or "")
+    query_template = _string_option(options, "query_template")
+    if query_template is not None:
+        return _fill(query_template, [query], instruction or "")[0], documents, None
+    if card.score is not None and card.score.template is not None:
+        return query, documents, instruction
+    if instruction:
+        return f"{instruction} {query}", documents, None
+    return (card.default_prompt or "") + query, documents, None
+
+
 def _checkpoint_prompt(card: ModelCard, is_query: bool) -> str | None:
     for name in ("query",) if is_query else _DOCUMENT_PROMPTS:
         if name in card.prompts:
@@ -61,8 +84,6 @@ def _string_option(options: dict[str, Any], name: str) -> str | None:
 
 def _fill(template: str, texts: Sequence[str], instruction: str) -> list[str]:
     """Put each text into the template; a text's own braces stay as they are, since only the template is searched."""
-    for name in _PLACEHOLDER.findall(template):
-        if name not in ("text", "instruction"):
-            raise BadRequest(f"Unknown template placeholder '{{{name}}}'. Available: ['{{instruction}}', '{{text}}']")
+    check_template(template)
     around = [part.replace("{instruction}", instruction) for part in template.split("{text}")]
     return [text.join(around) for text in texts]

@@ -11,10 +11,11 @@ import struct
 import time
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from sie.control import ModelEntry
 from sie.errors import Internal
@@ -59,6 +60,26 @@ def timing_of(reply: Reply, times: Sequence[int], began_ns: int, tokenization_ns
         inference_ms=inference_ns / 1e6,
         postprocessing_ms=postprocessing_ns / 1e6,
     )
+
+
+def read_pieces(reply: Reply, output: str, num_items: int) -> tuple[Sequence[NDArray[Any]], Sequence[int]]:
+    """Return one output of an extractor, a view for each of num_items items, and the reply's times.
+
+    The views alias the extent. Raises Internal when it is not what the layout says.
+    """
+    try:
+        header, payload = read_extent(reply.view, _decoder)
+        refs = {ref.name: ref for ref in header.arrays}
+        times = _TIMES.unpack_from(payload, _ref(refs, "times", 1).offset)
+        values = array_view(payload, refs[output])
+        if output == "logits":
+            if values.ndim != 2 or len(values) != num_items:
+                raise ProtocolError(f"logits of shape {values.shape} for {num_items} items")
+            return list(values), times
+        bounds = _offsets(payload, refs, f"{output}_offsets", num_items, len(values))
+    except (ProtocolError, KeyError, struct.error) as error:
+        raise Internal("the worker's reply could not be read") from error
+    return [values[start:end] for start, end in itertools.pairwise(bounds)], times
 
 
 def count_items(request: EncodeRequest) -> int:

@@ -25,6 +25,7 @@ class Match(NamedTuple):
 ROUTES: tuple[Route, ...] = (
     Route("/v1/encode/{model}", "POST", "encode", endpoint="encode"),
     Route("/v1/score/{model}", "POST", "score", endpoint="score"),
+    Route("/v1/extract/{model}", "POST", "extract", endpoint="extract"),
     Route("/v1/rerank", "POST", "rerank", "openai", "score"),
     Route("/v1/embeddings", "POST", "embeddings", "openai", "embeddings"),
     Route("/v1/models", "GET", "list_models"),

@@ -1,6 +1,7 @@
 """Owns the score operation: a typed request to one score for each document, whatever dialect it came in.
 
 One request is one submit, a pair an item, so the worker spreads its pairs over steps and joins them as it does texts.
+For a model that compares vectors an item is one text, and the query is the first of them.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import numpy as np
 
 from sie.control import ModelEntry
 from sie.errors import BadRequest, Internal
+from sie.frontend.comparisons import comparison_arrays
 from sie.frontend.engine import ShmEngine
 from sie.frontend.links import Pending, Reply
 from sie.frontend.models import ModelTable
+from sie.frontend.options import shorter_expansion
 from sie.frontend.pairs import Arrays, pair_arrays
 from sie.frontend.replies import timing_of
-from sie.frontend.tokenize import LONG_TEXT_BYTES, is_long
+from sie.frontend.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
 from sie.shm.extent import array_view, read_extent
 from sie.shm.layout import ProtocolError
 from sie.types import ModelCard, ReplyHeader, ScoreReply, ScoreRequest, WorkHeader
@@ -32,7 +35,7 @@ def resolve_score(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
     """Return the request as this model can serve it. Raises BadRequest when it cannot."""
     if "score" not in card.outputs:
         raise BadRequest(
-            f"Model '{card.id}' does not support scoring. Its outputs are {list(card.outputs)}; "
+            f"Model '{card.id}' does not support scoring. Its outputs are {card.wire_outputs}; "
             "choose a model whose outputs include 'score'"
         )
     if request.non_text is not None:
@@ -56,18 +59,28 @@ class Scorer:
         began_ns = time.monotonic_ns()
         arrays = await self._prepare(entry, request)
         took_ns = time.monotonic_ns() - began_ns
-        header = WorkHeader(entry.card.id, "score", len(request.documents), ())
+        if request.compared:
+            header = WorkHeader(entry.card.id, "score", len(request.documents) + 1, (),
+                                normalize=request.options.get("normalize"), compared=request.compared,
+                                expand_to=shorter_expansion(entry.card, request.options))  # fmt: skip
+        else:
+            header = WorkHeader(entry.card.id, "score", len(request.documents), ())
         return self._engine.submit(header, arrays, int(arrays[0][1][-1]), deadline_ns), took_ns
 
     async def _prepare(self, entry: ModelEntry, request: ScoreRequest) -> Arrays:
         """Tokenise here and now, or on a thread when that would keep the event loop too long."""
         tokenizer = await self._models.tokenizer(entry) if entry.card.tokenizer_file else None
-        arguments = (entry.card, tokenizer, request.query, request.documents, request.instruction)
-        # The query is tokenised with every document.
-        texts = [*request.documents, *[request.query] * len(request.documents)]
+        # In pairs the query is tokenised with every document.
+        texts = [*request.documents, *[request.query] * (1 if request.compared else len(request.documents))]
         if tokenizer is None or not is_long(texts, LONG_TEXT_BYTES):
-            return pair_arrays(*arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, pair_arrays, *arguments)
+            return _arrays(entry.card, tokenizer, request)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, _arrays, entry.card, tokenizer, request)
+
+
+def _arrays(card: ModelCard, tokenizer: Tokenizer | None, request: ScoreRequest) -> Arrays:
+    if request.compared and tokenizer is not None:
+        return comparison_arrays(card, tokenizer, request)
+    return pair_arrays(card, tokenizer, request.query, request.documents, request.instruction, options=request.options)
 
 
 def read_scores(reply: Reply, request: ScoreRequest, began_ns: int, tokenization_ns: int) -> ScoreReply:
@@ -81,11 +94,12 @@ def read_scores(reply: Reply, request: ScoreRequest, began_ns: int, tokenization
         times, rows = arrays["times"], arrays["score"]
     except (ProtocolError, KeyError) as error:
         raise Internal("the worker's reply could not be read") from error
-    if rows.shape != (len(request.documents), 1) or rows.dtype != np.float32 or times.shape != (3,):
+    num_queries = 1 if request.compared else 0
+    if rows.shape != (num_queries + len(request.documents), 1) or rows.dtype != np.float32 or times.shape != (3,):
         raise Internal("the worker's reply has another shape than the request")
     return ScoreReply(
         model=request.model,
-        scores=rows[:, 0].tolist(),
+        scores=rows[num_queries:, 0].tolist(),
         input_tokens=reply.pending.num_tokens,
         timing=timing_of(reply, times.tolist(), began_ns, tokenization_ns),
     )

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from sie import families
+from sie.catalog.profiles import model_of
 from sie.control import ModelEntry, WorkerEntry
 from sie.frontend.metrics import Merged, cumulative
 from sie.shm.pages import Labels
@@ -151,7 +152,15 @@ def _whole(value: float | None) -> int | None:
 
 def _models(entries: tuple[ModelEntry, ...], metrics: Merged) -> list[dict[str, Any]]:
     waiting = _sum_by(metrics, families.QUEUE_DEPTH, "model")
-    models = [_model(entry, int(waiting.get(entry.card.id, 0))) for entry in entries]
+    counted: set[str] = set()
+    models: list[dict[str, Any]] = []
+    for entry in entries:
+        shared = model_of(entry.card.id)
+        model = _model(entry, int(waiting.get(shared, 0)))
+        if shared in counted:  # its profiles share one memory and one queue, which readers add up
+            model.update(memory_bytes=0, queue_depth=0, queue_pending_items=0)
+        counted.add(shared)
+        models.append(model)
     return sorted(models, key=lambda model: (-model["memory_bytes"], model["name"]))
 
 
@@ -163,10 +172,10 @@ def _model(entry: ModelEntry, num_waiting: int) -> dict[str, Any]:
         "device": entry.device or None,
         "memory_bytes": entry.memory_bytes,
         "config": {
-            "hf_id": None if card.kind == "stub" else card.id,
+            "hf_id": None if card.kind == "stub" else model_of(card.id),
             "adapter": card.architecture or card.kind,
             "inputs": card.inputs,
-            "outputs": card.outputs,
+            "outputs": card.wire_outputs,
             "dims": card.dims,
             "max_sequence_length": card.max_sequence_length,
         },

@@ -15,7 +15,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from sie.catalog.stub import count_stub_tokens
+from sie.catalog.stub import BYTES_PER_TOKEN, count_stub_tokens
 from sie.errors import BadRequest, Internal, SieError
 from sie.types import ModelCard
 
@@ -31,8 +31,21 @@ class _Reader(NamedTuple):
     """How texts of one role, queries or documents, are read."""
 
     tokenizer: tokenizers.Tokenizer
+    limit: int | None
     prefix: str = ""
     add_special_tokens: bool = True
+
+    def room(self, max_tokens: int | None, *, pair: bool = False) -> int | None:
+        """Return how many tokens a shorter limit leaves beside the special ones; None when it is not shorter.
+
+        Raises BadRequest when it leaves none.
+        """
+        if max_tokens is None or (self.limit is not None and max_tokens >= self.limit):
+            return None
+        num_special = self.tokenizer.num_special_tokens_to_add(pair) if self.add_special_tokens else 0
+        if max_tokens <= num_special:
+            raise BadRequest(f"A limit of {max_tokens} tokens leaves no room beside the {num_special} special ones")
+        return max_tokens - num_special
 
 
 class Tokenizer:
@@ -41,7 +54,7 @@ class Tokenizer:
     def __init__(self, card: ModelCard, tokenizer: tokenizers.Tokenizer) -> None:
         self.card = card
         self.vocab_size = card.vocab_size or tokenizer.get_vocab_size()
-        self._document = self._query = _Reader(tokenizer)
+        self._document = self._query = _Reader(tokenizer, card.max_sequence_length)
         self._is_plain = not (card.strip or card.lowercase)
         self._wants_types = card.score is not None and card.score.token_types
 
@@ -54,32 +67,41 @@ class Tokenizer:
         """
         late, static = card.late, card.static_queries
         if late is None:
-            tokenizer = cls(card, _open(card, card.tokenizer_file, card.max_sequence_length))
+            # An extractor's texts are cut into windows, or beside their label, by `extract_tokens` and `extract_pairs`.
+            limit = card.max_sequence_length if card.extract is None else None
+            tokenizer = cls(card, _open(card, card.tokenizer_file, limit))
         else:
-            document, query = (
-                _open(card, card.tokenizer_file, limit or card.max_sequence_length)
-                for limit in (late.document_length, late.query_length)
-            )
-            tokenizer = cls(card, document)
-            tokenizer._document = _Reader(_with_marker(document, late.document_prefix), late.document_prefix)
-            tokenizer._query = _Reader(_with_marker(query, late.query_prefix), late.query_prefix)
+            document = _open_late(card, late.document_length, late.document_prefix)
+            tokenizer = cls(card, document.tokenizer)
+            tokenizer._document = document
+            tokenizer._query = _open_late(card, late.query_length, late.query_prefix)
         if static is not None:
             query = _open(card, static.tokenizer_file, static.max_length)
-            tokenizer._query = _Reader(query, add_special_tokens=False)
+            tokenizer._query = _Reader(query, static.max_length, add_special_tokens=False)
         return tokenizer
 
-    def encode_texts(self, texts: Sequence[str], is_query: bool = False) -> tuple[Int32Array, Int32Array]:
+    @property
+    def library(self) -> tokenizers.Tokenizer:
+        """The library's tokenizer, for what needs more than token ids; not to be changed."""
+        return self._document.tokenizer
+
+    def encode_texts(
+        self, texts: Sequence[str], is_query: bool = False, max_tokens: int | None = None
+    ) -> tuple[Int32Array, Int32Array]:
         """Return (token_ids, cu_seqlens), special tokens included unless a table of weights reads the ids.
 
-        is_query matters only to a model that reads queries in a way of their own. Raises BadRequest for a text that is
-        not valid Unicode.
+        is_query matters only to a model that reads queries in a way of their own; max_tokens only lowers the model's
+        limit. Raises BadRequest for a text that is not valid Unicode, and for a limit without room for a text.
         """
-        tokenizer, prefix, add_special_tokens = self._query if is_query else self._document
+        reader = self._query if is_query else self._document
+        tokenizer, _, prefix, add_special_tokens = reader
         if not self._is_plain:
             texts = [self._clean(text) for text in texts]
         if prefix:
             texts = [prefix + text for text in texts]
         try:
+            if max_tokens is not None and (room := reader.room(max_tokens)) is not None:
+                return pack_ids(_encode_short(reader, texts, room))
             if len(texts) == 1:
                 # `encode` and the batch call cost the same for one text, but this one starts no thread pool
                 ids = tokenizer.encode(texts[0], None, False, add_special_tokens).ids
@@ -89,16 +111,22 @@ class Tokenizer:
             raise unicode_error(texts, exc) from None
         return pack_ids(rows)
 
-    def encode_pairs(self, query: str, documents: Sequence[str]) -> tuple[Int32Array, Int32Array, BytesArray | None]:
+    def encode_pairs(
+        self, query: str, documents: Sequence[str], max_tokens: int | None = None
+    ) -> tuple[Int32Array, Int32Array, BytesArray | None]:
         """Return (token_ids, cu_seqlens, token_types) of the query with each document, as the tokenizer joins two texts.
 
         A pair that is too long loses tokens of the longer text first. token_types (t,) uint8 is None for a model that
-        reads none. Raises BadRequest as `encode_texts` does.
+        reads none. max_tokens and errors as in `encode_texts`.
         """
+        room = self._document.room(max_tokens, pair=True)
         if not self._is_plain:
             query, documents = self._clean(query), [self._clean(document) for document in documents]
         try:
-            encodings = self._document.tokenizer.encode_batch_fast([(query, document) for document in documents])
+            if room is None:
+                encodings = self._document.tokenizer.encode_batch_fast([(query, document) for document in documents])
+            else:
+                encodings = _pair_short(self._document.tokenizer, query, documents, room)
         except TypeError as exc:
             raise unicode_error((query, *documents), exc) from None
         token_ids, cu_seqlens = pack_ids([encoding.ids for encoding in encodings])
@@ -116,13 +144,16 @@ class Tokenizer:
         except TypeError as exc:
             raise unicode_error(texts, exc) from None
 
-    def check_token_ids(self, token_lists: Sequence[Sequence[int]]) -> tuple[Int32Array, Int32Array]:
-        """Return (token_ids, cu_seqlens) of token arrays that a client made, cut at the model's maximum.
+    def check_token_ids(
+        self, token_lists: Sequence[Sequence[int]], max_tokens: int | None = None
+    ) -> tuple[Int32Array, Int32Array]:
+        """Return (token_ids, cu_seqlens) of token arrays that a client made, cut at the lower of max_tokens and the
+        model's maximum.
 
         The ids are used as they are: no special token is added. Raises BadRequest for an empty array and for an id
         outside the vocabulary.
         """
-        limit = self.card.max_sequence_length
+        limit = min((n for n in (self.card.max_sequence_length, max_tokens) if n is not None), default=None)
         rows = [ids if limit is None else ids[:limit] for ids in token_lists]
         for index, ids in enumerate(token_lists):
             if not ids:
@@ -149,6 +180,45 @@ def _open(card: ModelCard, path: str, limit: int | None) -> tokenizers.Tokenizer
     return tokenizer
 
 
+def _open_late(card: ModelCard, length: int | None, prefix: str) -> _Reader:
+    limit = length or card.max_sequence_length
+    return _Reader(_with_marker(_open(card, card.tokenizer_file, limit), prefix), limit, prefix)
+
+
+def _encode_short(reader: _Reader, texts: Sequence[str], room: int) -> list[list[int]]:
+    """Return each text's ids with at most room tokens beside the special ones.
+
+    A tokenizer's own limit belongs to all who use it, so these are cut between the two halves of its work.
+    """
+    tokenizer = reader.tokenizer
+    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    for encoding in encodings:
+        encoding.truncate(room)
+    return [tokenizer.post_process(encoding, None, reader.add_special_tokens).ids for encoding in encodings]
+
+
+def _pair_short(
+    tokenizer: tokenizers.Tokenizer, query: str, documents: Sequence[str], room: int
+) -> list[tokenizers.Encoding]:
+    """Return the encodings of pairs with at most room tokens beside the special ones, cut as the library does it.
+
+    Source: tokenizers 0.22, `truncate_encodings` with LongestFirst.
+    """
+    pairs: list[tokenizers.Encoding] = []
+    whole_query, *encoded = tokenizer.encode_batch_fast([query, *documents], add_special_tokens=False)
+    for document in encoded:
+        head = tokenizers.Encoding.merge([whole_query], growing_offsets=False)  # a copy: `truncate` is in place
+        shorter, longer = sorted((len(head), len(document)))
+        longer = min(longer, max(shorter, room - shorter))
+        if shorter + longer > room:
+            shorter, longer = room // 2, room - room // 2
+        is_head_longer = len(head) > len(document)
+        head.truncate(longer if is_head_longer else shorter)
+        document.truncate(shorter if is_head_longer else longer)
+        pairs.append(tokenizer.post_process(head, document))
+    return pairs
+
+
 def _with_marker(tokenizer: tokenizers.Tokenizer, prefix: str) -> tokenizers.Tokenizer:
     """Make a tokenizer take the marker in a prefix for one token, if its vocabulary has it.
 
@@ -166,11 +236,13 @@ def _with_marker(tokenizer: tokenizers.Tokenizer, prefix: str) -> tokenizers.Tok
     return tokenizer
 
 
-def encode_stub_texts(card: ModelCard, texts: Sequence[str]) -> tuple[BytesArray, Int32Array, Int32Array]:
+def encode_stub_texts(
+    card: ModelCard, texts: Sequence[str], max_tokens: int | None = None
+) -> tuple[BytesArray, Int32Array, Int32Array]:
     """Return (text, text_offsets, cu_seqlens) for a stub model, which reads text and not tokens.
 
     text (bytes,) uint8 is the UTF-8 of all texts back to back and text_offsets (n + 1,) int32 bounds each;
-    cu_seqlens (n + 1,) int32 bounds their costs. Raises BadRequest when the card is no stub or a text is not valid
+    cu_seqlens (n + 1,) int32 bounds their costs. max_tokens cuts what is longer. Raises BadRequest when the card is no stub or a text is not valid
     Unicode.
     """
     if card.stub is None:
@@ -179,9 +251,10 @@ def encode_stub_texts(card: ModelCard, texts: Sequence[str]) -> tuple[BytesArray
         encoded = [text.encode() for text in texts]
     except UnicodeEncodeError as exc:
         raise unicode_error(texts, exc) from None
+    if max_tokens is not None:
+        encoded = [part[: max_tokens * BYTES_PER_TOKEN] for part in encoded]
     sizes = [len(part) for part in encoded]
-    max_tokens = card.stub.max_tokens
-    costs = (count_stub_tokens(size, max_tokens) for size in sizes)
+    costs = (count_stub_tokens(size, card.stub.max_tokens) for size in sizes)
     return np.frombuffer(b"".join(encoded), np.uint8), bounds_of(sizes, len(texts)), bounds_of(costs, len(texts))
 
 

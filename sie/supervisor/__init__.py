@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 from sie import failpoints
-from sie.catalog.directory import read_card
+from sie.catalog.cards import make_card
 from sie.catalog.spec import ModelSpec
-from sie.catalog.stub import stub_card
 from sie.errors import SieError
 from sie.logs import configure
 from sie.model_list import check_models
@@ -87,10 +86,10 @@ def _read_models(loaded: Loaded) -> list[tuple[ModelSpec, bool, ModelCard | None
 
 
 def _read_local_card(spec: ModelSpec) -> ModelCard | None:
-    if spec.stub is not None:
-        return stub_card(spec)
-    card = None if spec.directory is None else read_card(spec, spec.directory)
-    return card if card is not None and card.tokenizer_file else None
+    if spec.stub is None and spec.directory is None:
+        return None
+    card = make_card(spec, spec.directory or "")
+    return card if card.stub is not None or card.tokenizer_file else None
 
 
 def _check_memory(settings: Settings, num_frontends: int, num_workers: int) -> None:

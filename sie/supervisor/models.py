@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from sie.catalog.profiles import known_profiles
 from sie.catalog.spec import ModelSpec
 from sie.control import ModelEntry, ModelReport
 from sie.errors import Internal, WireError, to_wire
@@ -181,14 +182,21 @@ def _entry(record: Record) -> ModelEntry:
     workers = _loaded_on(record)
     reports = list(record.reports.values())
     return ModelEntry(
-        card=record.card or ModelCard(id=record.spec.id, kind="encoder", revision=record.spec.revision),
+        card=record.card or _unread_card(record.spec),
         state=_state(record, bool(workers)),
+        is_read=record.card is not None,
         recovering=record.wanted and record.was_loaded and not workers,
         workers=workers,
         device=next((report.device for report in reports if report.state == "loaded"), ""),
         memory_bytes=sum(report.memory_bytes for report in reports if report.state == "loaded"),
         error=record.error,
     )
+
+
+def _unread_card(spec: ModelSpec) -> ModelCard:
+    """Return what is known of a model that was not fetched yet: hardly more than the entries it is offered as."""
+    profiles = {**known_profiles(spec.id), **spec.profiles}
+    return ModelCard(id=spec.id, kind="encoder", revision=spec.revision, profiles=profiles)
 
 
 def _state(record: Record, is_loaded: bool) -> ModelState:

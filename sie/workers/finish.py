@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from sie.errors import Internal
 from sie.types import ModelCard, WorkHeader
 from sie.workers.runners import StepOutputs
 from sie.workers.runners.quantise import check_scores, finish_rows
+
+_to_msgpack = msgspec.msgpack.Encoder().encode
 
 
 class Finished(NamedTuple):
@@ -25,6 +29,9 @@ class Finished(NamedTuple):
 
 def finish_rows_of(card: ModelCard, wants: Sequence[WorkHeader], outputs: StepOutputs) -> list[Finished]:
     """Finish what has rows of a fixed size: scores, or dense vectors. Raises Internal NON_FINITE."""
+    if outputs.logits is not None:
+        _check_finite(card, outputs.logits)
+        return [Finished(list(range(len(wants))), outputs.logits)]
     if outputs.scores is not None:
         check_scores(card.id, outputs.scores)
         return [Finished(list(range(len(wants))), outputs.scores)]
@@ -45,7 +52,7 @@ def finish_dense(card: ModelCard, wants: Sequence[WorkHeader], rows: NDArray[np.
 def finish_ragged(
     card: ModelCard, wants: Sequence[WorkHeader], outputs: StepOutputs
 ) -> Iterator[tuple[int, str, tuple[NDArray[Any], ...]]]:
-    """Yield (item, output, arrays) of every sparse and multivector output that an item of the step wants."""
+    """Yield (item, output, arrays) of every output of unknown size that an item of the step wants."""
     if outputs.sparse is not None:
         for item, want in enumerate(wants):
             entries = outputs.sparse[item]
@@ -53,6 +60,16 @@ def finish_ragged(
                 yield item, "sparse", finish_sparse(*entries, want.output_dtype)
     if outputs.multivector is not None:
         yield from _finish_multivector(card, wants, outputs.multivector)
+    for item, extraction in enumerate(outputs.extract or ()):
+        yield item, "extract", (np.frombuffer(_to_msgpack(extraction), np.uint8),)
+    for item, logits in enumerate(outputs.token_logits or ()):
+        _check_finite(card, logits)
+        yield item, "token_logits", (logits,)
+
+
+def _check_finite(card: ModelCard, logits: NDArray[np.float32]) -> None:
+    if not np.isfinite(logits).all():
+        raise Internal(f"Model '{card.id}' produced non-finite logits", code="NON_FINITE")
 
 
 def finish_sparse(

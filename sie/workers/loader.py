@@ -1,4 +1,4 @@
-"""Owns how a card becomes an encoder or a scorer: weights from safetensors, the proof of packing, progress on the way.
+"""Owns how a card becomes an encoder, a scorer or a classifier: weights from safetensors, the proof of packing, progress on the way.
 
 Runs in a thread beside the step loop. The only import of transformers in a worker is behind this module.
 """
@@ -18,15 +18,19 @@ from transformers.utils import logging as transformers_logging
 from sie.catalog.architecture import (
     causal_class,
     classifier_class,
+    entailment_class,
     masked_lm_class,
     read_model_config,
     text_encoder_class,
+    token_classifier_class,
 )
 from sie.catalog.files import open_checkpoint, refuse
+from sie.extraction import TokenClassification
 from sie.types import ModelCard
 from sie.workers.device import DtypeSetting, choose_dtype, resolve_device
-from sie.workers.probe import choose_execution, choose_scoring
-from sie.workers.runners.encode import Backbone, EncodeRunner
+from sie.workers.probe import choose_execution, choose_scoring, choose_token_classification
+from sie.workers.runners.classify import PairClassifyRunner, TokenClassifyRunner, TokenModel
+from sie.workers.runners.encode import Backbone, EncodeRunner, Execution
 from sie.workers.runners.head import Head, build_activation
 from sie.workers.runners.outputs import Heads, OutputsRunner
 from sie.workers.runners.score import ScoreModel, ScoreRunner
@@ -118,6 +122,34 @@ def load_scorer(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, 
     execution, view = choose_scoring(card.id, scorer)
     on_progress(1.0, "packed" if execution.packed else "in rectangles of equal length")
     return ScoreRunner(card, scorer, activation, execution=execution, view=view, dtype=dtype_name)
+
+
+def load_extractor(
+    card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress
+) -> TokenClassifyRunner | PairClassifyRunner:
+    """Return a model that classifies tokens or pairs, ready for its first step. Arguments, errors: `load_encoder`."""
+    device = resolve_device(device_name)
+    dtype = choose_dtype(dtype_setting, device)
+    dtype_name = str(dtype).removeprefix("torch.")
+    is_tokens = isinstance(card.extract, TokenClassification)
+    on_progress(0.1, "reading weights")
+    with _storage_faults(card):
+        model = _read_model(card, token_classifier_class if is_tokens else entailment_class)
+    on_progress(0.6, f"converting weights to {dtype_name} on {device}")
+    _convert(model, dtype, device)
+    on_progress(0.8, "comparing packed with single sequences")
+    if is_tokens:
+        tokens = TokenModel(model, device)
+        execution, whole = choose_token_classification(card.id, tokens)
+        runner = TokenClassifyRunner(card, tokens, execution=execution, whole=whole, dtype=dtype_name)
+    else:
+        pairs = ScoreModel(model, device, None)
+        # An encoder and a decoder share nothing that could be packed, and the head reads only a sequence's own end.
+        is_one = not model.config.is_encoder_decoder
+        execution, view = choose_scoring(card.id, pairs) if is_one else (Execution(packed=False), "model")
+        runner = PairClassifyRunner(card, pairs, execution=execution, view=view, dtype=dtype_name)
+    on_progress(1.0, "packed" if runner.execution.packed else "in rectangles of equal length")
+    return runner
 
 
 @contextmanager

@@ -96,6 +96,8 @@ class Loop:
         self._poll(0.0 if self._state else self._idle_wait_s(wait_s))
         if self._answers:
             self._answers.retry(time.monotonic_ns(), self._may_get_room)
+        if self._parked and not self._may_get_room():
+            self._unpark()  # what held the room was cancelled, so that no release tells of it
         now_ns = time.monotonic_ns()
         if now_ns - self._beat_ns > _BEAT_NS:
             self._beat(now_ns)
@@ -251,8 +253,9 @@ class Loop:
             send_error(link, request.request_id, error)
             return
         now_ns = time.monotonic_ns()
+        leader = None if request.comparison is None else 0
         for index, cost in enumerate(costs_of(request, runner.card)):
-            item = Waiting(request, index, cost, now_ns, request.deadline_ns, request.is_alone)
+            item = Waiting(request, index, cost, now_ns, request.deadline_ns, request.is_alone, index == leader)
             self._state.add(model, item)
 
     # --- steps ----------------------------------------------------------------------------------------------------
@@ -265,6 +268,9 @@ class Loop:
         runner = hosted.runner
         assert runner is not None
         now_ns = time.monotonic_ns()
+        for item in step.items:  # before others look for room: these may leave some
+            if not item.request.ended and item.request.is_cancelled:
+                item.request.cancel()
         items = [item for item in step.items if self._may_run(item.request, hosted.card, now_ns)]
         blocked = [item for item in step.items if not item.request.ended and not item.request.has_started]
         if blocked:
@@ -274,9 +280,6 @@ class Loop:
 
     def _may_run(self, request: Request, card: ModelCard, now_ns: int) -> bool:
         if request.ended:
-            return False
-        if request.is_cancelled:
-            request.cancel()
             return False
         if request.has_started:
             return True
@@ -293,9 +296,14 @@ class Loop:
         return any(link.num_leased for link in self._links.values())
 
     def _park(self, model: str, items: list[Waiting]) -> None:
-        """Set items aside until a reply extent is released; without one that could be, there will never be room."""
+        """Set items aside until a reply extent is released; without one that could be, there will never be room.
+
+        What follows an item that leads goes with it: it must not find room while that one is away.
+        """
         if self._may_get_room():
-            self._parked.setdefault(model, []).extend(items)
+            led = {id(item.request) for item in items if item.leads}
+            followers = self._state.drop_where(lambda request: id(request) in led) if led else []
+            self._parked.setdefault(model, []).extend((*items, *followers))
             return
         for request in {id(item.request): item.request for item in items}.values():
             request.fail(BadRequest(NEVER_FITS))

@@ -108,8 +108,10 @@ def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callabl
             from sie.workers.runners.stub import StubRunner  # each kind imports only its own
 
             return StubRunner(card)
-        from sie.workers.loader import load_encoder, load_scorer  # imports torch
+        from sie.workers.loader import load_encoder, load_extractor, load_scorer  # imports torch
 
+        if card.extract is not None:
+            return load_extractor(card, launch.device, settings.models.dtype, progress)
         if card.score is not None:
             return load_scorer(card, launch.device, settings.models.dtype, progress)
         return load_encoder(card, launch.device, settings.models.dtype, progress)

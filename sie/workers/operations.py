@@ -5,12 +5,16 @@ Pure but for the call of the runner.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
+import msgspec
+
 from sie.errors import BadRequest
+from sie.extraction import ExtractTask, TokenClassification, ZeroShot
 from sie.types import ModelCard, WorkHeader
 from sie.workers.requests import Request
-from sie.workers.runners import StepOutputs
+from sie.workers.runners import Side, StepOutputs
 from sie.workers.runners.quantise import output_layout
 from sie.workers.scheduler import Waiting
 
@@ -23,6 +27,10 @@ def by_operation(items: list[Waiting]) -> list[list[Waiting]]:
     return list(groups.values())
 
 
+_WORDS = {"encode": "encoding", "score": "scoring", "extract": "extraction"}
+_task_decoder = msgspec.msgpack.Decoder(ExtractTask)
+
+
 def is_score(items: list[Waiting]) -> bool:
     """Tell whether the items of one forward pass are pairs to score."""
     return items[0].request.header.operation == "score"
@@ -30,7 +38,7 @@ def is_score(items: list[Waiting]) -> bool:
 
 def words_of(items: list[Waiting]) -> str:
     """Return what an error calls that forward pass."""
-    return "scoring" if is_score(items) else "encoding"
+    return _WORDS[items[0].request.header.operation]
 
 
 def row_layout(header: WorkHeader, card: ModelCard) -> tuple[str, int]:
@@ -38,27 +46,64 @@ def row_layout(header: WorkHeader, card: ModelCard) -> tuple[str, int]:
 
     Raises BadRequest as `output_layout` does, and for an output that the model does not have.
     """
-    if header.operation == "score":
+    if header.operation == "extract":
+        return "<f4", _num_classes(header, card)
+    is_score = header.operation == "score"
+    wanted = [output for output, _ in header.compared] if is_score else header.output_types
+    if not set(wanted) <= set(card.outputs):
+        raise BadRequest(f"Model '{card.id}' does not have all of the outputs {list(wanted)}")
+    if is_score:
         return "<f4", 1
-    if not set(header.output_types) <= set(card.outputs):
-        raise BadRequest(f"Model '{card.id}' does not have all of the outputs {list(header.output_types)}")
     return output_layout(card.dims.get("dense", 1), header.truncate_dim, header.output_dtype)
+
+
+def _num_classes(header: WorkHeader, card: ModelCard) -> int:
+    """Return the width of an extractor's logits, 1 for one that answers with extractions."""
+    rule = card.extract
+    if rule is None or header.output_types != (rule.gives,):
+        raise BadRequest(f"Model '{card.id}' does not answer with {list(header.output_types)}")
+    return len(rule.labels) if isinstance(rule, TokenClassification | ZeroShot) else 1
 
 
 def costs_of(request: Request, card: ModelCard) -> list[int]:
     """Return the tokens of each item as the runner will see them: it fills short queries up."""
-    if card.late is None or not request.header.is_query:
-        return request.costs
-    return [max(cost, card.late.expand_to) for cost in request.costs]
+    costs = request.costs
+    if card.late is None:
+        return costs
+    expand_to = card.late.expand_to if request.header.expand_to is None else request.header.expand_to
+    if request.comparison is not None:
+        return [max(costs[0], expand_to), *costs[1:]]
+    return [max(cost, expand_to) for cost in costs] if request.header.is_query else costs
 
 
 def forward(runner: Any, items: list[Waiting]) -> StepOutputs:
     """Run one forward pass of one operation. runner is a `sie.workers.runners.Runner`."""
     inputs = [item.request.inputs[item.index] for item in items]
     if is_score(items):
+        if items[0].request.comparison is not None:
+            sides = [Side(item.request.comparison, item.leads) for item in items]
+            return StepOutputs(scores=runner.run_comparisons(inputs, sides))
         return StepOutputs(scores=runner.run_pairs(inputs))
+    if items[0].request.header.operation == "extract":
+        return _extract(runner, items, inputs)
     if runner.takes == "tokens":
         return StepOutputs(runner.run_tokens(inputs))
     if runner.takes == "text":
         return StepOutputs(runner.run_texts(inputs))
     return runner.run_wants(inputs, [item.request.header for item in items])
+
+
+def _extract(runner: Any, items: list[Waiting], inputs: list[Any]) -> StepOutputs:
+    gives = runner.card.extract.gives
+    if gives == "token_logits":
+        return StepOutputs(token_logits=runner.run_token_logits(inputs))
+    if gives == "logits":
+        return StepOutputs(logits=runner.run_logits(inputs))
+    tasks = [_task_of(item.request.header.task) for item in items]
+    return StepOutputs(extract=runner.run_extract(inputs, tasks))
+
+
+@lru_cache(maxsize=1024)
+def _task_of(task: bytes) -> ExtractTask:
+    """Return the task in a header; equal headers give the same object, once decoded."""
+    return _task_decoder.decode(task)

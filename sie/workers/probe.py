@@ -16,6 +16,7 @@ from torch import Tensor
 from sie.catalog.files import refuse
 from sie.workers import attention
 from sie.workers.batch import PackedBatch, pack_sequences
+from sie.workers.runners.classify import TokenModel
 from sie.workers.runners.encode import Backbone, Execution
 from sie.workers.runners.score import HeadView, ScoreModel
 
@@ -80,6 +81,28 @@ def choose_scoring(model_id: str, scorer: ScoreModel) -> tuple[Execution, HeadVi
         _log.info("%s runs whole, in rectangles of equal length", model_id)
         return Execution(packed=False), view
     return choose_execution(model_id, scorer.backbone), view
+
+
+def choose_token_classification(model_id: str, classifier: TokenModel) -> tuple[Execution, bool]:
+    """Return how a model that classifies tokens is to be run, and whether it has to run whole.
+
+    The head is judged as in `choose_scoring`. Raises ModelLoadFailed as `choose_execution` does.
+    """
+    batch = pack_sequences(_probe_sequences(classifier.backbone))
+    with torch.inference_mode():
+        expected = classifier.run_whole(batch)
+        if not torch.isfinite(expected).all():
+            raise refuse(model_id, f"its values overflow in {classifier.backbone.model.dtype}; choose another dtype")
+        try:
+            found = classifier.run_head(classifier.backbone.run_rectangles(batch), batch)
+            is_whole = found.shape != expected.shape or _spread(found, expected) > _MAX_HEAD_DIFFERENCE
+        except Exception as error:  # whatever a foreign architecture raises, the whole model still works
+            _log.info("%s: its head does not run by itself: %s", model_id, error)
+            is_whole = True
+    if is_whole:
+        _log.info("%s runs whole, in rectangles of equal length", model_id)
+        return Execution(packed=False), True
+    return choose_execution(model_id, classifier.backbone), False
 
 
 def _head_view(scorer: ScoreModel, batch: PackedBatch, hidden: Tensor) -> HeadView:

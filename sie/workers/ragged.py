@@ -1,4 +1,4 @@
-"""Owns replies whose size is known only when they are whole: sparse vectors and vectors of tokens.
+"""Owns replies whose size is known only when they are whole: sparse vectors, vectors of tokens, and what was extracted.
 
 Each item's arrays are kept in this process until the last one is there; then the reply's extent is leased and written.
 What all requests of a worker keep together is bounded. Layout: `sie.types.ReplyHeader`.
@@ -16,12 +16,14 @@ from sie.errors import BadRequest, Overloaded
 from sie.shm.extent import ArrayPlan, array_view, plan_arrays
 from sie.types import ReplyHeader
 
-RAGGED_OUTPUTS = frozenset(("sparse", "multivector"))
+RAGGED_OUTPUTS = frozenset(("sparse", "multivector", "extract", "token_logits"))
 _RETRY_S = 5
 _ARRAYS = {
     "dense": ("dense",),
     "sparse": ("sparse_indices", "sparse_values"),
     "multivector": ("multivector",),
+    "extract": ("extract",),
+    "token_logits": ("token_logits",),
 }
 """The names of an output's arrays, in the order in which `RaggedReply.keep` gets them."""
 _encoder = msgspec.msgpack.Encoder()
@@ -71,9 +73,7 @@ class RaggedReply:
         """
         nbytes = sum(array.nbytes for array in arrays)
         if self._nbytes + nbytes > self._max_reply_bytes:
-            raise BadRequest(
-                f"The reply would hold over max_reply_bytes ({self._max_reply_bytes}) of vectors; split the request"
-            )
+            raise BadRequest(f"The reply would hold over max_reply_bytes ({self._max_reply_bytes}); split the request")
         self._kept.take(nbytes)
         self._nbytes += nbytes
         for name, array in zip(_ARRAYS[output], arrays, strict=True):

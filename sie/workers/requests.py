@@ -25,12 +25,15 @@ from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
 from sie.shm.pool import Lease
 from sie.types import ArrayRef, ReplyHeader, WorkHeader
 from sie.workers.ragged import RAGGED_OUTPUTS, KeptBytes, RaggedReply
-from sie.workers.runners import Pair
+from sie.workers.runners import Comparison, Pair
 
 _decoder = msgspec.msgpack.Decoder(WorkHeader)
 _encoder = msgspec.msgpack.Encoder()
 _TIMES: Final = struct.Struct("<3q")
-_OUTPUTS: Final = frozenset(("dense", *RAGGED_OUTPUTS))
+_OUTPUTS: Final = frozenset(("dense", "logits", *RAGGED_OUTPUTS))
+_ROWS: Final = {"encode": "dense", "score": "score", "extract": "logits"}
+"""What an operation's rows of a fixed size are called in its reply."""
+_PAIR_OUTPUTS: Final = ("logits",)
 
 
 class Link(Protocol):
@@ -73,11 +76,11 @@ class Request:
     """One submitted extent while this worker has it.
 
     inputs is what the runner takes, one entry for each item: arrays (t_i,) int32, `Pair`s of such, or UTF-8 text,
-    aliasing the extent; costs are their tokens.
+    aliasing the extent; costs are their tokens. comparison is there when item 0 is compared with the others.
     """
 
     __slots__ = (
-        "_layout", "_lease", "_payload", "_view", "costs", "deadline_ns", "ended", "header", "inference_ns",
+        "_layout", "_lease", "_payload", "_view", "comparison", "costs", "deadline_ns", "ended", "header", "inference_ns",
         "inflight_entry", "inputs", "is_alone", "is_ragged", "link", "num_left", "postprocessing_ns", "ragged",
         "request_id", "started_ns",
     )  # fmt: skip
@@ -92,8 +95,13 @@ class Request:
         self._view = link.view(descriptor)
         self.header, payload = read_extent(self._view, _decoder)
         self.costs, self.inputs = _read_inputs(self.header, payload)
-        if not self.header.output_types or not set(self.header.output_types) <= _OUTPUTS:
+        if (
+            self.header.operation not in _ROWS
+            or not self.header.output_types
+            or not set(self.header.output_types) <= _OUTPUTS
+        ):
             raise ProtocolError(f"a request for outputs {self.header.output_types}")
+        self.comparison = Comparison(self.header) if self.header.compared else None
         self.is_ragged = not RAGGED_OUTPUTS.isdisjoint(self.header.output_types)
         self.num_left = self.header.num_items * len(self.header.output_types)
         self.ragged: RaggedReply | None = None
@@ -115,8 +123,7 @@ class Request:
 
     def try_start(self, code: str, width: int, now_ns: int) -> bool:
         """Lease the reply extent for rows of width elements of dtype `code`; False when there is no room now."""
-        name = "score" if self.header.operation == "score" else "dense"
-        layout = reply_layout(self.header.num_items, code, width, name)
+        layout = reply_layout(self.header.num_items, code, width, _ROWS[self.header.operation])
         lease = self.link.lease(layout.nbytes)
         if lease is None:
             return False
@@ -225,7 +232,8 @@ def _read_inputs(header: WorkHeader, payload: memoryview) -> tuple[list[int], Se
     tokens, text = refs.get("token_ids"), refs.get("text")
     if tokens is not None and tokens.dtype == "<i4":
         token_ids = _split(array_view(payload, tokens), costs)
-        return costs, _pairs(payload, refs, costs, token_ids) if header.operation == "score" else token_ids
+        is_paired = header.output_types == _PAIR_OUTPUTS or (header.operation == "score" and not header.compared)
+        return costs, _pairs(payload, refs, costs, token_ids) if is_paired else token_ids
     if text is None or text.dtype != "|u1":
         raise ProtocolError("a request with neither token_ids nor text")
     return costs, _split(array_view(payload, text), _lengths(payload, refs.get("text_offsets"), header.num_items))

@@ -18,7 +18,8 @@ class Waiting(msgspec.Struct, eq=False):
     """One item of one request, waiting for a step.
 
     request is the loop's own record and opaque here; index is the item's row in it. alone: its request was running
-    when a worker died, so it shares no step with others.
+    when a worker died, so it shares no step with others. leads: the rest of its request, which is behind it in the
+    queue, needs what it gives, so no step may take one of them and leave it.
     """
 
     request: Any
@@ -27,6 +28,7 @@ class Waiting(msgspec.Struct, eq=False):
     arrival_ns: int
     deadline_ns: int
     alone: bool = False
+    leads: bool = False
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,8 +123,8 @@ def plan_step(state: State, budget: Budget, now_ns: int) -> Step | None:
     """Choose the next step, or None when nothing waits. Changes nothing: `State.remove` applies the step.
 
     The least served model goes next. Of its oldest items those past their deadline are named as expired; the rest
-    are taken whole if they fit, else those that waited longer than max_age_ns in order of arrival, then the shortest,
-    which keeps lengths in a step alike and a short text's wait short.
+    are taken whole if they fit, else those that waited longer than max_age_ns in order of arrival, then those that lead
+    and the shortest, which keeps lengths in a step alike and a short text's wait short.
     """
     if not state.queues:
         return None
@@ -149,7 +151,7 @@ def _choose(live: list[Waiting], budget: Budget, now_ns: int) -> list[Waiting]:
 
 
 def _by_length(item: Waiting) -> int:
-    return item.num_tokens
+    return 0 if item.leads else item.num_tokens
 
 
 def _fill(ordered: list[Waiting], budget: Budget) -> list[Waiting]:

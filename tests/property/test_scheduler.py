@@ -20,7 +20,10 @@ def _note(name: str) -> None:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """`waiting` is what must wait, by item; `parked` are items that a step took and that did not run."""
+    """`waiting` is what must wait, by item; `parked` are items that a step took and that did not run.
+
+    `led` are requests whose first item leads the others and has not run yet, `was_led` those in which it has.
+    """
 
     @initialize(
         max_tokens=st.integers(1, 40),
@@ -33,6 +36,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.state = State()
         self.waiting: dict[int, tuple[str, Waiting]] = {}
         self.parked: list[tuple[str, list[Waiting]]] = []
+        self.led: set[int] = set()
+        self.was_led: set[int] = set()
         self.now_ns = 0
         self.num_requests = 0
 
@@ -41,11 +46,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         sizes=st.lists(st.integers(0, 50), min_size=1, max_size=5),
         lifetime=st.integers(1, 60),
         alone=st.sampled_from([False, False, False, True]),
+        led=st.booleans(),
     )
-    def add(self, model: str, sizes: list[int], lifetime: int, alone: bool) -> None:
-        self.num_requests += 1
+    def add(self, model: str, sizes: list[int], lifetime: int, alone: bool, led: bool) -> None:
+        request = self.num_requests = self.num_requests + 1
+        if led:
+            self.led.add(request)
         for index, num_tokens in enumerate(sizes):
-            item = Waiting(self.num_requests, index, num_tokens, self.now_ns, self.now_ns + lifetime, alone)
+            leads = led and index == 0
+            item = Waiting(request, index, num_tokens, self.now_ns, self.now_ns + lifetime, alone, leads)
             self.state.add(model, item)
             self.waiting[id(item)] = (model, item)
 
@@ -70,10 +79,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.state.remove(step)
         if step.expired:
             _note("expired")
+        self._check_leaders(step.items, runs)
         if runs:
             self.state.charge(step.model, step.num_tokens)
         elif step.items:
-            self.parked.append((step.model, step.items))
+            leaders = {item.request for item in step.items if item.leads}
+            followers = self.state.drop_where(leaders.__contains__)
+            for item in followers:
+                del self.waiting[id(item)]
+            self.parked.append((step.model, [*step.items, *followers]))
+
+    def _check_leaders(self, items: list[Waiting], runs: bool) -> None:
+        there = set()
+        for item in items:
+            there.update({item.request} if item.leads else ())
+            assert item.request not in self.led - there, "an item came before the one that leads it"
+        if there and any(item.request in there and not item.leads for item in items):
+            _note("led in one step")
+        if any(item.request in self.was_led for item in items):
+            _note("led by an earlier step")
+        if runs:
+            self.led -= there
+            self.was_led |= there
 
     def _check_items(self, items: list[Waiting], num_tokens: int) -> None:
         assert num_tokens == sum(item.num_tokens for item in items)
@@ -127,5 +154,14 @@ def test_scheduler_agrees_with_the_model() -> None:
     options = settings(max_examples=200, stateful_step_count=40, deadline=None)
     run_state_machine_as_test(SchedulerMachine, settings=options)
 
-    names = ("nothing to do", "expired", "over the budget", "alone", "put back", "dropped")
+    names = (
+        "nothing to do",
+        "expired",
+        "over the budget",
+        "alone",
+        "put back",
+        "dropped",
+        "led in one step",
+        "led by an earlier step",
+    )
     assert all(_reached[name] > 4 for name in names), _reached

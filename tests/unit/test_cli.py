@@ -138,6 +138,55 @@ def test_models_shows_cards_as_a_table(capsys):
     assert rows[3].split() == ["org/name", "lazy", "-", "-", "-", "hub@main"]
 
 
+@pytest.fixture
+def catalog(tmp_path):
+    path = tmp_path / "models.toml"
+    path.write_text(
+        """
+        [models.a]
+        directory = "elsewhere"
+        [models.a.profiles.short.options]
+        max_seq_length = 8
+        [models."intfloat/e5-small"]
+        preload = true
+        revision = "v1"
+        """
+    )
+    return str(path)
+
+
+def test_models_shows_what_profiles_are_offered_as(capsys, catalog):
+    assert cli.main(["models", "--lazy-model", STUB, "--catalog", catalog]) == 0
+    _, *rows = capsys.readouterr().out.splitlines()
+    assert rows[0].split() == ["a", "lazy", "dense", "8", "8192", "stub", "stub"], "the flag says where a model is"
+    assert rows[1] == "  a:short: max_seq_length=8"
+    assert rows[2].split() == ["intfloat/e5-small", "preload", "-", "-", "-", "hub@v1"]
+    assert rows[3] == '  intfloat/e5-small: query_template="query: {text}", doc_template="passage: {text}"'
+
+
+def test_a_file_of_models_keeps_the_bundled_one_out(supervisor: FakeSupervisor, catalog):
+    assert cli.main(["serve", "--catalog", catalog]) == 5
+    assert supervisor.loaded.settings.models.preload == ()
+
+
+@pytest.mark.parametrize(("default_model", "is_known"), [("a:short", True), ("a:long", False), ("a", False)])
+def test_a_default_model_is_one_of_the_entries(supervisor, capsys, catalog, default_model, is_known):
+    status = cli.main(["serve", "--model", STUB, "--catalog", catalog, "--default-model", default_model])
+    assert status == (5 if is_known else EX_CONFIG)
+    if not is_known:
+        assert f"{default_model!r} is none of the models served" in capsys.readouterr().err
+
+
+def test_a_mistake_in_the_file_of_models_is_one_line_and_status_78(supervisor, capsys, tmp_path):
+    path = tmp_path / "models.toml"
+    path.write_text("[models.a]\nprofile = 1")
+    assert cli.main(["serve", "--catalog", str(path)]) == EX_CONFIG
+    expected = (
+        f'sie: catalog (from flag --catalog): {path}: [models."a"] profile: unknown key; did you mean profiles?\n'
+    )
+    assert capsys.readouterr().err == expected
+
+
 def test_models_as_json_can_be_read_back(capsys):
     assert cli.main(["models", "--json", "--model", STUB]) == 0
     (row,) = msgspec.json.decode(capsys.readouterr().out)

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from sie.catalog.profiles import DEFAULT_PROFILE
 from sie.errors import SieError
 from sie.types import ModelCard, ModelState
 
@@ -38,11 +39,11 @@ def model_info(
         "display_name": card.id,
         "name": card.id,
         "inputs": list(card.inputs),
-        "outputs": list(card.outputs),
+        "outputs": card.wire_outputs,
         "dims": dict(card.dims),
         "loaded": state == "loaded",
         "max_sequence_length": card.max_sequence_length,
-        "profiles": {"default": _profile(card)},
+        "profiles": {name: _profile(card, name) for name in card.profiles or (DEFAULT_PROFILE,)},
         "state": state,
         "last_error": last_error,
         "revision": card.revision,
@@ -51,10 +52,11 @@ def model_info(
     }
 
 
-def _profile(card: ModelCard) -> dict[str, Any]:
+def _profile(card: ModelCard, name: str) -> dict[str, Any]:
+    narrowed = card.profiles.get(name, {}).get("output_types")
     return {
-        "is_default": True,
-        "output_types": list(card.outputs),
+        "is_default": name == DEFAULT_PROFILE,
+        "output_types": list(narrowed) if narrowed else card.wire_outputs,
         "output_similarity": card.similarity,
         "identity": None,
         "remote_contract_sha256": None,

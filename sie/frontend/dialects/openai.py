@@ -16,6 +16,7 @@ import pybase64
 
 from sie.errors import BadRequest, InputTooLong, SieError
 from sie.frontend.body_limits import check_json, decode_typed
+from sie.frontend.options import gives, merge_options
 from sie.settings import Limits
 from sie.types import EncodeReply, EncodeRequest, ModelCard
 
@@ -129,17 +130,20 @@ def _check_sizes(request: EncodeRequest, limits: Limits, body_bytes: int) -> Non
 
 
 def resolve_embeddings(request: EncodeRequest, card: ModelCard) -> EncodeRequest:
-    """Return the request with the outputs that this route always has: dense, float32.
+    """Return the request with the default profile's options, and the outputs that this route always has: dense, float32.
 
     Raises BadRequest for a model without dense vectors, for token arrays to a model that reads text, and for
     `dimensions` that the model cannot be cut to.
     """
-    if "dense" not in card.outputs:
+    if not gives(card, "dense"):
         raise BadRequest(f"Model '{card.id}' does not support embeddings", extras={"param": "model"})
     if request.token_lists is not None and not card.tokenizer_file:
         raise BadRequest(f"Model '{card.id}' requires text input, not token arrays", extras={"param": "input"})
     if request.dimensions is not None:
         _check_dimensions(request.dimensions, card)
+    if card.profiles:
+        request.options = merge_options(card, {}, "$.options")
+        request.instruction = request.options.get("instruction")
     request.output_types = ("dense",)
     request.output_dtype = "float32"
     return request

@@ -11,8 +11,9 @@ import msgspec
 
 from sie.errors import BadRequest, InputTooLong
 from sie.frontend.body_limits import check_json, decode_free_form, decode_typed
+from sie.frontend.comparisons import resolve_compared
 from sie.frontend.dialects.openai import DEFAULT_MODEL
-from sie.frontend.dialects.sie import check_options, check_profile
+from sie.frontend.options import merge_options
 from sie.frontend.score import resolve_score
 from sie.settings import Limits
 from sie.types import ModelCard, ScoreReply, ScoreRequest
@@ -75,9 +76,10 @@ def _check_sizes(call: _RerankBody, max_bytes: int) -> None:
 def resolve_rerank(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
     """Return the request with its instruction final. Raises BadRequest for what this model cannot serve."""
     request = resolve_score(request, card)
-    check_profile(request.options.pop("profile", None))
-    check_options(request.options, card, "$.options")
+    if request.options or card.profiles:
+        request.options = merge_options(card, request.options, "$.options")
     request.instruction = request.options.get("instruction")
+    request.compared = resolve_compared(request.options, card)
     return request
 
 

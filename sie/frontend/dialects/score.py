@@ -11,8 +11,10 @@ import msgspec
 
 from sie.frontend import score
 from sie.frontend.body_limits import check_json, decode_free_form, decode_typed
+from sie.frontend.comparisons import resolve_compared
 from sie.frontend.dialects.arrays import pack
-from sie.frontend.dialects.sie import Item, check_count, check_items, check_options, check_profile, find_non_text
+from sie.frontend.dialects.sie import Item, check_count, check_items, find_non_text
+from sie.frontend.options import merge_options
 from sie.settings import Limits
 from sie.types import ModelCard, ScoreReply, ScoreRequest
 
@@ -85,11 +87,11 @@ def _find_non_text(call: _ScoreBody) -> str | None:
 def resolve_score(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
     """Return the request with its instruction final. Raises BadRequest for what this model cannot serve."""
     request = score.resolve_score(request, card)
-    if request.options:
-        check_profile(request.options.pop("profile", None))
-        check_options(request.options, card, "$.options")
+    if request.options or card.profiles:
+        request.options = merge_options(card, request.options, "$.options")
     if request.instruction is None:
         request.instruction = request.options.get("instruction")
+    request.compared = resolve_compared(request.options, card)
     return request
 
 

@@ -15,10 +15,12 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+from sie.catalog.options import OUTPUT_TYPES
 from sie.errors import BadRequest, InputTooLong, NotFound, SieError
 from sie.frontend.body_limits import check_json, decode_free_form, decode_typed
 from sie.frontend.dialects import outputs
 from sie.frontend.dialects.arrays import array_header, pack
+from sie.frontend.options import merge_options
 from sie.settings import Limits
 from sie.types import OUTPUT_DTYPES, EncodeReply, EncodeRequest, ModelCard, Timing
 
@@ -26,20 +28,6 @@ _MOST_ITEMS = 65_536  # the most that settings allow; the setting itself is chec
 _MOST_NAMES = 64
 _MAX_SUGGEST_CHARS = 200
 _ABSENT = msgspec.Raw(b"")
-
-OUTPUT_TYPES = ("dense", "sparse", "multivector")
-OVERFLOW_POLICIES = ("default", "error", "truncate_text")
-_REFUSED_OPTIONS = ("lora_id", "lora", "muvera", "smve", "pooling", "max_seq_length", "query_max_length")
-_TYPED_OPTIONS: dict[str, tuple[type, str]] = {
-    "is_query": (bool, "bool"),
-    "normalize": (bool, "bool"),
-    "instruction": (str, "str"),
-    "default_instruction": (str, "str"),
-    "query_template": (str, "str"),
-    "doc_template": (str, "str"),
-    "output_dtype": (str, "str"),
-    "output_types": (list, "array"),
-}
 
 
 class _Media(msgspec.Struct, gc=False):
@@ -157,13 +145,13 @@ def find_non_text(items: Sequence[Item]) -> int | None:
 def resolve_encode(request: EncodeRequest, card: ModelCard) -> EncodeRequest:
     """Return the request with every precedence applied: output_types, output_dtype and instruction are final.
 
-    `options` keeps what the prompt and the worker read (`is_query`, `normalize`, templates). Raises BadRequest for a
-    profile, option, output or item that this model cannot serve.
+    `options` becomes the profile's with the request's on top, for the prompt, the tokenizer and the worker to read
+    (`is_query`, `normalize`, templates, lengths). Raises BadRequest for a profile, option, output or item that this
+    model cannot serve.
     """
+    if request.options or card.profiles:
+        request.options = merge_options(card, request.options, "$.params.options")
     options = request.options
-    if options:
-        check_profile(options.pop("profile", None))
-        check_options(options, card)
     request.output_types = _resolve_output_types(request, card)
     request.output_dtype = request.output_dtype or options.get("output_dtype") or "float32"
     if request.output_dtype not in OUTPUT_DTYPES:
@@ -173,30 +161,6 @@ def resolve_encode(request: EncodeRequest, card: ModelCard) -> EncodeRequest:
     if request.non_text_item is not None:
         raise BadRequest(f"Model '{card.id}' requires text input - at `$.items[{request.non_text_item}]`")
     return request
-
-
-def check_profile(profile: Any) -> None:
-    """Raise BadRequest for a profile that the model does not have."""
-    if profile is None:
-        return
-    if not isinstance(profile, str) or not profile:
-        raise BadRequest("Option 'profile' must be a non-empty string or null")
-    if profile != "default":
-        raise BadRequest(f"Profile '{profile}' not found. Available: ['default']")
-
-
-def check_options(options: dict[str, Any], card: ModelCard, path: str = "$.params.options") -> None:
-    """Refuse what cannot be served, by name. Unknown options are ignored: the reference passes them to model code."""
-    for name, (kind, label) in _TYPED_OPTIONS.items():
-        value = options.get(name)
-        if value is not None and not isinstance(value, kind):
-            raise BadRequest(f"Expected `{label} | null`, got `{type(value).__name__}` - at `{path}.{name}`")
-    for name in _REFUSED_OPTIONS:
-        if options.get(name) is not None:
-            raise BadRequest(f"Model '{card.id}' does not support option '{name}'")
-    policy = options.get("overflow_policy")
-    if policy is not None and policy not in OVERFLOW_POLICIES:
-        raise BadRequest(f"Invalid overflow_policy {policy!r}. Valid: {list(OVERFLOW_POLICIES)}")
 
 
 def _resolve_output_types(request: EncodeRequest, card: ModelCard) -> tuple[str, ...]:
@@ -212,7 +176,7 @@ def _resolve_output_types(request: EncodeRequest, card: ModelCard) -> tuple[str,
             reason = card.missing_outputs.get(name)
             because = f" ({reason})" if reason else ""
             raise BadRequest(
-                f"Model '{card.id}' does not support output type '{name}'{because}. Available: {list(card.outputs)}"
+                f"Model '{card.id}' does not support output type '{name}'{because}. Available: {card.wire_outputs}"
             )
     return tuple(dict.fromkeys(wanted))
 

@@ -12,7 +12,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.types import ModelCard
+from sie.extraction import Extraction, ExtractTask
+from sie.types import ModelCard, WorkHeader
 
 
 class Pair(NamedTuple):
@@ -63,19 +64,60 @@ class Want(Protocol):
         """Whether it is a query, for a model that treats queries unlike documents."""
         ...
 
+    @property
+    def expand_to(self) -> int | None:
+        """Length that a query is filled up to, if not the card's own."""
+        ...
+
+
+class Comparison:
+    """A query that documents are compared with, over as many steps as they take; one for each request."""
+
+    __slots__ = ("expand_to", "normalize", "output_types", "outputs", "query")
+
+    def __init__(self, header: WorkHeader) -> None:
+        self.outputs = header.compared
+        self.output_types = tuple(output for output, _ in header.compared)
+        self.normalize = header.normalize
+        self.expand_to = header.expand_to
+        self.query: Any = None
+        """What the runner keeps of the query once it ran."""
+
+
+class Side(NamedTuple):
+    """One text of a comparison; a `Want`."""
+
+    comparison: Comparison
+    is_query: bool
+
+    @property
+    def output_types(self) -> tuple[str, ...]:
+        """Which of the card's outputs are compared."""
+        return self.comparison.output_types
+
+    @property
+    def expand_to(self) -> int | None:
+        """To how many tokens a query is filled up, where not to the card's own number."""
+        return self.comparison.expand_to
+
 
 class StepOutputs(NamedTuple):
     """What one forward pass gave, for the n items of a step; an output that no item wants is None.
 
     dense is (n, d) float32 and counts only where an item wants it. sparse holds for each item that wants it its
     indices (e,) int32, ascending, and values (e,) float32, positive and finite; multivector its rows (r, d) float32,
-    not normalised; both hold None for the others. scores (n, 1) float32 come alone, from pairs.
+    not normalised; both hold None for the others. scores (n, 1) float32 come alone, from pairs or comparisons, and so
+    does what an extractor answers with: extract one value an item, token_logits (t_i, classes) float32 for each, or
+    logits (n, classes) float32.
     """
 
     dense: NDArray[np.float32] | None = None
     sparse: Sequence[tuple[NDArray[np.int32], NDArray[np.float32]] | None] | None = None
     multivector: Sequence[NDArray[np.float32] | None] | None = None
     scores: NDArray[np.float32] | None = None
+    extract: Sequence[Extraction] | None = None
+    token_logits: Sequence[NDArray[np.float32]] | None = None
+    logits: NDArray[np.float32] | None = None
 
 
 class OutputsRunner(Protocol):
@@ -87,6 +129,14 @@ class OutputsRunner(Protocol):
 
     def run_wants(self, inputs: Sequence[Any], wants: Sequence[Want]) -> StepOutputs:
         """Return the outputs that each input wants, from one forward pass. Raises as the other two."""
+        ...
+
+    def run_comparisons(self, inputs: Sequence[Any], sides: Sequence[Side]) -> NDArray[np.float32]:
+        """Return (n, 1) float32 scores, C order, the caller's to keep, 0 for a query; only where the card `compares`.
+
+        A query is kept for the documents of later steps; one of a document comes no later than it does. A document
+        without a vector to compare has the score -inf.
+        """
         ...
 
 
@@ -104,5 +154,43 @@ class PairRunner(Protocol):
         ...
 
 
-Runner = TokenRunner | TextRunner | OutputsRunner | PairRunner
+class ExtractRunner(Protocol):
+    """A model that turns texts into extractions by itself."""
+
+    card: ModelCard
+    memory_bytes: int
+
+    def run_extract(self, inputs: Sequence[Any], tasks: Sequence[ExtractTask]) -> Sequence[Extraction]:
+        """Return one extraction for each input of a step, in order.
+
+        Inputs are in the form that the card's rule reads: for `text` uint8 (bytes,) of UTF-8. Their tasks may differ,
+        and the runner groups what must run together. What only one item is to hear is that item's `Extraction.error`;
+        an exception is the whole step's.
+        """
+        ...
+
+
+class TokenClassifier(Protocol):
+    """A model that gives each token a class."""
+
+    card: ModelCard
+    memory_bytes: int
+
+    def run_token_logits(self, token_ids: Sequence[NDArray[np.int32]]) -> Sequence[NDArray[np.float32]]:
+        """Return the logits (t_i, classes) float32 of each sequence (t_i,), the caller's to keep."""
+        ...
+
+
+class PairClassifier(Protocol):
+    """A model that gives each pair of texts a class."""
+
+    card: ModelCard
+    memory_bytes: int
+
+    def run_logits(self, pairs: Sequence[Pair]) -> NDArray[np.float32]:
+        """Return (n, classes) float32 logits, C order, the caller's to keep."""
+        ...
+
+
+Runner = TokenRunner | TextRunner | OutputsRunner | PairRunner | ExtractRunner | TokenClassifier | PairClassifier
 """What a loaded model is to the loop; its card's outputs say which operations it may be asked for."""

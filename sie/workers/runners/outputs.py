@@ -5,7 +5,7 @@ Queries of a model that has a table of weights for them (`StaticQueries`) never 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from sie.types import ModelCard
 from sie.workers.batch import PackedBatch, pack_sequences
-from sie.workers.runners import StepOutputs, Want
+from sie.workers.runners import Side, StepOutputs, Want
+from sie.workers.runners.compare import TextVectors, compare
 from sie.workers.runners.encode import Backbone, Execution, dense_rows, weight_bytes
 from sie.workers.runners.head import Head
 from sie.workers.runners.splade import Entries, SparseHead, StaticTable
@@ -77,7 +78,7 @@ class OutputsRunner:
         """Return the tokens of each input, short queries filled up, and how many of them are seen."""
         expand = self._heads.expansion
         return [
-            expand(ids) if expand is not None and want.is_query else (ids, len(ids))
+            expand(ids, want.expand_to) if expand is not None and want.is_query else (ids, len(ids))
             for ids, want in zip(inputs, wants, strict=True)
         ]
 
@@ -102,16 +103,51 @@ class OutputsRunner:
 
     def _run(self, filled: Sequence[tuple[NDArray[np.int32], int]], wants: Sequence[Want]) -> StepOutputs:
         """Run the transformer over all inputs at once; none is empty."""
-        seen = None if self._heads.expansion is None else np.array([count for _, count in filled], np.int32)
-        batch = pack_sequences([ids for ids, _ in filled], attended=seen)
-        self._backbone.check(self.card.id, batch)
         with torch.inference_mode():
-            hidden = self._backbone.run(batch, self.execution)
+            hidden, batch = self._hidden(filled)
+            head = self._heads.multivector
             return StepOutputs(
                 self._dense(hidden, batch, wants),
                 self._sparse(hidden, batch, wants),
-                self._vectors(hidden, batch, wants),
+                None if head is None else self._vectors(head, hidden, batch, wants),
             )
+
+    def _hidden(self, filled: Sequence[tuple[NDArray[np.int32], int]]) -> tuple[Tensor, PackedBatch]:
+        seen = None if self._heads.expansion is None else np.array([count for _, count in filled], np.int32)
+        batch = pack_sequences([ids for ids, _ in filled], attended=seen)
+        self._backbone.check(self.card.id, batch)
+        return self._backbone.run(batch, self.execution), batch
+
+    def run_comparisons(self, inputs: Sequence[NDArray[np.int32]], sides: Sequence[Side]) -> NDArray[np.float32]:
+        """Return (n, 1) scores; see the protocol. Vectors never leave the device. Raises as `run_wants` does."""
+        filled = self._filled(inputs, sides)
+        run = [item for item in range(len(inputs)) if len(filled[item][0])]
+        with torch.inference_mode():
+            found = [self._no_vectors()] * len(inputs)
+            if run:
+                vectors = self._run_vectors([filled[item] for item in run], [sides[item] for item in run])
+                for item, own in zip(run, vectors, strict=True):
+                    found[item] = own
+            return compare(found, sides, self.card.late, self._backbone.device)[:, None]
+
+    def _no_vectors(self) -> TextVectors:
+        """Return what a text without a token has."""
+        dims, device = self.card.dims, self._backbone.device
+        dense = torch.zeros(dims.get("dense", 0), device=device)
+        return TextVectors(dense, _NO_ENTRIES, torch.empty((0, dims.get("multivector", 0)), device=device))
+
+    def _run_vectors(
+        self, filled: Sequence[tuple[NDArray[np.int32], int]], sides: Sequence[Side]
+    ) -> Iterable[TextVectors]:
+        hidden, batch = self._hidden(filled)
+        nothing: list[None] = [None] * len(sides)
+        dense, token_head = None, self._heads.multivector
+        if self._heads.dense is not None and (wanted := _wanted("dense", sides)):
+            rows = self._heads.dense(hidden, self._backbone.move(batch.cu_seqlens))
+            dense = _place([row for item, row in zip(batch.order, rows, strict=True) if item in wanted], batch, wanted)
+        vectors = None if token_head is None else self._vectors(token_head.tensors, hidden, batch, sides)
+        sparse = self._sparse(hidden, batch, sides)
+        return map(TextVectors, dense or nothing, sparse or nothing, vectors or nothing)
 
     def _dense(self, hidden: Tensor, batch: PackedBatch, wants: Sequence[Want]) -> NDArray[np.float32] | None:
         head = self._heads.dense
@@ -127,10 +163,10 @@ class OutputsRunner:
         return _place(head(own, sequences), batch, wanted)
 
     def _vectors(
-        self, hidden: Tensor, batch: PackedBatch, wants: Sequence[Want]
-    ) -> list[NDArray[np.float32] | None] | None:
-        head = self._heads.multivector
-        if head is None or not (wanted := _wanted("multivector", wants)):
+        self, head: Callable[..., list[T]], hidden: Tensor, batch: PackedBatch, wants: Sequence[Want]
+    ) -> list[T | None] | None:
+        """Return the rows of each item that wants them, in the head's own form."""
+        if not (wanted := _wanted("multivector", wants)):
             return None
         own, sequences = _select(hidden, batch, wanted)
         is_query = np.array([wants[item].is_query for item in batch.order if item in wanted], np.bool_)

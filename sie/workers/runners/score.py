@@ -1,8 +1,7 @@
-"""Owns the runner of a model that scores pairs: its transformer on the packed step, then its own head.
+"""Owns the runner of a model that scores pairs: its transformer on the packed step, then its own head (`ModelHead`).
 
-No head is known by name. The model's forward runs with a stand-in where its transformer was, which answers with hidden
-states that are there already. Sequences of one length are a rectangle of the packed row; and since most heads read only
-the first token or the last, the probe lets those see just the two ends of every sequence, all in one call.
+For the head, sequences of one length are a rectangle of the packed row; and since most heads read only the first token
+or the last, the probe lets those see just the two ends of every sequence, all in one call.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from sie.types import ModelCard, ScoreRule
 from sie.workers.batch import PackedBatch, pack_sequences
 from sie.workers.runners import Pair
 from sie.workers.runners.encode import Backbone, Execution
+from sie.workers.runners.stand_in import ModelHead
 
 HeadView = Literal["ends", "all", "model"]
 """What the head sees: each sequence's first and last token, every token, or the model cannot be parted from it."""
@@ -30,17 +29,19 @@ HeadView = Literal["ends", "all", "model"]
 class ScoreModel:
     """A model with a transformer and a head, run together or apart."""
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, rule: ScoreRule) -> None:
+    def __init__(self, model: PreTrainedModel, device: torch.device, rule: ScoreRule | None) -> None:
+        """Take a model apart; without a rule its logits are wanted as they are."""
         self.backbone = Backbone(cast("PreTrainedModel", model.base_model), device)
         self.memory_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in model.parameters()}.values())
         self._model = model
+        self._head = ModelHead(model)
         self._rule = rule
         self._padding: int | None = model.config.get_text_config().pad_token_id
         keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._arguments: dict[str, Any] = {"logits_to_keep": 1} if keeps else {}
 
     def run(self, batch: PackedBatch, execution: Execution, view: HeadView) -> Tensor:
-        """Return (n,) float32 logits, in the batch's order."""
+        """Return (n,) float32 logits, or (n, classes) without a rule, in the batch's order."""
         if view == "model":
             return self.run_whole(batch)
         return self.run_head(self.backbone.run(batch, execution), batch, view)
@@ -51,7 +52,8 @@ class ScoreModel:
         for start, count, length in batch.runs:
             rectangle = batch.input_ids[start : start + count * length].reshape(count, length)
             types = self.backbone.type_arguments(batch, start, count, length)
-            parts.append(self._logits(self.backbone.move(rectangle), types))
+            logits = self._model(input_ids=self.backbone.move(rectangle), **types, **self._arguments).logits
+            parts.append(self._scores(logits))
         return torch.cat(parts)
 
     def run_head(self, hidden: Tensor, batch: PackedBatch, view: HeadView) -> Tensor:
@@ -61,45 +63,25 @@ class ScoreModel:
         # A head that looks for the last token that is no padding must see all, should a sequence end in such a token.
         if view == "ends" and not (batch.input_ids[last] == self._padding).any():
             ends = self.backbone.move(np.stack((batch.cu_seqlens[:-1], last), axis=1).astype(np.int64))
-            return self._run_apart(input_ids[ends], hidden[ends])
+            return self._scores(self._head(hidden[ends], input_ids=input_ids[ends], **self._arguments))
         parts: list[Tensor] = []
         for start, count, length in batch.runs:
             tokens = slice(start, start + count * length)
             shape = (count, length)
-            parts.append(self._run_apart(input_ids[tokens].unflatten(0, shape), hidden[tokens].unflatten(0, shape)))
+            rectangle = input_ids[tokens].unflatten(0, shape)
+            logits = self._head(hidden[tokens].unflatten(0, shape), input_ids=rectangle, **self._arguments)
+            parts.append(self._scores(logits))
         return torch.cat(parts)
 
-    def _run_apart(self, input_ids: Tensor, hidden: Tensor) -> Tensor:
-        """Run the model on hidden states (n, length, d) in its transformer's place."""
-        model, name = self._model, self._model.base_model_prefix
-        setattr(model, name, _StandIn(hidden, getattr(self.backbone.model, "pooler", None)))
-        try:
-            return self._logits(input_ids, {})
-        finally:
-            setattr(model, name, self.backbone.model)
-
-    def _logits(self, input_ids: Tensor, types: dict[str, Tensor]) -> Tensor:
-        logits: Tensor = self._model(input_ids=input_ids, **types, **self._arguments).logits
+    def _scores(self, logits: Tensor) -> Tensor:
+        if self._rule is None:
+            return logits.float()
         if self._rule.true_token_id is None:
             return logits[:, 0].float()
         scores = logits[:, -1, self._rule.true_token_id].float()
         if self._rule.false_token_id is not None:
             scores = scores - logits[:, -1, self._rule.false_token_id].float()
         return scores
-
-
-class _StandIn(nn.Module):
-    """Answers in place of a transformer with hidden states it was given, pooled by that transformer's own pooler."""
-
-    def __init__(self, hidden: Tensor, pooler: nn.Module | None) -> None:
-        super().__init__()
-        self._hidden = hidden
-        self._pooler = pooler
-
-    def forward(self, *_args: Any, **_kwargs: Any) -> BaseModelOutputWithPoolingAndCrossAttentions:
-        """Answer, whatever the question."""
-        pooled = None if self._pooler is None else self._pooler(self._hidden)
-        return BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=self._hidden, pooler_output=pooled)  # type: ignore[arg-type]
 
 
 class ScoreRunner:

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
 
 from sie.catalog.files import refuse
 from sie.errors import Internal
 from sie.types import SparseOutput
 from sie.workers.batch import PackedBatch
+from sie.workers.runners.stand_in import ModelHead
 
 Entries = tuple[NDArray[np.int32], NDArray[np.float32]]
 """Indices (e,), ascending, and values (e,), positive and finite."""
@@ -46,41 +46,22 @@ class SparseHead(Protocol):
         ...
 
 
-class LanguageHead(nn.Module):
-    """The part of a masked language model after its encoder, for any architecture: hidden states to logits.
-
-    The model itself is run with its encoder taken out: what stands in for it returns the hidden states as they are.
-    """
+class LanguageHead:
+    """The part of a masked language model after its encoder: packed hidden states to logits."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self._given = _Given()
         self.model = model
-        setattr(model, model.base_model_prefix, self._given)
+        self._head = ModelHead(model)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor) -> Tensor:
         """Return (t, vocabulary) logits of (t, d) hidden states."""
-        self._given.hidden = hidden[None]
-        try:
-            return self.model(input_ids=None, inputs_embeds=hidden[None]).logits[0]
-        finally:
-            self._given.hidden = None
-
-
-class _Given(nn.Module):
-    """Stands where the encoder was."""
-
-    hidden: Tensor | None = None
-
-    def forward(self, *_args: object, **_kwargs: object) -> BaseModelOutput:
-        assert self.hidden is not None
-        return BaseModelOutput(last_hidden_state=self.hidden)  # type: ignore[arg-type]  # a FloatTensor is a Tensor
+        return self._head(hidden[None], input_ids=None, inputs_embeds=hidden[None])[0]
 
 
 def take_head(model_id: str, model: PreTrainedModel) -> tuple[PreTrainedModel, LanguageHead]:
     """Return a masked language model's encoder and its head, proven to be the model when put together.
 
-    The model cannot be used by itself afterwards. Raises ModelLoadFailed for one that cannot be taken apart.
+    Raises ModelLoadFailed for one that cannot be taken apart.
     """
     encoder = model.base_model
     if encoder is model or not isinstance(encoder, PreTrainedModel):
@@ -109,8 +90,8 @@ class SpladeHead:
         self._chunk_tokens = max(16, _CHUNK_BYTES // (4 * vocab_size))
 
     def weights(self) -> Iterable[Tensor]:
-        """Return the language model head's; the last layer is often the embeddings again."""
-        return self._head.parameters()
+        """Return the whole language model's; the head's last layer is often the embeddings again."""
+        return self._head.model.parameters()
 
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> list[Entries]:
         """Return the vectors; see `SparseHead`."""

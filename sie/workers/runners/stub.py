@@ -8,6 +8,7 @@ Never imports torch: a worker that serves only stubs stays small and starts at o
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections.abc import Sequence
 from typing import Literal
@@ -17,15 +18,17 @@ from numpy.typing import NDArray
 
 from sie.catalog.stub import count_stub_tokens
 from sie.errors import Internal
+from sie.extraction import Classification, Entity, Extraction, ExtractTask
 from sie.types import ModelCard
 from sie.workers.runners import StepOutputs, Want
 
 _NUM_ENTRIES = 16
 """Most entries of a stub's sparse vector."""
+_WORD = re.compile(r"\S+")
 
 
 class StubRunner:
-    """Answer texts with every output that the card names, and pairs with scores.
+    """Answer texts with every output that the card names, pairs with scores, texts and labels with extractions.
 
     Building it takes the card's `load_ms`.
     """
@@ -37,7 +40,7 @@ class StubRunner:
             raise Internal(f"model {card.id!r} is not a stub")
         self.card = card
         self._options = card.stub
-        self.takes: Literal["text", "wants"] = "text" if set(card.outputs) <= {"dense", "score"} else "wants"
+        self.takes: Literal["text", "wants"] = "text" if set(card.outputs) <= {"dense", "score", "extract"} else "wants"
         time.sleep(card.stub.load_ms / 1e3)
 
     def run_texts(self, texts: Sequence[bytes | memoryview]) -> NDArray[np.float32]:
@@ -54,7 +57,12 @@ class StubRunner:
         scores = [int.from_bytes(hashlib.shake_256(pair).digest(3), "little") / 2**24 for pair in pairs]
         return np.array(scores, dtype=np.float32)[:, None]
 
-    def _take_time(self, texts: Sequence[bytes | memoryview]) -> None:
+    def run_extract(self, texts: Sequence[bytes | NDArray[np.uint8]], tasks: Sequence[ExtractTask]) -> list[Extraction]:
+        """Return entities and classifications; takes as long as `run_texts`."""
+        self._take_time(texts)
+        return [_extract(bytes(text), task) for text, task in zip(texts, tasks, strict=True)]
+
+    def _take_time(self, texts: Sequence[bytes | memoryview | NDArray[np.uint8]]) -> None:
         options = self._options
         if options.latency_ms or options.per_token_us:
             tokens = sum(count_stub_tokens(len(text), options.max_tokens) for text in texts)
@@ -85,3 +93,22 @@ class StubRunner:
         rows = (hashlib.shake_256(row.to_bytes(4, "little") + bytes(text)).digest(width) for row in range(num_tokens))
         values = np.frombuffer(b"".join(rows), np.int8).reshape(num_tokens, width)
         return np.true_divide(values, np.float32(127), dtype=np.float32)
+
+
+def _extract(utf8: bytes, task: ExtractTask) -> Extraction:
+    text, least = utf8.decode(), task.threshold or 0.0
+    labels = task.labels or ("word",)
+    entities: list[Entity] = []
+    for word in _WORD.finditer(text):
+        digest = hashlib.shake_256(b"extract" + word[0].encode()).digest(5)
+        score = _fraction(digest[2:])
+        if digest[0] < 128 and score >= least:
+            entities.append(Entity(labels[digest[1] % len(labels)], score, word.start(), word.end()))
+    fits = [Classification(label, _fraction(hashlib.shake_256(b"class" + label.encode() + b"\0" + utf8).digest(3)))
+            for label in task.labels]  # fmt: skip
+    best_first = sorted(fits, key=lambda fit: -fit.score)
+    return Extraction(entities, classifications=[fit for fit in best_first if fit.score >= least])
+
+
+def _fraction(digest: bytes) -> float:
+    return int.from_bytes(digest, "little") / 2**24

@@ -32,9 +32,12 @@ class QueryExpansion:
         self._filler = np.full(late.expand_to, token_id, np.int32)
         self._is_attended = late.attend_to_expansion
 
-    def __call__(self, token_ids: NDArray[np.int32]) -> tuple[NDArray[np.int32], int]:
-        """Return the filled up query and how many of its tokens, from the first, are seen by others."""
-        missing = len(self._filler) - len(token_ids)
+    def __call__(self, token_ids: NDArray[np.int32], length: int | None = None) -> tuple[NDArray[np.int32], int]:
+        """Return the filled up query and how many of its tokens, from the first, are seen by others.
+
+        length takes the place of the checkpoint's own, which is the longest.
+        """
+        missing = min(len(self._filler), len(self._filler) if length is None else length) - len(token_ids)
         if missing <= 0:
             return token_ids, len(token_ids)
         filled = np.concatenate((token_ids, self._filler[:missing]))
@@ -59,11 +62,21 @@ class TokenHead:
 
         hidden is (t, width), is_query (n,) in the batch's order.
         """
-        lengths = np.diff(batch.cu_seqlens)
-        kept = self._kept(batch, np.repeat(is_query, lengths))
-        rows = self._layers(hidden[torch.from_numpy(kept.nonzero()[0]).to(hidden.device)].float()).cpu().numpy()
-        counts = np.add.reduceat(kept, batch.cu_seqlens[:-1], dtype=np.int64)
-        return np.split(rows, counts.cumsum()[:-1])
+        rows, counts = self._project(hidden, batch, is_query)
+        return np.split(rows.cpu().numpy(), counts.cumsum()[:-1])
+
+    def tensors(self, hidden: Tensor, batch: PackedBatch, is_query: NDArray[np.bool_]) -> list[Tensor]:
+        """Return the same as views of one tensor on the model's device."""
+        rows, counts = self._project(hidden, batch, is_query)
+        return list(rows.split(counts.tolist()))
+
+    def _project(
+        self, hidden: Tensor, batch: PackedBatch, is_query: NDArray[np.bool_]
+    ) -> tuple[Tensor, NDArray[np.int64]]:
+        """Return all rows back to back, and how many each sequence has."""
+        kept = self._kept(batch, np.repeat(is_query, np.diff(batch.cu_seqlens)))
+        rows = self._layers(hidden[torch.from_numpy(kept.nonzero()[0]).to(hidden.device)].float())
+        return rows, np.add.reduceat(kept, batch.cu_seqlens[:-1], dtype=np.int64)
 
     def _kept(self, batch: PackedBatch, of_query: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return (t,): whether a token has a vector; of_query says of what kind its text is."""

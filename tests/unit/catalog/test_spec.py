@@ -12,6 +12,7 @@ from sie.types import StubOptions
     ("text", "spec"),
     [
         ("BAAI/bge-m3", ModelSpec(id="BAAI/bge-m3")),
+        ("BAAI/bge-m3:default@main", ModelSpec(id="BAAI/bge-m3", revision="main")),
         ("BAAI/bge-m3@main", ModelSpec(id="BAAI/bge-m3", revision="main")),
         ("BAAI/bge-m3@refs/pr/1", ModelSpec(id="BAAI/bge-m3", revision="refs/pr/1")),
         ("a=/data/m", ModelSpec(id="a", directory="/data/m")),

@@ -25,7 +25,7 @@ from sie.frontend.models import ModelTable
 from sie.frontend.replies import read_reply
 from sie.settings import Limits
 from sie.shm.extent import extent_bytes, plan_arrays, write_extent
-from sie.types import EncodeReply, EncodeRequest, ModelCard, ReplyHeader
+from sie.types import EncodeReply, EncodeRequest, LateInteraction, ModelCard, ReplyHeader
 from sie.workers.runners.stub import StubRunner
 from tests.unit.engine_rig import DEADLINE_S, Rig, SumRunner, checksum, in_rig
 
@@ -208,3 +208,43 @@ def test_reply_of_changed_bytes_is_read_or_an_internal_error() -> None:
             except Internal:
                 num_refused += 1
     assert num_refused > 50
+
+
+class Desk:
+    """Stands where the engine stands, and keeps what it was given."""
+
+    def submit(self, header: Any, arrays: Any, num_tokens: int, _deadline_ns: int) -> Any:
+        self.header, self.num_tokens = header, num_tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "expand_to", "num_tokens"),
+    [
+        ({"is_query": True}, None, 8),
+        ({"is_query": True, "query_max_length": 5}, 5, 5),
+        ({"is_query": True, "max_seq_length": 5}, 5, 5),
+        ({"is_query": True, "query_max_length": 9}, None, 8),
+        ({"query_max_length": 5}, None, 20),
+        ({"max_seq_length": 5}, None, 5),
+    ],
+)
+def test_a_lower_limit_of_queries_is_also_what_they_are_filled_up_to(tmp_path, options, expand_to, num_tokens):
+    path = tmp_path / "tokenizer.json"
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(path))
+    late = LateInteraction(query_length=8, expand_to=8)
+    card = ModelCard(
+        id="m", kind="encoder", outputs=("multivector",), dims={"multivector": 4}, tokenizer_file=str(path),
+        max_sequence_length=50, late=late,
+    )  # fmt: skip
+    desk = Desk()
+
+    async def encode() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            encoder = Encoder(desk, ModelTable(pool, lambda _model: None), Limits(), pool)
+            request = EncodeRequest(model="m", texts=["a " * 20], output_types=("multivector",), options=options)
+            await encoder.start(entry_of(card), request, 1 << 62)
+
+    asyncio.run(encode())
+    assert (desk.header.expand_to, desk.num_tokens) == (expand_to, num_tokens)

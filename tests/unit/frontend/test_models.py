@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 import tokenizers
 
@@ -142,3 +143,64 @@ def test_tokenizer_that_could_not_be_read_is_tried_again(table, tmp_path, caplog
 
     asyncio.run(run())
     assert "no readable tokenizer" in caplog.text
+
+
+# --- profiles ---------------------------------------------------------------------------------------------------------
+
+
+def profiled(state="loaded", **details) -> ModelEntry:
+    made = entry("org/m", state, **details)
+    profiles = {"default": {}, "sparse": {"output_types": ["sparse"]}}
+    return msgspec.structs.replace(
+        made, card=msgspec.structs.replace(made.card, outputs=("dense", "sparse"), profiles=profiles)
+    )
+
+
+def test_every_profile_is_an_entry_with_the_state_of_its_model(table):
+    table.update(message(entry("a"), profiled(workers=(0,), memory_bytes=7)))
+    assert list(table.entries) == ["a", "org/m", "org/m:sparse"]
+    sparse = table.find("org/m:sparse")
+    assert (sparse.state, sparse.workers, sparse.card.profiles) == (
+        "loaded", (0,), {"default": {"output_types": ["sparse"]}},
+    )  # fmt: skip
+    assert table.find("org/m:default") is table.find("org/m")
+    assert table.find("org/m:other") is None
+
+
+def test_a_model_without_a_default_profile_is_hosted_and_not_offered(table):
+    made = entry("m", workers=(0,))
+    table.update(message(msgspec.structs.replace(made, card=msgspec.structs.replace(made.card, profiles={"a": {}}))))
+    assert list(table.entries) == ["m:a"]
+    assert table.find("m") is None
+    assert table.hosted("m").workers == (0,)
+    assert table.able("dense") == ["m:a"]
+
+
+def test_workers_and_supervisor_hear_of_the_model_alone(table, asked):
+    table.update(message(profiled("available")))
+    with pytest.raises(Unavailable):
+        table.check_serving(table.find("org/m:sparse"))
+    assert asked == ["org/m"]
+    table.update(message(profiled(workers=(0,))))
+    for name in ("org/m:sparse", "org/m"):
+        table.check_serving(table.find(name))
+    assert table.take_used() == ("org/m",)
+    assert table.take_used() == ()
+
+
+def test_entries_of_profiles_are_no_further_choice_for_a_request_without_a_model(table):
+    table.update(message(profiled(workers=(0,))))
+    assert (table.able("dense"), table.able("sparse")) == (["org/m"], ["org/m"])
+
+
+def test_entries_of_a_model_share_one_tokenizer(table, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    save_tokenizer(path)
+
+    async def read():
+        table.update(message(profiled(workers=(0,), tokenizer_file=path)))
+        read = [await table.tokenizer(table.find(name)) for name in ("org/m", "org/m:sparse")]
+        return [*read, table.ready_tokenizer(table.find("org/m:sparse"))]
+
+    first, second, third = asyncio.run(read())
+    assert first is second is third

@@ -5,6 +5,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import tokenizers
@@ -38,9 +39,11 @@ def make_tokenizer(tmp_path: Path) -> Any:
     return make
 
 
-def pairs(tokenizer: Tokenizer, query: str, documents: list[str], instruction: str | None = None) -> list[str]:
+def pairs(
+    tokenizer: Tokenizer, query: str, documents: list[str], instruction: str | None = None, **options: Any
+) -> list[str]:
     """Return each pair's tokens as words."""
-    arrays = dict(pair_arrays(tokenizer.card, tokenizer, query, documents, instruction))
+    arrays = dict(pair_arrays(tokenizer.card, tokenizer, query, documents, instruction, options=options))
     assert arrays["cu_seqlens"].dtype == arrays["token_ids"].dtype == np.int32
     rows = np.split(arrays["token_ids"], arrays["cu_seqlens"][1:-1])
     return [" ".join(WORDS[token] for token in row) for row in rows]
@@ -70,6 +73,38 @@ def test_types_mark_the_document(make_tokenizer: Any) -> None:
 def test_instruction_stands_before_the_query(make_tokenizer: Any) -> None:
     assert pairs(make_tokenizer(), "w1", ["w2"], "w9 w8") == ["<s> w9 w8 w1 </s> w2 </s>"]
     assert pairs(make_tokenizer(), "w1", ["w2"], "") == ["<s> w1 </s> w2 </s>"]
+
+
+@pytest.mark.parametrize(
+    ("instruction", "options", "expected"),
+    [
+        (None, {"default_instruction": "w9"}, "<s> w9 w1 </s> w2 </s>"),
+        ("w8", {"default_instruction": "w9"}, "<s> w8 w1 </s> w2 </s>"),
+        ("", {"default_instruction": "w9"}, "<s> w1 </s> w2 </s>"),
+        (None, {"query_template": "w3 {text} w4"}, "<s> w3 w1 w4 </s> w2 </s>"),
+        ("w8", {"query_template": "w3 {text}"}, "<s> w3 w1 </s> w2 </s>"),
+        ("w8", {"query_template": "{instruction} w3 {text}"}, "<s> w8 w3 w1 </s> w2 </s>"),
+        ("w8", {"doc_template": "{instruction} w5 {text}"}, "<s> w8 w1 </s> w8 w5 w2 </s>"),
+    ],
+)
+def test_options_say_what_stands_around_the_texts(
+    make_tokenizer: Any, instruction: str | None, options: dict[str, str], expected: str
+) -> None:
+    assert pairs(make_tokenizer(), "w1", ["w2"], instruction, **options) == [expected]
+
+
+def test_a_query_template_leaves_the_checkpoint_s_default_prompt_out(make_tokenizer: Any) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.card = msgspec.structs.replace(tokenizer.card, default_prompt="w7 ")
+    assert pairs(tokenizer, "w1", ["w2"]) == ["<s> w7 w1 </s> w2 </s>"]
+    assert pairs(tokenizer, "w1", ["w2"], query_template="{text}") == ["<s> w1 </s> w2 </s>"]
+
+
+def test_a_lower_limit_cuts_pairs_and_filled_templates(make_tokenizer: Any) -> None:
+    assert pairs(make_tokenizer(9), "w1 w2", ["w3 " * 20], max_seq_length=7) == ["<s> w1 w2 </s> w3 w3 </s>"]
+    template = PairTemplate(parts=("query {query}", "{document}", "w9"))
+    found = pairs(make_tokenizer(9, template=template), "w1", ["w3 " * 20], max_seq_length=6)
+    assert found == ["query w1 w3 w3 w3 w9"]
 
 
 def test_texts_are_cleaned_as_the_card_says(make_tokenizer: Any) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from sie.frontend.app import App
+from sie.frontend.inference import Inference
 from sie.frontend.routes import ROUTES, match, redirect_of
 
 
@@ -44,4 +45,7 @@ def test_missing_tail_is_redirected_unless_the_path_itself_is_served(path, targe
 
 def test_every_route_has_a_handler_of_its_own():
     assert len({route.handler for route in ROUTES}) == len(ROUTES)
-    assert all(callable(getattr(App, f"_{route.handler}", None)) for route in ROUTES)
+    for route in ROUTES:
+        assert callable(
+            getattr(Inference, route.handler, None) if route.endpoint else getattr(App, f"_{route.handler}", None)
+        )

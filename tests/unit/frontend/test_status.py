@@ -196,3 +196,13 @@ def test_process_owner_names_a_user_and_a_directory():
     user, directory = process_owner()
     assert user
     assert directory.startswith("/")
+
+
+def test_entries_of_a_model_s_profiles_show_its_memory_and_its_queue_once(page):
+    for family, value in ((families.QUEUE_DEPTH, 3),):
+        page.gauge(family.name, family.label_pairs("m")).set(value)
+    frame = frame_of(page, entry("m:a", memory_bytes=5), entry("m:b", memory_bytes=5), entry("n", memory_bytes=4))
+    shown = {model["name"]: (model["memory_bytes"], model["queue_depth"]) for model in frame["models"]}
+    assert shown == {"m:a": (5, 3), "m:b": (0, 0), "n": (4, 0)}
+    assert frame["loaded_models"] == ["m:a", "m:b", "n"]
+    assert {model["config"]["hf_id"] for model in frame["models"]} == {"m", "n"}

@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import pathlib
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -25,6 +26,9 @@ TEXTS = [
     *SPECIALS,
     " ".join(SPECIALS) + " text [CLS][SEP] x[MASK]y",
 ]
+
+
+STUB_CARD = ModelCard(id="stub", kind="stub", stub=StubOptions())
 
 
 def minilm_directory():
@@ -49,6 +53,45 @@ def test_ids_equal_transformers_with_every_special_token(minilm):
     assert got == expected
     assert token_ids.dtype == cu_seqlens.dtype == np.int32
     assert cu_seqlens[-1] == len(token_ids)
+
+
+@needs_minilm
+@pytest.mark.parametrize("limit", [3, 4, 5, 17, 128, 255, 256, 1000])
+def test_a_lower_limit_equals_a_tokenizer_of_that_limit(minilm, limit):
+    oracle = Tokenizer.load(msgspec.structs.replace(minilm.card, max_sequence_length=min(limit, 256)))
+    for texts in (TEXTS, [TEXTS[6]]):
+        for own, other in zip(minilm.encode_texts(texts, max_tokens=limit), oracle.encode_texts(texts), strict=True):
+            assert own.tolist() == other.tolist()
+            assert own.dtype == other.dtype
+
+
+@needs_minilm
+@pytest.mark.parametrize("limit", [4, 5, 8, 9, 40, 41, 255, 300])
+def test_a_lower_limit_of_pairs_equals_a_tokenizer_of_that_limit(minilm, limit):
+    oracle = Tokenizer.load(msgspec.structs.replace(minilm.card, max_sequence_length=min(limit, 256)))
+    for query in ("a few words", "word " * 700, ""):
+        own, other = minilm.encode_pairs(query, TEXTS, limit), oracle.encode_pairs(query, TEXTS)
+        assert [array.tolist() for array in own[:2]] == [array.tolist() for array in other[:2]]
+
+
+@needs_minilm
+def test_a_limit_of_one_request_leaves_the_next_one_s_alone(minilm):
+    before = minilm.encode_texts(TEXTS)
+    minilm.encode_texts(TEXTS, max_tokens=5)
+    assert minilm.encode_texts(TEXTS)[0].tolist() == before[0].tolist()
+
+
+@needs_minilm
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_limit_without_room_for_a_text_is_refused(minilm, limit):
+    with pytest.raises(BadRequest, match=f"A limit of {limit} tokens leaves no room beside the 2 special ones"):
+        minilm.encode_texts(["x"], max_tokens=limit)
+
+
+@needs_minilm
+def test_token_arrays_are_cut_at_the_lower_limit(minilm):
+    assert minilm.check_token_ids([[1, 2, 3], [4]], 2)[0].tolist() == [1, 2, 4]
+    assert len(minilm.check_token_ids([[1] * 300], 1000)[0]) == 256
 
 
 @needs_minilm
@@ -135,3 +178,9 @@ def test_stub_refuses_a_lone_surrogate_and_a_card_that_is_no_stub():
 )
 def test_long_texts_are_counted_in_utf8_bytes(texts, threshold, expected):
     assert is_long(texts, threshold) is expected
+
+
+def test_a_lower_limit_cuts_a_stub_s_text_at_four_bytes_a_token():
+    text, offsets, cu_seqlens = encode_stub_texts(STUB_CARD, ["0123456789", "ab"], 2)
+    assert bytes(text) == b"01234567ab"
+    assert (offsets.tolist(), cu_seqlens.tolist()) == ([0, 8, 10], [0, 2, 3])

@@ -302,3 +302,15 @@ def test_preload_that_failed_is_due_again_after_its_cool_down():
     assert preload.book.due_again(5.0 + RETRY_S - 1) == []
     assert preload.book.due_again(5.0 + RETRY_S) == [preload.record]
     assert preload.view[0] == "loading"
+
+
+def test_a_model_that_was_not_fetched_yet_is_offered_with_its_profiles_and_not_judged():
+    book = ModelBook(RETRY_S)
+    spec = ModelSpec(id="BAAI/bge-m3", profiles={"short": {"max_seq_length": 64}})
+    record = book.add(spec, False, None)
+    (entry,) = book.entries()
+    assert not entry.is_read
+    assert set(entry.card.profiles) == {"default", "sparse", "multivector", "short"}
+    record.card = ModelCard(id="BAAI/bge-m3", kind="encoder")
+    (entry,) = book.entries()
+    assert entry.is_read

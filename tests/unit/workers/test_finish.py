@@ -2,12 +2,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from sie.errors import Internal
+from sie.extraction import Entity, Extraction
 from sie.types import LateInteraction, ModelCard, WorkHeader
-from sie.workers.finish import finish_dense, finish_ragged, finish_sparse
+from sie.workers.finish import finish_dense, finish_ragged, finish_rows_of, finish_sparse
 from sie.workers.runners import StepOutputs
 
 CARD = ModelCard(id="a", kind="encoder", normalize=True)
@@ -67,3 +69,26 @@ def test_vector_that_is_not_finite_is_an_error() -> None:
     with pytest.raises(Internal) as caught:
         list(finish_ragged(CARD, [want("multivector")], outputs))
     assert caught.value.code == "NON_FINITE"
+
+
+def test_extractions_cross_as_msgpack() -> None:
+    found = Extraction([Entity("PER", 0.5, 0, 3)])
+    outputs = StepOutputs(extract=[found, Extraction()])
+    done = list(finish_ragged(CARD, [want("extract"), want("extract")], outputs))
+    assert [(item, output) for item, output, _ in done] == [(0, "extract"), (1, "extract")]
+    assert msgspec.msgpack.decode(done[0][2][0].tobytes(), type=Extraction) == found
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logits_that_are_no_numbers_are_an_error(value: float) -> None:
+    logits = np.array([[0, value]], np.float32)
+    with pytest.raises(Internal, match="non-finite"):
+        finish_rows_of(CARD, [want("logits")], StepOutputs(logits=logits))
+    with pytest.raises(Internal, match="non-finite"):
+        list(finish_ragged(CARD, [want("token_logits")], StepOutputs(token_logits=[logits])))
+
+
+def test_logits_of_pairs_are_rows_as_they_are() -> None:
+    (finished,) = finish_rows_of(CARD, [want("logits")] * 4, StepOutputs(logits=ROWS))
+    assert finished.members == [0, 1, 2, 3]
+    np.testing.assert_array_equal(finished.rows, ROWS)

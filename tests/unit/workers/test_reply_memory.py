@@ -88,6 +88,34 @@ async def test_request_cancelled_while_it_waits_for_room_never_runs(rig: Rig) ->
     assert worker.ran == [[[1], [2], [3]]]
 
 
+@in_rig(budget=TWO_ITEMS)
+async def test_room_of_a_request_cancelled_in_the_same_step_is_room(rig: Rig) -> None:
+    worker = rig.start_worker("wide")
+    gone = rig.submit([1], [2], [3] * 9, model="wide")
+    worker.turn()
+    waiting = rig.submit([4], [5] * 12, model="wide")
+    rig.engine.abandon(gone, Overloaded("gave up"))
+    await rig.serve(worker)
+
+    assert isinstance(await rig.error(gone), Overloaded)
+    assert await rig.rows(waiting) == [checksum([4], WIDTH), checksum([5] * 12, WIDTH)]
+
+
+@in_rig(budget=TWO_ITEMS)
+async def test_room_that_a_cancelled_request_leaves_is_found(rig: Rig) -> None:
+    worker = rig.start_worker("wide")
+    gone = rig.submit([1], [2], [3] * 9, model="wide")
+    worker.turn()
+    waiting = rig.submit([4], [5] * 3, model="wide")
+    worker.turn()  # set aside: nothing has room beside the first
+    rig.engine.abandon(gone, Overloaded("gave up"))
+    worker.turn(2)
+    await rig.serve(worker)
+
+    assert isinstance(await rig.error(gone), Overloaded)
+    assert await rig.rows(waiting) == [checksum([4], WIDTH), checksum([5] * 3, WIDTH)]
+
+
 @in_rig()
 async def test_unload_waits_for_what_waits_for_room(rig: Rig) -> None:
     worker = rig.start_worker("wide")

@@ -84,6 +84,15 @@ def test_shortest_go_first_when_not_all_fit():
     assert [sizes(take(state)) for _ in range(2)] == [[10, 20, 60], [90]]
 
 
+def test_item_that_leads_goes_before_every_shorter_one():
+    request = object()
+    leader = Waiting(request, 0, 90, 0, NEVER_NS, leads=True)
+    followers = [Waiting(request, index, 10, 0, NEVER_NS) for index in (1, 2)]
+    state = state_of(item(5), leader, *followers, item(4))
+    assert take(state).items[0] is leader
+    assert sizes(take(state)) == [10, 10]
+
+
 def test_item_over_its_age_goes_before_every_shorter_one():
     old, new = item(90, arrival_ns=0), [item(10, arrival_ns=500) for _ in range(20)]
     assert sizes(plan_step(state_of(old, *new), BUDGET, 1000)) == [10] * 8

@@ -23,6 +23,17 @@ def test_a_card_serves_sie_openai_and_anthropic_readers():
     }  # fmt: skip
 
 
+def test_every_profile_is_shown_with_its_outputs():
+    card = ModelCard(
+        id="m", kind="encoder", outputs=("dense", "sparse"), profiles={"default": {}, "s": {"output_types": ["sparse"]}}
+    )
+    profiles = model_info(card)["profiles"]
+    assert {name: (profile["is_default"], profile["output_types"]) for name, profile in profiles.items()} == {
+        "default": (True, ["dense", "sparse"]),
+        "s": (False, ["sparse"]),
+    }
+
+
 def test_loaded_is_true_in_one_state_only():
     states = ("available", "loading", "loaded", "unloading", "failed")
     assert [model_info(CARD, state)["loaded"] for state in states] == [False, False, True, False, False]

@@ -23,15 +23,15 @@ class Served:
     def __init__(self, directory: Path, dtype: str = "float32") -> None:
         self.card = read_card(ModelSpec(id="test/model"), str(directory))
         self.runner: Any = load_encoder(self.card, "cpu", dtype, lambda _fraction, _text: None)
-        self._tokenizer = Tokenizer.load(self.card)
+        self.tokenizer = Tokenizer.load(self.card)
 
-    def inputs(self, texts: list[str], is_query: bool = False) -> list[np.ndarray]:
+    def inputs(self, texts: list[str], is_query: bool = False, max_tokens: int | None = None) -> list[np.ndarray]:
         prompted = apply_prompt(self.card, texts, {}, None, is_query)
-        token_ids, bounds = self._tokenizer.encode_texts(prompted, is_query)
+        token_ids, bounds = self.tokenizer.encode_texts(prompted, is_query, max_tokens)
         return np.split(token_ids, bounds[1:-1])
 
-    def want(self, *outputs: str, is_query: bool = False) -> WorkHeader:
-        return WorkHeader("test/model", "encode", 1, (), output_types=outputs, is_query=is_query)
+    def want(self, *outputs: str, is_query: bool = False, expand_to: int | None = None) -> WorkHeader:
+        return WorkHeader("test/model", "encode", 1, (), output_types=outputs, is_query=is_query, expand_to=expand_to)
 
     def run(self, texts: list[str], output: str, is_query: bool = False) -> Any:
         wants = [self.want(output, is_query=is_query)] * len(texts)

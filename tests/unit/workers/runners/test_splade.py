@@ -144,7 +144,7 @@ def test_lexical_weights_are_the_largest_of_each_token(make_checkpoint: Any, ser
     linear = {"weight": torch.randn(1, 32), "bias": torch.randn(1)}
     save_file(linear, directory / "sparse_linear.safetensors")
     model = serve(directory)
-    assert model.card.outputs == ("dense", "sparse")
+    assert model.card.outputs == ("dense", "sparse", "score")
     text = "w1 w2 w1 w3 nobodyknowsme w1"
     rows = to_rows(model.run([text], "sparse"), model.card.dims["sparse"])[0]
     ids = torch.from_numpy(model.inputs([text])[0].astype(np.int64))
@@ -161,7 +161,7 @@ def test_pickled_head_is_named_and_the_rest_is_served(make_checkpoint: Any, serv
     directory = make_checkpoint("xlm-roberta")
     (directory / "sparse_linear.pt").write_bytes(b"a pickle")
     card = serve(directory).card
-    assert card.outputs == ("dense",)
+    assert card.outputs == ("dense", "score")
     assert "sparse_linear.pt is pickled" in card.missing_outputs["sparse"]
 
 

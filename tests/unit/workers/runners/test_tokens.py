@@ -128,7 +128,7 @@ def test_layout_equals_multi_vector_encoder(
     directory = make_checkpoint("bert")
     layout(directory, **rules)
     model = serve(directory)
-    assert (model.card.outputs, model.card.dims) == (("multivector",), {"multivector": WIDTH})
+    assert (model.card.outputs, model.card.dims) == (("multivector", "score"), {"multivector": WIDTH})
     rows = model.run(texts, "multivector", task == "query")
     expected = _reference(sentence_transformers, directory, texts, task)
     _assert_close(rows, expected, normalize=model.card.late.normalize)
@@ -145,6 +145,25 @@ def test_family_equals_multi_vector_encoder(
     assert model.runner.execution.packed is (family != "mpnet")
     rows = model.run(texts, "multivector", task == "query")
     _assert_close(rows, _reference(sentence_transformers, directory, texts, task))
+
+
+@pytest.mark.parametrize(
+    ("layout", "rules", "shorter"),
+    [
+        (write_own, FIXED, {"query_expansion": {**FIXED["query_expansion"], "length": 6}}),
+        (write_own, {"query_length": 12}, {"query_length": 6}),
+    ],
+)
+def test_a_lower_limit_of_a_request_equals_a_checkpoint_with_that_limit(
+    layout: Layout, rules: Any, shorter: Any, make_checkpoint: Any, serve: Any, texts: Any, sentence_transformers: Any
+) -> None:
+    directory = make_checkpoint("bert")
+    layout(directory, **rules)
+    model = serve(directory)
+    wants = [model.want("multivector", is_query=True, expand_to=6)] * len(texts)
+    rows = model.runner.run_wants(model.inputs(texts, True, 6), wants).multivector
+    _write(directory / "sentence_bert_config.json", shorter)
+    _assert_close(rows, _reference(sentence_transformers, directory, texts, "query"))
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert", "mpnet"])
@@ -173,7 +192,7 @@ def test_m3_gives_three_outputs_from_one_pass(make_checkpoint: Any, serve: Any, 
     save_file(sparse, directory / "sparse_linear.safetensors")
     save_file(vectors, directory / "colbert_linear.safetensors")
     model = serve(directory)
-    assert model.card.outputs == ("dense", "sparse", "multivector")
+    assert model.card.outputs == ("dense", "sparse", "multivector", "score")
     wanted = [("dense",), ("sparse",), ("multivector",), ("dense", "sparse", "multivector"), ("multivector", "sparse")]
     inputs = model.inputs(texts[: len(wanted)])
     outputs = model.runner.run_wants(inputs, [model.want(*names) for names in wanted])

@@ -1,0 +1,55 @@
+"""Owns how a spec becomes a whole card: what the checkpoint's files say, then the catalogue, then the operator's file."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sie.catalog.directory import read_card
+from sie.catalog.files import refuse
+from sie.catalog.profiles import Options, known_profiles
+from sie.catalog.spec import ModelSpec
+from sie.catalog.stub import stub_card
+from sie.types import ModelCard
+
+
+def make_card(spec: ModelSpec, directory: str) -> ModelCard:
+    """Return the card of a stub, or of the checkpoint in a directory, with its profiles.
+
+    Raises ModelLoadFailed as `read_card` does, and for a spec that asks for more than the checkpoint can do.
+    """
+    card = stub_card(spec) if spec.stub is not None else read_card(spec, directory)
+    if spec.max_sequence_length is not None:
+        card = _shorten(card, spec.max_sequence_length)
+    return _with_profiles(card, spec)
+
+
+def _shorten(card: ModelCard, limit: int) -> ModelCard:
+    if card.max_sequence_length is not None and limit > card.max_sequence_length:
+        raise refuse(card.id, f"max_sequence_length is {limit}, but its own is {card.max_sequence_length}")
+    late, stub = card.late, card.stub
+    if late is not None:
+        lengths = (late.query_length or limit, late.document_length or limit)
+        query_length, document_length = (min(length, limit) for length in lengths)
+        late = msgspec.structs.replace(
+            late, query_length=query_length, document_length=document_length, expand_to=min(late.expand_to, limit)
+        )
+    if stub is not None:
+        stub = msgspec.structs.replace(stub, max_tokens=limit)
+    return msgspec.structs.replace(card, max_sequence_length=limit, late=late, stub=stub)
+
+
+def _with_profiles(card: ModelCard, spec: ModelSpec) -> ModelCard:
+    """Add the profiles; a built-in one for an output that this checkpoint has not is left out, one's own is refused."""
+    for name, options in spec.profiles.items():
+        if missing := _missing_output(card, options):
+            raise refuse(card.id, f"profile {name!r} is for output {missing!r}; it has {', '.join(card.outputs)}")
+    known = {
+        name: options for name, options in known_profiles(card.id).items() if _missing_output(card, options) is None
+    }
+    return msgspec.structs.replace(card, profiles={**known, **spec.profiles})
+
+
+def _missing_output(card: ModelCard, options: Options) -> str | None:
+    """Return an output of a profile that the checkpoint cannot give, and is not even known for."""
+    can_name = {*card.outputs, *card.missing_outputs}
+    return next((output for output in options.get("output_types") or () if output not in can_name), None)

@@ -1,0 +1,80 @@
+"""Owns the operator's file of models, which the setting `catalog` names: what it may say, and how it is read.
+
+    [models."org/name"]
+    directory = "/srv/models/name"      # else the hub; relative to the file's own folder
+    [models."org/name".profiles.short]
+    options = { max_seq_length = 128 }
+
+Whatever is unknown or wrong raises BadRequest with the file, the section and the reason.
+"""
+
+from __future__ import annotations
+
+import typing
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from sie.catalog.profiles import Profile, Profiles, flatten, known_profiles
+from sie.catalog.spec import check_model_id, check_revision
+from sie.config_sources import did_you_mean, read_toml
+from sie.errors import BadRequest
+
+
+class FileModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One section `[models."ID"]`."""
+
+    directory: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    """Absolute once read; None: the hub, or where the command line says."""
+    revision: str | None = None
+    preload: bool = False
+    """Whether it loads before the server is ready, and not when it is first asked for."""
+    max_sequence_length: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Only lowers the checkpoint's own."""
+    profiles: dict[str, Any] = {}
+
+
+def read_model_file(path: str) -> dict[str, tuple[FileModel, Profiles]]:
+    """Return each section of a file by model id, with its own profiles, in the file's order.
+
+    Raises BadRequest, or SettingsError when it is not TOML.
+    """
+    tables = read_toml(path)
+    if unknown := [key for key in tables if key != "models"]:
+        raise BadRequest(f'{path}: {unknown[0]}: unknown section; a model is [models."ID"]')
+    models = _table(tables.get("models", {}), f"{path}: models")
+    return {model_id: _read(path, model_id, table) for model_id, table in models.items()}
+
+
+def _read(path: str, model_id: str, raw: Any) -> tuple[FileModel, Profiles]:
+    where = f'{path}: [models."{model_id}"]'
+    try:
+        check_model_id(model_id)
+        model: FileModel = _convert(raw, FileModel, where)
+        if model.revision is not None:
+            check_revision(model.revision)
+        if model.directory is not None:
+            model = msgspec.structs.replace(model, directory=str(Path(path).absolute().parent / model.directory))
+        written = {name: _convert(table, Profile, f"{where} profiles.{name}") for name, table in model.profiles.items()}
+        return model, flatten(written, known_profiles(model_id))
+    except BadRequest as error:
+        message = error.message
+        raise BadRequest(message if message.startswith(path) else f"{where} {message}") from None
+
+
+def _table(raw: Any, where: str) -> dict[str, Any]:
+    if not isinstance(raw, dict):
+        raise BadRequest(f"{where}: a table is expected")
+    return typing.cast("dict[str, Any]", raw)
+
+
+def _convert(raw: Any, form: type[Any], where: str) -> Any:
+    names = [field.encode_name for field in msgspec.structs.fields(form)]
+    for key in _table(raw, where):
+        if key not in names:
+            raise BadRequest(f"{where} {key}: unknown key{did_you_mean(key, names)}")
+    try:
+        return msgspec.convert(raw, form)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"{where}: {error}") from None

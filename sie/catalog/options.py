@@ -1,0 +1,101 @@
+"""Owns the runtime options: their names, what a value of each must be, and which are refused. Pure.
+
+A request and a profile set the same options. They differ in what is unknown: a request's unknown names are ignored, as
+the API reference has it, while in a profile they are mistakes of the person who runs the server, and stop the start.
+Source: SIE API reference, section 11.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from sie.config_sources import did_you_mean
+from sie.errors import BadRequest
+from sie.types import OUTPUT_DTYPES
+
+OUTPUT_TYPES: Final = ("dense", "sparse", "multivector")
+OVERFLOW_POLICIES: Final = ("default", "error", "truncate_text")
+
+_TYPES: Final[dict[str, tuple[type, str]]] = {
+    "is_query": (bool, "bool"),
+    "normalize": (bool, "bool"),
+    "instruction": (str, "str"),
+    "default_instruction": (str, "str"),
+    "query_template": (str, "str"),
+    "doc_template": (str, "str"),
+    "output_dtype": (str, "str"),
+    "output_types": (list, "array"),
+    "max_seq_length": (int, "int"),
+    "query_max_length": (int, "int"),
+}
+LENGTHS: Final = ("max_seq_length", "query_max_length")
+_TEMPLATES: Final = ("query_template", "doc_template")
+
+_JUDGED_ELSEWHERE: Final = frozenset(
+    {
+        "overflow_policy", "lora_id", "score_mode", "score_weights", "threshold", "flat_ner", "multi_label",
+        "merge_adjacent_entities", "relation_labels", "relation_threshold", "classification_type", "label_groups",
+        "examples", "hypothesis_template", "aggregation_strategy", "stride", "box_threshold", "text_threshold",
+        "score_threshold",
+    }
+)  # fmt: skip
+"""Options whose operation, and not this file, says what a value must be."""
+
+REFUSED: Final[dict[str, str]] = {
+    "lora_id": "adapters are not served by this version",
+    "lora": "an adapter is named by lora_id",
+    "muvera": "fixed dimensional encodings of multivectors are not computed by this version",
+    "smve": "sparse encodings of multivectors are not computed by this version",
+    "pooling": "the checkpoint's own files say how it pools",
+}
+"""Options that the reference documents and this server does not serve, with the reason."""
+
+_PLACEHOLDER: Final = re.compile(r"\{([^{}]*)\}")
+
+
+def check_options(options: Mapping[str, Any], subject: str, path: str) -> None:
+    """Raise BadRequest for an option that is refused or has no value of its kind; names that are not known pass.
+
+    A null is as good as no option. subject is what does not support a refused one (`Model 'x'`), path where the options
+    stand in the request (`$.params.options`).
+    """
+    for name, (kind, label) in _TYPES.items():
+        value = options.get(name)
+        if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+            raise BadRequest(f"Expected `{label} | null`, got `{type(value).__name__}` - at `{path}.{name}`")
+    for name in LENGTHS:
+        if options.get(name) is not None and options[name] < 1:
+            raise BadRequest(f"Expected `int` >= 1 - at `{path}.{name}`")
+    for name, reason in REFUSED.items():
+        if options.get(name) is not None:
+            raise BadRequest(f"{subject} does not support option '{name}' ({reason})")
+    policy = options.get("overflow_policy")
+    if policy is not None and policy not in OVERFLOW_POLICIES:
+        raise BadRequest(f"Invalid overflow_policy {policy!r}. Valid: {list(OVERFLOW_POLICIES)}")
+
+
+def check_profile_options(options: Mapping[str, Any]) -> None:
+    """Raise BadRequest for what no request could be served with, unknown names among it."""
+    known = [*_TYPES, *_JUDGED_ELSEWHERE, *REFUSED]
+    for name in options:
+        if name not in known:
+            raise BadRequest(f"unknown option {name!r}{did_you_mean(name, known)}")
+    check_options(options, "this version", "options")
+    for name in _TEMPLATES:
+        if options.get(name) is not None:
+            check_template(options[name])
+    if (dtype := options.get("output_dtype")) is not None and dtype not in OUTPUT_DTYPES:
+        raise BadRequest(f"unknown output_dtype {dtype!r}; the known ones are {', '.join(OUTPUT_DTYPES)}")
+    if (outputs := options.get("output_types")) is not None:
+        unknown = [output for output in outputs if output not in OUTPUT_TYPES]
+        if unknown or not outputs:
+            raise BadRequest(f"output_types is {outputs}, but wants some of {', '.join(OUTPUT_TYPES)}")
+
+
+def check_template(template: str) -> None:
+    """Raise BadRequest for a placeholder other than `{text}` and `{instruction}`."""
+    for name in _PLACEHOLDER.findall(template):
+        if name not in ("text", "instruction"):
+            raise BadRequest(f"Unknown template placeholder '{{{name}}}'. Available: ['{{instruction}}', '{{text}}']")

@@ -1,0 +1,122 @@
+"""Owns profiles: named sets of options of a model, and the entries `id:profile` under which they are offered.
+
+`profiles.toml` holds those of well-known checkpoints whose files do not say how they are asked; the file that `catalog`
+names (`sie.catalog.model_file`) holds the operator's own. Source: SIE API reference, sections 2, 11 and 18.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any, Final
+
+import msgspec
+
+from sie.catalog.options import check_profile_options
+from sie.errors import BadRequest
+from sie.types import ModelCard
+
+DEFAULT_PROFILE: Final = "default"
+"""The profile of requests that name none; a model without it is offered only as `id:profile`."""
+MAX_NAME_CHARS: Final = 64
+
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
+
+Options = dict[str, Any]
+Profiles = dict[str, Options]
+"""The options of each profile by its name, nothing left to inherit."""
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A profile as it is written down. With options of its own it has none of the profile that it extends."""
+
+    extends: str | None = None
+    options: Options = {}
+
+
+class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry of `profiles.toml`."""
+
+    models: tuple[str, ...]
+    profiles: dict[str, Profile]
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: tuple[_Entry, ...]
+
+
+def model_of(entry_id: str) -> str:
+    """Return the id of the model behind an entry: what stands before the colon, which no model's own id has."""
+    return entry_id.partition(":")[0]
+
+
+def fold_default(entry_id: str) -> str:
+    """Return an entry's id without `:default`, which is the model itself."""
+    return entry_id.removesuffix(f":{DEFAULT_PROFILE}")
+
+
+def known_profiles(model_id: str) -> Profiles:
+    """Return the built-in profiles of a model, none for most. The case of the id does not matter."""
+    return _known().get(model_id.lower(), {})
+
+
+def flatten(profiles: Mapping[str, Profile], inherited: Profiles) -> Profiles:
+    """Return each profile's options. inherited are further profiles that `extends` may name.
+
+    A profile that extends another has its options, unless it has some of its own, which replace all of them. Raises
+    BadRequest that names the profile and what is wrong with it.
+    """
+    return {name: _own_options(name, profiles, inherited) for name in profiles}
+
+
+def _own_options(name: str, profiles: Mapping[str, Profile], inherited: Profiles) -> Options:
+    profile = profiles[name]
+    try:
+        if not _NAME.fullmatch(name) or len(name) > MAX_NAME_CHARS:
+            raise BadRequest(f"a name has 1 to {MAX_NAME_CHARS} letters, digits, '.', '_' or '-'")
+        check_profile_options(profile.options)
+        if profile.extends is None:
+            return dict(profile.options)
+        parent = profiles.get(profile.extends)
+        if parent is None and profile.extends not in inherited:
+            raise BadRequest(f"it extends {profile.extends!r}, which is no profile of this model")
+        if parent is not None and parent.extends is not None:
+            raise BadRequest(f"it extends {profile.extends!r}, which extends another one itself")
+    except BadRequest as error:
+        raise BadRequest(f"profile {name!r}: {error.message}") from None
+    return dict(profile.options or (parent.options if parent is not None else inherited[profile.extends]))
+
+
+def entry_ids(model_id: str, profiles: Profiles) -> list[str]:
+    """Return the ids under which a model is offered: its own, if it has a default profile, then `id:profile`."""
+    if not profiles:
+        return [model_id]
+    return [model_id if name == DEFAULT_PROFILE else f"{model_id}:{name}" for name in _default_first(profiles)]
+
+
+def entry_cards(card: ModelCard) -> list[ModelCard]:
+    """Return one card for each entry of a model. In `id:profile` the profile is `default`, and the only one."""
+    if not card.profiles:
+        return [card]
+    ids = entry_ids(card.id, card.profiles)
+    return [
+        card if name == DEFAULT_PROFILE
+        else msgspec.structs.replace(card, id=entry_id, profiles={DEFAULT_PROFILE: card.profiles[name]})
+        for entry_id, name in zip(ids, _default_first(card.profiles), strict=True)
+    ]  # fmt: skip
+
+
+def _default_first(profiles: Profiles) -> list[str]:
+    return sorted(profiles, key=lambda name: name != DEFAULT_PROFILE)
+
+
+@cache
+def _known() -> dict[str, Profiles]:
+    text = files("sie.catalog").joinpath("profiles.toml").read_text(encoding="utf-8")
+    known: dict[str, Profiles] = {}
+    for entry in msgspec.convert(tomllib.loads(text), _File).model:
+        known.update(dict.fromkeys((model.lower() for model in entry.models), flatten(entry.profiles, {})))
+    return known

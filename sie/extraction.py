@@ -1,0 +1,169 @@
+"""Owns the typed values of the extract operation: what is asked of a text, how a model answers, and the answer.
+
+Imports nothing of ours. What crosses a process is `array_like`: fields are only ever appended.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+ReadsForm = Literal["tokens", "pairs", "text", "image"]
+"""In which form a worker gets an item. tokens: one sequence for each window of the text; pairs: one sequence for each
+label; text: its UTF-8; image: its pixels. Of the first two a request has more items for the worker than for the client."""
+GivesForm = Literal["extract", "token_logits", "logits"]
+"""What a worker answers with (`sie.types.ReplyHeader`): whole extractions, or logits that the frontend reads."""
+
+OVERFLOW_POLICIES = ("default", "error", "truncate_text")
+AGGREGATION_STRATEGIES = ("none", "simple", "first", "average", "max")
+
+
+class Entity(msgspec.Struct, array_like=True, frozen=True):
+    """A named piece of a text. start and end are code points of the item's text.
+
+    text None: the frontend cuts it from the item's text. bbox is [x, y, width, height] in pixels.
+    """
+
+    label: str
+    score: float = 1.0
+    start: int | None = None
+    end: int | None = None
+    text: str | None = None
+    bbox: tuple[int, int, int, int] | None = None
+
+
+class Relation(msgspec.Struct, array_like=True, frozen=True):
+    """A named tie between two pieces of a text, given as the pieces' texts."""
+
+    head: str
+    tail: str
+    relation: str
+    score: float
+
+
+class Classification(msgspec.Struct, array_like=True, frozen=True):
+    """How well a label fits the whole text."""
+
+    label: str
+    score: float
+
+
+class DetectedObject(msgspec.Struct, array_like=True, frozen=True):
+    """A thing seen in an image. bbox is [x, y, width, height] in pixels."""
+
+    label: str
+    score: float
+    bbox: tuple[int, int, int, int]
+
+
+class ItemError(msgspec.Struct, array_like=True, frozen=True):
+    """Why one item has no answer while its neighbours have: `INVALID_INPUT`, `INFERENCE_ERROR`, ..."""
+
+    code: str
+    message: str
+
+
+class Extraction(msgspec.Struct, array_like=True, frozen=True):
+    """All that was found in one item. data holds only what JSON can."""
+
+    entities: list[Entity] = []
+    relations: list[Relation] = []
+    classifications: list[Classification] = []
+    objects: list[DetectedObject] = []
+    data: dict[str, Any] = {}
+    error: ItemError | None = None
+
+
+class LabelGroup(msgspec.Struct, array_like=True, frozen=True):
+    """Labels of which a classifier answers with one set of scores under the group's name."""
+
+    name: str
+    labels: tuple[str, ...]
+
+
+class LabelledExample(msgspec.Struct, array_like=True, frozen=True):
+    """A text that a classifier is shown with its labels."""
+
+    text: str
+    labels: tuple[str, ...]
+
+
+class ExtractTask(msgspec.Struct, array_like=True, frozen=True):
+    """What a request asks of each of its items. Hashable: items with equal tasks may share a forward pass.
+
+    None and an empty tuple mean that the request did not say, so the model's default counts; a field that a rule does
+    not list among its options is never set.
+    """
+
+    labels: tuple[str, ...] = ()
+    threshold: float | None = None
+    flat_ner: bool | None = None
+    multi_label: bool | None = None
+    merge_adjacent_entities: bool | None = None
+    relation_labels: tuple[str, ...] = ()
+    relation_threshold: float | None = None
+    classification_type: str | None = None
+    label_groups: tuple[LabelGroup, ...] = ()
+    examples: tuple[LabelledExample, ...] = ()
+    overflow_policy: str = "default"
+    hypothesis_template: str | None = None
+    aggregation_strategy: str | None = None
+    stride: int | None = None
+    score_threshold: float | None = None
+    box_threshold: float | None = None
+    text_threshold: float | None = None
+    instruction: str | None = None
+    output_schema: str = ""
+    """JSON."""
+
+
+class StubExtract(msgspec.Struct, frozen=True, kw_only=True, tag="stub"):
+    """Entities and classifications from digests of the text: `sie.catalog.stub`."""
+
+    reads: ClassVar[ReadsForm] = "text"
+    gives: ClassVar[GivesForm] = "extract"
+    options: ClassVar[frozenset[str]] = frozenset({"threshold"})
+    needs_labels: ClassVar[bool] = False
+
+
+class TokenClassification(msgspec.Struct, frozen=True, kw_only=True, tag="token_classification"):
+    """A class for each token, joined to entities as transformers' TokenClassificationPipeline does it."""
+
+    reads: ClassVar[ReadsForm] = "tokens"
+    gives: ClassVar[GivesForm] = "token_logits"
+    options: ClassVar[frozenset[str]] = frozenset({"threshold", "aggregation_strategy", "stride", "overflow_policy"})
+    needs_labels: ClassVar[bool] = False
+
+    labels: tuple[str, ...]
+    """By class: `B-PER`, `I-PER`, ..., `O`."""
+    unknown_token: str = ""
+    """The token for what the vocabulary lacks; it always begins a word."""
+
+
+class ZeroShot(msgspec.Struct, frozen=True, kw_only=True, tag="zero_shot"):
+    """Whether a text entails a sentence with the label in it, as transformers' ZeroShotClassificationPipeline does it."""
+
+    reads: ClassVar[ReadsForm] = "pairs"
+    gives: ClassVar[GivesForm] = "logits"
+    options: ClassVar[frozenset[str]] = frozenset(
+        {"threshold", "multi_label", "hypothesis_template", "overflow_policy"}
+    )
+    needs_labels: ClassVar[bool] = True
+
+    labels: tuple[str, ...]
+    """By class: `contradiction`, `neutral`, `entailment`."""
+    entailment: int
+    contradiction: int
+    token_types: bool = False
+    """Whether the model is told which of a pair's tokens belong to the hypothesis."""
+
+
+ExtractRule = StubExtract | TokenClassification | ZeroShot
+"""How a model extracts, one type a family. Every family says, without a value of its own:
+
+reads, gives       the form in which the worker gets an item, and that of its answer
+options            the fields of `ExtractTask` that it can serve beside labels; the others are refused by name.
+                   `instruction` and `output_schema` count among them
+needs_labels       whether a request without labels is refused
+"""

@@ -1,0 +1,165 @@
+"""Owns the extract operation: a typed request to what was found in each item, whatever family the model is of.
+
+One request is one submit. Its work may have more items than the request, a window of a text or a text with a label
+each; the worker spreads them over steps, and the family's reading joins them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, NamedTuple, Protocol
+
+import msgspec
+from numpy.typing import NDArray
+
+from sie.control import ModelEntry
+from sie.errors import BadRequest, Internal
+from sie.extraction import Extraction, ExtractRule, ExtractTask, TokenClassification, ZeroShot
+from sie.frontend import extract_pairs, extract_tokens
+from sie.frontend.engine import ShmEngine
+from sie.frontend.extract_pairs import PairReading
+from sie.frontend.extract_texts import TextReading
+from sie.frontend.extract_tokens import TokenReading
+from sie.frontend.links import Pending, Reply
+from sie.frontend.models import ModelTable
+from sie.frontend.pairs import Arrays
+from sie.frontend.replies import read_pieces, timing_of
+from sie.frontend.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
+from sie.settings import Limits
+from sie.types import ExtractReply, ExtractRequest, ModelCard, WorkHeader
+
+_to_msgpack: Final = msgspec.msgpack.Encoder().encode
+_LOGIT_BYTES: Final = 4
+
+
+class Reading(Protocol):
+    """One family's way from a request's texts to work, and from the worker's answer to extractions."""
+
+    def prepare(self, texts: Sequence[str]) -> Arrays:
+        """Return the arrays of the request's extent, the bounds of the work's items first."""
+        ...
+
+    def read(self, pieces: Sequence[NDArray[Any]]) -> list[Extraction]:
+        """Return one extraction for each text; pieces hold the worker's answer, one for each item of the work."""
+        ...
+
+
+class Submitted(NamedTuple):
+    """A request that a worker has, and what is needed to read its reply."""
+
+    pending: Pending
+    reading: Reading
+    output: str
+    num_items: int
+    """Of the work, not of the request."""
+    tokenization_ns: int
+
+
+class Extractor:
+    """Run extract requests on the engine."""
+
+    def __init__(self, engine: ShmEngine, models: ModelTable, limits: Limits, pool: ThreadPoolExecutor) -> None:
+        self._engine = engine
+        self._models = models
+        self._limits = limits
+        self._pool = pool
+
+    async def start(self, entry: ModelEntry, request: ExtractRequest, deadline_ns: int) -> Submitted:
+        """Tokenise and submit a resolved request.
+
+        Raises what admission and the tokenizer raise, and BadRequest for more pairs or a larger reply than are allowed.
+        """
+        began_ns = time.monotonic_ns()
+        card, task, rule = entry.card, request.task, entry.card.extract
+        assert rule is not None
+        if isinstance(rule, ZeroShot):
+            self._check_pairs(len(request.texts) * len(task.labels))
+        tokenizer = await self._models.tokenizer(entry) if card.tokenizer_file else None
+        reading = _reading(card, task, tokenizer)
+        arrays = await self._prepare(reading, request, rule)
+        cu_seqlens = arrays[0][1]
+        num_tokens = int(cu_seqlens[-1])
+        if isinstance(rule, TokenClassification):
+            self._check_reply_size(num_tokens * len(rule.labels) * _LOGIT_BYTES)
+        took_ns = time.monotonic_ns() - began_ns
+        header = WorkHeader(
+            card.id, "extract", len(cu_seqlens) - 1, (), output_types=(rule.gives,),
+            task=_to_msgpack(task) if rule.gives == "extract" else b"",
+        )  # fmt: skip
+        pending = self._engine.submit(header, arrays, num_tokens, deadline_ns)
+        return Submitted(pending, reading, rule.gives, header.num_items, took_ns)
+
+    async def _prepare(self, reading: Reading, request: ExtractRequest, rule: ExtractRule) -> Arrays:
+        """Tokenise here and now, or on a thread when that would keep the event loop too long."""
+        texts = request.texts
+        if isinstance(rule, ZeroShot):
+            texts = [*texts, *request.task.labels] * len(request.task.labels)  # each pair is put together
+        if not is_long(texts, LONG_TEXT_BYTES):
+            return reading.prepare(request.texts)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, reading.prepare, request.texts)
+
+    def _check_pairs(self, num_pairs: int) -> None:
+        limit = self._limits.max_label_pairs
+        if num_pairs > limit:
+            raise BadRequest(f"Items times labels are {num_pairs}, over max_label_pairs ({limit}); split the request")
+
+    def _check_reply_size(self, nbytes: int) -> None:
+        limit = self._limits.max_reply_bytes
+        if nbytes > limit:
+            raise BadRequest(
+                f"The reply would hold {nbytes} bytes of logits, over max_reply_bytes ({limit}); split the request"
+            )
+
+
+def check_task(card: ModelCard, task: ExtractTask) -> None:
+    """Raise BadRequest for a task that a model of this card cannot do; needs no tokenizer."""
+    match card.extract:
+        case TokenClassification() as rule:
+            extract_tokens.check_task(card.id, rule, task)
+        case ZeroShot():
+            extract_pairs.check_task(task)
+        case _:
+            pass
+
+
+def _reading(card: ModelCard, task: ExtractTask, tokenizer: Tokenizer | None) -> Reading:
+    rule = card.extract
+    if isinstance(rule, TokenClassification) and tokenizer is not None:
+        return TokenReading(rule, task, tokenizer)
+    if isinstance(rule, ZeroShot) and tokenizer is not None:
+        return PairReading(rule, task, tokenizer)
+    return TextReading(card)
+
+
+def read_extractions(reply: Reply, submitted: Submitted, request: ExtractRequest, began_ns: int) -> ExtractReply:
+    """Return what was found and the times, copied out of a reply's extent.
+
+    began_ns is when the request's headers were read. Raises Internal when the extent is not what the layout says.
+    """
+    pieces, times = read_pieces(reply, submitted.output, submitted.num_items)
+    try:
+        extractions = submitted.reading.read(pieces)
+    except ValueError as error:  # NumPy's, for arrays of another shape
+        raise Internal("the worker's reply has another shape than the request") from error
+    if len(extractions) != len(request.texts):
+        raise Internal("the worker's reply has another shape than the request")
+    return ExtractReply(
+        model=request.model,
+        extractions=[_with_texts(found, text) for found, text in zip(extractions, request.texts, strict=True)],
+        input_tokens=reply.pending.num_tokens,
+        timing=timing_of(reply, times, began_ns, submitted.tokenization_ns),
+    )
+
+
+def _with_texts(found: Extraction, text: str) -> Extraction:
+    """Give the entities that have none the piece of text between their offsets."""
+    entities = [
+        msgspec.structs.replace(entity, text=text[entity.start : entity.end])
+        if entity.text is None and entity.start is not None
+        else entity
+        for entity in found.entities
+    ]
+    return msgspec.structs.replace(found, entities=entities)

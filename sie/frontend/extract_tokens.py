@@ -1,0 +1,129 @@
+"""Owns token classification up to the engine and after it: windows of a text's tokens, and entities from their logits.
+
+A text over the model's limit is read in windows that overlap by `stride` tokens, cut and joined again as
+TokenClassificationPipeline of transformers 5 does it with that argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from sie.errors import BadRequest, InputTooLong
+from sie.extraction import AGGREGATION_STRATEGIES, Entity, Extraction, ExtractTask, TokenClassification
+from sie.frontend.entities import OUTSIDE, Window, group_name, merge_windows, needs_words, read_window
+from sie.frontend.pairs import Arrays
+from sie.frontend.tokenize import Tokenizer, pack_ids, unicode_error
+
+_DEFAULT_STRATEGY: Final = "simple"
+_STRIDE_PART: Final = 4
+"""Without a stride of the request's own windows overlap by one part in four."""
+
+
+def check_task(model_id: str, rule: TokenClassification, task: ExtractTask) -> None:
+    """Raise BadRequest for a strategy or a label that there is not."""
+    strategy = task.aggregation_strategy
+    if strategy is not None and strategy not in AGGREGATION_STRATEGIES:
+        raise BadRequest(f"Invalid aggregation_strategy {strategy!r}. Valid: {list(AGGREGATION_STRATEGIES)}")
+    available = dict.fromkeys(group_name(label) for label in rule.labels if label != OUTSIDE)
+    for label in task.labels:
+        if label not in available:
+            raise BadRequest(f"Model '{model_id}' has no label {label!r}. Available: {list(available)}")
+
+
+class TokenReading:
+    """How one request's texts lie in windows; its work has one item for each window."""
+
+    def __init__(self, rule: TokenClassification, task: ExtractTask, tokenizer: Tokenizer) -> None:
+        self._rule = rule
+        self._task = task
+        self._strategy = task.aggregation_strategy or _DEFAULT_STRATEGY
+        self._tokenizer = tokenizer
+        self._windows: list[list[Window]] = []
+        """Of each text."""
+
+    def prepare(self, texts: Sequence[str]) -> Arrays:
+        """Return the arrays of the request's extent. Raises BadRequest, InputTooLong with overflow_policy `error`."""
+        try:
+            # Alone, a text starts no thread pool; the faster batch call would leave out the offsets.
+            library = self._tokenizer.library
+            encodings = [library.encode(texts[0])] if len(texts) == 1 else library.encode_batch(texts)
+        except TypeError as error:
+            raise unicode_error(texts, error) from None
+        rows: list[list[int]] = []
+        for index, (text, encoding) in enumerate(zip(texts, encodings, strict=True)):
+            rows += self._cut(index, text, encoding)
+        token_ids, cu_seqlens = pack_ids(rows)
+        return [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]
+
+    def read(self, pieces: Sequence[NDArray[Any]]) -> list[Extraction]:
+        """Return what each text holds; pieces are the windows' logits (t_i, classes) float32."""
+        found: list[Extraction] = []
+        first = 0
+        for windows in self._windows:
+            own = pieces[first : first + len(windows)]
+            first += len(windows)
+            entities = [
+                entity
+                for window, logits in zip(windows, own, strict=True)
+                for entity in read_window(logits, window, self._rule.labels, self._strategy)
+            ]
+            found.append(Extraction(self._choose(merge_windows(entities) if len(windows) > 1 else entities)))
+        return found
+
+    def _choose(self, entities: list[Entity]) -> list[Entity]:
+        labels, threshold = self._task.labels, self._task.threshold
+        if labels:
+            entities = [entity for entity in entities if group_name(entity.label) in labels]
+        return entities if threshold is None else [entity for entity in entities if entity.score >= threshold]
+
+    def _cut(self, index: int, text: str, encoding: tokenizers.Encoding) -> list[list[int]]:
+        """Note a text's windows and return their token ids, each between the special tokens of the whole."""
+        ids, is_special = encoding.ids, encoding.special_tokens_mask
+        first, last = _text_bounds(is_special)
+        limit = self._tokenizer.card.max_sequence_length
+        room = last - first if limit is None else limit - (len(ids) - (last - first))
+        bounds = self._window_bounds(index, last - first, room)
+        spans = encoding.offsets[first:last]
+        continues = self._continues(text, encoding)[first:last] if needs_words(self._strategy) else []
+        self._windows.append([Window(first, spans[start:end], continues[start:end]) for start, end in bounds])
+        return [[*ids[:first], *ids[first + start : first + end], *ids[last:]] for start, end in bounds]
+
+    def _window_bounds(self, index: int, num_tokens: int, room: int) -> list[tuple[int, int]]:
+        """Return where windows of at most room tokens begin and end."""
+        if num_tokens <= room:
+            return [(0, num_tokens)]
+        policy = self._task.overflow_policy
+        if policy == "error":
+            raise InputTooLong(f"{num_tokens} tokens, and the model reads at most {room} - at `$.items[{index}].text`")
+        if policy == "truncate_text":
+            return [(0, room)]
+        stride = room // _STRIDE_PART if self._task.stride is None else self._task.stride
+        if stride >= room:
+            raise BadRequest(f"Option 'stride' must be under the {room} tokens that the model reads at once")
+        starts = range(0, num_tokens - stride, room - stride)
+        return [(start, min(start + room, num_tokens)) for start in starts]
+
+    def _continues(self, text: str, encoding: tokenizers.Encoding) -> list[bool]:
+        """Tell of each token whether it goes on with a word.
+
+        Where the vocabulary marks such tokens (`##ing`), those that are longer than what they stand for; else those
+        that no space comes before.
+        """
+        unknown = self._rule.unknown_token
+        pieces = zip(encoding.tokens, encoding.offsets, strict=True)
+        if getattr(self._tokenizer.library.model, "continuing_subword_prefix", None):
+            return [token != unknown and len(token) != end - start for token, (start, end) in pieces]
+        return [
+            token != unknown and start > 0 and " " not in text[start - 1 : start + 1] for token, (start, _) in pieces
+        ]
+
+
+def _text_bounds(is_special: list[int]) -> tuple[int, int]:
+    """Return where the text's own tokens begin and end between those that the tokenizer added."""
+    own = np.flatnonzero(np.array(is_special, np.uint8) == 0)
+    return (int(own[0]), int(own[-1]) + 1) if len(own) else (len(is_special), len(is_special))

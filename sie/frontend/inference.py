@@ -1,0 +1,265 @@
+"""Owns the handlers of the inference routes: decode with the dialect, run the operation, encode the answer.
+
+They raise what is wrong; `sie.frontend.app` turns that into the dialect's error, and counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from sie.control import ModelEntry
+from sie.errors import BadRequest, Unavailable
+from sie.frontend import routes
+from sie.frontend.dialects import extract, negotiate, openai, rerank, score, sie
+from sie.frontend.extract import read_extractions
+from sie.frontend.links import Reply
+from sie.frontend.process import FrontendProcess
+from sie.frontend.replies import read_reply
+from sie.frontend.score import read_scores
+from sie.settings import Limits
+from sie.types import EncodeReply, EncodeRequest, ExtractReply, ExtractRequest, ScoreReply, ScoreRequest, Timing
+
+Headers = list[tuple[str, str]]
+Answer = tuple[Headers, bytes]
+"""Headers and body of a 200."""
+_JSON: Final = ("content-type", "application/json")
+_LARGE_BODY_BYTES: Final = 64 * 1024
+"""From here a body is decoded, and a reply of as many bytes as JSON encoded, on a thread."""
+
+
+class Exchange:
+    """One HTTP request while it is served: what the border needs to know to answer and to count it."""
+
+    __slots__ = ("began_ns", "body_bytes", "deadline_ns", "headers", "known_model", "model", "protocol", "route", "scope",
+                 "timing", "waits")  # fmt: skip
+
+    def __init__(self, scope: Any, protocol: Any, began_ns: int) -> None:
+        self.scope = scope
+        self.headers = scope.headers
+        self.protocol = protocol
+        self.began_ns = began_ns
+        self.deadline_ns = 0
+        self.route: routes.Route | None = None
+        self.model = ""
+        self.known_model = ""
+        self.body_bytes = 0
+        self.timing: Any = None
+        self.waits = False
+        """Whether it waits for a model that loads, instead of hearing so at once."""
+
+
+class Inference:
+    """One method a route, named as its handler. One instance per process."""
+
+    def __init__(self, process: FrontendProcess, identity: tuple[tuple[str, str], ...]) -> None:
+        self._process = process
+        self._identity = identity
+        # The reference names its instance on every answer of this route but a 200.
+        self._extract_identity = [header for header in identity if header[0] != "x-sie-runtime-instance"]
+        self._pool = ThreadPoolExecutor(2, "decode")
+
+    async def encode(self, exchange: Exchange) -> Answer:
+        """Answer `/v1/encode/{model}`."""
+        headers = exchange.headers
+        self._check_headers(exchange)
+        body = await self._read(exchange)
+        is_msgpack = negotiate.is_msgpack(headers.get("content-type"))
+        request = await self._decode(sie.decode_encode, body, is_msgpack, exchange.model, self._limits)
+        entry = self._find(exchange, exchange.model)
+        if not entry.is_read:
+            entry = await self._serving(exchange, entry)
+        request = sie.resolve_encode(request, entry.card)
+        reply, raw = await self._run(exchange, entry, request)
+        wants_msgpack = negotiate.wants_msgpack(headers.get("accept"))
+        try:
+            if wants_msgpack or len(raw.view) < _LARGE_BODY_BYTES:
+                answer = sie.encode_reply(reply, wants_msgpack)
+            else:
+                answer = await self._on_thread(sie.encode_reply, reply, wants_msgpack)
+        finally:
+            _let_go(reply, raw)
+        content_type = ("content-type", negotiate.content_type(wants_msgpack))
+        return [content_type, *_timing_headers(reply.timing), *self._identity], answer
+
+    async def score(self, exchange: Exchange) -> Answer:
+        """Answer `/v1/score/{model}`."""
+        self._check_headers(exchange)
+        body = await self._read(exchange)
+        is_msgpack = negotiate.is_msgpack(exchange.headers.get("content-type"))
+        request = await self._decode(score.decode_score, body, is_msgpack, exchange.model, self._limits)
+        entry = self._find(exchange, exchange.model)
+        if not entry.is_read:
+            entry = await self._serving(exchange, entry)
+        request = score.resolve_score(request, entry.card)
+        reply = await self._run_score(exchange, entry, request)
+        wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
+        content_type = ("content-type", negotiate.content_type(wants_msgpack))
+        answer = score.encode_scores(request, reply, wants_msgpack)
+        return [content_type, *_timing_headers(reply.timing), *self._identity], answer
+
+    async def extract(self, exchange: Exchange) -> Answer:
+        """Answer `/v1/extract/{model}`."""
+        self._check_headers(exchange)
+        body = await self._read(exchange)
+        is_msgpack = negotiate.is_msgpack(exchange.headers.get("content-type"))
+        request = await self._decode(extract.decode_extract, body, is_msgpack, exchange.model, self._limits)
+        entry = self._find(exchange, exchange.model)
+        if not entry.is_read:
+            entry = await self._serving(exchange, entry)
+        request = extract.resolve_extract(request, entry.card)
+        reply = await self._run_extract(exchange, entry, request)
+        wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
+        content_type = ("content-type", negotiate.content_type(wants_msgpack))
+        answer = extract.encode_extractions(request, reply, wants_msgpack)
+        return [content_type, *_timing_headers(reply.timing), *self._extract_identity], answer
+
+    async def rerank(self, exchange: Exchange) -> Answer:
+        """Answer `/v1/rerank`."""
+        self._check_headers(exchange)
+        body = await self._read(exchange)
+        call = await self._decode(rerank.decode_rerank, body, self._limits)
+        request = call.request
+        request.model = self._process.resolve_default(request.model, "score")
+        entry = self._find(exchange, request.model)
+        if not entry.is_read:
+            entry = await self._serving(exchange, entry)
+        request = rerank.resolve_rerank(request, entry.card)
+        reply = await self._run_score(exchange, entry, request)
+        answer = rerank.encode_ranking(call, reply)
+        return [_JSON, *_timing_headers(reply.timing), *self._identity], answer
+
+    async def embeddings(self, exchange: Exchange) -> Answer:
+        """Answer `/v1/embeddings`."""
+        self._check_headers(exchange)
+        body = await self._read(exchange)
+        call = await self._decode(openai.decode_embeddings, body, exchange.headers.get("content-type"), self._limits)
+        request = call.request
+        request.model = self._process.resolve_default(request.model, "dense")
+        entry = self._find(exchange, request.model)
+        if not entry.is_read:
+            entry = await self._serving(exchange, entry)
+        request = openai.resolve_embeddings(request, entry.card)
+        reply, raw = await self._run(exchange, entry, request)
+        try:
+            if call.base64 or len(raw.view) < _LARGE_BODY_BYTES:
+                answer = openai.encode_embeddings(reply, call.base64)
+            else:
+                answer = await self._on_thread(openai.encode_embeddings, reply, call.base64)
+        finally:
+            _let_go(reply, raw)
+        return [_JSON, *self._identity], answer
+
+    def _check_headers(self, exchange: Exchange) -> None:
+        """Settle the deadline, and refuse what needs no body to be refused."""
+        process, headers = self._process, exchange.headers
+        is_openai = exchange.route is not None and exchange.route.envelope == "openai"
+        exchange.waits = is_openai or process.settings.models.wait_for_load
+        exchange.deadline_ns = exchange.began_ns + process.timeout_ns(headers.get("x-sie-timeout-ms"))
+        process.check_machine_profile(headers.get("x-sie-machine-profile"))
+        remote = headers.get("x-sie-remote")
+        if remote is not None and remote != "forbid":
+            raise BadRequest("Header 'X-SIE-Remote' must be 'forbid'")
+        if process.is_draining:
+            raise Unavailable("The server is stopping", code="SHUTTING_DOWN", retry_after_s=1)
+        process.engine.check_open()
+
+    async def _read(self, exchange: Exchange) -> bytes:
+        body = await self._process.bodies.read(exchange.headers, exchange.protocol, exchange.deadline_ns)
+        exchange.body_bytes = len(body)
+        return body
+
+    def _find(self, exchange: Exchange, model: str) -> ModelEntry:
+        models = self._process.models
+        entry = models.find(model)
+        if entry is None:
+            raise sie.model_not_found(model, models.entries)
+        exchange.known_model = entry.card.id
+        return entry
+
+    async def _serving(self, exchange: Exchange, entry: ModelEntry) -> ModelEntry:
+        """Return a model's entry as soon as it can be served; whether one that loads is waited for is the route's."""
+        models = self._process.models
+        if exchange.waits:
+            return await models.wait_serving(entry, exchange.deadline_ns)
+        models.check_serving(entry)
+        return entry
+
+    async def _run(self, exchange: Exchange, entry: ModelEntry, request: EncodeRequest) -> tuple[EncodeReply, Reply]:
+        """Return a request's rows and the reply that holds them, which the caller releases."""
+        process = self._process
+        entry = await self._serving(exchange, entry)
+        pending, tokenization_ns = await process.encoder.start(entry, request, exchange.deadline_ns)
+        process.watch_client(pending, exchange.protocol)
+        raw: Reply = await pending.future
+        try:
+            reply = read_reply(raw, entry, request, exchange.began_ns, tokenization_ns)
+        except BaseException:
+            raw.release()
+            raise
+        exchange.timing = reply.timing
+        return reply, raw
+
+    async def _run_score(self, exchange: Exchange, entry: ModelEntry, request: ScoreRequest) -> ScoreReply:
+        process = self._process
+        entry = await self._serving(exchange, entry)
+        pending, tokenization_ns = await process.scorer.start(entry, request, exchange.deadline_ns)
+        process.watch_client(pending, exchange.protocol)
+        raw: Reply = await pending.future
+        try:
+            reply = read_scores(raw, request, exchange.began_ns, tokenization_ns)
+        finally:
+            raw.release()
+        exchange.timing = reply.timing
+        return reply
+
+    async def _run_extract(self, exchange: Exchange, entry: ModelEntry, request: ExtractRequest) -> ExtractReply:
+        process = self._process
+        entry = await self._serving(exchange, entry)
+        submitted = await process.extractor.start(entry, request, exchange.deadline_ns)
+        process.watch_client(submitted.pending, exchange.protocol)
+        raw: Reply = await submitted.pending.future
+        arguments = (raw, submitted, request, exchange.began_ns)
+        try:
+            if len(raw.view) < _LARGE_BODY_BYTES:
+                reply = read_extractions(*arguments)
+            else:
+                reply = await self._on_thread(read_extractions, *arguments)
+        finally:
+            raw.release()
+        exchange.timing = reply.timing
+        return reply
+
+    @property
+    def _limits(self) -> Limits:
+        return self._process.settings.limits
+
+    async def _decode(self, decode: Callable[..., Any], body: bytes, *args: Any) -> Any:
+        """Decode a body, a large one on a thread."""
+        if len(body) < _LARGE_BODY_BYTES:
+            return decode(body, *args)
+        return await self._on_thread(decode, body, *args)
+
+    async def _on_thread(self, work: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+
+
+def _let_go(reply: EncodeReply, raw: Reply) -> None:
+    """Give a reply's extent back; no view of it is left."""
+    reply.values, reply.sparse, reply.multivector = memoryview(b""), None, None
+    raw.release()
+
+
+def _timing_headers(timing: Timing) -> list[tuple[str, str]]:
+    """Return the headers that say where the time went. Source: SIE API reference, section 13."""
+    headers = [
+        ("x-queue-time", f"{timing.queue_ms:.2f}"),
+        ("x-tokenization-time", f"{timing.tokenization_ms:.2f}"),
+        ("x-inference-time", f"{timing.inference_ms:.2f}"),
+        ("x-total-time", f"{timing.total_ms:.2f}"),
+    ]
+    if timing.postprocessing_ms:
+        headers.append(("x-postprocessing-time", f"{timing.postprocessing_ms:.2f}"))
+    return headers

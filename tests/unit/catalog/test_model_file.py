@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+
+from sie.catalog.model_file import read_model_file
+from sie.config_sources import SettingsError
+from sie.errors import BadRequest
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "models.toml"
+
+
+def test_a_section_says_where_a_model_is_and_how_it_is_asked(path):
+    path.write_text(
+        """
+        [models."org/a"]
+        directory = "weights/a"
+        revision = "v1.2"
+        preload = true
+        max_sequence_length = 256
+
+        [models."org/a".profiles.default.options]
+        query_template = "q: {text}"
+
+        [models."org/a".profiles.short]
+        options = { max_seq_length = 64 }
+
+        [models."intfloat/e5-small".profiles.same]
+        extends = "default"
+        """
+    )
+    models = read_model_file(str(path))
+    assert list(models) == ["org/a", "intfloat/e5-small"]
+    model, profiles = models["org/a"]
+    assert model.directory == str(path.parent / "weights/a"), "beside the file, wherever the server is started"
+    assert (model.revision, model.preload, model.max_sequence_length) == ("v1.2", True, 256)
+    assert profiles == {"default": {"query_template": "q: {text}"}, "short": {"max_seq_length": 64}}
+    _, inherited = models["intfloat/e5-small"]
+    assert inherited["same"]["doc_template"] == "passage: {text}", "a built-in profile can be extended"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[x]", "x: unknown section"),
+        ("models = 3", "models: a table is expected"),
+        ('[models]\na = "dir"', '[models."a"]: a table is expected'),
+        ('[models."a b"]', "may only contain letters"),
+        ('[models."a:fast"]', "names a profile after ':'"),
+        ("[models.a]\ndirectry = 'x'", '[models."a"] directry: unknown key; did you mean directory?'),
+        ("[models.a]\npreload = 1", "Expected `bool`, got `int` - at `$.preload`"),
+        ("[models.a]\ndirectory = ''", "at `$.directory`"),
+        ("[models.a]\nrevision = '../x'", "'../x' is not a revision"),
+        ("[models.a]\nmax_sequence_length = 0", "at `$.max_sequence_length`"),
+        ("[models.a.profiles]\np = 3", '[models."a"] profiles.p: a table is expected'),
+        ("[models.a.profiles.p]\noption = {}", '[models."a"] profiles.p option: unknown key; did you mean options?'),
+        ("[models.a.profiles.p]\nextends = 3", "at `$.extends`"),
+        ("[models.a.profiles.p]\nextends = 'q'", "[models.\"a\"] profile 'p': it extends 'q'"),
+        ("[models.a.profiles.p.options]\nis_query = 'x'", "[models.\"a\"] profile 'p': Expected `bool | null`"),
+    ],
+)
+def test_what_is_wrong_is_told_with_file_section_and_reason(path, text, reason):
+    path.write_text(text)
+    with pytest.raises(BadRequest) as caught:
+        read_model_file(str(path))
+    assert caught.value.message.startswith(f"{path}: ")
+    assert reason in caught.value.message
+
+
+@pytest.mark.parametrize(("text", "reason"), [("[", "is not TOML"), (None, "cannot be read")])
+def test_a_file_that_is_none_is_refused(path, text, reason):
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SettingsError, match=reason):
+        read_model_file(str(path))

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import tomllib
+from collections import Counter
+from importlib.resources import files
+
+import pytest
+
+from sie.catalog.cards import make_card
+from sie.catalog.options import check_profile_options
+from sie.catalog.profiles import (
+    Profile,
+    entry_cards,
+    entry_ids,
+    flatten,
+    fold_default,
+    known_profiles,
+    model_of,
+)
+from sie.catalog.spec import parse_model_spec
+from sie.errors import BadRequest, ModelLoadFailed
+from sie.frontend.prompts import apply_prompt
+from sie.types import LateInteraction, ModelCard
+
+E5_TASK = "Given a web search query, retrieve relevant passages that answer the query"
+BGE = "Represent this sentence for searching relevant passages: "
+
+
+def written() -> list[dict]:
+    return tomllib.loads(files("sie.catalog").joinpath("profiles.toml").read_text())["model"]
+
+
+def test_every_built_in_model_stands_in_one_entry_and_every_profile_is_valid():
+    counts = Counter(model.lower() for entry in written() for model in entry["models"])
+    assert len(counts) > 30
+    assert {model for model, count in counts.items() if count > 1} == set()
+    for model in counts:
+        profiles = known_profiles(model)
+        assert "default" in profiles, model
+        for options in profiles.values():
+            check_profile_options(options)
+
+
+@pytest.mark.parametrize(
+    ("model", "profile", "query", "document"),
+    [
+        ("intfloat/e5-small-v2", "default", "query: x", "passage: x"),
+        ("INTFLOAT/multilingual-e5-base", "default", "query: x", "passage: x"),
+        ("intfloat/multilingual-e5-large-instruct", "default", f"Instruct: {E5_TASK}\nQuery: x", "x"),
+        ("Qwen/Qwen3-Embedding-0.6B", "default", f"Instruct: {E5_TASK}\nQuery:x", "x"),
+        ("NovaSearch/stella_en_1.5B_v5", "default", f"Instruct: {E5_TASK}.\nQuery: x", "x"),
+        ("NovaSearch/stella_en_1.5B_v5", "s2s", "Instruct: Retrieve semantically similar text.\nQuery: x", "x"),
+        ("BAAI/bge-base-en-v1.5", "default", f"{BGE}x", "x"),
+        ("mixedbread-ai/mxbai-embed-large-v1", "default", f"{BGE}x", "x"),
+        ("Snowflake/snowflake-arctic-embed-l-v2.0", "default", "query: x", "x"),
+        ("nomic-ai/nomic-embed-text-v1.5", "default", "search_query: x", "search_document: x"),
+        ("nomic-ai/nomic-embed-text-v1.5", "clustering", "clustering: x", "clustering: x"),
+    ],
+)
+def test_built_in_models_are_asked_as_their_authors_say(model, profile, query, document):
+    card = make_card(parse_model_spec(f"{model}=stub:"), "")
+    options = card.profiles[profile]
+    asked = [apply_prompt(card, ["x"], options, None, is_query)[0] for is_query in (True, False)]
+    assert asked == [query, document]
+
+
+def test_an_instruction_of_the_request_goes_where_the_template_has_its_place():
+    options = known_profiles("Qwen/Qwen3-Embedding-4B")["default"]
+    card = ModelCard(id="m", kind="encoder")
+    assert apply_prompt(card, ["x"], options, "Find it", True) == ["Instruct: Find it\nQuery:x"]
+    assert apply_prompt(card, ["x"], options, "", True) == ["Instruct: \nQuery:x"], "it suppresses the default one"
+
+
+def test_a_model_that_is_not_known_has_no_profiles():
+    assert known_profiles("org/never-heard-of") == {}
+
+
+# --- extends ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_that_extends_has_the_other_s_options_unless_it_has_its_own():
+    profiles = {
+        "default": Profile(options={"normalize": True, "is_query": True}),
+        "same": Profile(extends="default"),
+        "other": Profile(extends="default", options={"normalize": False}),
+        "inherits": Profile(extends="built-in"),
+    }
+    assert flatten(profiles, {"built-in": {"output_dtype": "int8"}}) == {
+        "default": {"normalize": True, "is_query": True},
+        "same": {"normalize": True, "is_query": True},
+        "other": {"normalize": False},
+        "inherits": {"output_dtype": "int8"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("profiles", "message"),
+    [
+        ({"a": Profile(extends="b")}, "profile 'a': it extends 'b', which is no profile of this model"),
+        (
+            {"a": Profile(extends="b"), "b": Profile(extends="c"), "c": Profile()},
+            "profile 'a': it extends 'b', which extends another one itself",
+        ),
+        ({"a": Profile(extends="a")}, "which extends another one itself"),
+        ({"a b": Profile()}, "profile 'a b': a name has 1 to 64"),
+        ({"a": Profile(options={"normalise": True})}, "unknown option 'normalise'; did you mean normalize?"),
+        ({"a": Profile(options={"normalize": 1})}, "Expected `bool | null`, got `int`"),
+        ({"a": Profile(options={"lora": "x"})}, "does not support option 'lora'"),
+        ({"a": Profile(options={"muvera": {}})}, "does not support option 'muvera'"),
+        ({"a": Profile(options={"query_template": "{x}"})}, "Unknown template placeholder '{x}'"),
+        ({"a": Profile(options={"output_dtype": "int4"})}, "unknown output_dtype 'int4'"),
+        ({"a": Profile(options={"output_types": ["tokens"]})}, "output_types is ['tokens']"),
+        ({"a": Profile(options={"output_types": []})}, "output_types is []"),
+        ({"a": Profile(options={"overflow_policy": "cut"})}, "Invalid overflow_policy 'cut'"),
+        ({"a": Profile(options={"max_seq_length": 0})}, "Expected `int` >= 1"),
+    ],
+)
+def test_a_profile_that_no_request_could_use_is_refused(profiles, message):
+    with pytest.raises(BadRequest) as caught:
+        flatten(profiles, {})
+    assert message in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["score_mode", "threshold", "hypothesis_template"])
+def test_a_profile_carries_options_that_their_operation_judges(name):
+    assert flatten({"a": Profile(options={name: "x"})}, {}) == {"a": {name: "x"}}
+
+
+# --- entries ----------------------------------------------------------------------------------------------------------
+
+
+def card_with(**profiles) -> ModelCard:
+    return ModelCard(id="org/m", kind="encoder", profiles=profiles)
+
+
+def test_every_profile_but_the_default_is_an_entry_of_its_own():
+    card = card_with(sparse={"output_types": ["sparse"]}, default={"normalize": True})
+    assert entry_ids(card.id, card.profiles) == ["org/m", "org/m:sparse"]
+    own, sparse = entry_cards(card)
+    assert own is card
+    assert (sparse.id, sparse.profiles) == ("org/m:sparse", {"default": {"output_types": ["sparse"]}})
+
+
+def test_a_model_without_a_default_profile_is_offered_as_its_profiles_only():
+    assert [card.id for card in entry_cards(card_with(a={}, b={}))] == ["org/m:a", "org/m:b"]
+
+
+def test_a_model_without_profiles_is_one_entry():
+    card = card_with()
+    assert entry_cards(card) == [card]
+    assert entry_ids("org/m", {}) == ["org/m"]
+
+
+def test_entries_lead_to_their_model():
+    assert (model_of("org/m"), model_of("org/m:a")) == ("org/m", "org/m")
+    assert (fold_default("org/m:default"), fold_default("org/m:a"), fold_default("org/m")) == (
+        "org/m", "org/m:a", "org/m",
+    )  # fmt: skip
+
+
+# --- cards ------------------------------------------------------------------------------------------------------------
+
+
+def stub(text: str, **own) -> ModelCard:
+    spec = parse_model_spec(text)
+    return make_card(type(spec)(id=spec.id, stub=spec.stub, **own), "")
+
+
+def test_own_profiles_replace_built_in_ones_of_the_same_name():
+    card = stub("BAAI/bge-m3=stub:dense=4,sparse=9", profiles={"sparse": {"output_dtype": "float16"}})
+    assert card.profiles == {"default": {}, "sparse": {"output_dtype": "float16"}}, "multivector is not to be had"
+
+
+def test_an_own_profile_for_an_output_that_the_model_has_not_is_refused():
+    with pytest.raises(ModelLoadFailed, match=r"profile 'sparse' is for output 'sparse'; it has dense"):
+        stub("a=stub:", profiles={"sparse": {"output_types": ["sparse"]}})
+
+
+def test_a_maximum_length_only_lowers_the_model_s():
+    card = stub("a=stub:max_tokens=100", max_sequence_length=10)
+    assert (card.max_sequence_length, card.stub.max_tokens) == (10, 10)
+    with pytest.raises(ModelLoadFailed, match="max_sequence_length is 101, but its own is 100"):
+        stub("a=stub:max_tokens=100", max_sequence_length=101)
+
+
+def test_a_maximum_length_holds_for_queries_that_are_filled_up(monkeypatch):
+    late = LateInteraction(query_length=32, expand_to=32)
+    known = ModelCard(id="a", kind="encoder", max_sequence_length=512, late=late)
+    monkeypatch.setattr("sie.catalog.cards.stub_card", lambda _spec: known)
+    late = stub("a=stub:", max_sequence_length=20).late
+    assert (late.query_length, late.document_length, late.expand_to) == (20, 20, 20)

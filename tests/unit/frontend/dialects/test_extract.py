@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from sie.errors import BadRequest, InputTooLong
+from sie.extraction import (
+    Classification,
+    DetectedObject,
+    Entity,
+    Extraction,
+    ExtractTask,
+    ItemError,
+    Relation,
+    StubExtract,
+    TokenClassification,
+    ZeroShot,
+)
+from sie.frontend.dialects.extract import decode_extract, encode_extractions, resolve_extract
+from sie.settings import Limits
+from sie.types import ExtractReply, ExtractRequest, ModelCard, Timing
+
+LIMITS = Limits(max_labels=3, max_schema_depth=5, max_schema_values=10, max_depth=20)
+STUB = ModelCard(id="org/m", kind="stub", outputs=("extract",), extract=StubExtract())
+NER = ModelCard(id="org/ner", kind="extractor", outputs=("extract",),
+                extract=TokenClassification(labels=("O", "B-PER", "I-PER", "LOC")))  # fmt: skip
+NLI = ModelCard(id="org/nli", kind="extractor", outputs=("extract",),
+                extract=ZeroShot(labels=("contradiction", "entailment"), entailment=1, contradiction=0))  # fmt: skip
+BOTH = pytest.mark.parametrize("msgpack", [True, False], ids=["msgpack", "json"])
+
+
+def decode(value, msgpack=True, limits=LIMITS):
+    body = msgspec.msgpack.encode(value) if msgpack else msgspec.json.encode(value)
+    return decode_extract(body, msgpack, "org/m", limits)
+
+
+def resolve(card=STUB, msgpack=True, **params):
+    return resolve_extract(decode({"items": [{"text": "x"}], "params": params}, msgpack), card)
+
+
+def refusal(call, *args, **kwargs):
+    with pytest.raises(BadRequest) as caught:
+        call(*args, **kwargs)
+    assert (caught.value.http_status, caught.value.code) == (400, "INVALID_INPUT")
+    return caught.value.message
+
+
+@BOTH
+def test_the_smallest_request(msgpack):
+    request = resolve_extract(decode({"items": [{"text": "x"}, {"id": "b", "text": ""}]}, msgpack), STUB)
+    assert (request.texts, request.ids, request.task) == (["x", ""], [None, "b"], ExtractTask())
+
+
+@BOTH
+def test_a_task_holds_what_the_family_can_serve(msgpack):
+    options = {"threshold": 1, "aggregation_strategy": "max", "stride": 4, "overflow_policy": "error", "unknown": [1]}
+    request = resolve(NER, msgpack, labels=["PER", "LOC"], options=options, instruction=None, output_schema=None)
+    assert request.task == ExtractTask(
+        labels=("PER", "LOC"), threshold=1.0, aggregation_strategy="max", stride=4, overflow_policy="error"
+    )
+    assert hash(request.task) == hash(msgspec.structs.replace(request.task))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"labels": ["a", 1]}, "Expected `str`, got `int` - at `$.params.labels[1]`"),
+        ({"labels": list("abcd")}, "Field 'params.labels' must hold at most 3 labels, got 4"),
+        ({"labels": ["a", " "]}, "A label must not be blank - at `$.params.labels[1]`"),
+        ({"instruction": 7}, "Expected `str | null`, got `int` - at `$.params.instruction`"),
+        ({"instruction": "find"}, "Model 'org/m' does not support 'instruction'"),
+        ({"output_schema": {"a": 1}}, "Model 'org/m' does not support 'output_schema'"),
+        ({"output_schema": [1]}, "Expected `object | null`, got `array` - in `$.params.output_schema`"),
+        ({"output_schema": {"a": [[[[[1]]]]]}}, "Field 'params.output_schema' is nested deeper than 5 levels"),
+        ({"output_schema": {"a": list(range(9))}}, "Field 'params.output_schema' must hold at most 10 values"),
+        ({"options": {"instruction": 7}}, "Expected `str | null`, got `int` - at `$.params.options.instruction`"),
+        ({"options": {"threshold": "0.5"}}, "Expected `float | null`, got `str` - at `$.params.options.threshold`"),
+        ({"options": {"threshold": 1.5}}, "Expected `float` <= 1.0 - at `$.params.options.threshold`"),
+        ({"options": {"flat_ner": 1}}, "Expected `bool | null`, got `int` - at `$.params.options.flat_ner`"),
+        ({"options": {"label_groups": {"a": "b"}}}, "Expected `array`, got `str` - at `$.params.options.label_groups[...]`"),
+        ({"options": {"flat_ner": False}}, "Model 'org/m' does not support 'flat_ner'"),
+        ({"options": {"examples": [{"text": "t", "labels": ["a"]}]}}, "Model 'org/m' does not support 'examples'"),
+        ({"options": {"lora": "x"}}, "Model 'org/m' does not support option 'lora' (an adapter is named by lora_id)"),
+            ({"options": {"max_seq_length": 9}}, "Model 'org/m' does not support 'max_seq_length'"),
+        ({"options": {"profile": "p"}}, "Profile 'p' not found. Available: ['default']"),
+        (
+            {"options": {"overflow_policy": "cut"}},
+            "Invalid overflow_policy 'cut'. Valid: ['default', 'error', 'truncate_text']",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_named(params, message, msgpack):
+    assert refusal(resolve, msgpack=msgpack, **params) == message
+
+
+def test_schema_at_its_limits_is_refused_by_the_model_and_not_by_a_limit():
+    for schema in ({"a": {"b": {"c": {"d": {}}}}}, {"a": list(range(8))}):
+        assert "does not support 'output_schema'" in refusal(resolve, output_schema=schema)
+
+
+def test_json_schema_may_be_deeper_than_other_bodies():
+    schema: dict[str, object] = {}
+    for _ in range(99):
+        schema = {"a": schema}
+    deep = Limits(max_depth=20)
+    assert decode({"items": [{"text": "x"}], "params": {"output_schema": schema}}, False, deep).output_schema
+
+
+def test_schema_of_many_bytes_is_refused():
+    with pytest.raises(InputTooLong, match="output_schema"):
+        resolve(output_schema={"a": "x" * (1 << 20)})
+
+
+@pytest.mark.parametrize(
+    ("card", "params", "message"),
+    [
+        (NER, {"labels": ["B-PER"]}, "Model 'org/ner' has no label 'B-PER'. Available: ['PER', 'LOC']"),
+        (
+            NER, {"options": {"aggregation_strategy": "mean"}},
+            "Invalid aggregation_strategy 'mean'. Valid: ['none', 'simple', 'first', 'average', 'max']",
+        ),
+        (NER, {"options": {"multi_label": True}}, "Model 'org/ner' does not support 'multi_label'"),
+        (NLI, {}, "Model 'org/nli' needs labels - at `$.params.labels`"),
+        (NLI, {"labels": []}, "Model 'org/nli' needs labels - at `$.params.labels`"),
+        (
+            NLI, {"labels": ["a"], "options": {"hypothesis_template": "about it"}},
+            "Option 'hypothesis_template' must hold '{}' once, got 'about it'",
+        ),
+        (
+            ModelCard(id="org/e", kind="encoder"), {},
+            "Model 'org/e' does not support extraction. Its outputs are ['dense']; choose a model whose outputs include 'json'",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_family_cannot_do_is_named(card, params, message):
+    assert refusal(resolve, card, **params) == message
+
+
+@BOTH
+def test_items_without_text_are_named_after_the_options(msgpack):
+    body = {"items": [{"text": "x"}, {}], "params": {"options": {"flat_ner": True}}}
+    assert "flat_ner" in refusal(resolve_extract, decode(body, msgpack), STUB)
+    body = {"items": [{"text": "x"}, {}]}
+    assert refusal(resolve_extract, decode(body, msgpack), STUB) == (
+        "Model 'org/m' requires text input - at `$.items[1]`"
+    )
+    assert refusal(decode, {"items": []}, msgpack) == "Field 'items' must not be empty"
+
+
+@BOTH
+def test_every_key_of_a_result_is_there(msgpack):
+    whole = Extraction(
+        [Entity("PER", 0.5, 0, 3, "Ada"), Entity("box", text="t", bbox=(1, 2, 3, 4))],
+        [Relation("Ada", "London", "lives in", 0.25)],
+        [Classification("a", 1.0)],
+        [DetectedObject("cat", 0.5, (0, 0, 9, 9))],
+        {"k": [1, None]},
+    )
+    failed = Extraction(error=ItemError("INFERENCE_ERROR", "why"))
+    request = ExtractRequest(model="org/m", texts=["Ada", "x"], ids=["mine", None])
+    reply = ExtractReply(model="org/m", extractions=[whole, failed], input_tokens=7, timing=Timing())
+    body = encode_extractions(request, reply, msgpack)
+    value = msgspec.msgpack.decode(body) if msgpack else msgspec.json.decode(body)
+    empty = {"entities": [], "relations": [], "classifications": [], "objects": [], "data": {}}
+    assert value == {
+        "model": "org/m",
+        "items": [
+            {
+                "id": "mine",
+                "entities": [
+                    {"text": "Ada", "label": "PER", "score": 0.5, "start": 0, "end": 3, "bbox": None},
+                    {"text": "t", "label": "box", "score": 1.0, "start": None, "end": None, "bbox": [1, 2, 3, 4]},
+                ],
+                "relations": [{"head": "Ada", "tail": "London", "relation": "lives in", "score": 0.25}],
+                "classifications": [{"label": "a", "score": 1.0}],
+                "objects": [{"label": "cat", "score": 0.5, "bbox": [0, 0, 9, 9]}],
+                "data": {"k": [1, None]},
+            },
+            {"id": "item-1", **empty, "error": {"code": "INFERENCE_ERROR", "message": "why"}},
+        ],
+        "usage": {"input_tokens": 7},
+    }
