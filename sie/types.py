@@ -38,6 +38,19 @@ class StubOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Whether it also scores pairs."""
     extract: bool = False
     """Whether it also extracts."""
+    fail: Literal["", "load", "oom", "sticky", "nan"] = ""
+    """What fails, on a server with `test`: its load, its steps (no memory, a lost device) or its values."""
+    fail_on: str = ""
+    """`fail` concerns only texts, or steps with a text, that hold this."""
+    kill_on: str = ""
+    """A step with a text that holds this aborts the worker, on a server with `test`."""
+    hang_on: str = ""
+    """A step with a text that holds this never ends, on a server with `test`."""
+
+    @property
+    def has_faults(self) -> bool:
+        """Whether it fails on purpose."""
+        return bool(self.fail or self.kill_on or self.hang_on)
 
 
 class SparseOutput(msgspec.Struct, frozen=True, kw_only=True):

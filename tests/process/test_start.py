@@ -76,6 +76,8 @@ def test_an_unknown_toml_key_names_file_key_and_nearest(tmp_path):
         ("m=stub:dense=x", ["dense"]),
         ("m=stub:dens=16", ["dens"]),
         ("m=stub:dense=0", ["dense"]),
+        ("m=stub:fail=oom", ["fail=oom", "refused without `test`"]),
+        ("m=stub:kill_on=x", ["kill_on=x", "refused without `test`"]),
         ("=stub:", ["model"]),
     ],
 )
