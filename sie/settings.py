@@ -169,6 +169,14 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     body_idle_timeout_s: Annotated[
         float, Meta(ge=0.1, le=600, description="Longest pause within a request body before its connection is cut.")
     ] = 15.0
+    min_body_bytes_per_s: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=256 * MIB,
+            description="Slowest request body, on average, once it takes longer than `body_idle_timeout_s`; else 408.",
+        ),
+    ] = 1024
 
 
 class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

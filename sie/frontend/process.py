@@ -73,7 +73,8 @@ class FrontendProcess:
         self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool)
         self.scorer = Scorer(self.engine, self.models, self._pool)
         self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool)
-        self.bodies = BodyReader(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
+        limits = settings.limits
+        self.bodies = BodyReader(limits.max_body_bytes, limits.body_idle_timeout_s, limits.min_body_bytes_per_s)
         self.metrics = FrontendMetrics(pages[0], self.models)
         self.status = StatusHub(
             self._frame,
