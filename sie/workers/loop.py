@@ -32,15 +32,15 @@ from sie.workers.scheduler import Budget, State, Step, Waiting, plan_step
 from sie.workers.telemetry import WorkerMetrics
 
 _log = get_logger(__name__)
-_IDLE_WAIT_S = 1.0
+_IDLE_WAIT_S = 0.2
 _CREDIT_WAIT_S = 0.005
 _SLACK = 10
 """A step may take this many times as long as its tokens usually do before the watchdog's time starts."""
 _FIRST_TOKEN_NS = 2_000_000
-_MIN_ALLOWED_NS = 1_000_000_000
-_BEAT_NS = 500_000_000
-_IDLE_ALLOWED_NS = 2_000_000_000
-"""How long a turn without a step may take: over the idle wait."""
+_MIN_ALLOWED_NS = 250_000_000
+_BEAT_NS = 200_000_000
+_IDLE_ALLOWED_NS = 350_000_000
+"""How long a turn without a step may take: over the idle wait, and so little that a hang is found within watchdog_s + 0.5 s."""
 
 
 class Loop:

@@ -83,7 +83,7 @@ async def test_in_flight_page_names_what_runs_only_while_it_runs(rig: Rig) -> No
     (during,) = seen
     assert during.phase == "step"
     assert sorted(entry.request_id for entry in during.entries) == [pending.request_id for pending in requests]
-    assert during.allowed_ns >= 10**9
+    assert during.allowed_ns >= 10**8
     assert during.started_ns <= time.monotonic_ns()
     after = worker.page.read()
     assert (after.phase, after.entries) == ("idle", [])
