@@ -60,10 +60,10 @@ def serve(config_file: str | None, **flags: Any) -> int:
 
     Every flag is also a SIE_* variable and a TOML key: `sie config` shows what is in force.
     """
-    from sie.model_list import check_models
+    from sie.model_list import check_adapters
 
     loaded = with_bundled_model(_load(config_file, flags))
-    check_models(loaded)
+    check_adapters(loaded)
     from sie import supervisor
     from sie.supervisor.host import StartError
 

@@ -18,7 +18,7 @@ import msgspec
 
 from sie.errors import WireError
 from sie.settings import Settings
-from sie.types import ModelCard, ModelState
+from sie.types import AdapterSpec, ModelCard, ModelState
 
 MAX_INLINE_BYTES = 64 << 10
 """A longer message goes through a memfd: a socket takes no more than the host's net.core.wmem_max allows."""
@@ -110,6 +110,74 @@ class ModelReport(msgspec.Struct, tag=True, frozen=True):
     error: WireError | None = None
 
 
+ManageAction = Literal["load", "unload", "reload"]
+
+
+class Manage(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to supervisor: an administrator wants this done to a model. Answered by `Managed` with its number."""
+
+    number: int
+    action: ManageAction
+    model: str
+
+
+class Managed(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to frontend: it has begun; the model's new state was in the `Models` just before."""
+
+    number: int
+
+
+class MemoryReport(msgspec.Struct, tag=True, frozen=True):
+    """Worker to supervisor, about once a second: memory of its device, all processes counted; total 0: not known."""
+
+    total_bytes: int
+    available_bytes: int
+
+
+class MemoryShort(msgspec.Struct, tag=True, frozen=True):
+    """Worker to supervisor: a step of this model found no memory; another model may have to go."""
+
+    model: str
+
+
+class WantAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to supervisor: a request came for an adapter that is not loaded."""
+
+    model: str
+    adapter: str
+
+
+class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to worker: load this adapter, whose files are on this machine, beside the step loop."""
+
+    spec: AdapterSpec
+
+
+class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to worker: finish what is queued for this adapter, then free it."""
+
+    model: str
+    adapter: str
+
+
+class AdapterReport(msgspec.Struct, tag=True, frozen=True):
+    """Worker to supervisor: an adapter changed state here."""
+
+    model: str
+    adapter: str
+    state: ModelState
+    memory_bytes: int = 0
+    error: WireError | None = None
+
+
+class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One declared adapter of a model as every frontend sees it."""
+
+    state: ModelState
+    workers: tuple[int, ...] = ()
+    error: WireError | None = None
+
+
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One model as every frontend sees it.
 
@@ -121,10 +189,13 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     state: ModelState
     is_read: bool = True
     recovering: bool = False
+    preload: bool = False
+    """Whether readiness waits for it."""
     workers: tuple[int, ...] = ()
     device: str = ""
     memory_bytes: int = 0
     error: WireError | None = None
+    adapters: dict[str, AdapterEntry] = {}
 
 
 class Models(msgspec.Struct, tag=True, frozen=True):
@@ -176,9 +247,11 @@ class PeerFault(msgspec.Struct, tag=True, frozen=True):
 
 
 class Touch(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to supervisor: these models answered requests since the last touch (for idle unloading)."""
+    """Frontend to supervisor: what answered requests since the last touch (for idle unloading and for eviction)."""
 
     models: tuple[str, ...]
+    adapters: tuple[tuple[str, str], ...] = ()
+    """(model, adapter), in the order of their last use."""
 
 
 class Ping(msgspec.Struct, tag=True, frozen=True):
@@ -199,7 +272,8 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
 
 Message = (
     Hello | Configure | Attach | Ready | LoadModel | Load | Unload | ModelReport | Models | WorkerDown | Quarantine
-    | PeerFault | Spilled | Touch | Ping | Pong | Drain
+    | PeerFault | Spilled | Touch | Ping | Pong | Drain | Manage | Managed | MemoryReport | MemoryShort
+    | WantAdapter | LoadAdapter | UnloadAdapter | AdapterReport
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -5,9 +5,11 @@
     │  ├─ InputTooLong            INPUT_TOO_LONG        400     client (413 when a whole body is over its limit)
     │  └─ PoisonInput             POISON_INPUT          422     client: this input killed two workers
     ├─ NotFound                   MODEL_NOT_FOUND       404     client
+    ├─ Forbidden                  FORBIDDEN             403     client: the setting that the message names does not allow it
     ├─ Overloaded                 QUEUE_FULL            503     ours, retryable
     ├─ Unavailable                MODEL_LOADING, ...    503     ours, retryable
-    │  └─ WorkerLost              WORKER_LOST           503     ours, retryable
+    │  ├─ WorkerLost              WORKER_LOST           503     ours, retryable
+    │  └─ ResourceExhausted       RESOURCE_EXHAUSTED    503     ours, retryable: no memory on the device
     ├─ ModelLoadFailed            MODEL_LOAD_FAILED     502     ours, never with Retry-After
     ├─ DeadlineExceeded           DEADLINE_EXCEEDED     504     ours
     ├─ ClientGone                 CLIENT_GONE           499     nobody reads the answer
@@ -80,6 +82,13 @@ class NotFound(SieError):
     http_status = 404
 
 
+class Forbidden(SieError):
+    """Not for this client; the message names the setting that decides."""
+
+    code = "FORBIDDEN"
+    http_status = 403
+
+
 class Overloaded(SieError):
     """Admission said "not now"; retry_after_s is computed from the queue."""
 
@@ -100,6 +109,12 @@ class WorkerLost(Unavailable):
     """The worker died and the work could not be given to another one."""
 
     code = "WORKER_LOST"
+
+
+class ResourceExhausted(Unavailable):
+    """The device had no memory for this item even alone; retry_after_s is the setting's."""
+
+    code = "RESOURCE_EXHAUSTED"
 
 
 class ModelLoadFailed(SieError):
@@ -144,8 +159,8 @@ class WireError(msgspec.Struct, array_like=True, frozen=True):
 _KINDS: dict[str, type[SieError]] = {
     cls.__name__: cls
     for cls in (
-        SieError, BadRequest, InputTooLong, PoisonInput, NotFound, Overloaded, Unavailable, WorkerLost,
-        ModelLoadFailed, DeadlineExceeded, ClientGone, Internal,
+        SieError, BadRequest, InputTooLong, PoisonInput, NotFound, Forbidden, Overloaded, Unavailable, WorkerLost,
+        ResourceExhausted, ModelLoadFailed, DeadlineExceeded, ClientGone, Internal,
     )
 }  # fmt: skip
 

@@ -159,7 +159,55 @@ class ZeroShot(msgspec.Struct, frozen=True, kw_only=True, tag="zero_shot"):
     """Whether the model is told which of a pair's tokens belong to the hypothesis."""
 
 
-ExtractRule = StubExtract | TokenClassification | ZeroShot
+class Gliner(msgspec.Struct, frozen=True, kw_only=True, tag="gliner"):
+    """Pieces of a text for labels in plain words, and ties between them, found by the `gliner` library.
+
+    An item of the work is a window of a text: no more words and tokens than the model reads at once.
+    """
+
+    reads: ClassVar[ReadsForm] = "text"
+    gives: ClassVar[GivesForm] = "extract"
+    needs_labels: ClassVar[bool] = True
+
+    max_words: int
+    """Most words of a window; its tokens, the labels' included, are at most the card's max_sequence_length."""
+    relations: bool = False
+    """Whether it also finds relations."""
+    reads_labels_apart: bool = False
+    """Whether labels are read by an encoder of their own, and take no room in the window."""
+
+    @property
+    def options(self) -> frozenset[str]:
+        """The options it serves; those of relations only where it finds some."""
+        return _GLINER_OPTIONS | _RELATION_OPTIONS if self.relations else _GLINER_OPTIONS
+
+
+_GLINER_OPTIONS = frozenset({"threshold", "flat_ner", "multi_label", "merge_adjacent_entities", "overflow_policy"})
+_RELATION_OPTIONS = frozenset({"relation_labels", "relation_threshold"})
+
+
+class Gliclass(msgspec.Struct, frozen=True, kw_only=True, tag="gliclass"):
+    """A logit for each label, read in one sequence with the text; the `gliclass` library's models.
+
+    An item of the work is a text with the labels of one group. Its logits are (labels, 1).
+    """
+
+    reads: ClassVar[ReadsForm] = "tokens"
+    gives: ClassVar[GivesForm] = "token_logits"
+    options: ClassVar[frozenset[str]] = frozenset(
+        {"threshold", "classification_type", "label_groups", "examples", "overflow_policy", "instruction"}
+    )
+    needs_labels: ClassVar[bool] = True
+
+    label_token_id: int
+    """The token that begins each label."""
+    max_labels: int | None = None
+    """Most labels of a sequence; None: any number."""
+    prompt_first: bool = False
+    """Whether the labels stand before the text, not behind it."""
+
+
+ExtractRule = StubExtract | TokenClassification | ZeroShot | Gliner | Gliclass
 """How a model extracts, one type a family. Every family says, without a value of its own:
 
 reads, gives       the form in which the worker gets an item, and that of its answer

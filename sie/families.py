@@ -91,6 +91,61 @@ MODEL_MEMORY = Family(
     help="Memory that the model's weights take, summed over its workers.",
     labels=("model", "device"),
 )
+OOM_ATTEMPTED = Family(
+    name="sie_oom_recoveries_attempted_total",
+    kind="counter",
+    help="Steps that found no memory.",
+    labels=("model",),
+)
+OOM_SUCCEEDED = Family(
+    name="sie_oom_recoveries_succeeded_total",
+    kind="counter",
+    help="Steps that found no memory and of which everything ran after all.",
+    labels=("model",),
+)
+OOM_FAILED = Family(
+    name="sie_oom_terminal_failures_total",
+    kind="counter",
+    help="Steps of which some item found no memory even alone (503 RESOURCE_EXHAUSTED).",
+    labels=("model",),
+)
+OOM_CACHE_CLEARS = Family(
+    name="sie_oom_cache_clears_total",
+    kind="counter",
+    help="Times unused memory was given back because a step found none.",
+    labels=("model",),
+)
+OOM_EVICTIONS = Family(
+    name="sie_oom_evictions_triggered_total",
+    kind="counter",
+    help="Times the model was unloaded because a step of another one found no memory.",
+    labels=("model",),
+)
+OOM_SPLITS = Family(
+    name="sie_oom_batch_splits_total",
+    kind="counter",
+    help="Times a step was split because it found no memory.",
+    labels=("model",),
+)
+IDLE_EVICTIONS = Family(
+    name="sie_idle_evictions_total",
+    kind="counter",
+    help="Times the model was unloaded because nobody used it.",
+    labels=("model",),
+)
+PRESSURE_EVICTIONS = Family(
+    name="sie_pressure_evictions_total",
+    kind="counter",
+    help="Times the model was unloaded because memory was short, or another model needed it to load.",
+    labels=("model",),
+)
+LORAS_LOADED = Family(
+    name="sie_loras_loaded",
+    kind="gauge",
+    help="LoRA adapters of the model in memory, on the worker that has the most.",
+    labels=("model",),
+    merge="max",
+)
 REFUSALS = Family(
     name="sie_refusals_total",
     kind="counter",
@@ -216,6 +271,15 @@ FAMILIES: tuple[Family, ...] = (
     QUEUE_DEPTH,
     MODEL_LOADED,
     MODEL_MEMORY,
+    OOM_ATTEMPTED,
+    OOM_SUCCEEDED,
+    OOM_FAILED,
+    OOM_CACHE_CLEARS,
+    OOM_EVICTIONS,
+    OOM_SPLITS,
+    IDLE_EVICTIONS,
+    PRESSURE_EVICTIONS,
+    LORAS_LOADED,
     REFUSALS,
     WORKER_RESTARTS,
     STEP_DURATION,

@@ -9,11 +9,11 @@ import msgspec
 from sie.catalog.cards import make_card
 from sie.catalog.model_file import read_model_file
 from sie.catalog.profiles import DEFAULT_PROFILE, Profiles, entry_ids, fold_default, known_profiles
-from sie.catalog.spec import ModelSpec, parse_model_spec
+from sie.catalog.spec import ModelSpec, parse_adapter_spec, parse_model_spec
 from sie.config_sources import SettingsError, Source
 from sie.errors import BadRequest, SieError
 from sie.settings import Loaded
-from sie.types import ModelCard
+from sie.types import AdapterSpec, ModelCard
 
 Start = Literal["preload", "lazy"]
 _HEADINGS = ("MODEL", "START", "DIMS", "MAX TOKENS", "ARCHITECTURE", "SOURCE")
@@ -28,6 +28,7 @@ class ModelRow(msgspec.Struct, frozen=True, omit_defaults=True):
     card: ModelCard | None = None
     error: str | None = None
     profiles: Profiles = {}
+    loras: tuple[str, ...] = ()
 
 
 def check_models(loaded: Loaded) -> dict[str, tuple[ModelSpec, Start]]:
@@ -35,7 +36,7 @@ def check_models(loaded: Loaded) -> dict[str, tuple[ModelSpec, Start]]:
 
     Where a model is named by a flag (or its variable or key) and has a section in the file of models, the flag says
     where its files are and when it loads. Raises SettingsError for a spec or a file that cannot be read, for an id named
-    twice and for an unknown default model.
+    twice and for a default or pinned model that is unknown.
     """
     specs: dict[str, tuple[ModelSpec, Start]] = {}
     models = loaded.settings.models
@@ -58,6 +59,11 @@ def check_models(loaded: Loaded) -> dict[str, tuple[ModelSpec, Start]]:
     if models.default_model and fold_default(models.default_model) not in entries:
         source = loaded.sources["default_model"]
         raise SettingsError(f"default_model (from {source}): {models.default_model!r} is none of the models served")
+    for name in models.pinned:
+        if name not in specs:
+            raise SettingsError(
+                f"pinned_model (from {loaded.sources['pinned_model']}): {name!r} is none of the models served"
+            )
     return specs
 
 
@@ -83,9 +89,42 @@ def _profiles(spec: ModelSpec) -> Profiles:
     return {**known_profiles(spec.id), **spec.profiles}
 
 
+def check_adapters(loaded: Loaded) -> list[AdapterSpec]:
+    """Return the spec of every declared adapter; `check_models` has passed.
+
+    Raises SettingsError for a spec that cannot be read, for an adapter named twice, for one whose model is not
+    served, or is a stub while it is not, or the other way round, and for a profile whose adapter is not declared.
+    """
+    specs: dict[tuple[str, str], AdapterSpec] = {}
+    models = check_models(loaded)
+    for text in loaded.settings.models.loras:
+        where = f"lora (from {loaded.sources['lora']})"
+        try:
+            spec = parse_adapter_spec(text)
+        except BadRequest as error:
+            raise SettingsError(f"{where}: {error.message}") from None
+        if spec.model not in models:
+            raise SettingsError(f"{where}: {spec.model!r}, of adapter {spec.id!r}, is none of the models served")
+        if (spec.model, spec.id) in specs:
+            raise SettingsError(f"{where}: {spec.id!r} of {spec.model!r} is named twice")
+        if (spec.stub is None) != (models[spec.model][0].stub is None):
+            raise SettingsError(f"{where}: {spec.id!r}: a stub's adapters are stubs, and those of no other model")
+        specs[spec.model, spec.id] = spec
+    for model_id, (model, _) in models.items():
+        for name, options in _profiles(model).items():
+            adapter = options.get("lora_id")
+            if adapter is not None and (model_id, adapter) not in specs:
+                raise SettingsError(f"profile {name!r} of {model_id!r}: adapter {adapter!r} is not declared by 'lora'")
+    return list(specs.values())
+
+
 def list_models(loaded: Loaded) -> list[ModelRow]:
     """Return one row a model, in the order in which they were named."""
-    return [_read(spec, start) for spec, start in check_models(loaded).values()]
+    rows = [_read(spec, start) for spec, start in check_models(loaded).values()]
+    adapters = check_adapters(loaded)
+    return [
+        msgspec.structs.replace(row, loras=tuple(spec.id for spec in adapters if spec.model == row.id)) for row in rows
+    ]
 
 
 def render_table(rows: list[ModelRow]) -> str:
@@ -100,6 +139,8 @@ def render_table(rows: list[ModelRow]) -> str:
             lines += [f"  {entry}: {_shown(row.profiles, entry)}" for entry in entries]
         if row is not None and row.error:
             lines.append(f"  cannot be served: {row.error}")
+        if row is not None and row.loras:
+            lines.append(f"  adapters: {', '.join(row.loras)}")
     return "\n".join(lines)
 
 

@@ -56,6 +56,7 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least important log lines to write.")
     ] = "info"
+    image_threads: Annotated[int, Meta(ge=1, le=64, description="Threads of each frontend that decode images.")] = 4
     runtime_dir: Annotated[
         str,
         Meta(description="Lock file and control socket; empty takes systemd's, the user's or a temporary directory."),
@@ -63,6 +64,10 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     machine_profile: Annotated[
         str, Meta(description="What `X-SIE-MACHINE-PROFILE` must match; empty takes the type of the GPU.")
     ] = ""
+    admin_from: Annotated[
+        Literal["loopback", "nobody", "everybody"],
+        Meta(description="Who may load and unload models; loopback: clients on this host, not through a proxy."),
+    ] = "loopback"
     pool_name: Annotated[str, Meta(description="Pool this server says it belongs to.")] = ""
     bundle: Annotated[str, Meta(description="Bundle this server says it serves.")] = ""
 
@@ -103,12 +108,42 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_retry_s: Annotated[
         float, Meta(ge=1, le=1800, description="Wait before a failed load may be tried again; doubles each time.")
     ] = 30.0
+    loading_retry_after_s: Annotated[int, Meta(ge=1, le=60, description="`Retry-After` of 503 MODEL_LOADING.")] = 5
     wait_for_load: Annotated[
         bool, Meta(description="Native requests wait for a model that loads, instead of 503 MODEL_LOADING at once.")
     ] = False
+    loras: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="LoRA adapter that requests to a model may name; loaded when first asked for; repeatable.",
+            extra={"form": "MODEL=ID[=DIR][@REVISION] or MODEL=ID=stub:[load_ms=N]"},
+        ),
+    ] = field(default=(), name="lora")
+    max_loras: Annotated[
+        int, Meta(ge=1, le=256, description="Most adapters of one model in memory; the least recently used one goes.")
+    ] = 10
     idle_unload_s: Annotated[
         float, Meta(ge=0, le=604800, description="Unload a lazy model unused for this long; 0 never does.")
     ] = 0.0
+    pinned: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Lazy model that only a request to unload it takes away once it is loaded; repeatable.",
+            extra={"form": "the ID of a lazy_model"},
+        ),
+    ] = field(default=(), name="pinned_model")
+    memory_pressure_pct: Annotated[
+        float,
+        Meta(
+            ge=1,
+            le=100,
+            description="Share of a device's memory over which lazy models go, least recently used first.",
+        ),
+    ] = 95.0
+    max_model_bytes: Annotated[
+        int,
+        Meta(ge=0, le=1 << 50, description="Most memory that the models of one device take; 0: what the device has."),
+    ] = 0
 
 
 class Devices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -149,6 +184,26 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         Meta(ge=1, le=1 << 20, description="Most items times labels where a model reads each pair; over it is 400."),
     ] = 16384
+    max_label_chars: Annotated[
+        int, Meta(ge=1, le=65536, description="Longest label, in characters, that GLiNER reads; over it is 400.")
+    ] = 128
+    max_prompt_tokens: Annotated[
+        int, Meta(ge=1, le=1 << 20, description="Most tokens of a request's labels that GLiNER reads; over it is 400.")
+    ] = 1024
+    max_text_windows: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=65536,
+            description="Most windows of words in which GLiNER reads one text; over it is 400 INPUT_TOO_LONG.",
+        ),
+    ] = 128
+    max_relation_candidates: Annotated[
+        int,
+        Meta(
+            ge=2, le=4096, description="Entities of a window, the first ones, between which GLiNER looks for relations."
+        ),
+    ] = 100
     max_schema_depth: Annotated[int, Meta(ge=1, le=500, description="Deepest nesting of an output_schema.")] = 128
     max_schema_values: Annotated[
         int, Meta(ge=1, le=1_000_000, description="Most values in an output_schema, objects and arrays included.")
@@ -156,6 +211,26 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_item_text_bytes: Annotated[
         int, Meta(ge=1, le=256 * MIB, description="Largest item, its UTF-8 text and metadata together.")
     ] = 2 * MIB
+    max_images: Annotated[int, Meta(ge=1, le=65536, description="Most images in one request; over it is 400.")] = 256
+    max_item_images: Annotated[int, Meta(ge=1, le=64, description="Most images in one item; over it is 400.")] = 16
+    max_image_bytes: Annotated[
+        int, Meta(ge=1, le=256 * MIB, description="Largest image, as the file it is sent as; over it is 400.")
+    ] = 20 * MIB
+    max_image_pixels: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1 << 30,
+            description="Most pixels of an image, read before it is decoded; of a request's images together, for a "
+            "model that reads them in their own size. Decoding takes up to 8 bytes a pixel and thread.",
+        ),
+    ] = 1 << 25
+    max_queued_images: Annotated[
+        int,
+        Meta(
+            ge=1, le=1 << 20, description="Most images waiting to be decoded in a frontend; over it is 503 QUEUE_FULL."
+        ),
+    ] = 1024
     max_depth: Annotated[int, Meta(ge=4, le=500, description="Deepest nesting of a JSON or msgpack body.")] = 64
     max_reply_bytes: Annotated[
         int, Meta(ge=4096, le=1024 * MIB, description="Largest reply, counted as the bytes of its vectors.")
@@ -163,6 +238,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_queued_tokens: Annotated[
         int, Meta(ge=1, le=1 << 32, description="Most tokens waiting for one worker; over it is 503 QUEUE_FULL.")
     ] = 1 << 20
+    oom_retry_after_s: Annotated[
+        int, Meta(ge=1, le=60, description="`Retry-After` of 503 RESOURCE_EXHAUSTED: no memory for an item even alone.")
+    ] = 5
     request_timeout_s: Annotated[
         float, Meta(ge=0.001, le=3600, description="Deadline of a request; a header may only lower it.")
     ] = 60.0
@@ -357,6 +435,11 @@ def _check_together(settings: Settings, sources: Mapping[str, Source]) -> None:
             f"must not be over max_body_bytes ({limits.max_body_bytes})",
         ),
         ("failpoints", bool(settings.testing.failpoints) and not settings.testing.test, "are refused without `test`"),
+        (
+            "max_queued_images",
+            limits.max_queued_images < limits.max_images,
+            f"must not be under max_images ({limits.max_images}), or such a request would never be taken",
+        ),
     )
     for name, is_wrong, reason in problems:
         if is_wrong:

@@ -36,8 +36,16 @@ class StubOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Width of each token's vector; 0 leaves that output out."""
     score: bool = False
     """Whether it also scores pairs."""
+    memory_mb: int = 0
+    """MiB that it says its weights take; it takes none."""
+    oom_tokens: int = 0
+    """A step of more tokens than this finds no memory; 0: every step finds some."""
+    lost_tokens: int = 0
+    """A step of more tokens than this loses its device; 0: no step does."""
     extract: bool = False
     """Whether it also extracts."""
+    image: bool = False
+    """Whether it also takes images, as they are."""
     fail: Literal["", "load", "oom", "sticky", "nan"] = ""
     """What fails, on a server with `test`: its load, its steps (no memory, a lost device) or its values."""
     fail_on: str = ""
@@ -51,6 +59,19 @@ class StubOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def has_faults(self) -> bool:
         """Whether it fails on purpose."""
         return bool(self.fail or self.kill_on or self.hang_on)
+
+
+class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter that requests to one model may name.
+
+    It comes from a directory, from a stub's options, or (neither set) from the hub's repository `id`.
+    """
+
+    model: str
+    id: str
+    directory: str | None = None
+    revision: str | None = None
+    stub: StubOptions | None = None
 
 
 class SparseOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,7 +134,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: str
-    kind: Literal["encoder", "cross-encoder", "causal-reranker", "extractor", "stub"]
+    kind: Literal["encoder", "dual-encoder", "cross-encoder", "causal-reranker", "extractor", "stub"]
     directory: str = ""
     """Absolute path of the checkpoint; empty for a stub."""
     revision: str | None = None
@@ -123,11 +144,17 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     dims: dict[str, int] = {}
     max_sequence_length: int | None = None
     vocab_size: int = 0
+    num_weights: int = 0
+    """Numbers in the checkpoint's safetensors; 0 when that is not known."""
     tokenizer_file: str = ""
     """Absolute path of the `tokenizer.json` to use; empty when the worker takes text."""
     lowercase: bool = False
     strip: bool = False
     """Whether texts lose surrounding white space before they are tokenised."""
+    drop_punctuation: bool = False
+    """Whether texts lose ASCII punctuation, and runs of white space become one space."""
+    padding: TextPadding | None = None
+    """How every text is filled up; None: it is not."""
     prompts: dict[str, str] = {}
     """The checkpoint's own prompts, by name (`query`, `document`, ...)."""
     default_prompt: str | None = None
@@ -146,6 +173,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     sparse: SparseOutput | None = None
     static_queries: StaticQueries | None = None
     late: LateInteraction | None = None
+    image: ImageRule | None = None
+    """How images are read; None for a model that takes none."""
     missing_outputs: dict[str, str] = {}
     """Outputs that the model is known for and that this checkpoint cannot give, with the reason."""
     profiles: dict[str, dict[str, Any]] = {}
@@ -165,6 +194,41 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     def compares(self) -> bool:
         """Whether its scores compare the vectors of a query and a document, and no model reads the pair."""
         return self.kind == "encoder" and "score" in self.outputs
+
+
+class TextPadding(msgspec.Struct, frozen=True, kw_only=True):
+    """What fills every text up to one length, for a model whose texts see their padding."""
+
+    token: str
+    length: int
+    side: Literal["left", "right"] = "right"
+
+
+class ImageRule(msgspec.Struct, frozen=True, kw_only=True):
+    """How an image becomes a model's input: a frontend resizes and crops, a worker rescales and normalises.
+
+    A value v of a channel becomes (v * rescale_factor - mean) / std.
+    """
+
+    height: int = 0
+    width: int = 0
+    """Size in pixels that crosses to the worker; 0: the image's own."""
+    resize: tuple[int, int] = (0, 0)
+    """(height, width) before the centre is cut out; with keep_aspect (edge, edge), the length of the shorter side."""
+    keep_aspect: bool = False
+    resample: int = 3
+    """Pillow's number of the filter: 0 nearest, 1 Lanczos, 2 bilinear, 3 bicubic, 4 box, 5 Hamming."""
+    rescale_factor: float = 1.0
+    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    std: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    patch: int = 16
+    """Side of the squares that are a token each, in pixels."""
+    extra_tokens: int = 0
+    """Tokens of an image beside its patches."""
+
+    def count_tokens(self, height: int, width: int) -> int:
+        """Return what an image of that size costs, as it crosses to the worker."""
+        return -(-height // self.patch) * -(-width // self.patch) + self.extra_tokens
 
 
 class PipelineStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,6 +267,16 @@ class ScoreRule(msgspec.Struct, frozen=True, kw_only=True):
     """The token whose logit is subtracted from that; None: nothing is."""
 
 
+class MediaItems(msgspec.Struct, kw_only=True):
+    """The items of a request in which some item is not a text, before it is known what its model takes."""
+
+    texts: list[str | None]
+    images: dict[int, list[memoryview]]
+    """Encoded images by the item's number; an item without any is left out."""
+    other: str | None = None
+    """Path of the first audio, video or document."""
+
+
 class EncodeRequest(msgspec.Struct, kw_only=True):
     """What every embedding dialect decodes to. Exactly one of texts and token_lists is set."""
 
@@ -218,6 +292,12 @@ class EncodeRequest(msgspec.Struct, kw_only=True):
     options: dict[str, Any] = {}
     non_text_item: int | None = None
     """Index of the first item without a text, or with an image, audio, video or document; texts is None then."""
+    media: MediaItems | None = None
+    """All of its items, where non_text_item is set."""
+    images: dict[int, list[memoryview]] | None = None
+    """Encoded images by the item's number, for a model that takes them; such an item's text is not read."""
+    image_tokens: int = 0
+    """What its images cost, once they are decoded."""
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
@@ -278,6 +358,7 @@ class EncodeReply(msgspec.Struct, kw_only=True):
     timing: Timing
     sparse: SparseRows | None = None
     multivector: TokenRows | None = None
+    num_images: int = 0
 
 
 class ScoreRequest(msgspec.Struct, kw_only=True):
@@ -357,6 +438,9 @@ class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     the model wants them, and as text the length of the query's UTF-8 in four bytes (little-endian), query, document; with
     `compared` it is one text: item 0 the query, the others documents. One of `extract` is what the card's rule reads, pairs
     with their token_types, too.
+    With images there are `pixels` uint8 (bytes,), the RGB rows of all images back to back, `image_sizes` int32 (m, 2),
+    height and width of each, `image_offsets` int32 (n + 1,), the images of each item, and, where an item is a text,
+    `token_offsets` int32 (n + 1,) beside token_ids: an item is images, or else a text.
     """
 
     model: str
@@ -375,6 +459,8 @@ class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     """An `ExtractTask` as msgpack, for a model whose worker answers with whole extractions."""
     expand_to: int | None = None
     """Length that queries are filled up to in place of the card's own; None: the card's."""
+    lora: str = ""
+    """Id of the adapter that all items run with; empty for the model as it is."""
 
 
 class ReplyHeader(msgspec.Struct, array_like=True, frozen=True):

@@ -68,6 +68,13 @@ def classifier_class(model_id: str, config: PretrainedConfig) -> type[Any]:
     raise refuse(model_id, f"transformers has no sequence classifier for model_type {config.model_type!r}")
 
 
+def dual_encoder_class(model_id: str, config: PretrainedConfig) -> type[Any]:
+    """Return the auto class of a model with a text and an image tower; `sie.catalog.towers` has recognised it."""
+    from transformers import AutoModel
+
+    return AutoModel
+
+
 def entailment_class(model_id: str, config: PretrainedConfig) -> type[Any]:
     """Return the auto class of a sequence classifier, one with encoder and decoder, too. Raises ModelLoadFailed."""
     from transformers import AutoModelForSequenceClassification

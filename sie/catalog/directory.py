@@ -12,11 +12,13 @@ import msgspec
 
 from sie.catalog.extraction import count_positions, read_extraction
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
+from sie.catalog.gli import read_library_card
 from sie.catalog.late import is_late, read_late
 from sie.catalog.modules import Module, default_pipeline, read_modules, read_pipeline
 from sie.catalog.scoring import Scoring, read_scoring
 from sie.catalog.sparse import read_m3_heads, read_router, read_splade
 from sie.catalog.spec import ModelSpec
+from sie.catalog.towers import read_towers
 from sie.catalog.weights import check_weights
 from sie.extraction import ExtractRule
 from sie.types import LateInteraction, ModelCard, PipelineStep, SparseOutput, StaticQueries
@@ -48,12 +50,19 @@ def read_card(spec: ModelSpec, directory: str) -> ModelCard:
     will never be served and STORAGE for what may be repaired on disk.
     """
     checkpoint = open_checkpoint(spec.id, directory)
+    library_card = read_library_card(spec, checkpoint)
+    if library_card is not None:
+        return library_card
     modules = read_modules(checkpoint)
     static = None
     if modules and modules[0].name == "Router":
         static, modules = read_router(checkpoint, modules)
     folder = modules[0].folder if modules else ""
     transformer = checkpoint.folder(folder) if folder else checkpoint
+    towers = read_towers(checkpoint, transformer, modules)
+    if towers is not None:
+        check_weights(transformer)
+        return msgspec.structs.replace(towers, revision=spec.revision)
     config = _read_config(transformer, is_bare=modules is None)
     check_weights(transformer)
     rule = read_extraction(transformer, modules, config)

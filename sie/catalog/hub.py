@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ _CHUNK_BYTES = 1 << 20
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOTDIR}
 
 
-def fetch(spec: ModelSpec, on_progress: Progress) -> str:
-    """Return the directory of the model's snapshot, downloading what is not there.
+def fetch(spec: ModelSpec, on_progress: Progress, allowed: Sequence[str] = ALLOWED) -> str:
+    """Return the directory of the model's snapshot, downloading what is not there; only files named by `allowed`.
 
     A revision that is not a commit is asked for at the hub; when the hub cannot be reached, what the cache has of it
     is used. Raises ModelLoadFailed with `error_class` GATED, NOT_FOUND, NETWORK, TIMEOUT, STORAGE, CONFIG or UNKNOWN.
@@ -40,7 +40,7 @@ def fetch(spec: ModelSpec, on_progress: Progress) -> str:
         directory = huggingface_hub.snapshot_download(  # pyright: ignore[reportUnknownMemberType]
             spec.id,
             revision=spec.revision,
-            allow_patterns=ALLOWED,
+            allow_patterns=list(allowed),
             ignore_patterns=IGNORED,
             tqdm_class=_progress_bar(on_progress),
         )

@@ -22,6 +22,7 @@ _TYPES: Final[dict[str, tuple[type, str]]] = {
     "is_query": (bool, "bool"),
     "normalize": (bool, "bool"),
     "instruction": (str, "str"),
+    "lora_id": (str, "str"),
     "default_instruction": (str, "str"),
     "query_template": (str, "str"),
     "doc_template": (str, "str"),
@@ -35,7 +36,7 @@ _TEMPLATES: Final = ("query_template", "doc_template")
 
 _JUDGED_ELSEWHERE: Final = frozenset(
     {
-        "overflow_policy", "lora_id", "score_mode", "score_weights", "threshold", "flat_ner", "multi_label",
+        "overflow_policy", "score_mode", "score_weights", "threshold", "flat_ner", "multi_label",
         "merge_adjacent_entities", "relation_labels", "relation_threshold", "classification_type", "label_groups",
         "examples", "hypothesis_template", "aggregation_strategy", "stride", "box_threshold", "text_threshold",
         "score_threshold",
@@ -44,7 +45,6 @@ _JUDGED_ELSEWHERE: Final = frozenset(
 """Options whose operation, and not this file, says what a value must be."""
 
 REFUSED: Final[dict[str, str]] = {
-    "lora_id": "adapters are not served by this version",
     "lora": "an adapter is named by lora_id",
     "muvera": "fixed dimensional encodings of multivectors are not computed by this version",
     "smve": "sparse encodings of multivectors are not computed by this version",

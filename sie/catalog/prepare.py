@@ -2,7 +2,7 @@
 
 A process of its own because it may take minutes, use the network and import transformers; the supervisor does none
 of these. REQUEST is a `Request` as JSON. Standard output carries JSON lines: any number of `Report`, then one `Ready`
-or `Failed`; the exit status is 0 after Ready and 1 after Failed. All else that is printed goes to standard error.
+(of an adapter `Fetched`) or `Failed`; the exit status is 1 after Failed, else 0. All else that is printed goes to standard error.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from sie.catalog.cards import make_card
 from sie.catalog.chat_pairs import read_pair_template
 from sie.catalog.files import open_checkpoint
 from sie.catalog.hub import Progress, fetch
+from sie.catalog.lora import CONFIG_FILE, WEIGHTS_FILE
 from sie.catalog.spec import ModelSpec
 from sie.catalog.tokenizer import convert_tokenizer
+from sie.catalog.weights import with_num_weights
 from sie.errors import Internal, SieError, WireError, to_wire
 from sie.types import ModelCard
 
@@ -29,6 +31,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     spec: ModelSpec
     cache_dir: str
+    is_adapter: bool = False
+    """Whether the spec is that of an adapter on the hub, which only has to be fetched."""
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
@@ -44,13 +48,19 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     card: ModelCard
 
 
+class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
+    """The last line of a success with an adapter."""
+
+    directory: str
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The last line of a failure. extras hold `error_class`."""
 
     error: WireError
 
 
-Message = Report | Ready | Failed
+Message = Report | Ready | Fetched | Failed
 
 
 def prepare(request: Request, on_progress: Progress) -> ModelCard:
@@ -74,7 +84,7 @@ def prepare(request: Request, on_progress: Progress) -> ModelCard:
         on_progress(1.0, "reading the chat template")
         score = msgspec.structs.replace(card.score, template=read_pair_template(card))
         card = msgspec.structs.replace(card, score=score)
-    return card
+    return with_num_weights(card)
 
 
 def main(arguments: list[str]) -> int:
@@ -84,7 +94,7 @@ def main(arguments: list[str]) -> int:
     os.dup2(2, 1)
     try:
         request = msgspec.json.decode(arguments[0], type=Request)
-        card = prepare(request, lambda fraction, text: _send(lines, Report(fraction, text)))
+        last = _answer(request, lambda fraction, text: _send(lines, Report(fraction, text)))
     except SieError as error:
         _send(lines, Failed(to_wire(error)))
         return 1
@@ -92,8 +102,14 @@ def main(arguments: list[str]) -> int:
         reason = f"{type(error).__name__}: {error}"
         _send(lines, Failed(to_wire(Internal(reason, extras={"error_class": "UNKNOWN"}))))
         return 1
-    _send(lines, Ready(card))
+    _send(lines, last)
     return 0
+
+
+def _answer(request: Request, on_progress: Progress) -> Ready | Fetched:
+    if request.is_adapter:
+        return Fetched(fetch(request.spec, on_progress, [CONFIG_FILE, WEIGHTS_FILE]))
+    return Ready(prepare(request, on_progress))
 
 
 def _send(lines: BinaryIO, message: Message) -> None:

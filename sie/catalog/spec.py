@@ -1,4 +1,4 @@
-"""Owns the text form of a model spec: `ID[=DIR][@REVISION]` and `ID=stub:[key=value,...]`.
+"""Owns the text form of a model spec, `ID[=DIR][@REVISION]` or `ID=stub:[key=value,...]`, and of an adapter's.
 
 Pure: never touches the file system, so a spec reads the same in every process.
 """
@@ -14,9 +14,10 @@ import msgspec
 
 from sie.catalog.profiles import fold_default
 from sie.errors import BadRequest
-from sie.types import StubOptions
+from sie.types import AdapterSpec, StubOptions
 
 SPEC_FORM = "ID[=DIRECTORY][@REVISION] or ID=stub:[key=value,...]"
+ADAPTER_FORM = "MODEL=ID[=DIRECTORY][@REVISION] or MODEL=ID=stub:[load_ms=N]"
 STUB_PREFIX = "stub:"
 MAX_ID_CHARS = 256
 MAX_STUB_WIDTH = 65_536
@@ -61,6 +62,22 @@ def parse_model_spec(text: str) -> ModelSpec:
     if not directory:
         raise BadRequest(f"model spec {text!r} has no directory after '='; the form is {SPEC_FORM}")
     return ModelSpec(id=model_id, directory=directory, revision=_checked_revision(revision, text) if at else None)
+
+
+def parse_adapter_spec(text: str) -> AdapterSpec:
+    """Parse one `--lora` value: what follows the model's id and `=` is read as a model spec is.
+
+    Raises BadRequest that quotes the value and names the accepted form.
+    """
+    model, equals, rest = text.partition("=")
+    if not equals:
+        raise BadRequest(f"adapter spec {text!r} names no adapter; the form is {ADAPTER_FORM}")
+    spec = parse_model_spec(rest)
+    if spec.stub is not None and spec.stub != StubOptions(load_ms=spec.stub.load_ms):
+        raise BadRequest(f"adapter spec {text!r}: a stub's adapter has no option but load_ms")
+    return AdapterSpec(
+        model=_checked_id(model, text), id=spec.id, directory=spec.directory, revision=spec.revision, stub=spec.stub
+    )
 
 
 def check_model_id(model_id: str) -> None:

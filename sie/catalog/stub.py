@@ -14,9 +14,13 @@ H(x) = SHAKE-256 of x and `text` the UTF-8 of the text:
                  D[0] < 128, its label is number D[1] modulo their count (`word` if there are none), its score the
                  bytes D[2:5], little-endian, over 2**24; and each label is a classification, best first, its score the
                  same of the first three bytes of H("class" label 0x00 text). What is under the threshold is left out
+    image        height and width as uint32, little-endian, then the bytes of the upright RGB rows in the image's own
+                 size take the place of the text's UTF-8; an item of several images is all of theirs, in order. It
+                 costs a token for each square begun of 16 pixels a side
 
 Values are float32. Queries and documents are alike. Options that lower the limit of tokens cut the UTF-8 at four bytes
-for each token left.
+for each token left. With an adapter, `text` is "lora", its id in UTF-8, a zero byte and then the text's own bytes; how
+many rows a multivector has follows from that, too.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from __future__ import annotations
 from sie.catalog.spec import ModelSpec
 from sie.errors import BadRequest
 from sie.extraction import StubExtract
-from sie.types import ModelCard
+from sie.types import ImageRule, ModelCard
 
 BYTES_PER_TOKEN = 4
 
@@ -40,6 +44,8 @@ def stub_card(spec: ModelSpec) -> ModelCard:
         id=spec.id,
         kind="stub",
         architecture="stub",
+        inputs=("text", "image") if spec.stub.image else ("text",),
+        image=ImageRule() if spec.stub.image else None,
         outputs=(*dims, *(output for output, wanted in flags.items() if wanted)),
         dims=dims,
         max_sequence_length=spec.stub.max_tokens,
@@ -52,3 +58,8 @@ def stub_card(spec: ModelSpec) -> ModelCard:
 def count_stub_tokens(num_bytes: int, max_tokens: int) -> int:
     """Return how many tokens a text of num_bytes UTF-8 bytes costs: one for each four begun, 1 to max_tokens."""
     return min(max(1, -(-num_bytes // BYTES_PER_TOKEN)), max_tokens)
+
+
+def adapted_text(text: bytes, lora: str) -> bytes:
+    """Return the UTF-8 that stands for a text under an adapter."""
+    return b"lora" + lora.encode() + b"\0" + text

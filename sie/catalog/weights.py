@@ -5,13 +5,15 @@ Source: fault sheet S4 and S32.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from sie.catalog.files import Checkpoint, refuse
+from sie.catalog.files import Checkpoint, open_checkpoint, refuse
 from sie.errors import ModelLoadFailed
+from sie.types import ModelCard
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.h5", "*.msgpack")
 _MAX_HEADER_BYTES = 16 << 20
@@ -61,14 +63,37 @@ def tensor_shape(model_id: str, path: str, name: str) -> tuple[int, ...]:
     Source: safetensors' format: eight bytes of length, then that many of JSON.
     """
     try:
-        with Path(path).open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header: dict[str, Any] = msgspec.json.decode(file.read(min(length, _MAX_HEADER_BYTES)))
-        return tuple(header[name]["shape"])
+        return tuple(_read_header(path)[name]["shape"])
     except OSError as error:
         raise refuse(model_id, f"{path}: {error.strerror}", "STORAGE") from error
     except (msgspec.DecodeError, KeyError, TypeError) as error:
         raise refuse(model_id, f"{Path(path).name} has no readable tensor {name!r}") from error
+
+
+def with_num_weights(card: ModelCard) -> ModelCard:
+    """Return the card with the number of weights in its directory; as it is when their files do not tell.
+
+    A file that cannot be read is no error here: the load will say what is wrong with it.
+    """
+    if not card.directory:
+        return card
+    try:
+        checkpoint = open_checkpoint(card.id, card.directory)
+        index = checkpoint.read_json("model.safetensors.index.json", _Index) or _Index()
+        shards = (
+            ["model.safetensors"] if checkpoint.find("model.safetensors") else sorted(set(index.weight_map.values()))
+        )
+        tensors = [entry for shard in shards for entry in _read_header(str(checkpoint.root / shard)).items()]
+        counts = [math.prod(tensor["shape"]) for name, tensor in tensors if name != "__metadata__"]
+    except (OSError, ModelLoadFailed, msgspec.DecodeError, KeyError, TypeError):
+        return card
+    return msgspec.structs.replace(card, num_weights=sum(counts))
+
+
+def _read_header(path: str) -> dict[str, Any]:
+    with Path(path).open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return msgspec.json.decode(file.read(min(length, _MAX_HEADER_BYTES)), type=dict[str, Any])
 
 
 def _missing(checkpoint: Checkpoint, folder: str) -> ModelLoadFailed:

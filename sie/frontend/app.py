@@ -16,6 +16,7 @@ from sie import __version__
 from sie.control import ModelEntry
 from sie.errors import ClientGone, Internal, NotFound, Overloaded, SieError
 from sie.frontend import dashboard, routes
+from sie.frontend.admin import check_admin
 from sie.frontend.dialects import models as models_dialect
 from sie.frontend.dialects import openai, sie
 from sie.frontend.inference import Exchange, Inference
@@ -110,6 +111,21 @@ class App:
             return
         self._respond(exchange, 200, [_JSON], models_dialect.model_body(_info(entry, models.created_s)))
 
+    async def _manage_model(self, exchange: Exchange) -> None:
+        process, headers = self._process, exchange.headers
+        check_admin(process.settings.server.admin_from, exchange.scope.client, headers)
+        exchange.deadline_ns = exchange.began_ns + process.timeout_ns(headers.get("x-sie-timeout-ms"))
+        body = await process.bodies.read(headers, exchange.protocol, exchange.deadline_ns)
+        exchange.body_bytes = len(body)
+        verb = exchange.scope.path.rpartition("/")[2]
+        answer = await process.admin.serve(verb, body, exchange.deadline_ns)
+        self._respond(exchange, answer.http_status, [_JSON], answer.body)
+
+    async def _show_admin(self, exchange: Exchange) -> None:
+        """Tell a page whether its buttons would work."""
+        check_admin(self._process.settings.server.admin_from, exchange.scope.client, exchange.headers, has_body=False)
+        self._respond(exchange, 200, [_JSON], b'{"allowed":true}')
+
     async def _healthz(self, exchange: Exchange) -> None:
         self._respond(exchange, 200, [_TEXT], b"ok")
 
@@ -198,4 +214,5 @@ def _info(entry: ModelEntry, created_s: int) -> dict[str, Any]:
             "attempts": extras.get("attempts", 1),
             "permanent": extras.get("permanent", False),
         }
-    return models_dialect.model_info(entry.card, entry.state, last_error, created_s)
+    loras = {name: adapter.state for name, adapter in entry.adapters.items()}
+    return models_dialect.model_info(entry.card, entry.state, last_error, created_s, loras)

@@ -1,6 +1,6 @@
 """Owns the encode operation up to the engine: a typed request to the arrays of its extent, whatever dialect it came in.
 
-resolve -> prompt -> tokenise -> admission -> engine; `replies` reads what comes back. Dialects decode before and encode
+resolve -> prompt -> tokenise, decode images -> admission -> engine; `replies` reads what comes back. Dialects decode before and encode
 after.
 """
 
@@ -16,8 +16,11 @@ from numpy.typing import NDArray
 
 from sie.control import ModelEntry
 from sie.errors import BadRequest
+from sie.frontend.adapters import requested_adapter
 from sie.frontend.engine import ShmEngine
+from sie.frontend.image_reader import ImageReader
 from sie.frontend.links import Pending
+from sie.frontend.mixed import mix_items
 from sie.frontend.models import ModelTable
 from sie.frontend.options import shorter_expansion, token_limit
 from sie.frontend.prompts import apply_prompt
@@ -32,31 +35,33 @@ _ITEM_BYTES: Final = {"float32": 4, "float16": 2, "int8": 1, "uint8": 1, "binary
 class Encoder:
     """Run encode requests on the engine."""
 
-    def __init__(self, engine: ShmEngine, models: ModelTable, limits: Limits, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, engine: ShmEngine, models: ModelTable, limits: Limits, pool: ThreadPoolExecutor, images: ImageReader
+    ) -> None:
         self._engine = engine
+        self._images = images
         self._models = models
         self._limits = limits
         self._pool = pool
 
     async def start(self, entry: ModelEntry, request: EncodeRequest, deadline_ns: int) -> tuple[Pending, int]:
-        """Tokenise and submit a resolved request; return its record and the nanoseconds that tokenising took.
+        """Tokenise and submit a resolved request; return its record and the nanoseconds that reading its items took.
 
-        Raises what admission and the tokenizer raise.
+        Raises what admission, the tokenizer and `ImageReader.read` raise.
         """
         began_ns = time.monotonic_ns()
         header = WorkHeader(
             entry.card.id, "encode", count_items(request), (), request.output_dtype or "float32",
             _wants_normalize(request, entry), request.dimensions, request.output_types or ("dense",),
-            entry.card.tells_queries and bool(request.options.get("is_query")),
+            entry.card.tells_queries and bool(request.options.get("is_query")), lora=requested_adapter(request) or "",
         )  # fmt: skip
         if request.options and entry.card.late is not None and header.is_query:
             header = msgspec.structs.replace(header, expand_to=shorter_expansion(entry.card, request.options))
         self._check_reply_size(header, entry)
-        arrays = self._try_prepare(entry, request)
-        if arrays is None:
-            tokenizer = await self._models.tokenizer(entry) if entry.card.tokenizer_file else None
-            loop = asyncio.get_running_loop()
-            arrays = await loop.run_in_executor(self._pool, _prepare, entry, request, tokenizer)
+        if request.images is None:
+            arrays = self._try_prepare(entry, request) or await self._prepare_later(entry, request)
+        else:
+            arrays = await self._prepare_mixed(entry, request, request.images, deadline_ns)
         num_tokens = int(arrays[0][1][-1])
         took_ns = time.monotonic_ns() - began_ns
         return self._engine.submit(header, arrays, num_tokens, deadline_ns), took_ns
@@ -69,6 +74,27 @@ class Encoder:
             if tokenizer is None or (request.texts is not None and is_long(request.texts, LONG_TEXT_BYTES)):
                 return None
         return _prepare(entry, request, tokenizer)
+
+    async def _prepare_later(self, entry: ModelEntry, request: EncodeRequest) -> list[tuple[str, NDArray[Any]]]:
+        tokenizer = await self._models.tokenizer(entry) if entry.card.tokenizer_file else None
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, _prepare, entry, request, tokenizer)
+
+    async def _prepare_mixed(
+        self, entry: ModelEntry, request: EncodeRequest, images: dict[int, list[memoryview]], deadline_ns: int
+    ) -> list[tuple[str, NDArray[Any]]]:
+        """Tokenise the items that are texts, read the images of the others, and put them together."""
+        rule = entry.card.image
+        assert rule is not None  # `resolve_encode` lets no image pass for a model that takes none
+        texts = [text for item, text in enumerate(request.texts or ()) if item not in images]
+        text_arrays: list[tuple[str, NDArray[Any]]] | None = None
+        if texts:
+            own = msgspec.structs.replace(request, texts=texts)
+            text_arrays = self._try_prepare(entry, own) or await self._prepare_later(entry, own)
+        read = await self._images.read(images, rule, deadline_ns)
+        arrays = mix_items(count_items(request), read, rule, text_arrays)
+        request.image_tokens = read.count_tokens(rule)
+        return arrays
 
     def _check_reply_size(self, header: WorkHeader, entry: ModelEntry) -> None:
         width = header.truncate_dim or (entry.card.dims["dense"] if "dense" in header.output_types else 0)

@@ -21,17 +21,9 @@ from numpy.typing import NDArray
 from sie import failpoints
 from sie.catalog.profiles import model_of
 from sie.control import ModelEntry, PeerFault, Quarantine
-from sie.errors import (
-    DeadlineExceeded,
-    Internal,
-    Overloaded,
-    SieError,
-    Unavailable,
-    WireError,
-    WorkerLost,
-    from_wire,
-)
+from sie.errors import DeadlineExceeded, Internal, Overloaded, SieError, Unavailable, WireError, WorkerLost, from_wire
 from sie.frontend import admission
+from sie.frontend.adapters import is_coming, loading, workers_with
 from sie.frontend.links import Pending, Reply, WorkerLink
 from sie.frontend.placement import choose_worker
 from sie.frontend.quarantine import QuarantinedInputs, poison
@@ -131,6 +123,7 @@ class ShmEngine:
                 deadline_ns=deadline_ns,
                 submitted_ns=time.monotonic_ns(),
                 future=asyncio.get_running_loop().create_future(),
+                adapter=header.lora,
             )
             self._quarantined.check(lease.view[:length])
             link = self._choose(pending)
@@ -143,7 +136,7 @@ class ShmEngine:
 
     def _choose(self, pending: Pending) -> WorkerLink | None:
         """Return the worker for a new request, or None when it has to wait for one that is being restarted."""
-        candidates = self._candidates(pending.model)
+        candidates = self._candidates(pending)
         if not candidates:
             return None
         slot = choose_worker((link.slot, link.outstanding_tokens) for link in candidates if self._has_room(link))
@@ -168,9 +161,8 @@ class ShmEngine:
             return False
         raise self._overloaded("the ring is full")
 
-    def _candidates(self, model: str) -> list[WorkerLink]:
-        entry = self._find_model(model)
-        workers = entry.workers if entry is not None else ()
+    def _candidates(self, pending: Pending) -> list[WorkerLink]:
+        workers = workers_with(self._find_model(pending.model), pending.adapter)
         return [link for slot in workers if (link := self._links.get(slot)) is not None]
 
     def _has_room(self, link: WorkerLink) -> bool:
@@ -180,6 +172,8 @@ class ShmEngine:
         entry = self._find_model(pending.model)
         if entry is None or not (entry.recovering or entry.workers):
             raise Unavailable(f"Model '{pending.model}' is not loaded", code="MODEL_NOT_LOADED")
+        if not is_coming(entry, pending.adapter):
+            raise loading(pending.model, pending.adapter)
         held_tokens = sum(other.num_tokens for other in self._held.values()) if self._held else 0
         admission.check_queue(held_tokens, pending.num_tokens, self._limits.max_queued_tokens, self.tokens_per_s)
         self._held[pending.request_id] = pending
@@ -233,7 +227,7 @@ class ShmEngine:
     def place_held(self) -> None:
         """Give waiting requests to workers that have their model now; call when models or workers changed."""
         for pending in list(self._held.values()):
-            candidates = [link for link in self._candidates(pending.model) if self._has_room(link)]
+            candidates = [link for link in self._candidates(pending) if self._has_room(link)]
             slot = choose_worker((link.slot, link.outstanding_tokens) for link in candidates)
             with contextlib.suppress(Overloaded):  # it goes on waiting
                 if slot is not None and self._try_submit(self._links[slot], pending):
@@ -245,6 +239,8 @@ class ShmEngine:
             entry = self._find_model(pending.model)
             if entry is None or not (entry.recovering or entry.workers):
                 self.abandon(pending, WorkerLost(f"Model '{pending.model}' was lost with its worker"))
+            elif not is_coming(entry, pending.adapter):
+                self.abandon(pending, loading(pending.model, pending.adapter))
 
     def _on_socket(self, link: WorkerLink) -> None:
         """Read announcements; at the end of file give it no more work, and wait for word of its death."""

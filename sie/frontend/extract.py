@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 
 from sie.control import ModelEntry
 from sie.errors import BadRequest, Internal
-from sie.extraction import Extraction, ExtractRule, ExtractTask, TokenClassification, ZeroShot
-from sie.frontend import extract_pairs, extract_tokens
+from sie.extraction import Extraction, ExtractRule, ExtractTask, Gliclass, Gliner, TokenClassification, ZeroShot
+from sie.frontend import extract_gliclass, extract_gliner, extract_pairs, extract_tokens
 from sie.frontend.engine import ShmEngine
+from sie.frontend.extract_gliclass import LabelReading
+from sie.frontend.extract_gliner import WindowReading
 from sie.frontend.extract_pairs import PairReading
 from sie.frontend.extract_texts import TextReading
 from sie.frontend.extract_tokens import TokenReading
@@ -75,10 +77,9 @@ class Extractor:
         began_ns = time.monotonic_ns()
         card, task, rule = entry.card, request.task, entry.card.extract
         assert rule is not None
-        if isinstance(rule, ZeroShot):
-            self._check_pairs(len(request.texts) * len(task.labels))
+        self._check_pairs(len(request.texts) * _num_rows(rule, task))
         tokenizer = await self._models.tokenizer(entry) if card.tokenizer_file else None
-        reading = _reading(card, task, tokenizer)
+        reading = _reading(card, task, tokenizer, self._limits)
         arrays = await self._prepare(reading, request, rule)
         cu_seqlens = arrays[0][1]
         num_tokens = int(cu_seqlens[-1])
@@ -95,8 +96,9 @@ class Extractor:
     async def _prepare(self, reading: Reading, request: ExtractRequest, rule: ExtractRule) -> Arrays:
         """Tokenise here and now, or on a thread when that would keep the event loop too long."""
         texts = request.texts
-        if isinstance(rule, ZeroShot):
-            texts = [*texts, *request.task.labels] * len(request.task.labels)  # each pair is put together
+        if isinstance(rule, ZeroShot | Gliclass):
+            # each text is put together with each label, or with the labels of each group
+            texts = [*texts, *request.task.labels] * _num_rows(rule, request.task)
         if not is_long(texts, LONG_TEXT_BYTES):
             return reading.prepare(request.texts)
         return await asyncio.get_running_loop().run_in_executor(self._pool, reading.prepare, request.texts)
@@ -104,7 +106,9 @@ class Extractor:
     def _check_pairs(self, num_pairs: int) -> None:
         limit = self._limits.max_label_pairs
         if num_pairs > limit:
-            raise BadRequest(f"Items times labels are {num_pairs}, over max_label_pairs ({limit}); split the request")
+            raise BadRequest(
+                f"Items times labels (or label groups) are {num_pairs}, over max_label_pairs ({limit}); split the request"
+            )
 
     def _check_reply_size(self, nbytes: int) -> None:
         limit = self._limits.max_reply_bytes
@@ -121,12 +125,27 @@ def check_task(card: ModelCard, task: ExtractTask) -> None:
             extract_tokens.check_task(card.id, rule, task)
         case ZeroShot():
             extract_pairs.check_task(task)
+        case Gliner() as rule:
+            extract_gliner.check_task(rule, task)
+        case Gliclass() as rule:
+            extract_gliclass.check_task(rule, task)
         case _:
             pass
 
 
-def _reading(card: ModelCard, task: ExtractTask, tokenizer: Tokenizer | None) -> Reading:
+def _num_rows(rule: ExtractRule, task: ExtractTask) -> int:
+    """Return how many sequences a text is part of, windows not counted."""
+    if isinstance(rule, ZeroShot):
+        return len(task.labels)
+    return len(task.label_groups) or 1
+
+
+def _reading(card: ModelCard, task: ExtractTask, tokenizer: Tokenizer | None, limits: Limits) -> Reading:
     rule = card.extract
+    if isinstance(rule, Gliner) and tokenizer is not None:
+        return WindowReading(rule, task, tokenizer, limits)
+    if isinstance(rule, Gliclass) and tokenizer is not None:
+        return LabelReading(rule, task, tokenizer)
     if isinstance(rule, TokenClassification) and tokenizer is not None:
         return TokenReading(rule, task, tokenizer)
     if isinstance(rule, ZeroShot) and tokenizer is not None:

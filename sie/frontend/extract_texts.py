@@ -30,7 +30,12 @@ class TextReading:
 
     def read(self, pieces: Sequence[NDArray[Any]]) -> list[Extraction]:
         """Return the extractions; pieces are their msgpack, uint8. Raises Internal for what is none."""
-        try:
-            return [_decoder.decode(piece.tobytes()) for piece in pieces]
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise Internal("the worker's reply could not be read") from error
+        return read_whole(pieces)
+
+
+def read_whole(pieces: Sequence[NDArray[Any]]) -> list[Extraction]:
+    """Return extractions from their msgpack, uint8. Raises Internal for what is none."""
+    try:
+        return [_decoder.decode(piece.tobytes()) for piece in pieces]
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Internal("the worker's reply could not be read") from error

@@ -13,6 +13,7 @@ from typing import Any, Final
 from sie.control import ModelEntry
 from sie.errors import BadRequest, Unavailable
 from sie.frontend import routes
+from sie.frontend.adapters import requested_adapter
 from sie.frontend.dialects import extract, negotiate, openai, rerank, score, sie
 from sie.frontend.extract import read_extractions
 from sie.frontend.links import Reply
@@ -190,7 +191,12 @@ class Inference:
     async def _run(self, exchange: Exchange, entry: ModelEntry, request: EncodeRequest) -> tuple[EncodeReply, Reply]:
         """Return a request's rows and the reply that holds them, which the caller releases."""
         process = self._process
+        adapter = requested_adapter(request)
+        if adapter is not None:
+            process.adapters.check_declared(entry, adapter)
         entry = await self._serving(exchange, entry)
+        if adapter is not None:
+            entry = await process.adapters.serving(entry, adapter, exchange.deadline_ns if exchange.waits else 0)
         pending, tokenization_ns = await process.encoder.start(entry, request, exchange.deadline_ns)
         process.watch_client(pending, exchange.protocol)
         raw: Reply = await pending.future

@@ -20,7 +20,7 @@ class Pending:
     """
 
     __slots__ = (
-        "deadline_ns", "flags", "future", "lease", "length", "link", "model", "num_strikes", "num_tokens", "request_id",
+        "adapter", "deadline_ns", "flags", "future", "lease", "length", "link", "model", "num_strikes", "num_tokens", "request_id",
         "submitted_ns",
     )  # fmt: skip
 
@@ -35,7 +35,9 @@ class Pending:
         deadline_ns: int,
         submitted_ns: int,
         future: asyncio.Future[Reply],
+        adapter: str = "",
     ) -> None:
+        self.adapter = adapter
         self.request_id = request_id
         self.model = model
         self.lease = lease

@@ -23,8 +23,6 @@ from sie.frontend.tokenize import Tokenizer
 from sie.logs import get_logger
 
 _log = get_logger(__name__)
-_LOADING_RETRY_S = 5
-"""`Retry-After` of a model that loads. Source: SIE API reference, section 12."""
 
 
 class ModelTable:
@@ -33,8 +31,12 @@ class ModelTable:
     It holds what clients may ask for, `id:profile` entries among it; `hosted` finds what workers know.
     """
 
-    def __init__(self, pool: ThreadPoolExecutor, ask_load: Callable[[str], None]) -> None:
+    def __init__(
+        self, pool: ThreadPoolExecutor, ask_load: Callable[[str], None], *, loading_retry_after_s: int = 5
+    ) -> None:
+        """Default `Retry-After` of a model that loads: SIE API reference, section 12."""
         self._pool = pool
+        self._loading_retry_after_s = loading_retry_after_s
         self._ask_load = ask_load
         self._tokenizers: dict[str, tuple[str, asyncio.Future[Tokenizer]]] = {}
         self.entries: dict[str, ModelEntry] = {}
@@ -50,6 +52,11 @@ class ModelTable:
     def __contains__(self, model: object) -> bool:
         return model in self.entries
 
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set by the next update, and by that one only."""
+        return self._changed
+
     def update(self, message: Models) -> None:
         """Take over the supervisor's view."""
         self._hosted = {entry.card.id: entry for entry in message.entries}
@@ -60,6 +67,9 @@ class ModelTable:
         for entry in self.entries.values():
             if entry.card.tokenizer_file and entry.state in ("loading", "loaded"):
                 self._start_tokenizer(entry)
+            elif entry.state in ("unloading", "available"):  # its file may be another one when it is loaded again
+                for known_as in (entry.card.id, model_of(entry.card.id)):
+                    self._tokenizers.pop(known_as, None)
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -99,7 +109,8 @@ class ModelTable:
         if entry.state == "failed" and entry.error is not None:
             error = from_wire(entry.error)
             raise ModelLoadFailed(f"Model '{model}' failed to load: {error.message}", extras=error.extras)
-        raise Unavailable(f"Model '{model}' is loading; retry in {_LOADING_RETRY_S} s", retry_after_s=_LOADING_RETRY_S)
+        wait_s = self._loading_retry_after_s
+        raise Unavailable(f"Model '{model}' is loading; retry in {wait_s} s", retry_after_s=wait_s)
 
     async def wait_serving(self, entry: ModelEntry, deadline_ns: int) -> ModelEntry:
         """Return a model's entry once it can be served: what `check_serving` refuses as loading waits here.
@@ -119,6 +130,10 @@ class ModelTable:
             else:
                 return entry
             entry = self.entries.get(entry.card.id, entry)
+
+    async def wait_changed(self) -> None:
+        """Wait for the supervisor's next word on any model."""
+        await self._changed.wait()
 
     async def tokenizer(self, entry: ModelEntry) -> Tokenizer:
         """Return a model's tokenizer. Raises Internal when its file cannot be read."""

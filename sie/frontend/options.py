@@ -33,6 +33,12 @@ def merge_options(card: ModelCard, options: Options, path: str) -> Options:
     return merged
 
 
+def refuse_adapter(card: ModelCard, options: Options, operation: str) -> None:
+    """Raise BadRequest when merged options name an adapter for an operation that runs without."""
+    if options.get("lora_id") is not None:
+        raise BadRequest(f"Model '{card.id}' does not support option 'lora_id' for {operation}")
+
+
 def _select(card: ModelCard, name: Any) -> Options:
     if name is None:
         return card.profiles.get(DEFAULT_PROFILE, {})

@@ -20,11 +20,14 @@ from sie import __version__, control, failpoints, process
 from sie.catalog.profiles import fold_default
 from sie.control import Channel, ChannelClosedError, Launch, Models
 from sie.errors import BadRequest, ClientGone, SieError
+from sie.frontend.adapters import AdapterTable
+from sie.frontend.admin import ModelAdmin
 from sie.frontend.body import BodyReader
 from sie.frontend.dialects.openai import DEFAULT_MODEL
 from sie.frontend.encode import Encoder
 from sie.frontend.engine import ShmEngine
 from sie.frontend.extract import Extractor
+from sie.frontend.image_reader import ImageReader
 from sie.frontend.links import Pending
 from sie.frontend.metrics import FrontendMetrics, merge
 from sie.frontend.models import ModelTable
@@ -63,14 +66,19 @@ class FrontendProcess:
         self._loop = loop
         self._channel = channel
         self._pool = ThreadPoolExecutor(2, "tokenize")
-        self.models = ModelTable(self._pool, self._ask_load)
+        self.models = ModelTable(
+            self._pool, self._ask_load, loading_retry_after_s=settings.models.loading_retry_after_s
+        )
+        self.adapters = AdapterTable(self.models, self._send)
+        self.admin = ModelAdmin(self.models, self._send)
         memory = settings.memory
         budget = LargeBudget(launch.max_large_bytes)
         self._space = OutboundSpace.create(
             "request", memory.request_segment_bytes, budget, large_extent_bytes=memory.large_extent_bytes
         )
         self.engine = ShmEngine(settings, self._space, self.models.hosted, self._send)
-        self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool)
+        self._images = ImageReader(settings.limits, settings.server.image_threads)
+        self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool, self._images)
         self.scorer = Scorer(self.engine, self.models, self._pool)
         self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool)
         limits = settings.limits
@@ -152,6 +160,7 @@ class FrontendProcess:
         self.status.close()
         self._channel.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._images.close()
 
     def _spawn(self, work: Any) -> None:
         task = self._loop.create_task(work)
@@ -191,6 +200,8 @@ class FrontendProcess:
                 self.engine.place_held()
             case control.Quarantine(digest):
                 self.engine.quarantine(digest)
+            case control.Managed(number):
+                self.admin.on_begun(number)
             case control.Ping(number):
                 self._send(control.Pong(number))
             case control.Drain():
@@ -260,7 +271,7 @@ class FrontendProcess:
             if now_ns / 1e9 - touched_s >= self._touch_s:
                 touched_s = now_ns / 1e9
                 if used := self.models.take_used():
-                    self._send(control.Touch(used))
+                    self._send(control.Touch(used, self.adapters.take_used()))
 
     def _watch_the_waiting(self, now_ns: int) -> None:
         unwatched = self._unwatched
@@ -325,6 +336,7 @@ def _facts(settings: Settings, launch: Launch) -> ServerFacts:
         pool_name=settings.server.pool_name,
         bundle=settings.server.bundle,
         max_batch_requests=settings.scheduler.max_step_items,
+        memory_threshold_pct=settings.models.memory_pressure_pct,
     )
 
 

@@ -45,7 +45,9 @@ def read_reply(
         raise Internal("the worker's reply could not be read") from error
     if answer.num_items != count_items(request):
         raise Internal("the worker's reply has another shape than the request")
-    answer.input_tokens = reply.pending.num_tokens
+    answer.input_tokens = reply.pending.num_tokens - request.image_tokens
+    if request.images is not None:
+        answer.num_images = sum(map(len, request.images.values()))
     answer.timing = timing_of(reply, times, began_ns, tokenization_ns)
     return answer
 

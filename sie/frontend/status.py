@@ -183,6 +183,8 @@ def _model(entry: ModelEntry, num_waiting: int) -> dict[str, Any]:
         "queue_depth": num_waiting,
         "queue_pending_items": num_waiting,
         "recovering": entry.recovering,
+        "preload": entry.preload,
+        "loras": {name: adapter.state for name, adapter in entry.adapters.items()},
         "error": entry.error.message if entry.error else None,
     }
 

@@ -7,6 +7,8 @@ back, `cu_seqlens` (n + 1,) their bounds, first 0, last t.
 
 from __future__ import annotations
 
+import re
+import string
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -25,6 +27,8 @@ BytesArray = NDArray[np.uint8]
 LONG_TEXT_BYTES = 8192
 """From here tokenising takes over about 2 ms, and leaves the event loop (`is_long`)."""
 _MAX_UTF8_BYTES = 4
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_SPACES = re.compile(r"\s+")
 
 
 class _Reader(NamedTuple):
@@ -55,7 +59,8 @@ class Tokenizer:
         self.card = card
         self.vocab_size = card.vocab_size or tokenizer.get_vocab_size()
         self._document = self._query = _Reader(tokenizer, card.max_sequence_length)
-        self._is_plain = not (card.strip or card.lowercase)
+        self._is_plain = not (card.strip or card.lowercase or card.drop_punctuation)
+        self._filler = _filler_of(card, tokenizer)
         self._wants_types = card.score is not None and card.score.token_types
 
     @classmethod
@@ -101,15 +106,15 @@ class Tokenizer:
             texts = [prefix + text for text in texts]
         try:
             if max_tokens is not None and (room := reader.room(max_tokens)) is not None:
-                return pack_ids(_encode_short(reader, texts, room))
-            if len(texts) == 1:
+                return pack_ids(self._filled(_encode_short(reader, texts, room)))
+            if len(texts) == 1 and self._filler is None:
                 # `encode` and the batch call cost the same for one text, but this one starts no thread pool
                 ids = tokenizer.encode(texts[0], None, False, add_special_tokens).ids
                 return np.array(ids, np.int32), np.array((0, len(ids)), np.int32)
             rows = [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
         except TypeError as exc:
             raise unicode_error(texts, exc) from None
-        return pack_ids(rows)
+        return pack_ids(self._filled(rows))
 
     def encode_pairs(
         self, query: str, documents: Sequence[str], max_tokens: int | None = None
@@ -160,15 +165,30 @@ class Tokenizer:
                 raise BadRequest(f"Token array {index} must not be empty")
             if min(ids) < 0 or max(ids) >= self.vocab_size:
                 raise BadRequest(f"Token array {index} holds an id outside the vocabulary [0, {self.vocab_size})")
-        return pack_ids(rows)
+        return pack_ids(self._filled(rows))
+
+    def _filled(self, rows: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Return token ids filled up to the one length that the card asks for, if it does."""
+        filler, padding = self._filler, self.card.padding
+        if filler is None or padding is None:
+            return rows
+        if padding.side == "left":
+            return [[*filler[len(row) :], *row] for row in rows]
+        return [[*row, *filler[len(row) :]] for row in rows]
 
     def _clean(self, text: str) -> str:
+        """Return the text as the model's tokenizer class hands it on.
+
+        Source of drop_punctuation: transformers 5.23 models/siglip/tokenization_siglip.py (canonicalize_text).
+        """
+        if self.card.drop_punctuation:
+            text = _SPACES.sub(" ", text.translate(_NO_PUNCTUATION))
         text = text.strip() if self.card.strip else text
         return text.lower() if self.card.lowercase else text
 
 
 def _open(card: ModelCard, path: str, limit: int | None) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a file, without padding, that cuts at a limit."""
+    """Return the tokenizer of a file that neither pads nor has a limit but this."""
     try:
         tokenizer = tokenizers.Tokenizer.from_file(path)
     except Exception as exc:  # the library raises bare Exception for a missing and for a malformed file
@@ -178,6 +198,17 @@ def _open(card: ModelCard, path: str, limit: int | None) -> tokenizers.Tokenizer
     if limit is not None:
         tokenizer.enable_truncation(limit)  # pyright: ignore[reportUnknownMemberType]  # untyped
     return tokenizer
+
+
+def _filler_of(card: ModelCard, tokenizer: tokenizers.Tokenizer) -> list[int] | None:
+    """Return a text of nothing but padding, for a card that asks for it. Raises Internal for an unknown token."""
+    padding = card.padding
+    if padding is None:
+        return None
+    token_id = tokenizer.token_to_id(padding.token)
+    if token_id is None:
+        raise Internal(f"Model '{card.id}' has a tokenizer that does not know its padding token {padding.token!r}")
+    return [token_id] * padding.length
 
 
 def _open_late(card: ModelCard, length: int | None, prefix: str) -> _Reader:

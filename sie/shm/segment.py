@@ -153,25 +153,35 @@ def check_reservation(total_bytes: int, *, proc: Path = Path("/proc"), sysfs: Pa
 
     Call it once at start with the sum of all segments: a control group over its limit kills instead of refusing.
     """
-    limits = [("available memory", _available_bytes(proc)), *_cgroup_headroom(proc, sysfs)]
-    for name, free_bytes in limits:
-        if free_bytes is not None and total_bytes > free_bytes:
+    for name, _, free_bytes in _memory_limits(proc, sysfs):
+        if total_bytes > free_bytes:
             raise ReservationError(
                 f"shared memory needs {total_bytes} bytes, but {name} leaves {max(free_bytes, 0)} bytes", total_bytes
             )
 
 
-def _available_bytes(proc: Path) -> int | None:
-    """Return MemAvailable, or None where the kernel does not say."""
-    for line in _read_lines(proc / "meminfo"):
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+def read_memory(*, proc: Path = Path("/proc"), sysfs: Path = Path("/sys/fs/cgroup")) -> tuple[int, int] | None:
+    """Return (total, available) bytes of the host or of the control group, whichever leaves less; None if unknown."""
+    limits = [(left, total) for _, total, left in _memory_limits(proc, sysfs)]
+    if not limits:
+        return None
+    left, total = min(limits)
+    return total, max(0, left)
 
 
-def _cgroup_headroom(proc: Path, sysfs: Path) -> list[tuple[str, int]]:
-    """Return (limit's name, bytes left under it) for this process's control group and all its parents."""
-    found: list[tuple[str, int]] = []
+def _memory_limits(proc: Path, sysfs: Path) -> list[tuple[str, int, int]]:
+    """Return (name, bytes in all, bytes left) of the host's memory and of every control group that has a limit."""
+    host = {line.split(":")[0]: line.split()[1] for line in _read_lines(proc / "meminfo") if line.startswith("Mem")}
+    groups = _cgroup_limits(proc, sysfs)
+    if "MemAvailable" not in host:
+        return groups
+    available = int(host["MemAvailable"])
+    return [("available memory", int(host.get("MemTotal", available)) * 1024, available * 1024), *groups]
+
+
+def _cgroup_limits(proc: Path, sysfs: Path) -> list[tuple[str, int, int]]:
+    """Return (limit's name, limit, bytes left under it) for this process's control group and all its parents."""
+    found: list[tuple[str, int, int]] = []
     for line in _read_lines(proc / "self" / "cgroup"):
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0":
@@ -183,22 +193,22 @@ def _cgroup_headroom(proc: Path, sysfs: Path) -> list[tuple[str, int]]:
             continue
         group = root / path.lstrip("/")
         for directory in (group, *group.parents):
-            headroom = _group_headroom(directory, *names)
-            if headroom is not None:
-                found.append((names[0], headroom))
+            limit = _group_limit(directory, *names)
+            if limit is not None:
+                found.append((names[0], *limit))
             if directory == root:
                 break
     return found
 
 
-def _group_headroom(directory: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
-    """Return limit - usage + what the kernel can drop at once, or None without a limit."""
+def _group_limit(directory: Path, limit_name: str, usage_name: str, cache_name: str) -> tuple[int, int] | None:
+    """Return the limit, and that - usage + what the kernel can drop at once; None without a limit."""
     limit = _read_lines(directory / limit_name)
     usage = _read_lines(directory / usage_name)
     if not limit or not usage or not limit[0].isdigit():
         return None
     cache = [line.split()[1] for line in _read_lines(directory / "memory.stat") if line.startswith(cache_name + " ")]
-    return int(limit[0]) - int(usage[0]) + (int(cache[0]) if cache else 0)
+    return int(limit[0]), int(limit[0]) - int(usage[0]) + (int(cache[0]) if cache else 0)
 
 
 def _read_lines(path: Path) -> list[str]:

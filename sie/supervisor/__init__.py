@@ -9,17 +9,19 @@ from pathlib import Path
 
 from sie import failpoints
 from sie.catalog.cards import make_card
+from sie.catalog.lora import find_lora_weights, read_lora_config
 from sie.catalog.spec import ModelSpec
+from sie.catalog.weights import with_num_weights
 from sie.errors import SieError
 from sie.logs import configure
-from sie.model_list import check_models
+from sie.model_list import check_adapters, check_models
 from sie.progress import Progress
 from sie.settings import Loaded, Settings
 from sie.shm.segment import ReservationError, check_reservation
 from sie.supervisor.devices import resolve_devices
 from sie.supervisor.host import StartError, make_runtime_dir, reserve_port, take_lock, usable_cores
 from sie.supervisor.server import Supervisor
-from sie.types import ModelCard
+from sie.types import AdapterSpec, ModelCard
 
 _CORES_PER_FRONTEND = 4
 
@@ -31,6 +33,7 @@ def main(loaded: Loaded) -> int:
     configure(server.log_format, server.log_level, "supervisor")
     _check_failpoints(loaded)
     models = _read_models(loaded)
+    adapters = _read_adapters(loaded)
     with reserve_port(server.host, server.port) as held:
         port = held.getsockname()[1]
         base = Path(server.runtime_dir)
@@ -46,6 +49,7 @@ def main(loaded: Loaded) -> int:
                 supervisor = Supervisor(
                     settings,
                     models=models,
+                    adapters=adapters,
                     places=places,
                     num_frontends=num_frontends,
                     runtime_dir=runtime_dir,
@@ -85,11 +89,25 @@ def _read_models(loaded: Loaded) -> list[tuple[ModelSpec, bool, ModelCard | None
     return models
 
 
+def _read_adapters(loaded: Loaded) -> list[AdapterSpec]:
+    """Return every adapter that settings name. Raises StartError for one on disk that can never be served."""
+    adapters = check_adapters(loaded)
+    for spec in adapters:
+        if spec.directory is None:
+            continue
+        try:
+            read_lora_config(spec.id, spec.directory)
+            find_lora_weights(spec.id, spec.directory)
+        except SieError as error:
+            raise StartError(f"lora: {error.message}") from error
+    return adapters
+
+
 def _read_local_card(spec: ModelSpec) -> ModelCard | None:
     if spec.stub is None and spec.directory is None:
         return None
     card = make_card(spec, spec.directory or "")
-    return card if card.stub is not None or card.tokenizer_file else None
+    return with_num_weights(card) if card.stub is not None or card.tokenizer_file else None
 
 
 def _check_memory(settings: Settings, num_frontends: int, num_workers: int) -> None:

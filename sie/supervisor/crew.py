@@ -140,6 +140,10 @@ class Crew:
         for child in children:
             self.send(child, message)
 
+    def count(self, family: families.Family, *labels: str) -> None:
+        """Add one to a counter that is the server's own and no child's."""
+        self._page.counter(family.name, family.label_pairs(*labels)).add(1)
+
     # --- birth ----------------------------------------------------------------------------------------------------
 
     def _start(self, child: Child) -> None:
@@ -271,8 +275,7 @@ class Crew:
             return
         child.num_restarts += 1
         if child.role == "worker":
-            labels = families.WORKER_RESTARTS.label_pairs(str(child.slot))
-            self._page.counter(families.WORKER_RESTARTS.name, labels).add(1)
+            self.count(families.WORKER_RESTARTS, str(child.slot))
         if delay_s:
             self._loop.call_later(delay_s, self._start, child)
         else:

@@ -7,14 +7,21 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from sie import control
+from sie import control, families
 from sie.errors import WireError
+from sie.logs import get_logger
 from sie.progress import Progress
 from sie.settings import Settings
 from sie.supervisor.children import Child
 from sie.supervisor.crew import Crew
+from sie.supervisor.evictions import Memory
 from sie.supervisor.models import ModelBook, Record
 from sie.supervisor.prepare import Preparer, failed
+from sie.supervisor.room import Rooms
+
+_log = get_logger(__name__)
+_PRESSURE_GAP_S = 2.0
+"""Between two models that go because of pressure: what the first one frees has to show."""
 
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -23,6 +30,7 @@ class Loads:
     """The models of one server, as messages to its children."""
 
     def __init__(self, settings: Settings, book: ModelBook, progress: Progress, spawn: Spawn) -> None:
+        self._settings = settings.models
         self._idle_s = settings.models.idle_unload_s
         self._timeout_s = settings.models.load_timeout_s
         self._book = book
@@ -30,15 +38,24 @@ class Loads:
         self._preparer = Preparer(settings, progress)
         self._spawn = spawn
         self._is_broadcast_due = False
+        self._relieved_s = 0.0
         self._not_ready_reason: Callable[[], str] = str
+        self._with_adapters: Callable[[tuple[control.ModelEntry, ...]], tuple[control.ModelEntry, ...]] = tuple
         self.was_ready = False
         """Whether everything was ready at least once."""
 
     def bind(self, crew: Crew, not_ready_reason: Callable[[], str], on_first_ready: Callable[[], None]) -> None:
         """Say whom to tell, and why the server would not be ready apart from its models."""
         self._crew = crew
+        self._rooms = Rooms(self._settings, [worker.place.device for worker in crew.workers])
         self._not_ready_reason = not_ready_reason
         self._on_first_ready = on_first_ready
+
+    def bind_adapters(
+        self, with_adapters: Callable[[tuple[control.ModelEntry, ...]], tuple[control.ModelEntry, ...]]
+    ) -> None:
+        """Say who knows the models' adapters."""
+        self._with_adapters = with_adapters
 
     def start(self) -> None:
         """Begin with the models that readiness waits for."""
@@ -51,8 +68,11 @@ class Loads:
         if child.role == "frontend":
             self._crew.send(child, self.message())
             return
+        now_s = time.monotonic()
         for record in self._book.records.values():
-            if record.wanted and record.card is not None:
+            if record.card is None or not record.wanted or record.waits_for_room or record.preparing:
+                continue
+            if record.error is None or now_s >= record.retry_at_s:  # else it would fail here again, and perhaps kill
                 self._crew.send(child, control.Load(record.card))
 
     def want(self, model: str) -> None:
@@ -61,6 +81,25 @@ class Loads:
         if record is not None:
             self._load(record)
             self.broadcast()
+
+    def manage(self, action: control.ManageAction, model: str) -> None:
+        """Do what an administrator asked for; what is done already is left alone."""
+        record = self._book.records.get(model)
+        if record is None:
+            return
+        now_s = time.monotonic()
+        _log.info("%s is asked to %s", model, action)
+        if action == "load":
+            if self._book.demand(record, now_s):
+                self._load(record)
+        elif action == "unload":
+            self._book.dismiss(record)
+            self._crew.send_all(self._crew.workers, control.Unload(model))
+        elif self._book.reload(record, now_s):
+            self._crew.send_all(self._crew.workers, control.Unload(model))
+        else:
+            self._reload_due()
+        self.broadcast()
 
     def touch(self, models: tuple[str, ...]) -> None:
         """Note which models are in use."""
@@ -78,6 +117,33 @@ class Loads:
             self._progress.fail(report.model, report.error.message)
         self.broadcast()
 
+    def take_memory(self, worker: Child, memory: Memory) -> None:
+        """Take a worker's measurement: start the loads that now have room, and make some where too little is left."""
+        self._rooms.report(worker.slot, memory)
+        records = self._book.records.values()
+        for record in records:
+            if record.waits_for_room and record.wanted:
+                self._load(record)
+        now_s = time.monotonic()
+        if now_s - self._relieved_s > _PRESSURE_GAP_S:
+            victim = self._rooms.pressure_victim(worker.slot, records)
+            if victim is not None:
+                self._relieved_s = now_s
+                self._evict(victim, families.PRESSURE_EVICTIONS, f"{worker.place.device} is over memory_pressure_pct")
+
+    def relieve(self, worker: Child, model: str) -> None:
+        """Unload another model because a step of this one found no memory."""
+        victim = self._rooms.shortage_victim(worker.slot, model, self._book.records.values())
+        if victim is not None:
+            self._evict(victim, families.OOM_EVICTIONS, f"a step of {model} found no memory")
+
+    def _evict(self, model: str, family: families.Family, reason: str) -> None:
+        _log.warning("%s is unloaded: %s", model, reason)
+        self._book.release(self._book.records[model])
+        self._crew.count(family, model)
+        self._crew.send_all(self._crew.workers, control.Unload(model))
+        self.broadcast()
+
     def forget_worker(self, slot: int, *, blame: bool) -> None:
         """Drop what a dead worker had loaded; blame: the death may be the doing of a load."""
         self._book.forget_worker(slot, time.monotonic(), blame=blame)
@@ -87,19 +153,25 @@ class Loads:
         for record in self._book.due_again(now_s):
             self._load(record)
             self.broadcast()
-        for record, slot in self._book.overdue(self._timeout_s, now_s):
+        self._reload_due()
+        self._end_overdue(now_s)
+        for record in self._book.idle(self._idle_s, now_s) if self._idle_s > 0 else []:
+            self._evict(record.spec.id, families.IDLE_EVICTIONS, f"nobody used it for {self._idle_s:g} s")
+
+    def _reload_due(self) -> None:
+        for record in self._book.due_reloads():
+            self._load(record)
+            self.broadcast()
+
+    def _end_overdue(self, now_s: float) -> None:
+        overdue = self._book.overdue(self._timeout_s, now_s)
+        for record in {id(record): record for record, _ in overdue}.values():
             reason = f"not loaded within load_timeout_s ({self._timeout_s:g} s)"
-            del record.loading_since_s[slot]
             self._book.fail(record, failed(record.spec, reason, "TIMEOUT"), now_s)
             self._progress.fail(record.spec.id, reason)
+        for record, slot in overdue:
+            del record.loading_since_s[slot]
             self._crew.workers[slot].kill()  # the load's thread ends with its process, and with nothing less
-        self._unload_idle(now_s)
-
-    def _unload_idle(self, now_s: float) -> None:
-        for record in self._book.idle(self._idle_s, now_s) if self._idle_s > 0 else []:
-            self._book.release(record)
-            self._crew.send_all(self._crew.workers, control.Unload(record.spec.id))
-            self.broadcast()
 
     def broadcast(self) -> None:
         """Send the state of all models to all frontends, once for however many changes one loop turn brings."""
@@ -120,7 +192,7 @@ class Loads:
             )
             for worker in self._crew.workers
         )
-        return control.Models(self._book.entries(), not reason, reason, workers)
+        return control.Models(self._with_adapters(self._book.entries()), not reason, reason, workers)
 
     def reason(self) -> str:
         """Return why the server is not ready, or an empty text when it is."""
@@ -136,19 +208,33 @@ class Loads:
             self._on_first_ready()
 
     def _load(self, record: Record) -> None:
-        if record.card is not None:
+        """Send a model to the workers: after it was prepared, and when there is room."""
+        if record.card is None or record.is_stale:
+            if not record.preparing:
+                record.preparing = True
+                self._spawn(self._prepare(record))
+            return
+        room = self._rooms.for_load(record, self._book.records.values())
+        record.waits_for_room = room.must_wait
+        if room.refusal:
+            self._refuse(record, failed(record.spec, room.refusal, "PLACEMENT"))
+        elif not room.must_wait:
             self._crew.send_all(self._crew.workers, control.Load(record.card))
-        elif not record.preparing:
-            record.preparing = True
-            self._spawn(self._prepare(record))
+        for model in room.victims:
+            self._evict(model, families.PRESSURE_EVICTIONS, f"{record.spec.id} needs its memory")
 
     async def _prepare(self, record: Record) -> None:
         prepared = await self._preparer.prepare(record.spec)
         record.preparing = False
         if isinstance(prepared, WireError):
-            self._book.fail(record, prepared, time.monotonic())
-            self._progress.fail(record.spec.id, prepared.message)
+            self._refuse(record, prepared)
         else:
-            record.card = prepared
-            self._load(record)
+            record.card, record.is_stale = prepared, False
+            if record.wanted:  # else it was unloaded before it was there
+                self._load(record)
+        self.broadcast()
+
+    def _refuse(self, record: Record, error: WireError) -> None:
+        self._book.fail(record, error, time.monotonic())
+        self._progress.fail(record.spec.id, error.message)
         self.broadcast()

@@ -18,16 +18,28 @@ from sie.types import ModelCard, ModelState
 _MAX_RETRY_S = 1800.0
 _PERMANENT_ATTEMPTS = 8
 _PERMANENT_CLASSES = frozenset({"GATED", "NOT_FOUND", "DEPENDENCY", "CONFIG"})
-# SIE API reference, section 12: the cool-down doubles per attempt up to 1,800 s; eight attempts are enough.
+_COOL_DOWNS = {"OOM": 2, "STORAGE": 2, "UNKNOWN": 20}
+"""How many times load_retry_s the first cool-down of a class is; 1 for all others."""
+# SIE API reference, section 12: 60, 60, 600 and 30 s; doubled with each attempt up to 1,800 s; eight are enough.
 
 
 class Record(msgspec.Struct):
-    """One model. card is None until a hub model was fetched; wanted means that workers should have it loaded."""
+    """One model. card is None until a hub model was fetched; wanted means that workers should have it loaded.
+
+    is_pinned: only a request to unload it takes it away. dismissed: such a request did, and readiness does not wait
+    for it until it is loaded again. reloads: it is to be loaded again once it has gone everywhere, from files that are
+    read anew (is_stale). waits_for_room: its load has not been sent to the workers.
+    """
 
     spec: ModelSpec
     preload: bool
     card: ModelCard | None = None
+    is_pinned: bool = False
     wanted: bool = False
+    dismissed: bool = False
+    reloads: bool = False
+    is_stale: bool = False
+    waits_for_room: bool = False
     preparing: bool = False
     was_loaded: bool = False
     reports: dict[int, ModelReport] = {}
@@ -37,6 +49,18 @@ class Record(msgspec.Struct):
     last_used_s: float = 0.0
     loading_since_s: dict[int, float] = {}
 
+    def is_on(self, slot: int) -> bool:
+        """Tell whether a worker has it, or is about to."""
+        report = self.reports.get(slot)
+        return report is not None and report.state != "failed"
+
+    def is_moving(self, slot: int) -> bool:
+        """Tell whether it is on its way into a worker or out of it."""
+        report = self.reports.get(slot)
+        return report is not None and (
+            report.state in ("loading", "unloading") or (report.state == "loaded" and not self.wanted)
+        )
+
 
 class ModelBook:
     """Every model of this server, in the order in which they were named."""
@@ -45,9 +69,9 @@ class ModelBook:
         self._retry_s = retry_s
         self.records: dict[str, Record] = {}
 
-    def add(self, spec: ModelSpec, preload: bool, card: ModelCard | None) -> Record:
-        """Make a model known."""
-        record = self.records[spec.id] = Record(spec, preload, card, wanted=preload)
+    def add(self, spec: ModelSpec, preload: bool, card: ModelCard | None, *, is_pinned: bool = False) -> Record:
+        """Make a model known; one that is loaded before readiness is pinned, too."""
+        record = self.records[spec.id] = Record(spec, preload, card, is_pinned or preload, wanted=preload)
         return record
 
     def want(self, model: str, now_s: float) -> Record | None:
@@ -56,11 +80,49 @@ class ModelBook:
         if record is None:
             return None
         record.last_used_s = now_s
-        if record.wanted or now_s < record.retry_at_s:
+        if record.wanted or record.reloads or now_s < record.retry_at_s:
             return None
         record.wanted = True
         record.error = None
         return record
+
+    def demand(self, record: Record, now_s: float) -> bool:
+        """Note that somebody who may asked for a load: earlier failures do not count. Return whether it starts now."""
+        record.last_used_s = now_s
+        if record.wanted or record.reloads:
+            return False
+        record.wanted = True
+        self._forgive(record)
+        return True
+
+    def dismiss(self, record: Record) -> None:
+        """Note that somebody who may asked for an unload."""
+        self.release(record)
+        self._forgive(record)
+        record.reloads, record.dismissed = False, True
+
+    def reload(self, record: Record, now_s: float) -> bool:
+        """Note that somebody who may asked for a reload; return whether the model has to go first."""
+        record.is_stale = record.spec.directory is not None
+        record.last_used_s = now_s
+        self._forgive(record)
+        self.release(record)
+        record.reloads = True
+        return any(record.is_moving(slot) for slot in record.reports)
+
+    def due_reloads(self) -> list[Record]:
+        """Return the models that have gone everywhere and are to be loaded again; now wanted."""
+        due = [
+            record
+            for record in self.records.values()
+            if record.reloads and not record.preparing and not any(record.is_moving(slot) for slot in record.reports)
+        ]
+        for record in due:
+            record.reloads, record.wanted = False, True
+        return due
+
+    def _forgive(self, record: Record) -> None:
+        record.error, record.num_attempts, record.retry_at_s = None, 0, 0.0
 
     def due_again(self, now_s: float) -> list[Record]:
         """Return the models that readiness waits for, whose load failed and whose cool-down is over; now wanted again.
@@ -70,7 +132,10 @@ class ModelBook:
         due = [
             record
             for record in self.records.values()
-            if record.preload and not record.wanted and record.error is not None and now_s >= record.retry_at_s
+            if record.preload
+            and not (record.wanted or record.dismissed)
+            and record.error is not None
+            and now_s >= record.retry_at_s
         ]
         for record in due:
             record.wanted, record.error = True, None
@@ -104,8 +169,9 @@ class ModelBook:
             record.reports.pop(slot, None)
         else:
             record.reports[slot] = report
-        if report.state == "loaded":
+        if report.state == "loaded" and not record.reloads and (record.wanted or not record.dismissed):
             record.wanted = record.was_loaded = True
+            record.dismissed = False
             record.error, record.num_attempts = None, 0
             record.last_used_s = max(record.last_used_s, now_s)
         elif report.state == "failed" and report.error is not None and not _is_loading(record):
@@ -120,9 +186,10 @@ class ModelBook:
             **error.extras, "error_class": error_class, "attempts": record.num_attempts, "permanent": permanent,
         }  # fmt: skip
         record.error = msgspec.structs.replace(error, code="MODEL_LOAD_FAILED", http_status=502, extras=extras)
-        cooldown_s = min(self._retry_s * 2 ** (record.num_attempts - 1), _MAX_RETRY_S)
+        base_s = self._retry_s * _COOL_DOWNS.get(error_class, 1)
+        cooldown_s = min(base_s * 2 ** (record.num_attempts - 1), _MAX_RETRY_S)
         record.retry_at_s = float("inf") if permanent else now_s + cooldown_s
-        record.preparing = False
+        record.preparing = record.waits_for_room = False
         if not _loaded_on(record):
             record.wanted = record.was_loaded = False
 
@@ -142,12 +209,12 @@ class ModelBook:
             record.loading_since_s.pop(slot, None)
 
     def idle(self, idle_s: float, now_s: float) -> list[Record]:
-        """Return the lazy models that are loaded, load nowhere else and were not used for idle_s."""
+        """Return the models that are loaded, not pinned, load nowhere else and were not used for idle_s."""
         return [
             record
             for record in self.records.values()
             if record.wanted
-            and not record.preload
+            and not record.is_pinned
             and _loaded_on(record)
             and not _is_loading(record)
             and now_s - record.last_used_s > idle_s
@@ -155,7 +222,7 @@ class ModelBook:
 
     def release(self, record: Record) -> None:
         """Stop wanting a model: it is about to be unloaded."""
-        record.wanted = record.was_loaded = False
+        record.wanted = record.was_loaded = record.waits_for_room = False
 
     def is_ready(self) -> bool:
         """Return whether every model to load before readiness is loaded on a live worker."""
@@ -163,7 +230,11 @@ class ModelBook:
 
     def missing(self) -> list[str]:
         """Return the models that readiness still waits for."""
-        return [name for name, record in self.records.items() if record.preload and not _loaded_on(record)]
+        return [
+            name
+            for name, record in self.records.items()
+            if record.preload and not record.dismissed and not _loaded_on(record)
+        ]
 
     def entries(self) -> tuple[ModelEntry, ...]:
         """Return all models as frontends see them."""
@@ -186,6 +257,7 @@ def _entry(record: Record) -> ModelEntry:
         state=_state(record, bool(workers)),
         is_read=record.card is not None,
         recovering=record.wanted and record.was_loaded and not workers,
+        preload=record.preload,
         workers=workers,
         device=next((report.device for report in reports if report.state == "loaded"), ""),
         memory_bytes=sum(report.memory_bytes for report in reports if report.state == "loaded"),
@@ -205,6 +277,8 @@ def _state(record: Record, is_loaded: bool) -> ModelState:
         return "loaded"
     if "unloading" in states or (is_loaded and not record.wanted):
         return "unloading"
-    if record.wanted or "loading" in states:
+    if record.dismissed and not record.wanted and "loading" in states:  # it goes as soon as its load has ended
+        return "unloading"
+    if record.wanted or record.reloads or "loading" in states:
         return "loading"
     return "failed" if record.error is not None else "available"

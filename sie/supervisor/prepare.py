@@ -11,12 +11,13 @@ import sys
 
 import msgspec
 
-from sie.catalog.prepare import Failed, Message, Report, Request
+from sie.catalog.lora import reason_of, refuse_adapter
+from sie.catalog.prepare import Failed, Fetched, Message, Ready, Report, Request
 from sie.catalog.spec import ModelSpec
-from sie.errors import Internal, WireError, to_wire
+from sie.errors import Internal, WireError, from_wire, to_wire
 from sie.progress import Progress
 from sie.settings import Settings
-from sie.types import ModelCard
+from sie.types import AdapterSpec, ModelCard
 
 _MAX_LINE_BYTES = 4 << 20
 
@@ -31,29 +32,45 @@ class Preparer:
 
     async def prepare(self, spec: ModelSpec) -> ModelCard | WireError:
         """Return the card of a model that is now on disk, or why it is not."""
+        last = await self._run(Request(spec=spec, cache_dir=self._cache_dir))
+        if isinstance(last, Ready):
+            return last.card
+        return last.error if isinstance(last, Failed) else failed(spec, "the prepare helper mixed things up", "ENGINE")
+
+    async def fetch_adapter(self, adapter: AdapterSpec) -> str | WireError:
+        """Return the directory of an adapter that is now on disk, or why it is not."""
+        spec = ModelSpec(id=adapter.id, revision=adapter.revision)
+        last = await self._run(Request(spec=spec, cache_dir=self._cache_dir, is_adapter=True))
+        if isinstance(last, Fetched):
+            return last.directory
+        reason = reason_of(from_wire(last.error)) if isinstance(last, Failed) else "the prepare helper mixed things up"
+        return to_wire(refuse_adapter(adapter.id, reason))
+
+    async def _run(self, request: Request) -> Ready | Fetched | Failed:
+        """Run one helper to its last line."""
         helper = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "sie.catalog.prepare", msgspec.json.encode(Request(spec=spec, cache_dir=self._cache_dir)).decode(),
+            sys.executable, "-m", "sie.catalog.prepare", msgspec.json.encode(request).decode(),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, limit=_MAX_LINE_BYTES,
         )  # fmt: skip
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._follow(helper, spec)
+                return await self._follow(helper, request.spec)
         except TimeoutError:
-            return failed(spec, f"not fetched within load_timeout_s ({self._timeout_s:g} s)", "TIMEOUT")
+            return Failed(failed(request.spec, f"not fetched within load_timeout_s ({self._timeout_s:g} s)", "TIMEOUT"))
         finally:
             if helper.returncode is None:
                 helper.kill()
             await helper.wait()
 
-    async def _follow(self, helper: asyncio.subprocess.Process, spec: ModelSpec) -> ModelCard | WireError:
+    async def _follow(self, helper: asyncio.subprocess.Process, spec: ModelSpec) -> Ready | Fetched | Failed:
         assert helper.stdout is not None
         async for line in helper.stdout:
             message = msgspec.json.decode(line, type=Message)
             if isinstance(message, Report):
                 self._progress.update(spec.id, message.fraction, message.text)
             else:
-                return message.error if isinstance(message, Failed) else message.card
-        return failed(spec, "the prepare helper ended without an answer", "ENGINE")
+                return message
+        return Failed(failed(spec, "the prepare helper ended without an answer", "ENGINE"))
 
 
 def failed(spec: ModelSpec, reason: str, error_class: str) -> WireError:

@@ -22,14 +22,16 @@ from sie.logs import get_logger
 from sie.progress import Progress
 from sie.settings import Settings
 from sie.shm.inflight import InflightStatus
+from sie.supervisor.adapter_loads import AdapterLoads
 from sie.supervisor.children import Child
 from sie.supervisor.crew import Crew
 from sie.supervisor.devices import WorkerSlot
+from sie.supervisor.evictions import Memory
 from sie.supervisor.loads import Loads
 from sie.supervisor.models import ModelBook
 from sie.supervisor.notify import Notifier, watchdog_interval_s
 from sie.supervisor.watch import Watch
-from sie.types import ModelCard
+from sie.types import AdapterSpec, ModelCard
 
 _log = get_logger(__name__)
 _TICK_S = 0.1
@@ -49,6 +51,7 @@ class Supervisor:
         settings: Settings,
         *,
         models: list[tuple[ModelSpec, bool, ModelCard | None]],
+        adapters: list[AdapterSpec],
         places: list[WorkerSlot],
         num_frontends: int,
         runtime_dir: Path,
@@ -61,12 +64,15 @@ class Supervisor:
         self._progress = progress
         self._book = ModelBook(settings.models.load_retry_s)
         for spec, preload, card in models:
-            self._book.add(spec, preload, card)
+            self._book.add(spec, preload, card, is_pinned=spec.id in settings.models.pinned)
         self._started_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._crew = Crew(settings, places, num_frontends, self._launch(len(places) + num_frontends), self)
+        self._adapters = AdapterLoads(settings, adapters, progress, self._spawn)
         self._loads = Loads(settings, self._book, progress, self._spawn)
         self._loads.bind(self._crew, self._not_ready_reason, self._announce)
+        self._loads.bind_adapters(self._adapters.entries)
+        self._adapters.bind(self._crew, self._loads.broadcast)
         self._watch = Watch(settings.supervisor.watchdog_s)
         self._notifier = Notifier(os.environ.get("NOTIFY_SOCKET", ""))
         self._exit_status = 0
@@ -140,13 +146,27 @@ class Supervisor:
                 child.pong_s = time.monotonic()
                 self._loads.broadcast()
             case control.ModelReport():
+                self._adapters.on_model(child, message)
                 self._loads.report(child, message)
+            case control.AdapterReport():
+                self._adapters.report(child, message)
+            case control.WantAdapter(model, adapter):
+                self._adapters.want(model, adapter)
             case control.LoadModel(model):
                 self._loads.want(model)
+            case control.Manage(number, action, model):
+                self._loads.manage(action, model)
+                self._crew.send(child, self._loads.message())
+                self._crew.send(child, control.Managed(number))
+            case control.MemoryReport(total_bytes, available_bytes):
+                self._loads.take_memory(child, Memory(total_bytes, available_bytes))
+            case control.MemoryShort(model):
+                self._loads.relieve(child, model)
             case control.PeerFault():
                 self._crew.end_peer(child, message.slot)
-            case control.Touch(models):
+            case control.Touch(models, adapters):
                 self._loads.touch(models)
+                self._adapters.touch(adapters)
             case control.Pong():
                 child.pong_s = time.monotonic()
             case control.Quarantine():
@@ -159,6 +179,7 @@ class Supervisor:
         is_suspect = self._watch.blames_input(status, worker.slot)
         self._watch.forget(worker.slot)
         self._loads.forget_worker(worker.slot, blame=is_suspect)
+        self._adapters.forget_worker(worker.slot)
         return tuple((entry.frontend, entry.request_id) for entry in running.entries) if is_suspect else ()
 
     def on_changed(self) -> None:
@@ -202,6 +223,7 @@ class Supervisor:
             self._watch_workers(now_s, late_s)
             self._watch_frontends(now_s, late_s)
             self._loads.tick(now_s)
+            self._adapters.tick(now_s)
             if now_s - pinged_s >= ping_s:
                 self._crew.send_all(self._crew.frontends, control.Ping(int(now_s * 1e3)))
                 pinged_s = now_s

@@ -6,7 +6,6 @@ loop's own thread, so a model's state changes only between steps.
 
 from __future__ import annotations
 
-import gc
 import os
 import queue
 import threading
@@ -19,6 +18,8 @@ from sie.control import ModelReport
 from sie.errors import Internal, SieError, WireError, to_wire
 from sie.logs import get_logger
 from sie.types import ModelCard, ModelState
+from sie.workers.faults import is_out_of_memory
+from sie.workers.memory import free_model
 from sie.workers.runners import Runner
 
 _log = get_logger(__name__)
@@ -28,11 +29,15 @@ Build = Callable[[ModelCard, Callable[[float, str], None]], Runner]
 
 
 class Hosted(msgspec.Struct):
-    """One model of this worker. runner is there exactly while state is loaded or unloading."""
+    """One model of this worker. runner is there exactly while state is loaded or unloading.
+
+    is_dismissed: it was asked to go while it loaded, and goes as soon as that has ended.
+    """
 
     card: ModelCard
     state: ModelState
     runner: Runner | None = None
+    is_dismissed: bool = False
 
 
 class Host:
@@ -52,6 +57,7 @@ class Host:
         """Start loading a model, unless it is loading or loaded; one that is not freed yet stays instead."""
         hosted = self.models.get(card.id)
         if hosted is not None:
+            hosted.is_dismissed = False
             if hosted.state == "unloading":
                 hosted.state = "loaded"
                 self._send_loaded(hosted)
@@ -67,11 +73,25 @@ class Host:
         return hosted.runner if hosted is not None and hosted.state == "loaded" else None
 
     def start_unload(self, model: str) -> None:
-        """Take no new work for a model; `finish_unload` frees it once nothing of it waits."""
+        """Take no new work for a model; `finish_unload` frees it once nothing of it waits.
+
+        A load that has not begun is called off; one that has cannot be, and the model goes when it is there.
+        """
         hosted = self.models.get(model)
-        if hosted is not None and hosted.state == "loaded":
-            hosted.state = "unloading"
-            self._send(ModelReport(model, "unloading", self.device))
+        if hosted is None:
+            return
+        if hosted.state == "loaded":
+            self._begin_unload(hosted)
+        elif hosted.card in self._wanted:
+            self._wanted.remove(hosted.card)
+            del self.models[model]
+            self._send(ModelReport(model, "available", self.device))
+        else:
+            hosted.is_dismissed = True
+
+    def _begin_unload(self, hosted: Hosted) -> None:
+        hosted.state = "unloading"
+        self._send(ModelReport(hosted.card.id, "unloading", self.device))
 
     def unloading(self) -> list[str]:
         """Return the models that `finish_unload` still has to free."""
@@ -80,7 +100,7 @@ class Host:
     def finish_unload(self, model: str) -> None:
         """Free a model."""
         del self.models[model]
-        gc.collect()
+        free_model()
         self._send(ModelReport(model, "available", self.device))
 
     def collect(self) -> list[Hosted]:
@@ -97,7 +117,11 @@ class Host:
                 continue
             self._is_loading = False
             card, runner = news
+            was_dismissed = self.models[card.id].is_dismissed
             hosted = self.models[card.id] = Hosted(card, "loaded", runner)
+            if was_dismissed:
+                self._begin_unload(hosted)
+                continue
             loaded.append(hosted)
             self._send_loaded(hosted)
         self._start_next()
@@ -139,6 +163,6 @@ class Host:
 def _load_error(card: ModelCard, error: BaseException) -> WireError:
     if isinstance(error, SieError):
         return to_wire(error)
-    kind = "OOM" if isinstance(error, MemoryError) or "out of memory" in str(error) else "UNKNOWN"
+    kind = "OOM" if is_out_of_memory(error) else "UNKNOWN"
     reason = f"{type(error).__name__} while loading; the server's log has the details"
     return to_wire(Internal(f"Model '{card.id}': {reason}", extras={"error_class": kind}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
+from collections.abc import Callable
 
 from sie.control import Attach
 from sie.settings import Settings
@@ -60,6 +61,7 @@ class FrontendLink:
         self.attachment = attachment
         self._space = space
         self._unsent: deque[tuple[int, int, Lease | None, int]] = deque()
+        self._put_off: deque[Callable[[], bool]] = deque()
         self._fault: Exception | None = None
 
     @property
@@ -79,6 +81,15 @@ class FrontendLink:
         """Send a terminal descriptor; without credit it waits here, behind earlier ones, for the next release."""
         self._unsent.append((kind, request_id, lease, length))
         self.flush()
+
+    def put_off(self, try_send: Callable[[], bool]) -> None:
+        """Keep what had no room; `retry` and `release` try it again, in order."""
+        self._put_off.append(try_send)
+
+    def retry(self) -> None:
+        """Send what was put off, as far as there is room now."""
+        while self._put_off and self._put_off[0]():
+            self._put_off.popleft()
 
     def flush(self) -> bool:
         """Send what waited for credit; return whether nothing waits any more.
@@ -107,6 +118,8 @@ class FrontendLink:
     def release(self, descriptor: Descriptor) -> None:
         """End the lease on a reply that the frontend has read. Raises ProtocolError for one it never had."""
         self._space.end_released(descriptor.offset)
+        if self._put_off:
+            self.retry()
 
     def close(self) -> None:
         """Unmap the frontend's memory and free ours; only when its process is dead or has detached."""

@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from sie.catalog.architecture import (
     causal_class,
     classifier_class,
+    dual_encoder_class,
     entailment_class,
     masked_lm_class,
     read_model_config,
@@ -30,6 +31,7 @@ from sie.types import ModelCard
 from sie.workers.device import DtypeSetting, choose_dtype, resolve_device
 from sie.workers.probe import choose_execution, choose_scoring, choose_token_classification
 from sie.workers.runners.classify import PairClassifyRunner, TokenClassifyRunner, TokenModel
+from sie.workers.runners.dual import DualRunner, build_dual_runner
 from sie.workers.runners.encode import Backbone, EncodeRunner, Execution
 from sie.workers.runners.head import Head, build_activation
 from sie.workers.runners.outputs import Heads, OutputsRunner
@@ -122,6 +124,24 @@ def load_scorer(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, 
     execution, view = choose_scoring(card.id, scorer)
     on_progress(1.0, "packed" if execution.packed else "in rectangles of equal length")
     return ScoreRunner(card, scorer, activation, execution=execution, view=view, dtype=dtype_name)
+
+
+def load_dual_encoder(
+    card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress
+) -> DualRunner:
+    """Return a model of texts and images, ready for its first step. Arguments and errors as in `load_encoder`."""
+    device = resolve_device(device_name)
+    dtype = choose_dtype(dtype_setting, device)
+    dtype_name = str(dtype).removeprefix("torch.")
+    on_progress(0.1, "reading weights")
+    with _storage_faults(card):
+        model = _read_model(card, dual_encoder_class)
+    on_progress(0.6, f"converting weights to {dtype_name} on {device}")
+    _convert(model, dtype, device)
+    on_progress(0.8, "comparing packed with single sequences")
+    runner = build_dual_runner(card, model, device, dtype_name)
+    on_progress(1.0, "texts packed" if runner.execution.packed else "texts in rectangles of equal length")
+    return runner
 
 
 def load_extractor(

@@ -22,10 +22,13 @@ from sie.shm.large import LargeBudget
 from sie.shm.layout import RELEASE, SUBMIT, Descriptor, ProtocolError
 from sie.shm.segment import ReservationError
 from sie.types import ModelCard
+from sie.workers.adapters import AdapterHost
 from sie.workers.answers import NEVER_FITS, Answers
+from sie.workers.ceilings import drop_outgrown
 from sie.workers.hosting import Host
 from sie.workers.links import FrontendLink, JoiningFrontend
-from sie.workers.operations import by_operation, costs_of, forward, row_layout, words_of
+from sie.workers.operations import by_operation, costs_of, forward, row_layout
+from sie.workers.recovery import Recovery
 from sie.workers.requests import Request, send_error
 from sie.workers.runners import Runner
 from sie.workers.scheduler import Budget, State, Step, Waiting, plan_step
@@ -39,6 +42,7 @@ _SLACK = 10
 _FIRST_TOKEN_NS = 2_000_000
 _MIN_ALLOWED_NS = 250_000_000
 _BEAT_NS = 200_000_000
+_TEND_NS = 1_000_000_000
 _IDLE_ALLOWED_NS = 350_000_000
 """How long a turn without a step may take: over the idle wait, and so little that a hang is found within watchdog_s + 0.5 s."""
 
@@ -57,12 +61,16 @@ class Loop:
         budget: Budget,
         large: LargeBudget,
         on_loaded: Callable[[ModelCard], None],
+        read_memory: Callable[[], control.MemoryReport] | None = None,
     ) -> None:
+        """Report what read_memory returns once a second, if it is given."""
         self._settings = settings
         self._large = large
         self._tell_loaded = on_loaded
+        self._read_memory = read_memory
         self._channel = channel
         self._host = host
+        self._adapters = AdapterHost(host, channel.send, metrics.set_adapters)
         self._page = page
         self._metrics = metrics
         self._budget = budget
@@ -70,6 +78,13 @@ class Loop:
         self._parked: dict[str, list[Waiting]] = {}
         """Items by model that no reply memory could be found for; not in the queues, where they would block others."""
         self._answers = Answers(settings)
+        self._recovery = Recovery(
+            self._attempt,
+            ceilings=self._state.ceilings,
+            metrics=metrics,
+            retry_after_s=settings.limits.oom_retry_after_s,
+            ask_for_memory=lambda model: channel.send(control.MemoryShort(model)),
+        )
         self._joining: dict[int, JoiningFrontend] = {}
         self._links: dict[int, FrontendLink] = {}
         self._epoll = select.epoll()
@@ -77,8 +92,10 @@ class Loop:
         self._ns_per_token = float(_FIRST_TOKEN_NS)
         self._num_steps = 0
         self._beat_ns = 0
+        self._tended_ns = 0
         self._watch(channel.fileno(), self._on_control)
         self._watch(host.event_fd, self._on_loaded)
+        self._watch(self._adapters.event_fd, self._adapters.collect)
 
     def run(self) -> None:
         """Serve until the supervisor closes the control channel."""
@@ -101,6 +118,8 @@ class Loop:
         now_ns = time.monotonic_ns()
         if now_ns - self._beat_ns > _BEAT_NS:
             self._beat(now_ns)
+        if now_ns - self._tended_ns > _TEND_NS:
+            self._tend(now_ns)
         step = plan_step(self._state, self._budget, now_ns)
         if step is not None:
             self._state.remove(step)
@@ -111,6 +130,15 @@ class Loop:
         """Say that the loop turns: between steps, too, a worker that stands still must be found."""
         self._beat_ns = now_ns
         self._page.write(self._num_steps, now_ns, _IDLE_ALLOWED_NS, "idle")
+
+    def _tend(self, now_ns: int) -> None:
+        """Do what is due about once a second."""
+        self._tended_ns = now_ns
+        drop_outgrown(self._state.ceilings, self._budget.max_tokens, now_ns)
+        for link in self._links.values():
+            link.retry()  # a lease that ended here, without a release, may have made room
+        if self._read_memory is not None:
+            self._channel.send(self._read_memory())
 
     # --- what comes in --------------------------------------------------------------------------------------------
 
@@ -144,6 +172,8 @@ class Loop:
                     self._host.load(card)
                 case control.Unload(model):
                     self._host.start_unload(model)
+                case control.LoadAdapter() | control.UnloadAdapter():
+                    self._adapters.apply(message)
                 case _:
                     for fd in fds:
                         os.close(fd)
@@ -156,6 +186,7 @@ class Loop:
             self._metrics.set_model(card.id, self._host.device, loaded=True, memory_bytes=runner.memory_bytes)
             self._tell_loaded(card)
             calm_collector()
+            self._tended_ns = 0
 
     def _attach(self, message: control.Attach, fds: list[int]) -> None:
         """Send our offer and go on: a frontend that is stopped must not stop this loop."""
@@ -252,6 +283,9 @@ class Loop:
             error = Unavailable(f"Model '{model}' is not loaded", code="MODEL_NOT_LOADED")
             send_error(link, request.request_id, error)
             return
+        if request.header.lora and (error := self._adapters.refusal(model, request.header.lora)) is not None:
+            send_error(link, request.request_id, error)
+            return
         now_ns = time.monotonic_ns()
         leader = None if request.comparison is None else 0
         for index, cost in enumerate(costs_of(request, runner.card)):
@@ -317,42 +351,30 @@ class Loop:
     def _run(self, runner: Runner, card: ModelCard, items: list[Waiting]) -> None:
         num_tokens = sum(item.num_tokens for item in items)
         self._state.charge(card.id, num_tokens)
+        started_ns = time.monotonic_ns()
+        try:
+            self._forward(runner, card, items, num_tokens)
+        except Exception as error:
+            self._recovery.recover(runner, card, items, error)
+        # Not when an error ends the worker: the page then says what it was running.
+        ended_ns = time.monotonic_ns()
+        self._beat(ended_ns)
+        self._measure(card.id, items, num_tokens, ended_ns - started_ns)
+
+    def _attempt(self, runner: Runner, card: ModelCard, items: list[Waiting]) -> None:
+        """Run items of a failed step once more; raises what the runner raises."""
+        self._forward(runner, card, items, sum(item.num_tokens for item in items))
+
+    def _forward(self, runner: Runner, card: ModelCard, items: list[Waiting], num_tokens: int) -> None:
+        """Run one forward pass and answer it; raises what the runner raises."""
         self._num_steps += 1
         running = {id(item.request): item.request.inflight_entry for item in items}
         started_ns = time.monotonic_ns()
         allowed_ns = int(_MIN_ALLOWED_NS + _SLACK * self._ns_per_token * num_tokens)
         self._page.write(self._num_steps, started_ns, allowed_ns, "step", running.values())
         failpoints.reach("worker.before_step")
-        try:
-            outputs = forward(runner, items)
-            ran_ns = time.monotonic_ns()
-            self._answers.put(card, items, outputs, ran_ns - started_ns)
-        except Exception as error:
-            self._recover(runner, card, items, error)
-        finally:
-            ended_ns = time.monotonic_ns()
-            self._beat(ended_ns)
-        self._measure(card.id, items, num_tokens, ended_ns - started_ns)
-
-    def _recover(self, runner: Runner, card: ModelCard, items: list[Waiting], error: Exception) -> None:
-        """Answer a failed step: alone, a request gets the error; together, each is tried by itself."""
-        requests = {id(item.request): item.request for item in items}
-        alive = [request for request in requests.values() if not request.ended]
-        if len(alive) <= 1:
-            if not isinstance(error, SieError):
-                _log.error("a step of %s failed", card.id, exc_info=error)
-                error = Internal(f"internal error during {words_of(items)}")
-            for request in alive:
-                request.fail(error)
-            return
-        for request in alive:
-            own = [item for item in items if item.request is request]
-            try:
-                began_ns = time.monotonic_ns()
-                outputs = forward(runner, own)
-                self._answers.put(card, own, outputs, time.monotonic_ns() - began_ns)
-            except Exception as own_error:
-                self._recover(runner, card, own, own_error)
+        outputs = forward(runner, items)
+        self._answers.put(card, items, outputs, time.monotonic_ns() - started_ns)
 
     def _measure(self, model: str, items: list[Waiting], num_tokens: int, took_ns: int) -> None:
         self._metrics.observe_step(took_ns / 1e9, num_tokens)
@@ -367,5 +389,8 @@ class Loop:
         for model in self._host.unloading():
             if model not in self._state.queues and model not in self._parked:
                 self._host.finish_unload(model)
+                self._tended_ns = 0  # what is free now matters to loads that wait
                 self._metrics.set_model(model, self._host.device, loaded=False, memory_bytes=0)
+                self._adapters.forget(model)
+        self._adapters.settle(lambda model: (*self._state.queues.get(model, ()), *self._parked.get(model, ())))
         self._metrics.set_extents_in_use(sum(link.num_leased for link in self._links.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -11,14 +12,17 @@ import msgspec
 
 from sie import control, failpoints, process
 from sie.control import ChannelClosedError, Configure, Launch, Ready
+from sie.extraction import Gliclass, Gliner
 from sie.logs import configure, get_logger
 from sie.settings import Settings
 from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.pages import CounterPage
 from sie.types import ModelCard
+from sie.workers.faults import EXIT_STATUS, DeviceLostError
 from sie.workers.hosting import Host
 from sie.workers.loop import Loop
+from sie.workers.memory import measure
 from sie.workers.runners import Runner
 from sie.workers.scheduler import Budget
 from sie.workers.telemetry import GpuTelemetry, WorkerMetrics, gpu_identity
@@ -61,9 +65,14 @@ def main() -> int:
         budget=_budget(launch, settings),
         large=LargeBudget(launch.max_large_bytes),
         on_loaded=_gpu_telemetry_starter(launch, counters),
+        read_memory=lambda: measure(launch.device),
     )
     channel.send(Ready())
-    loop.run()
+    try:
+        loop.run()
+    except DeviceLostError as error:
+        _log.critical("the device is lost to this process: %s", error)
+        os._exit(EXIT_STATUS)  # libraries that clean up at the exit would ask the device, and may hang
     return 0
 
 
@@ -108,8 +117,12 @@ def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callabl
             from sie.workers.runners.stub import StubRunner  # each kind imports only its own
 
             return StubRunner(card)
-        from sie.workers.loader import load_encoder, load_extractor, load_scorer  # imports torch
+        if isinstance(card.extract, Gliner | Gliclass):
+            return _load_library_model(card, launch, settings, progress)
+        from sie.workers.loader import load_dual_encoder, load_encoder, load_extractor, load_scorer  # imports torch
 
+        if card.kind == "dual-encoder":
+            return load_dual_encoder(card, launch.device, settings.models.dtype, progress)
         if card.extract is not None:
             return load_extractor(card, launch.device, settings.models.dtype, progress)
         if card.score is not None:
@@ -117,6 +130,17 @@ def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callabl
         return load_encoder(card, launch.device, settings.models.dtype, progress)
 
     return build
+
+
+def _load_library_model(
+    card: ModelCard, launch: Launch, settings: Settings, progress: Callable[[float, str], None]
+) -> Runner:
+    from sie.workers.libraries import load_gliclass, load_gliner  # imports torch
+
+    dtype = settings.models.dtype
+    if isinstance(card.extract, Gliclass):
+        return load_gliclass(card, launch.device, dtype, progress)
+    return load_gliner(card, launch.device, dtype, progress, settings.limits.max_relation_candidates)
 
 
 if __name__ == "__main__":

@@ -86,11 +86,18 @@ def forward(runner: Any, items: list[Waiting]) -> StepOutputs:
         return StepOutputs(scores=runner.run_pairs(inputs))
     if items[0].request.header.operation == "extract":
         return _extract(runner, items, inputs)
+    loras = _loras(items) if getattr(runner, "adapters", None) else ()
     if runner.takes == "tokens":
-        return StepOutputs(runner.run_tokens(inputs))
+        return StepOutputs(runner.run_tokens(inputs, *loras))
     if runner.takes == "text":
-        return StepOutputs(runner.run_texts(inputs))
-    return runner.run_wants(inputs, [item.request.header for item in items])
+        return StepOutputs(runner.run_texts(inputs, *loras))
+    return runner.run_wants(inputs, [item.request.header for item in items], *loras)
+
+
+def _loras(items: list[Waiting]) -> tuple[list[str], ...]:
+    """Return the argument with each item's adapter, or none when no item has one."""
+    loras = [item.request.header.lora for item in items]
+    return (loras,) if any(loras) else ()
 
 
 def _extract(runner: Any, items: list[Waiting], inputs: list[Any]) -> StepOutputs:

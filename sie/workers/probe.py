@@ -22,7 +22,7 @@ from sie.workers.runners.score import HeadView, ScoreModel
 
 _log = logging.getLogger(__name__)
 _LENGTHS = (5, 37, 5, 160, 1, 23)
-_MAX_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+MAX_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 # Mean relative distance of a token's hidden state; a token that saw another sequence is off by far more.
 _MAX_HEAD_DIFFERENCE = 0.1
 # Of logits, relative to their spread; a head that misses a row it reads is off by about the spread itself.
@@ -35,7 +35,7 @@ def choose_execution(model_id: str, backbone: Backbone) -> Execution:
     are not finite in this format.
     """
     model = backbone.model
-    batch = pack_sequences(_probe_sequences(backbone))
+    batch = pack_sequences(probe_sequences(backbone))
     own = model.config._attn_implementation or "eager"
     with torch.inference_mode():
         expected = backbone.run_rectangles(batch)
@@ -47,7 +47,7 @@ def choose_execution(model_id: str, backbone: Backbone) -> Execution:
             for offset in _position_offsets(backbone):
                 hidden, num_calls = backbone.run_packed(batch, offset)
                 every_layer = num_calls >= model.config.num_hidden_layers
-                if every_layer and _difference(hidden, expected) < _MAX_DIFFERENCE[expected.dtype]:
+                if every_layer and difference(hidden, expected) < MAX_DIFFERENCE[expected.dtype]:
                     return Execution(packed=True, position_offset=offset)
             reason = "packed results differ"
         except Exception as error:  # whatever a foreign architecture raises, the other way still works
@@ -63,7 +63,7 @@ def choose_scoring(model_id: str, scorer: ScoreModel) -> tuple[Execution, HeadVi
     The head is judged under the library's own attention, on equal hidden states, so that a small difference is no
     accident of rounding. Raises ModelLoadFailed as `choose_execution` does.
     """
-    batch = pack_sequences(_probe_sequences(scorer.backbone))
+    batch = pack_sequences(probe_sequences(scorer.backbone))
     with torch.inference_mode():
         expected = scorer.run_whole(batch)
         if not torch.isfinite(expected).all():
@@ -88,7 +88,7 @@ def choose_token_classification(model_id: str, classifier: TokenModel) -> tuple[
 
     The head is judged as in `choose_scoring`. Raises ModelLoadFailed as `choose_execution` does.
     """
-    batch = pack_sequences(_probe_sequences(classifier.backbone))
+    batch = pack_sequences(probe_sequences(classifier.backbone))
     with torch.inference_mode():
         expected = classifier.run_whole(batch)
         if not torch.isfinite(expected).all():
@@ -118,7 +118,7 @@ def _spread(logits: Tensor, expected: Tensor) -> float:
     return float((logits - expected).abs().max() / (expected - expected.mean()).abs().max().clamp_min(1e-9))
 
 
-def _probe_sequences(backbone: Backbone) -> list[NDArray[np.int32]]:
+def probe_sequences(backbone: Backbone) -> list[NDArray[np.int32]]:
     """Return the same tokens at every load; the padding token is left out, for some families skip its position."""
     random = np.random.default_rng(0)
     padding = backbone.model.config.pad_token_id
@@ -133,7 +133,7 @@ def _position_offsets(backbone: Backbone) -> list[int]:
     return [0] if padding is None else [0, padding + 1]
 
 
-def _difference(hidden: Tensor, expected: Tensor) -> float:
+def difference(hidden: Tensor, expected: Tensor) -> float:
     if hidden.shape != expected.shape:
         return float("inf")
     distance = (hidden.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1).clamp_min(1e-9)

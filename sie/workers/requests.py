@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
@@ -25,7 +25,7 @@ from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
 from sie.shm.pool import Lease
 from sie.types import ArrayRef, ReplyHeader, WorkHeader
 from sie.workers.ragged import RAGGED_OUTPUTS, KeptBytes, RaggedReply
-from sie.workers.runners import Comparison, Pair
+from sie.workers.runners import Comparison, ImageItem, Pair
 
 _decoder = msgspec.msgpack.Decoder(WorkHeader)
 _encoder = msgspec.msgpack.Encoder()
@@ -53,6 +53,10 @@ class Link(Protocol):
         """Send a terminal descriptor; the lease is the peer's from here."""
         ...
 
+    def put_off(self, try_send: Callable[[], bool]) -> None:
+        """Call this again, until it returns True, when there may be room."""
+        ...
+
 
 class ReplyLayout(NamedTuple):
     """The bytes that are the same for every reply of one shape, and where its rows lie."""
@@ -75,8 +79,9 @@ def reply_layout(num_items: int, code: str, width: int, name: str = "dense") -> 
 class Request:
     """One submitted extent while this worker has it.
 
-    inputs is what the runner takes, one entry for each item: arrays (t_i,) int32, `Pair`s of such, or UTF-8 text,
-    aliasing the extent; costs are their tokens. comparison is there when item 0 is compared with the others.
+    inputs is what the runner takes, one entry for each item: arrays (t_i,) int32, `Pair`s of such, UTF-8 text, or
+    `ImageItem`s, aliasing the extent; costs are their tokens. comparison is there when item 0 is compared with the
+    others.
     """
 
     __slots__ = (
@@ -216,19 +221,26 @@ class Request:
 
 
 def send_error(link: Link, request_id: int, error: SieError) -> None:
-    """Answer a request with an error; when there is not even room for that, with a bare cancellation."""
+    """Answer a request with an error, as soon as there is room for it: the client must hear this one and no other."""
     header = _encoder.encode(to_wire(error))
+    if not _try_send_error(link, request_id, header):
+        link.put_off(partial(_try_send_error, link, request_id, header))
+
+
+def _try_send_error(link: Link, request_id: int, header: bytes) -> bool:
     lease = link.lease(extent_bytes(len(header), 0))
     if lease is None:
-        link.reply(ERROR, request_id, None, 0)
-        return
+        return False
     begin_extent(lease.view, header)
     link.reply(ERROR, request_id, lease, extent_bytes(len(header), 0))
+    return True
 
 
 def _read_inputs(header: WorkHeader, payload: memoryview) -> tuple[list[int], Sequence[Any]]:
     refs = {ref.name: ref for ref in header.arrays}
     costs = _lengths(payload, refs.get("cu_seqlens"), header.num_items)
+    if "pixels" in refs:
+        return costs, _mixed(payload, refs, header.num_items)
     tokens, text = refs.get("token_ids"), refs.get("text")
     if tokens is not None and tokens.dtype == "<i4":
         token_ids = _split(array_view(payload, tokens), costs)
@@ -237,6 +249,33 @@ def _read_inputs(header: WorkHeader, payload: memoryview) -> tuple[list[int], Se
     if text is None or text.dtype != "|u1":
         raise ProtocolError("a request with neither token_ids nor text")
     return costs, _split(array_view(payload, text), _lengths(payload, refs.get("text_offsets"), header.num_items))
+
+
+def _mixed(payload: memoryview, refs: dict[str, ArrayRef], num_items: int) -> list[ImageItem | NDArray[Any]]:
+    """Return each item's images, or its tokens or text when it has none."""
+    counts = _lengths(payload, refs.get("image_offsets"), num_items)
+    images = iter(_images(payload, refs, sum(counts)))
+    items = [ImageItem(tuple(itertools.islice(images, count))) for count in counts]
+    if all(counts):
+        return list(items)
+    tokens = refs.get("token_ids", refs.get("text"))
+    if tokens is None or tokens.dtype not in ("<i4", "|u1"):
+        raise ProtocolError("a request with neither images nor a text for an item")
+    bounds = _lengths(payload, refs.get("token_offsets", refs.get("text_offsets")), num_items)
+    texts = _split(array_view(payload, tokens), bounds)
+    return [item if item.images else text for item, text in zip(items, texts, strict=True)]
+
+
+def _images(payload: memoryview, refs: dict[str, ArrayRef], count: int) -> list[NDArray[np.uint8]]:
+    """Return the (h, w, 3) views of all images."""
+    sizes = refs.get("image_sizes")
+    if sizes is None or sizes.dtype != "<i4" or sizes.shape != (count, 2) or refs["pixels"].dtype != "|u1":
+        raise ProtocolError("images that are not uint8, or without (m, 2) int32 sizes")
+    shapes: list[list[int]] = array_view(payload, sizes).tolist()
+    if min(map(min, shapes), default=0) < 1:
+        raise ProtocolError("an image without pixels")
+    flat = _split(array_view(payload, refs["pixels"]), [3 * height * width for height, width in shapes])
+    return [pixels.reshape(*shape, 3) for pixels, shape in zip(flat, shapes, strict=True)]
 
 
 def _pairs(

@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from sie.workers.ceilings import Ceiling
+
 
 class Waiting(msgspec.Struct, eq=False):
     """One item of one request, waiting for a step.
@@ -62,6 +64,8 @@ class State:
     def __init__(self) -> None:
         self.queues: dict[str, deque[Waiting]] = {}
         self.num_served: dict[str, int] = {}
+        self.ceilings: dict[str, Ceiling] = {}
+        """Models whose steps found no memory, with the most tokens that a step of theirs may have."""
         self._start = 0
 
     def __bool__(self) -> bool:
@@ -129,6 +133,9 @@ def plan_step(state: State, budget: Budget, now_ns: int) -> Step | None:
     if not state.queues:
         return None
     model = min(state.queues, key=state.num_served.__getitem__)
+    if state.ceilings and model in state.ceilings:
+        max_tokens = min(budget.max_tokens, state.ceilings[model].max_tokens(now_ns))
+        budget = msgspec.structs.replace(budget, max_tokens=max_tokens)
     window = list(islice(state.queues[model], budget.window_items))
     expired = [item for item in window if item.deadline_ns <= now_ns]
     live = [item for item in window if item.deadline_ns > now_ns] if expired else window

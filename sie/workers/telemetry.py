@@ -74,6 +74,14 @@ class WorkerMetrics:
         self._page.gauge(families.MODEL_LOADED.name, families.MODEL_LOADED.label_pairs(model, device)).set(loaded)
         self._page.gauge(families.MODEL_MEMORY.name, families.MODEL_MEMORY.label_pairs(model, device)).set(memory_bytes)
 
+    def count_oom(self, family: families.Family, model: str) -> None:
+        """Add one to a counter of steps that found no memory."""
+        self._page.counter(family.name, family.label_pairs(model)).add(1)
+
+    def set_adapters(self, model: str, num_loaded: int) -> None:
+        """Publish how many adapters of this model are in memory here."""
+        self._page.gauge(families.LORAS_LOADED.name, families.LORAS_LOADED.label_pairs(model)).set(num_loaded)
+
     def set_extents_in_use(self, num_extents: int) -> None:
         """Publish how many reply extents are under a lease, over all frontends."""
         self._extents.set(num_extents)

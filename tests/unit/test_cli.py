@@ -138,6 +138,32 @@ def test_models_shows_cards_as_a_table(capsys):
     assert rows[3].split() == ["org/name", "lazy", "-", "-", "-", "hub@main"]
 
 
+def test_models_shows_adapters_below_their_model(capsys):
+    loras = ["--lora", "a=tone=stub:", "--lora", "a=org/mood=stub:"]
+    assert cli.main(["models", "--model", "b=stub:", "--model", STUB, *loras]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert [row.split()[0] for row in rows] == ["b", "a", "adapters:"]
+    assert rows[2].split(": ")[1] == "tone, org/mood"
+
+
+@pytest.mark.parametrize(
+    ("loras", "reason"),
+    [
+        (["a"], "names no adapter"),
+        (["b=tone=stub:"], "'b', of adapter 'tone', is none of the models served"),
+        (["a=tone=stub:", "a=tone=stub:load_ms=1"], "'tone' of 'a' is named twice"),
+        (["a=tone=/srv/tone"], "a stub's adapters are stubs"),
+        (["org/m=tone=stub:"], "and those of no other model"),
+    ],
+)
+def test_adapter_that_cannot_be_declared_stops_the_start(supervisor: FakeSupervisor, capsys, loras, reason):
+    args = [word for lora in loras for word in ("--lora", lora)]
+    assert cli.main(["serve", "--model", STUB, "--lazy-model", "org/m", *args]) == EX_CONFIG
+    error = capsys.readouterr().err
+    assert error.startswith("sie: lora (from flag --lora): ")
+    assert reason in error
+
+
 @pytest.fixture
 def catalog(tmp_path):
     path = tmp_path / "models.toml"
@@ -153,6 +179,15 @@ def catalog(tmp_path):
         """
     )
     return str(path)
+
+
+def test_profile_whose_adapter_is_not_declared_stops_the_start(supervisor: FakeSupervisor, capsys, tmp_path):
+    path = tmp_path / "models.toml"
+    path.write_text('[models.a.profiles.p.options]\nlora_id = "tone"')
+    args = ["serve", "--model", STUB, "--catalog", str(path)]
+    assert cli.main([*args, "--lora", "a=tone=stub:"]) == 5
+    assert cli.main([*args, "--lora", "a=other=stub:"]) == EX_CONFIG
+    assert capsys.readouterr().err == "sie: profile 'p' of 'a': adapter 'tone' is not declared by 'lora'\n"
 
 
 def test_models_shows_what_profiles_are_offered_as(capsys, catalog):

@@ -24,7 +24,9 @@ PURE_FILES = (
     "frontend/admission.py",
     "frontend/placement.py",
     "frontend/prompts.py",
+    "supervisor/evictions.py",
     "supervisor/restart.py",
+    "workers/ceilings.py",
     "workers/scheduler.py",
     "workers/kv.py",
 )

@@ -16,7 +16,7 @@ from sie.frontend.body_limits import check_json, children_of, decode_free_form, 
 from sie.frontend.dialects.arrays import pack
 from sie.frontend.dialects.sie import Item, check_count, check_items, find_non_text
 from sie.frontend.extract import check_task
-from sie.frontend.options import merge_options
+from sie.frontend.options import merge_options, refuse_adapter
 from sie.settings import Limits
 from sie.types import ExtractReply, ExtractRequest, ModelCard
 
@@ -143,6 +143,7 @@ def resolve_extract(request: ExtractRequest, card: ModelCard) -> ExtractRequest:
         )
     if request.options or card.profiles:
         request.options = merge_options(card, request.options, _OPTIONS_PATH)
+        refuse_adapter(card, request.options, "extraction")
     request.task = _resolve_task(request, card, rule)
     check_task(card, request.task)
     if request.non_text_item is not None:

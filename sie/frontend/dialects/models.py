@@ -6,7 +6,7 @@ Source: SIE API reference, section 14.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -25,10 +25,12 @@ def model_info(
     state: ModelState = "available",
     last_error: dict[str, Any] | None = None,
     created: int = 0,
+    loras: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Return one model as the list shows it.
 
-    last_error is null or `{code, message, attempts, permanent}`; created is in seconds since 1970.
+    last_error is null or `{code, message, attempts, permanent}`; created is in seconds since 1970; loras holds the
+    state of each adapter that requests may name.
     """
     return {
         "id": card.id,
@@ -49,6 +51,7 @@ def model_info(
         "revision": card.revision,
         "capabilities": None,
         "routing": {"policy": None, "upstream_kind": None},
+        **({"loras": [{"id": name, "state": lora_state} for name, lora_state in loras.items()]} if loras else {}),
     }
 
 

@@ -13,7 +13,7 @@ from sie.errors import BadRequest, InputTooLong
 from sie.frontend.body_limits import check_json, decode_free_form, decode_typed
 from sie.frontend.comparisons import resolve_compared
 from sie.frontend.dialects.openai import DEFAULT_MODEL
-from sie.frontend.options import merge_options
+from sie.frontend.options import merge_options, refuse_adapter
 from sie.frontend.score import resolve_score
 from sie.settings import Limits
 from sie.types import ModelCard, ScoreReply, ScoreRequest
@@ -78,6 +78,7 @@ def resolve_rerank(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
     request = resolve_score(request, card)
     if request.options or card.profiles:
         request.options = merge_options(card, request.options, "$.options")
+        refuse_adapter(card, request.options, "scores")
     request.instruction = request.options.get("instruction")
     request.compared = resolve_compared(request.options, card)
     return request

@@ -14,7 +14,7 @@ from sie.frontend.body_limits import check_json, decode_free_form, decode_typed
 from sie.frontend.comparisons import resolve_compared
 from sie.frontend.dialects.arrays import pack
 from sie.frontend.dialects.sie import Item, check_count, check_items, find_non_text
-from sie.frontend.options import merge_options
+from sie.frontend.options import merge_options, refuse_adapter
 from sie.settings import Limits
 from sie.types import ModelCard, ScoreReply, ScoreRequest
 
@@ -89,6 +89,7 @@ def resolve_score(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
     request = score.resolve_score(request, card)
     if request.options or card.profiles:
         request.options = merge_options(card, request.options, "$.options")
+        refuse_adapter(card, request.options, "scores")
     if request.instruction is None:
         request.instruction = request.options.get("instruction")
     request.compared = resolve_compared(request.options, card)

@@ -22,7 +22,7 @@ from sie.frontend.dialects import outputs
 from sie.frontend.dialects.arrays import array_header, pack
 from sie.frontend.options import merge_options
 from sie.settings import Limits
-from sie.types import OUTPUT_DTYPES, EncodeReply, EncodeRequest, ModelCard, Timing
+from sie.types import OUTPUT_DTYPES, EncodeReply, EncodeRequest, MediaItems, ModelCard, Timing
 
 _MOST_ITEMS = 65_536  # the most that settings allow; the setting itself is checked after decoding
 _MOST_NAMES = 64
@@ -84,6 +84,7 @@ def decode_encode(body: bytes, msgpack: bool, model: str, limits: Limits) -> Enc
     check_items(items, msgpack, len(body), limits.max_item_text_bytes)
     params = call.params or _NO_PARAMS
     non_text = find_non_text(items)
+    media = None if non_text is None else read_media(items, limits)
     ids = [item.id for item in items]
     return EncodeRequest(
         model=model,
@@ -94,7 +95,43 @@ def decode_encode(body: bytes, msgpack: bool, model: str, limits: Limits) -> Enc
         instruction=params.instruction,
         options=decode_free_form(params.options, msgpack=msgpack, path="$.params.options", max_depth=limits.max_depth),
         non_text_item=non_text,
+        media=media,
     )
+
+
+def read_media(items: Sequence[Item], limits: Limits) -> MediaItems:
+    """Return the items of a request that holds more than texts. Raises BadRequest for what is over a limit."""
+    images = {index: [image.data for image in item.images] for index, item in enumerate(items) if item.images}
+    if sum(map(len, images.values())) > limits.max_images:
+        raise BadRequest(f"A request must hold at most {limits.max_images} images; split it")
+    for index, encoded in images.items():
+        if len(encoded) > limits.max_item_images:
+            raise BadRequest(f"Field 'items[{index}].images' must hold at most {limits.max_item_images} images")
+        for number, data in enumerate(encoded):
+            if data.nbytes > limits.max_image_bytes:
+                raise InputTooLong(
+                    f"Field 'items[{index}].images[{number}].data' must hold at most {limits.max_image_bytes} bytes",
+                    code=BadRequest.code,
+                )
+    return MediaItems(texts=[item.text for item in items], images=images, other=_find_other(items))
+
+
+def _find_other(items: Sequence[Item]) -> str | None:
+    for index, item in enumerate(items):
+        for name in ("audio", "video", "document"):
+            if getattr(item, name) is not None:
+                return f"$.items[{index}].{name}"
+    return None
+
+
+def check_media(media: MediaItems, card: ModelCard) -> None:
+    """Raise BadRequest unless every item is a text or images, for a model that takes both."""
+    if media.other is not None:
+        kind = media.other.rpartition(".")[2]
+        raise BadRequest(f"Model '{card.id}' does not take {kind} input - at `{media.other}`")
+    for index, text in enumerate(media.texts):
+        if text is None and index not in media.images:
+            raise BadRequest(f"Model '{card.id}' requires text or image input - at `$.items[{index}]`")
 
 
 def check_count(items: Sequence[Item], max_items: int) -> None:
@@ -159,7 +196,12 @@ def resolve_encode(request: EncodeRequest, card: ModelCard) -> EncodeRequest:
     if request.instruction is None:
         request.instruction = options.get("instruction")
     if request.non_text_item is not None:
-        raise BadRequest(f"Model '{card.id}' requires text input - at `$.items[{request.non_text_item}]`")
+        media = request.media
+        if media is None or card.image is None:
+            raise BadRequest(f"Model '{card.id}' requires text input - at `$.items[{request.non_text_item}]`")
+        check_media(media, card)
+        request.texts = [text or "" for text in media.texts]
+        request.images = media.images or None
     return request
 
 
@@ -189,8 +231,9 @@ class _TimingBody(msgspec.Struct, frozen=True):
     postprocessing_ms: float | None
 
 
-class _Usage(msgspec.Struct, frozen=True):
+class _Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     input_tokens: int
+    images: int = 0
 
 
 class _Tail(msgspec.Struct, frozen=True):
@@ -265,7 +308,7 @@ def _tail(reply: EncodeReply) -> _Tail:
         timing.inference_ms,
         timing.postprocessing_ms or None,
     )
-    return _Tail(body, _Usage(reply.input_tokens))
+    return _Tail(body, _Usage(reply.input_tokens, reply.num_images))
 
 
 def error_body(error: SieError) -> bytes:

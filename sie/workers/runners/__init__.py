@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie.extraction import Extraction, ExtractTask
-from sie.types import ModelCard, WorkHeader
+from sie.types import AdapterSpec, ModelCard, WorkHeader
 
 
 class Pair(NamedTuple):
@@ -21,6 +21,37 @@ class Pair(NamedTuple):
 
     token_ids: NDArray[np.int32]
     token_types: NDArray[np.uint8] | None = None
+
+
+class ImageItem(NamedTuple):
+    """The images of one item, at least one, each (h, w, 3) uint8 RGB; views of the request's extent."""
+
+    images: tuple[NDArray[np.uint8], ...]
+
+
+class Adapters(Protocol):
+    """The adapters that a loaded model has in memory; it is false while there are none.
+
+    A runner that can have some has them as `adapters`, and its method takes `loras` behind the other arguments: each
+    item's adapter, empty for none. It is left out when no item of the step has one. `read` may run on a thread beside
+    the steps, everything else only between them.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def read(self, spec: AdapterSpec) -> Any:
+        """Return what `install` takes. Raises Internal for what does not fit, BadRequest when the model has no place."""
+        ...
+
+    def install(self, name: str, weights: Any) -> int:
+        """Make an adapter usable from the next step on; return its bytes. Raises Internal."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Free an adapter; no step names it any more."""
+        ...
 
 
 class TokenRunner(Protocol):
@@ -121,7 +152,7 @@ class StepOutputs(NamedTuple):
 
 
 class OutputsRunner(Protocol):
-    """A model with outputs beside dense; reads token ids, or for a stub UTF-8 text."""
+    """A model with outputs beside dense; reads token ids, or for a stub UTF-8 text (and images)."""
 
     takes: Literal["wants"]
     card: ModelCard
@@ -137,6 +168,18 @@ class OutputsRunner(Protocol):
         A query is kept for the documents of later steps; one of a document comes no later than it does. A document
         without a vector to compare has the score -inf.
         """
+        ...
+
+
+class DualEncoder(Protocol):
+    """A model of texts and images in one space; reads token ids and `ImageItem`s."""
+
+    takes: Literal["wants"]
+    card: ModelCard
+    memory_bytes: int
+
+    def run_wants(self, inputs: Sequence[Any], wants: Sequence[Want]) -> StepOutputs:
+        """Return dense rows, one for each input."""
         ...
 
 
@@ -192,5 +235,14 @@ class PairClassifier(Protocol):
         ...
 
 
-Runner = TokenRunner | TextRunner | OutputsRunner | PairRunner | ExtractRunner | TokenClassifier | PairClassifier
+Runner = (
+    TokenRunner
+    | TextRunner
+    | OutputsRunner
+    | DualEncoder
+    | PairRunner
+    | ExtractRunner
+    | TokenClassifier
+    | PairClassifier
+)
 """What a loaded model is to the loop; its card's outputs say which operations it may be asked for."""

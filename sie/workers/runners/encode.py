@@ -21,6 +21,7 @@ from sie.errors import BadRequest, InputTooLong
 from sie.types import ModelCard
 from sie.workers.attention import Boundaries, packed_step
 from sie.workers.batch import PackedBatch, pack_sequences
+from sie.workers.lora import LoraAdapters, StepRows
 from sie.workers.runners.head import Head
 
 
@@ -40,6 +41,7 @@ class Backbone:
         self.device = device
         self.vocab_size: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]  # an Embedding
         self.max_positions = _max_positions(model)
+        self.lora_rows = StepRows(device)
 
     def run(self, batch: PackedBatch, execution: Execution) -> Tensor:
         """Return (t, d) hidden states in the model's format, in the batch's order."""
@@ -69,6 +71,7 @@ class Backbone:
                 seen = np.arange(length) < batch.attended[first : first + count, None]
                 arguments["attention_mask"] = self.move(seen.astype(np.int64))
             first += count
+            self.lora_rows.narrow(start, start + count * length)
             parts.append(self.model(input_ids=self.move(rectangle), **arguments).last_hidden_state.flatten(0, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -115,10 +118,13 @@ class EncodeRunner:
         """Format of the weights: float32, bfloat16 or float16."""
         self._backbone = backbone
         self._head = head
+        self.adapters = lora_adapters(backbone, execution)
         self.memory_bytes = weight_bytes(backbone.model.parameters()) + head.memory_bytes
 
-    def run_tokens(self, token_ids: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:
+    def run_tokens(self, token_ids: Sequence[NDArray[np.int32]], loras: Sequence[str] = ()) -> NDArray[np.float32]:
         """Return (n, d) float32 rows, the caller's to keep; the checkpoint's last normalise is not applied.
+
+        loras names each item's adapter, empty for none; it is empty itself when no item has one.
 
         Each item is (t_i,); one without a token (an empty text, where no special token is added) has a row of zeros, as
         sentence-transformers' mean of nothing has. Raises BadRequest for an id that is not in the vocabulary and
@@ -126,16 +132,20 @@ class EncodeRunner:
         """
         lengths = [len(ids) for ids in token_ids]
         if not all(lengths) or not lengths:
-            return self._run_some(token_ids, [row for row, length in enumerate(lengths) if length])
+            return self._run_some(token_ids, [row for row, length in enumerate(lengths) if length], loras)
         batch = pack_sequences(token_ids)
         self._backbone.check(self.card.id, batch)
-        with torch.inference_mode():
+        with torch.inference_mode(), self._backbone.lora_rows.step(loras, batch):
             return dense_rows(self._head, self._backbone.run(batch, self.execution), batch)
 
-    def _run_some(self, token_ids: Sequence[NDArray[np.int32]], filled: list[int]) -> NDArray[np.float32]:
+    def _run_some(
+        self, token_ids: Sequence[NDArray[np.int32]], filled: list[int], loras: Sequence[str]
+    ) -> NDArray[np.float32]:
         rows = np.zeros((len(token_ids), self.card.dims["dense"]), dtype=np.float32)
         if filled:
-            rows[filled] = self.run_tokens([token_ids[row] for row in filled])
+            rows[filled] = self.run_tokens(
+                [token_ids[row] for row in filled], [loras[row] for row in filled] if loras else ()
+            )
         return rows
 
 
@@ -146,6 +156,11 @@ def dense_rows(head: Head, hidden: Tensor, batch: PackedBatch) -> NDArray[np.flo
     answer = np.empty_like(rows)
     answer[batch.order] = rows
     return answer
+
+
+def lora_adapters(backbone: Backbone, execution: Execution) -> LoraAdapters:
+    """Return the place for a model's adapters, which is empty."""
+    return LoraAdapters(backbone.model, backbone.lora_rows, lambda batch: backbone.run(batch, execution))
 
 
 def weight_bytes(weights: Iterable[Tensor]) -> int:

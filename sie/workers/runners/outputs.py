@@ -17,7 +17,7 @@ from sie.types import ModelCard
 from sie.workers.batch import PackedBatch, pack_sequences
 from sie.workers.runners import Side, StepOutputs, Want
 from sie.workers.runners.compare import TextVectors, compare
-from sie.workers.runners.encode import Backbone, Execution, dense_rows, weight_bytes
+from sie.workers.runners.encode import Backbone, Execution, dense_rows, lora_adapters, weight_bytes
 from sie.workers.runners.head import Head
 from sie.workers.runners.splade import Entries, SparseHead, StaticTable
 from sie.workers.runners.tokens import QueryExpansion, TokenHead
@@ -48,13 +48,18 @@ class OutputsRunner:
         """Format of the weights: float32, bfloat16 or float16."""
         self._backbone = backbone
         self._heads = heads
+        self.adapters = lora_adapters(backbone, execution)
         sparse = () if heads.sparse is None else heads.sparse.weights()
         others = (heads.dense, heads.multivector, heads.static_queries)
         self.memory_bytes = weight_bytes((*backbone.model.parameters(), *sparse))
         self.memory_bytes += sum(head.memory_bytes for head in others if head is not None)
 
-    def run_wants(self, inputs: Sequence[NDArray[np.int32]], wants: Sequence[Want]) -> StepOutputs:
+    def run_wants(
+        self, inputs: Sequence[NDArray[np.int32]], wants: Sequence[Want], loras: Sequence[str] = ()
+    ) -> StepOutputs:
         """Return what each input wants. Each is (t_i,); one without a token has zeros, no entries and no vectors.
+
+        loras names each item's adapter, empty for none; it is empty itself when no item has one.
 
         Raises what `Backbone.check` raises, and Internal NON_FINITE.
         """
@@ -62,8 +67,10 @@ class OutputsRunner:
         looked_up = [item for item, want in enumerate(wants) if table is not None and want.is_query]
         run = [item for item in range(len(inputs)) if len(filled[item][0]) and item not in looked_up]
         if len(run) == len(inputs):
-            return self._run(filled, wants)
-        outputs = self._run([filled[item] for item in run], [wants[item] for item in run]) if run else StepOutputs()
+            return self._run(filled, wants, loras)
+        own_loras = [loras[item] for item in run] if loras else ()
+        own = [filled[item] for item in run], [wants[item] for item in run], own_loras
+        outputs = self._run(*own) if run else StepOutputs()
         spread = self._spread(outputs, run, wants)
         if table is not None and spread.sparse is not None:
             sparse = list(spread.sparse)
@@ -101,10 +108,12 @@ class OutputsRunner:
                 vectors[item] = rows
         return StepOutputs(dense, sparse, vectors)
 
-    def _run(self, filled: Sequence[tuple[NDArray[np.int32], int]], wants: Sequence[Want]) -> StepOutputs:
+    def _run(
+        self, filled: Sequence[tuple[NDArray[np.int32], int]], wants: Sequence[Want], loras: Sequence[str]
+    ) -> StepOutputs:
         """Run the transformer over all inputs at once; none is empty."""
         with torch.inference_mode():
-            hidden, batch = self._hidden(filled)
+            hidden, batch = self._hidden(filled, loras)
             head = self._heads.multivector
             return StepOutputs(
                 self._dense(hidden, batch, wants),
@@ -112,11 +121,14 @@ class OutputsRunner:
                 None if head is None else self._vectors(head, hidden, batch, wants),
             )
 
-    def _hidden(self, filled: Sequence[tuple[NDArray[np.int32], int]]) -> tuple[Tensor, PackedBatch]:
+    def _hidden(
+        self, filled: Sequence[tuple[NDArray[np.int32], int]], loras: Sequence[str] = ()
+    ) -> tuple[Tensor, PackedBatch]:
         seen = None if self._heads.expansion is None else np.array([count for _, count in filled], np.int32)
         batch = pack_sequences([ids for ids, _ in filled], attended=seen)
         self._backbone.check(self.card.id, batch)
-        return self._backbone.run(batch, self.execution), batch
+        with self._backbone.lora_rows.step(loras, batch):
+            return self._backbone.run(batch, self.execution), batch
 
     def run_comparisons(self, inputs: Sequence[NDArray[np.int32]], sides: Sequence[Side]) -> NDArray[np.float32]:
         """Return (n, 1) scores; see the protocol. Vectors never leave the device. Raises as `run_wants` does."""

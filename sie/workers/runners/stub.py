@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import struct
 import time
 from collections.abc import Sequence
 from typing import Literal
@@ -16,11 +17,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.catalog.stub import count_stub_tokens
+from sie.catalog.stub import adapted_text, count_stub_tokens
 from sie.errors import Internal
 from sie.extraction import Classification, Entity, Extraction, ExtractTask
-from sie.types import ModelCard
-from sie.workers.runners import StepOutputs, Want
+from sie.types import AdapterSpec, ModelCard
+from sie.workers.runners import ImageItem, StepOutputs, Want
 from sie.workers.runners.stub_faults import StubFaults
 
 _NUM_ENTRIES = 16
@@ -34,22 +35,26 @@ class StubRunner:
     Building it takes the card's `load_ms`.
     """
 
-    memory_bytes = 0
-
     def __init__(self, card: ModelCard) -> None:
         if card.stub is None:
             raise Internal(f"model {card.id!r} is not a stub")
         self.card = card
         self._options = card.stub
-        self.takes: Literal["text", "wants"] = "text" if set(card.outputs) <= {"dense", "score", "extract"} else "wants"
+        self.memory_bytes = card.stub.memory_mb << 20
+        is_plain = set(card.outputs) <= {"dense", "score", "extract"} and card.image is None
+        self.takes: Literal["text", "wants"] = "text" if is_plain else "wants"
+        self.adapters = StubAdapters()
         self._faults = StubFaults(card.stub) if card.stub.has_faults else None
         time.sleep(card.stub.load_ms / 1e3)
         if self._faults is not None:
             self._faults.load()
 
-    def run_texts(self, texts: Sequence[bytes | memoryview]) -> NDArray[np.float32]:
+    def run_texts(self, texts: Sequence[bytes | memoryview], loras: Sequence[str] = ()) -> NDArray[np.float32]:
         """Return (n, dense) float32 rows; sleeps `latency_ms` and `per_token_us` for each token of the step."""
         self._take_time(texts)
+        return self._dense(_adapted(texts, loras))
+
+    def _dense(self, texts: Sequence[bytes | memoryview]) -> NDArray[np.float32]:
         width = self._options.dense
         digests = b"".join([hashlib.shake_256(text).digest(width) for text in texts])
         rows = np.frombuffer(digests, dtype=np.int8).reshape(len(texts), width)
@@ -72,18 +77,23 @@ class StubRunner:
         options = self._options
         if self._faults is not None:
             self._faults.step(texts)
-        if options.latency_ms or options.per_token_us:
+        if options.latency_ms or options.per_token_us or options.oom_tokens or options.lost_tokens:
             tokens = sum(count_stub_tokens(len(text), options.max_tokens) for text in texts)
+            if 0 < options.lost_tokens < tokens:
+                raise RuntimeError(f"CUDA error: unspecified launch failure (a stub's step of {tokens} tokens)")
+            if 0 < options.oom_tokens < tokens:
+                raise MemoryError(f"a stub's step of {tokens} tokens, over oom_tokens")
             time.sleep(options.latency_ms / 1e3 + tokens * options.per_token_us / 1e6)
 
-    def run_wants(self, inputs: Sequence[bytes | memoryview], wants: Sequence[Want]) -> StepOutputs:
-        """Return what each text wants; takes the time of one step."""
+    def run_wants(
+        self, inputs: Sequence[bytes | memoryview | ImageItem], wants: Sequence[Want], loras: Sequence[str] = ()
+    ) -> StepOutputs:
+        """Return what each item wants; takes the time of one step."""
+        inputs = [_bytes_of(item) if isinstance(item, ImageItem) else item for item in inputs]
         wanted = {output for want in wants for output in want.output_types}
-        if "dense" in wanted:
-            dense = self.run_texts(inputs)
-        else:
-            dense = None
-            self._take_time(inputs)
+        self._take_time(inputs)
+        inputs = _adapted(inputs, loras)
+        dense = self._dense(inputs) if "dense" in wanted else None
         sparse = [self._sparse(text) if "sparse" in want.output_types else None
                   for text, want in zip(inputs, wants, strict=True)]  # fmt: skip
         vectors = [self._multivector(text) if "multivector" in want.output_types else None
@@ -101,6 +111,46 @@ class StubRunner:
         rows = (hashlib.shake_256(row.to_bytes(4, "little") + bytes(text)).digest(width) for row in range(num_tokens))
         values = np.frombuffer(b"".join(rows), np.int8).reshape(num_tokens, width)
         return np.true_divide(values, np.float32(127), dtype=np.float32)
+
+
+def _bytes_of(item: ImageItem) -> bytes:
+    """Return what stands for an item of images in the formulas."""
+    return b"".join([struct.pack("<2I", *image.shape[:2]) + image.tobytes() for image in item.images])
+
+
+class StubAdapters:
+    """The adapters of a stub: names, which change its digests."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def read(self, spec: AdapterSpec) -> None:
+        """Take the adapter's `load_ms`. Raises Internal for an adapter with files, which a stub cannot run."""
+        if spec.stub is None:
+            raise Internal(f"Adapter '{spec.id}' cannot be loaded: model '{spec.model}' is a stub")
+        time.sleep(spec.stub.load_ms / 1e3)
+
+    def install(self, name: str, weights: None) -> int:
+        """Let texts name the adapter, which has no bytes."""
+        self._names.add(name)
+        return 0
+
+    def remove(self, name: str) -> None:
+        """Forget the adapter."""
+        self._names.discard(name)
+
+
+def _adapted(texts: Sequence[bytes | memoryview], loras: Sequence[str]) -> Sequence[bytes | memoryview]:
+    """Return what is hashed for each text."""
+    if not loras:
+        return texts
+    return [adapted_text(bytes(text), lora) if lora else text for text, lora in zip(texts, loras, strict=True)]
 
 
 def _extract(utf8: bytes, task: ExtractTask) -> Extraction:

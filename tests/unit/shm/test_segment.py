@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sie.shm.layout import ProtocolError
-from sie.shm.segment import ReservationError, Segment, check_reservation, is_dead
+from sie.shm.segment import ReservationError, Segment, check_reservation, is_dead, read_memory
 
 
 def test_peer_sees_what_the_owner_writes_after_it_mapped() -> None:
@@ -171,6 +171,18 @@ def test_control_group_without_a_limit_allows_what_is_free(tmp_path: Path) -> No
     _limit(host["sysfs"] / "a", _V2, "max", 4000, 0)
 
     check_reservation(1_024_000, **host)
+
+
+def test_memory_is_the_tightest_of_the_host_s_and_the_control_groups(tmp_path: Path) -> None:
+    host = _fake_host(tmp_path, available_kib=1000, cgroup="0::/a\n")
+    assert read_memory(**host) == (99999999 * 1024, 1_024_000)
+    _limit(host["sysfs"] / "a", _V2, "10000", 4000, 1000)
+    assert read_memory(**host) == (10000, 7000)
+    _limit(host["sysfs"] / "a", _V2, "10000", 20000, 0)
+    assert read_memory(**host) == (10000, 0)
+    (host["proc"] / "meminfo").unlink()
+    (host["proc"] / "self" / "cgroup").unlink()
+    assert read_memory(**host) is None
 
 
 def test_reservation_on_this_machine() -> None:

@@ -20,9 +20,10 @@ from sie.settings import Settings
 from sie.supervisor import loads as loads_module
 from sie.supervisor.children import Child
 from sie.supervisor.devices import WorkerSlot
+from sie.supervisor.evictions import Memory
 from sie.supervisor.loads import Loads
 from sie.supervisor.models import ModelBook
-from sie.types import ModelCard
+from sie.types import ModelCard, StubOptions
 
 
 class FakeCrew:
@@ -30,6 +31,10 @@ class FakeCrew:
         self.workers = [Child("worker", slot, WorkerSlot("cpu")) for slot in range(2)]
         self.frontends = [Child("frontend", 0, WorkerSlot(""))]
         self.heard: list[tuple[str, Any]] = []
+        self.counted: list[tuple[str, ...]] = []
+
+    def count(self, family: Any, *labels: str) -> None:
+        self.counted.append((family.name, *labels))
 
     def send(self, child: Child, message: Any, fds: Any = None) -> None:
         self.heard.append((child.name, message))
@@ -46,9 +51,9 @@ class FakeCrew:
 class Office:
     """Loads with one preloaded model `p` and one lazy model `l`; `prepared` is what the prepare helper answers."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, idle_s: float = 0.0) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, idle_s: float = 0.0, **changes: Any) -> None:
         defaults = Settings()
-        models = msgspec.structs.replace(defaults.models, idle_unload_s=idle_s, load_timeout_s=100.0)
+        models = msgspec.structs.replace(defaults.models, idle_unload_s=idle_s, load_timeout_s=100.0, **changes)
         settings = msgspec.structs.replace(defaults, models=models)
         self.prepared: ModelCard | WireError = card("l")
         monkeypatch.setattr(loads_module, "Preparer", lambda *_args: SimpleNamespace(prepare=self._prepare))
@@ -208,6 +213,7 @@ async def test_idle_lazy_model_is_unloaded_everywhere(office: Office) -> None:
     assert office.crew.take() == []
     office.loads.tick(used_s + 11)
     assert office.crew.take() == [("worker-0", control.Unload("l")), ("worker-1", control.Unload("l"))]
+    assert office.crew.counted == [("sie_idle_evictions_total", "l")]
 
 
 @in_office()
@@ -217,3 +223,254 @@ async def test_idle_model_stays_when_the_setting_says_never(office: Office) -> N
     office.crew.take()
     office.loads.tick(1e9)
     assert not any(isinstance(message, control.Unload) for _, message in office.crew.take())
+
+
+# --- on request ----------------------------------------------------------------------------------------------------------
+
+
+def sent(office: Office) -> list[tuple[str, Any]]:
+    """Return what the workers were told."""
+    return [(name, message) for name, message in office.crew.take() if name.startswith("worker")]
+
+
+def everywhere(message: Any) -> list[tuple[str, Any]]:
+    return [("worker-0", message), ("worker-1", message)]
+
+
+def view(office: Office, model: str) -> str:
+    return next(entry.state for entry in office.book.entries() if entry.card.id == model)
+
+
+def loaded_everywhere(office: Office, model: str, nbytes: int = 0) -> None:
+    for slot in range(2):
+        office.report(model, "loaded", slot, memory_bytes=nbytes)
+
+
+def gone_everywhere(office: Office, model: str) -> None:
+    for slot in range(2):
+        office.report(model, "unloading", slot)
+        office.report(model, "available", slot)
+
+
+@in_office()
+async def test_unload_on_request_takes_a_preloaded_model_out_of_readiness_until_it_is_loaded_again(
+    office: Office,
+) -> None:
+    loaded_everywhere(office, "p")
+    office.loads.manage("unload", "p")
+    assert sent(office) == everywhere(control.Unload("p"))
+    assert view(office, "p") == "unloading"
+    gone_everywhere(office, "p")
+    assert (view(office, "p"), office.loads.reason()) == ("available", "")
+    office.loads.want("p")
+    assert office.loads.reason() == "", "a request loads it again, and readiness does not wait for that"
+    loaded_everywhere(office, "p")
+    for slot in range(2):
+        office.loads.forget_worker(slot, blame=False)
+    assert office.loads.reason() == "not loaded: p"
+
+
+@in_office()
+async def test_load_on_request_forgets_the_cool_down_of_an_earlier_failure(office: Office) -> None:
+    office.report("p", "failed", error=to_wire(Internal("broke", extras={"error_class": "CONFIG"})))
+    sent(office)
+    office.loads.want("p")
+    assert sent(office) == []
+    office.loads.manage("load", "p")
+    office.loads.manage("load", "p")
+    assert sent(office) == everywhere(control.Load(card("p")))
+    assert view(office, "p") == "loading"
+
+
+@in_office()
+async def test_reload_waits_until_the_model_has_gone_everywhere(office: Office) -> None:
+    loaded_everywhere(office, "p")
+    office.loads.manage("reload", "p")
+    assert sent(office) == everywhere(control.Unload("p"))
+    office.report("p", "unloading", 0)
+    office.report("p", "available", 0)
+    office.loads.want("p")
+    office.loads.tick(0.0)
+    assert sent(office) == [], "a load now would only call the unload off"
+    office.report("p", "unloading", 1)
+    office.report("p", "available", 1)
+    assert view(office, "p") == "loading"
+    office.loads.tick(0.0)
+    assert sent(office) == everywhere(control.Load(card("p")))
+    loaded_everywhere(office, "p")
+    assert view(office, "p") == "loaded"
+
+
+@in_office()
+async def test_reload_of_a_model_whose_worker_dies_meanwhile_goes_on(office: Office) -> None:
+    loaded_everywhere(office, "p")
+    office.loads.manage("reload", "p")
+    for slot in range(2):
+        office.loads.forget_worker(slot, blame=False)
+    sent(office)
+    office.loads.tick(0.0)
+    assert sent(office) == everywhere(control.Load(card("p")))
+
+
+@in_office()
+async def test_reload_of_a_directory_reads_its_files_anew(office: Office) -> None:
+    office.book.add(ModelSpec(id="d", directory="/somewhere"), False, card("d"))
+    office.prepared = msgspec.structs.replace(card("d"), vocab_size=9)
+    office.loads.manage("reload", "d")
+    assert sent(office) == []
+    await asyncio.gather(*office.tasks)
+    assert sent(office) == everywhere(control.Load(office.prepared))
+
+
+@in_office()
+async def test_model_that_is_unloaded_before_it_was_fetched_is_not_loaded(office: Office) -> None:
+    office.loads.want("l")
+    office.loads.manage("unload", "l")
+    await asyncio.gather(*office.tasks)
+    assert control.Load(card("l")) not in [message for _, message in sent(office)]
+    assert view(office, "l") == "available"
+
+
+@in_office()
+async def test_report_that_crosses_an_unload_does_not_bring_the_model_back(office: Office) -> None:
+    office.report("p", "loading")
+    office.loads.manage("unload", "p")
+    assert view(office, "p") == "unloading"
+    office.report("p", "loaded")
+    gone_everywhere(office, "p")
+    assert view(office, "p") == "available"
+    office.loads.greet(office.crew.workers[0])
+    assert control.Load(card("p")) not in [message for _, message in sent(office)]
+
+
+@in_office()
+async def test_preloaded_model_that_was_unloaded_is_not_retried_by_itself(office: Office) -> None:
+    office.report("p", "loading", progress=0.0)
+    office.loads.manage("unload", "p")
+    office.report("p", "failed", error=to_wire(Internal("broke")))
+    sent(office)
+    office.loads.tick(1e9)
+    assert sent(office) == []
+
+
+# --- memory --------------------------------------------------------------------------------------------------------------
+
+FULL = Memory(1000, 10)
+EMPTY = Memory(1 << 40, 1 << 40)
+
+
+def add_stub(office: Office, model: str, memory_mb: int, *, is_pinned: bool = False) -> ModelCard:
+    known = ModelCard(id=model, kind="stub", stub=StubOptions(memory_mb=memory_mb))
+    office.book.add(ModelSpec(id=model), False, known, is_pinned=is_pinned)
+    return known
+
+
+@in_office(max_model_bytes=100 << 20)
+async def test_load_waits_until_the_models_that_make_room_have_gone_and_memory_was_measured(office: Office) -> None:
+    add_stub(office, "old", 30)
+    loaded_everywhere(office, "old", 30 << 20)
+    new = add_stub(office, "new", 40)
+    sent(office)
+    office.loads.want("new")
+    assert sent(office) == everywhere(control.Unload("old")), "two workers share the host's memory: 60 + 80 > 100 MiB"
+    office.loads.take_memory(office.crew.workers[0], EMPTY)
+    office.loads.greet(office.crew.workers[0])
+    assert control.Load(new) not in [message for _, message in sent(office)]
+    gone_everywhere(office, "old")
+    office.loads.take_memory(office.crew.workers[0], EMPTY)
+    assert sent(office) == everywhere(control.Load(new))
+    assert office.crew.counted == [("sie_pressure_evictions_total", "old")]
+
+
+@in_office(max_model_bytes=100 << 20)
+async def test_load_beside_another_one_waits_for_that_to_end(office: Office) -> None:
+    add_stub(office, "first", 20)
+    new = add_stub(office, "new", 20)
+    office.report("first", "loading")
+    office.loads.want("new")
+    assert sent(office) == []
+    loaded_everywhere(office, "first", 20 << 20)
+    office.loads.take_memory(office.crew.workers[0], EMPTY)
+    assert sent(office) == everywhere(control.Load(new))
+
+
+@in_office(max_model_bytes=100 << 20)
+async def test_load_that_pinned_models_leave_no_room_for_is_refused_until_its_cool_down(office: Office) -> None:
+    add_stub(office, "pinned", 30, is_pinned=True)
+    loaded_everywhere(office, "pinned", 30 << 20)
+    add_stub(office, "new", 30)
+    office.loads.want("new")
+    record = office.book.records["new"]
+    assert sent(office) == []
+    assert record.error is not None
+    assert (record.error.extras["error_class"], record.error.extras["permanent"]) == ("PLACEMENT", False)
+    assert "60 MiB on cpu, 20 MiB more" in record.error.message
+
+
+@in_office()
+async def test_device_under_pressure_gives_up_one_model_at_a_time(office: Office) -> None:
+    loaded_everywhere(office, "p")
+    for model in ("a", "b"):
+        add_stub(office, model, 0)
+        loaded_everywhere(office, model)
+    office.book.records["a"].last_used_s += 100.0
+    sent(office)
+    office.loads.take_memory(office.crew.workers[0], EMPTY)
+    assert sent(office) == []
+    for _ in range(2):
+        office.loads.take_memory(office.crew.workers[1], FULL)
+    assert sent(office) == everywhere(control.Unload("b"))
+    gone_everywhere(office, "b")
+    office.loads.take_memory(office.crew.workers[1], Memory(0, 0))
+    office.loads._relieved_s = 0.0
+    office.loads.take_memory(office.crew.workers[1], Memory(0, 0))
+    assert sent(office) == [], "nothing is known of the memory"
+    office.loads.take_memory(office.crew.workers[1], FULL)
+    assert sent(office) == everywhere(control.Unload("a"))
+    gone_everywhere(office, "a")
+    office.loads._relieved_s = 0.0
+    office.loads.take_memory(office.crew.workers[1], FULL)
+    assert sent(office) == [], "what was loaded first stays"
+
+
+@in_office()
+async def test_step_without_memory_costs_another_model_its_place_and_never_its_own(office: Office) -> None:
+    loaded_everywhere(office, "p")
+    add_stub(office, "a", 0)
+    loaded_everywhere(office, "a")
+    sent(office)
+    office.loads.relieve(office.crew.workers[0], "a")
+    assert sent(office) == []
+    office.loads.relieve(office.crew.workers[0], "p")
+    office.loads.relieve(office.crew.workers[0], "p")
+    assert sent(office) == everywhere(control.Unload("a"))
+    assert office.crew.counted == [("sie_oom_evictions_triggered_total", "a")]
+
+
+@in_office()
+async def test_load_that_overran_its_time_on_several_workers_is_one_failure_and_waits_for_its_cool_down(
+    office: Office,
+) -> None:
+    killed: list[str] = []
+    for worker in office.crew.workers:
+        worker.kill = lambda worker=worker: killed.append(worker.name)  # type: ignore[method-assign]
+        office.report("p", "loading", slot=worker.slot, progress=0.0)
+    office.loads.tick(office.book.records["p"].loading_since_s[1] + 101)
+    assert killed == ["worker-0", "worker-1"]
+    error = office.book.records["p"].error
+    assert error is not None
+    assert error.extras["attempts"] == 1
+
+
+@in_office()
+async def test_worker_that_was_killed_over_a_load_does_not_begin_it_again_at_once(office: Office) -> None:
+    office.report("p", "loaded", slot=0)
+    office.report("p", "loading", slot=1, progress=0.0)
+    office.crew.workers[1].kill = lambda: None  # type: ignore[method-assign]
+    office.loads.tick(office.book.records["p"].loading_since_s[1] + 101)
+    office.loads.forget_worker(1, blame=True)
+    sent(office)
+    office.book.records["p"].retry_at_s = 1e18
+    office.loads.greet(office.crew.workers[1])
+    assert sent(office) == []
+    assert view(office, "p") == "loaded", "the other worker serves it"

@@ -24,7 +24,7 @@ class Book:
         if is_wanted and not preload:
             assert self.book.want("m", 0.0) is self.record
 
-    def report(self, state, slot=0, now_s=1.0, error_class="UNKNOWN", **details) -> None:
+    def report(self, state, slot=0, now_s=1.0, error_class="ENGINE", **details) -> None:
         error = failure(error_class) if state == "failed" else None
         self.book.report(slot, ModelReport("m", state, f"cpu-{slot}", error=error, **details), now_s)
 
@@ -85,16 +85,25 @@ def test_readiness_waits_for_preloaded_models_only():
 # --- failures ------------------------------------------------------------------------------------------------------------
 
 
-def test_failed_load_is_cooled_down_twice_as_long_each_time(lazy):
+@pytest.mark.parametrize(
+    ("error_class", "expected"),
+    [
+        ("NETWORK", [30, 60, 120, 240, 480, 960, 1800]),
+        ("PLACEMENT", [30, 60, 120, 240, 480, 960, 1800]),
+        ("OOM", [60, 120, 240, 480, 960, 1800, 1800]),
+        ("UNKNOWN", [600, 1200, 1800, 1800, 1800, 1800, 1800]),
+    ],
+)
+def test_failed_load_is_cooled_down_twice_as_long_each_time(lazy, error_class, expected):
     now_s, waits = 0.0, []
     for _ in range(7):
-        lazy.report("failed", now_s=now_s)
+        lazy.report("failed", now_s=now_s, error_class=error_class)
         assert lazy.view == ("failed", (), False)
         waits.append(lazy.record.retry_at_s - now_s)
         assert lazy.book.want("m", lazy.record.retry_at_s - 0.1) is None
         now_s = lazy.record.retry_at_s
         assert lazy.book.want("m", now_s) is lazy.record
-    assert waits == [30, 60, 120, 240, 480, 960, 1800]
+    assert waits == expected
 
 
 def test_eighth_failure_is_permanent(lazy):
@@ -104,7 +113,7 @@ def test_eighth_failure_is_permanent(lazy):
         lazy.book.want("m", 1e9 + 1e6)
         lazy.record.wanted = True
     assert lazy.record.error.extras == {
-        "error_class": "UNKNOWN", "detail": "kept", "attempts": 8, "permanent": True,
+        "error_class": "ENGINE", "detail": "kept", "attempts": 8, "permanent": True,
     }  # fmt: skip
 
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import gc
 import select
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from sie.control import ModelReport
 from sie.errors import ModelLoadFailed
+from sie.process import calm_collector
 from sie.types import ModelCard
 from sie.workers.hosting import Host
 
@@ -174,10 +177,67 @@ def test_load_calls_an_unload_off_that_has_not_ended(hosting):
     assert hosting.built == ["m"]
 
 
-@pytest.mark.parametrize("model", ["unknown", "m"])
-def test_unload_of_what_is_not_loaded_does_nothing(hosting, model):
+def test_unload_of_what_is_not_there_does_nothing(hosting):
     hosting.load("m")
-    hosting.host.start_unload(model)
+    hosting.host.start_unload("unknown")
 
     assert hosting.states == ["loading"]
     hosting.collect_until("loaded")
+
+
+def test_model_that_is_unloaded_while_it_loads_goes_as_soon_as_it_is_there(hosting):
+    may_end = threading.Event()
+    hosting.build = lambda _card, _progress: may_end.wait(DEADLINE_S) and Runner()
+    hosting.load("m")
+    hosting.host.start_unload("m")
+    assert hosting.states == ["loading"]
+    may_end.set()
+    hosting.collect_until("unloading")
+
+    assert hosting.host.runner("m") is None
+    assert hosting.host.unloading() == ["m"]
+    assert "loaded" not in hosting.states
+
+
+def test_model_that_is_wanted_again_before_its_load_has_ended_stays(hosting):
+    may_end = threading.Event()
+    hosting.build = lambda _card, _progress: may_end.wait(DEADLINE_S) and Runner()
+    hosting.load("m")
+    hosting.host.start_unload("m")
+    hosting.load("m")
+    may_end.set()
+    hosting.collect_until("loaded")
+
+    assert hosting.host.runner("m") is not None
+    assert hosting.built == ["m"]
+
+
+def test_load_that_has_not_begun_is_called_off(hosting):
+    may_end = threading.Event()
+    hosting.build = lambda _card, _progress: may_end.wait(DEADLINE_S) and Runner()
+    hosting.load("first")
+    hosting.load("m")
+    hosting.host.start_unload("m")
+    may_end.set()
+    hosting.collect_until("loaded")
+
+    assert hosting.built == ["first"]
+    assert hosting.states == ["loading", "loading", "available", "loaded"]
+
+
+def test_unloaded_model_is_freed_though_it_holds_itself_and_was_frozen(hosting):
+    """The loop freezes what lives when a load ends, and a model of any size has cycles."""
+    hosting.load("m")
+    hosting.collect_until("loaded")
+    runner = hosting.host.models["m"].runner
+    runner.itself = runner
+    alive = weakref.ref(runner)
+    del runner
+    calm_collector()
+    try:
+        hosting.host.start_unload("m")
+        hosting.host.finish_unload("m")
+        assert alive() is None
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(700, 10, 10)

@@ -73,6 +73,27 @@ async def test_reply_that_can_never_fit_is_refused_at_once(rig: Rig) -> None:
 
 
 @in_rig()
+async def test_error_without_room_for_its_text_waits_for_a_release_and_is_not_another_one(rig: Rig) -> None:
+    worker = rig.start_worker("wide")
+    rig.tell("absent", workers=(0,))
+    unread = [rig.submit([i], model="wide") for i in (1, 2, 3)]
+    await rig.serve(worker)
+    (link,) = worker.loop._links.values()
+    rest = list(iter(lambda: link.lease(64), None))
+    refused = [rig.submit([i], model="absent") for i in (4, 5)]
+    await rig.serve(worker)
+    assert not any(pending.future.done() for pending in refused)
+    for pending in unread:
+        await rig.rows(pending)
+    await rig.serve(worker)
+
+    for pending in refused:
+        assert (await rig.error(pending)).code == "MODEL_NOT_LOADED"
+    for lease in rest:
+        lease.end()
+
+
+@in_rig()
 async def test_request_cancelled_while_it_waits_for_room_never_runs(rig: Rig) -> None:
     worker = rig.start_worker("wide")
     unread = [rig.submit([i], model="wide") for i in (1, 2, 3)]

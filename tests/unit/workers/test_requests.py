@@ -12,6 +12,7 @@ from sie.types import ReplyHeader, WorkHeader
 from sie.workers.requests import Request, reply_layout
 
 _encode = msgspec.msgpack.Encoder().encode
+BYTES = ("text", "pixels")
 
 
 class MemoryLink:
@@ -22,6 +23,10 @@ class MemoryLink:
         self.extent = extent
         self.pool = ExtentPool(memoryview(bytearray(reply_bytes)))
         self.sent = []
+        self.waiting = []
+
+    def put_off(self, try_send):
+        self.waiting.append(try_send)
 
     def view(self, descriptor):
         return self.extent[: descriptor.length].toreadonly()
@@ -36,8 +41,8 @@ class MemoryLink:
 
 
 def extent_of(num_items, **arrays):
-    """Return the bytes of a request with these int32 (or uint8, for `text`) arrays."""
-    values = {name: np.asarray(value, np.uint8 if name == "text" else np.int32) for name, value in arrays.items()}
+    """Return the bytes of a request with these int32 (or uint8, for `text` and `pixels`) arrays."""
+    values = {name: np.asarray(value, np.uint8 if name in BYTES else np.int32) for name, value in arrays.items()}
     plan = plan_arrays([(name, value.dtype.str, value.shape) for name, value in values.items()])
     header = _encode(WorkHeader("m", "encode", num_items, plan.refs))
     view = memoryview(bytearray(extent_bytes(len(header), plan.nbytes)))
@@ -168,8 +173,15 @@ def test_error_crosses_whole_and_frees_the_reply_memory(link):
     assert link.pool.num_leased == 1, "the error's own extent"
 
 
-def test_error_without_room_for_its_text_still_ends_the_request(link):
+def test_error_without_room_for_its_text_is_put_off_and_told_later(link):
     whole = link.pool.lease(4096)
-    request_of(link).fail(InputTooLong("too long"))
-    assert link.sent == [(ERROR, 77, None, 0)]
+    request = request_of(link)
+    request.fail(InputTooLong("too long"))
+    assert request.ended
+    (try_send,) = link.waiting
+    assert (try_send(), link.sent) == (False, [])
     whole.end()
+    assert try_send()
+    (_, _, lease, length) = link.sent[0]
+    wire, _ = read_extent(lease.view[:length], msgspec.msgpack.Decoder(WireError))
+    assert from_wire(wire).message == "too long"

@@ -82,6 +82,7 @@ def test_a_task_holds_what_the_family_can_serve(msgpack):
         ({"options": {"flat_ner": False}}, "Model 'org/m' does not support 'flat_ner'"),
         ({"options": {"examples": [{"text": "t", "labels": ["a"]}]}}, "Model 'org/m' does not support 'examples'"),
         ({"options": {"lora": "x"}}, "Model 'org/m' does not support option 'lora' (an adapter is named by lora_id)"),
+        ({"options": {"lora_id": "x"}}, "Model 'org/m' does not support option 'lora_id' for extraction"),
             ({"options": {"max_seq_length": 9}}, "Model 'org/m' does not support 'max_seq_length'"),
         ({"options": {"profile": "p"}}, "Profile 'p' not found. Available: ['default']"),
         (

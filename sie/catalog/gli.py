@@ -1,0 +1,157 @@
+"""Owns how the directories of the libraries `gliner` and `gliclass` become model cards.
+
+Neither library is imported. What they would look for on a hub when a directory lacks it (the encoder's configuration,
+the tokenizers) must be in the directory; what would run a checkpoint's own code is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from sie.catalog.files import Checkpoint, refuse
+from sie.catalog.spec import ModelSpec
+from sie.catalog.weights import check_weights
+from sie.extraction import ExtractRule, Gliclass, Gliner
+from sie.types import ModelCard
+
+GLINER_CONFIG: Final = "gliner_config.json"
+LABELS_TOKENIZER: Final = "labels_tokenizer"
+"""The folder of a bi-encoder's second tokenizer."""
+_NOT_SERVED: Final = {"glirel_config.json": "GLiREL", "gliformer_config.json": "GLiFormer"}
+_NOT_SERVED_TYPES: Final = {"extractor": "GLiNER2", "glirel": "GLiREL"}
+_HOW_TO_COMPLETE: Final = (
+    "`GLiNER.from_pretrained(ID).save_pretrained(DIRECTORY, safe_serialization=True)` writes all of it"
+)
+_ABSOLUTE_POSITIONS: Final = frozenset(
+    {"albert", "bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "xlm-roberta"}
+)
+"""Encoders with a table of positions; the others read texts of any length."""
+_RESERVED_POSITIONS: Final = 2  # of RoBERTa's table, whose first position is padding_idx + 1
+_NO_LIMIT: Final = 10**9  # transformers writes 1e30 for "unlimited"
+_GLICLASS_MAX_TOKENS: Final = 1024
+"""What the library cuts at when nothing else says. Source: gliclass 0.1.21 pipeline.py."""
+_DEFAULT_MAX_WORDS: Final = 384  # gliner 0.2.29 config.py
+_FIXED_MAX_LABELS: Final = 25  # gliclass 0.1.21 config.py, max_num_classes
+
+
+def read_library_card(spec: ModelSpec, checkpoint: Checkpoint) -> ModelCard | None:
+    """Return the card of a GLiNER or GLiClass directory, None for any other. Raises ModelLoadFailed."""
+    for name, family in _NOT_SERVED.items():
+        if checkpoint.find(name) is not None:
+            raise refuse(spec.id, f"{family} models are not served by this version")
+    config = checkpoint.read_object("config.json")
+    model_type = str(config.get("model_type", ""))
+    if checkpoint.find(GLINER_CONFIG) is not None:
+        return _gliner_card(spec, checkpoint, checkpoint.read_object(GLINER_CONFIG))
+    if model_type.lower() in _NOT_SERVED_TYPES:
+        raise refuse(spec.id, f"{_NOT_SERVED_TYPES[model_type.lower()]} models are not served by this version")
+    return _gliclass_card(spec, checkpoint, config) if model_type == "GLiClass" else None
+
+
+def _gliner_card(spec: ModelSpec, checkpoint: Checkpoint, config: dict[str, Any]) -> ModelCard:
+    check_weights(checkpoint)
+    if checkpoint.find("model.safetensors") is None:
+        raise refuse(spec.id, "its weights are in several files; a GLiNER model has one model.safetensors")
+    _check_gliner_kind(spec.id, config)
+    encoder = _encoder_of(checkpoint, config, "encoder_config", _HOW_TO_COMPLETE)
+    _check_tokenizer(checkpoint, _HOW_TO_COMPLETE)
+    reads_labels_apart = config.get("labels_encoder") is not None
+    if reads_labels_apart:
+        _encoder_of(checkpoint, config, "labels_encoder_config", _HOW_TO_COMPLETE)
+        _check_tokenizer(checkpoint.folder(LABELS_TOKENIZER), _HOW_TO_COMPLETE)
+    rule = Gliner(
+        max_words=int(config.get("max_len", _DEFAULT_MAX_WORDS)),
+        relations=config.get("relations_layer") is not None,
+        reads_labels_apart=reads_labels_apart,
+    )
+    return _card(spec, checkpoint, "GLiNER", rule, max_tokens=_max_tokens(checkpoint, encoder))
+
+
+def _check_gliner_kind(model_id: str, config: dict[str, Any]) -> None:
+    if config.get("labels_decoder") is not None or config.get("model_type") == "gliner_streaming_span":
+        raise refuse(model_id, "GLiNER models with a decoder are not served by this version")
+    if config.get("precomputed_prompts_mode"):
+        raise refuse(model_id, "GLiNER models with labels of their own (precomputed_prompts_mode) are not served")
+    splitter = config.get("words_splitter_type", "whitespace")
+    if splitter != "whitespace":
+        raise refuse(model_id, f"words_splitter_type {splitter!r} is not served by this version, only 'whitespace'")
+
+
+def _gliclass_card(spec: ModelSpec, checkpoint: Checkpoint, config: dict[str, Any]) -> ModelCard:
+    check_weights(checkpoint)
+    architecture = config.get("architecture_type", "uni-encoder")
+    if architecture != "uni-encoder":
+        raise refuse(spec.id, f"GLiClass models of architecture_type {architecture!r} are not served by this version")
+    encoder = _encoder_of(checkpoint, config, "encoder_config")
+    _check_tokenizer(checkpoint)
+    label_token_id = config.get("class_token_index")
+    if not isinstance(label_token_id, int) or label_token_id < 0:
+        raise refuse(spec.id, "config.json does not say which token begins a label (class_token_index)")
+    max_tokens = _max_tokens(checkpoint, encoder) or _GLICLASS_MAX_TOKENS
+    rule = Gliclass(
+        label_token_id=label_token_id,
+        max_labels=_max_labels(config),
+        prompt_first=bool(config.get("prompt_first", False)),
+    )
+    return _card(spec, checkpoint, "GLiClass", rule, max_tokens=max_tokens)
+
+
+def _max_labels(config: dict[str, Any]) -> int | None:
+    """Return how many labels a sequence has room for. Source: gliclass 0.1.21 pipeline.py, _resolve_max_num_classes."""
+    allocated = config.get("max_labels_alloc", "dynamic")
+    if allocated == "dynamic":
+        return None
+    return allocated if isinstance(allocated, int) else int(config.get("max_num_classes", _FIXED_MAX_LABELS))
+
+
+def _card(
+    spec: ModelSpec, checkpoint: Checkpoint, architecture: str, rule: ExtractRule, *, max_tokens: int | None
+) -> ModelCard:
+    return ModelCard(
+        id=spec.id,
+        kind="extractor",
+        directory=str(checkpoint.root),
+        revision=spec.revision,
+        architecture=architecture,
+        outputs=("extract",),
+        max_sequence_length=max_tokens,
+        tokenizer_file=str(checkpoint.find("tokenizer.json")),
+        extract=rule,
+    )
+
+
+def _encoder_of(checkpoint: Checkpoint, config: dict[str, Any], key: str, remedy: str = "") -> dict[str, Any]:
+    """Return an encoder's configuration. Raises ModelLoadFailed when it is not there or needs code of its own."""
+    encoder = config.get(key)
+    if not isinstance(encoder, dict):
+        raise refuse(checkpoint.id, _lacking(f"its configuration has no {key}", remedy))
+    _refuse_code(checkpoint.id, encoder)
+    if checkpoint.find("adapter_config.json") is not None:
+        raise refuse(checkpoint.id, "it is an adapter (adapter_config.json), not a whole model")
+    return encoder
+
+
+def _check_tokenizer(checkpoint: Checkpoint, remedy: str = "") -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if checkpoint.find(name) is None:
+            raise refuse(checkpoint.id, _lacking(f"there is no {name} in {checkpoint.root.name}", remedy))
+    _refuse_code(checkpoint.id, checkpoint.read_object("tokenizer_config.json"))
+
+
+def _refuse_code(model_id: str, config: dict[str, Any]) -> None:
+    """Refuse Python files of the checkpoint: the libraries would run them. Source: fault sheet S5."""
+    if "auto_map" in config:
+        raise refuse(model_id, "it needs code of its own (auto_map), which is never run")
+
+
+def _lacking(what: str, remedy: str) -> str:
+    return f"{what}, and nothing is fetched for it{f'; {remedy}' if remedy else ''}"
+
+
+def _max_tokens(checkpoint: Checkpoint, encoder: dict[str, Any]) -> int | None:
+    """Return the most tokens the encoder reads, special ones included; None when there is no limit."""
+    limit = checkpoint.read_object("tokenizer_config.json").get("model_max_length") or _NO_LIMIT
+    positions = encoder.get("max_position_embeddings")
+    if encoder.get("model_type") in _ABSOLUTE_POSITIONS and isinstance(positions, int):
+        limit = min(limit, positions - _RESERVED_POSITIONS)
+    return int(limit) if limit < _NO_LIMIT else None

@@ -1,0 +1,158 @@
+"""Owns what a LoRA adapter's directory says: `adapter_config.json` as peft writes it, and where its weights lie.
+
+Pure but for reading files. What would change the vectors and is not computed here is refused by name, and so is every
+field that this version does not know, unless it is empty.
+Source: arXiv 2106.09685 (LoRA), 2312.03732 (rank-stabilised); peft 0.21, tuners/lora/config.py and tuners_utils.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from sie.catalog.files import Checkpoint, open_checkpoint
+from sie.errors import Internal, ModelLoadFailed, SieError
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+_TRAINING_ONLY = frozenset({
+    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
+    "fan_in_fan_out", "inference_mode", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_config",
+    "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
+})  # fmt: skip
+"""Fields that say nothing about the forward pass; fan_in_fan_out only matters to who merges the weights."""
+_PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` that leave the model's own weights as they were."""
+
+
+class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How an adapter's weights are to be applied. Names of modules are those of the model it was trained on."""
+
+    r: Annotated[int, Meta(ge=1, le=65536)] = 8
+    lora_alpha: float = 8.0
+    use_rslora: bool = False
+    target_modules: list[str] | str
+    exclude_modules: list[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+    rank_pattern: dict[str, Annotated[int, Meta(ge=1, le=65536)]] = {}
+    alpha_pattern: dict[str, float] = {}
+
+    def rank(self, module: str) -> int:
+        """Return the rank of a module's update."""
+        return _by_pattern(self.rank_pattern, module, self.r)
+
+    def scale(self, module: str) -> float:
+        """Return what a module's update is multiplied with: alpha / r, or alpha / sqrt(r) when rank-stabilised."""
+        rank = self.rank(module)
+        return _by_pattern(self.alpha_pattern, module, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def targets(self, module: str) -> bool:
+        """Tell whether the adapter was trained on a module of this name."""
+        if _is_named(self.exclude_modules, module):
+            return False
+        if not _is_named(self.target_modules, module):
+            return False
+        return isinstance(self.target_modules, str) or self._has_layer(module)
+
+    @property
+    def targets_all(self) -> bool:
+        """Whether the config leaves it to the model which layers those are."""
+        return self.target_modules == "all-linear"
+
+    def _has_layer(self, module: str) -> bool:
+        wanted = self.layers_to_transform
+        if wanted is None or wanted == []:
+            return True
+        patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
+        expressions = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in patterns or ()] or [r".*?\.[^.]*\.(\d+)\."]
+        found = next(filter(None, (re.match(expression, module) for expression in expressions)), None)
+        return found is not None and int(found[1]) in ([wanted] if isinstance(wanted, int) else wanted)
+
+
+def read_lora_config(adapter_id: str, directory: str) -> LoraConfig:
+    """Return the config of the adapter in a directory. Raises Internal with the reason why it cannot be served."""
+    try:
+        raw = open_checkpoint(adapter_id, directory).read_json(CONFIG_FILE, dict[str, Any])
+    except ModelLoadFailed as error:
+        raise refuse_adapter(adapter_id, reason_of(error)) from error
+    if raw is None:
+        raise refuse_adapter(adapter_id, f"there is no {CONFIG_FILE} in {directory}")
+    if raw.get("peft_type") != "LORA":
+        raise refuse_adapter(adapter_id, f"its peft_type is {raw.get('peft_type')!r}, not 'LORA'")
+    _check_fields(adapter_id, raw)
+    known = {name: value for name, value in raw.items() if name in LoraConfig.__struct_fields__}
+    try:
+        config = msgspec.convert(known, LoraConfig)
+        for pattern in (*config.rank_pattern, *config.alpha_pattern, *_patterns(config)):
+            re.compile(pattern)
+    except (msgspec.ValidationError, re.error) as error:
+        raise refuse_adapter(adapter_id, f"{CONFIG_FILE}: {error}") from error
+    return config
+
+
+def find_lora_weights(adapter_id: str, directory: str) -> str:
+    """Return the path of the adapter's safetensors. Raises Internal when there is none; pickles are never read."""
+    try:
+        checkpoint = open_checkpoint(adapter_id, directory)
+        path = checkpoint.find(WEIGHTS_FILE)
+    except ModelLoadFailed as error:
+        raise refuse_adapter(adapter_id, reason_of(error)) from error
+    if path is None:
+        raise refuse_adapter(adapter_id, _missing_weights(checkpoint))
+    return str(path)
+
+
+def refuse_adapter(adapter_id: str, reason: str) -> Internal:
+    """Return the error of an adapter that cannot be served."""
+    return Internal(f"Adapter '{adapter_id}' cannot be loaded: {reason}")
+
+
+def reason_of(error: SieError) -> str:
+    """Return why a file was refused, without the words that call its directory a model."""
+    return error.message.partition(" cannot be loaded: ")[2] or error.message
+
+
+def _check_fields(adapter_id: str, raw: dict[str, Any]) -> None:
+    """Refuse by name what would be computed differently here."""
+    for name, value in raw.items():
+        if name in LoraConfig.__struct_fields__ or name in _TRAINING_ONLY or name == "peft_type":
+            continue
+        if name == "bias" and value == "none":
+            continue
+        if name == "init_lora_weights" and value in _PLAIN_STARTS:
+            continue
+        if value:
+            raise refuse_adapter(adapter_id, f"{CONFIG_FILE}: {name} {value!r} is not supported")
+
+
+def _missing_weights(checkpoint: Checkpoint) -> str:
+    pickled = sorted(path.name for path in Path(checkpoint.root).glob("adapter_model.*"))
+    if pickled:
+        return f"only pickled weights ({', '.join(pickled)}); convert them to {WEIGHTS_FILE}"
+    return f"there is no {WEIGHTS_FILE} in {checkpoint.root}"
+
+
+def _patterns(config: LoraConfig) -> list[str]:
+    """Return the regular expressions of a config that are not keys of a table."""
+    layers = config.layers_pattern
+    single = [value for value in (config.target_modules, config.exclude_modules) if isinstance(value, str)]
+    return [*single, *([layers] if isinstance(layers, str) else layers or [])]
+
+
+def _is_named(names: list[str] | str | None, module: str) -> bool:
+    """Tell whether a module is meant: by a regular expression for its whole name, or by the end of its name."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names or ())
+
+
+def _by_pattern(table: dict[str, Any], module: str, default: Any) -> Any:
+    """Return the value of the first key that matches the whole name, or the end of it behind a dot."""
+    return next((value for key, value in table.items() if re.match(rf"(.*\.)?({key})$", module)), default)

@@ -1,0 +1,118 @@
+"""Owns the threads that read images, and what may wait for them.
+
+The event loop only hands out and collects: one task an image, so that a request of many shares the threads with others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sie.errors import BadRequest, DeadlineExceeded, Overloaded, SieError
+from sie.frontend.images import decode_image, open_image, prepare_image
+from sie.settings import Limits
+from sie.types import ImageRule
+
+
+class ReadImages(NamedTuple):
+    """The m images of a request, those of one item side by side."""
+
+    pixels: NDArray[np.uint8]
+    """(bytes,): each image's RGB rows."""
+    sizes: NDArray[np.int32]
+    """(m, 2): height and width."""
+    counts: dict[int, int]
+    """How many images each item has, by its number, in order."""
+
+    def count_tokens(self, rule: ImageRule) -> int:
+        """Return what all of them cost."""
+        return sum(rule.count_tokens(height, width) for height, width in self.sizes.tolist())
+
+
+class ImageReader:
+    """Decode and resize images of all requests of one frontend."""
+
+    def __init__(self, limits: Limits, num_threads: int) -> None:
+        self._limits = limits
+        self._pool = ThreadPoolExecutor(num_threads, "images")
+        self._num_waiting = 0
+
+    async def read(self, images: dict[int, list[memoryview]], rule: ImageRule, deadline_ns: int) -> ReadImages:
+        """Return a request's images as the rule wants them. images are encoded, by the number of their item.
+
+        Raises BadRequest that names the first wrong one, DeadlineExceeded, and Overloaded when too many wait.
+        """
+        counts = {item: len(encoded) for item, encoded in images.items()}
+        num_images = sum(counts.values())
+        if self._num_waiting + num_images > self._limits.max_queued_images:
+            raise Overloaded("The server is busy: max_queued_images wait to be decoded", retry_after_s=1)
+        self._num_waiting += num_images
+        try:
+            own = _Reading(rule, self._limits.max_image_pixels, deadline_ns)
+            loop = asyncio.get_running_loop()
+            tasks = [loop.run_in_executor(self._pool, own.read, data, path) for path, data in _with_paths(images)]
+            arrays = _unless_failed(await asyncio.gather(*tasks))
+            sizes = np.array([array.shape[:2] for array in arrays], np.int32)
+            flat = [array.reshape(-1) for array in arrays]
+            pixels = flat[0] if len(flat) == 1 else await loop.run_in_executor(self._pool, np.concatenate, flat)
+            return ReadImages(pixels, sizes, counts)
+        finally:
+            self._num_waiting -= num_images
+
+    def close(self) -> None:
+        """Read nothing more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _Reading:
+    """One request's images on their way. Its tasks run on several threads."""
+
+    def __init__(self, rule: ImageRule, max_pixels: int, deadline_ns: int) -> None:
+        self._rule = rule
+        self._max_pixels = max_pixels
+        self._left_pixels = max_pixels
+        self._deadline_ns = deadline_ns
+        self._has_failed = False
+
+    def read(self, data: memoryview, path: str) -> NDArray[np.uint8] | SieError | None:
+        """Return (h, w, 3), or the error; None when another image's error made this one useless."""
+        if self._has_failed:
+            return None
+        try:
+            return self._read(data, path)
+        except SieError as error:
+            self._has_failed = True
+            return error
+
+    def _read(self, data: memoryview, path: str) -> NDArray[np.uint8]:
+        if time.monotonic_ns() > self._deadline_ns:
+            raise DeadlineExceeded("the request's deadline passed before its images were decoded")
+        image = open_image(data, path, self._max_pixels)
+        if not self._rule.height:
+            self._left_pixels -= image.width * image.height
+            if self._left_pixels < 0:
+                raise BadRequest(
+                    f"the request's images have more pixels together than max_image_pixels ({self._max_pixels}); "
+                    f"split it - at `{path}`"
+                )
+        return prepare_image(decode_image(image, path), self._rule)
+
+
+def _with_paths(images: dict[int, list[memoryview]]) -> Iterator[tuple[str, memoryview]]:
+    for item, encoded in images.items():
+        for number, data in enumerate(encoded):
+            yield f"$.items[{item}].images[{number}].data", data
+
+
+def _unless_failed(results: list[NDArray[np.uint8] | SieError | None]) -> list[NDArray[np.uint8]]:
+    """Return the arrays, or raise the first error."""
+    for result in results:
+        if isinstance(result, SieError):
+            raise result
+    return [result for result in results if isinstance(result, np.ndarray)]

@@ -1,0 +1,146 @@
+"""Owns one image: from the bytes a client sent to the uint8 RGB rows that a worker reads.
+
+Pillow decodes, six formats and no other; the size is read from the header and judged before a pixel is decoded. What
+the header does not tell is bounded too: the first frame only, no more than a usual number of JPEG scans, and of a
+resize only the part that stays. Pure but for Pillow; slow, so called on threads, where Pillow lets the interpreter go.
+Source of every step after decoding: transformers 5.23 image_processing_backends.py (PilBackend), image_transforms.py.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import ExifTags, Image
+
+from sie.errors import BadRequest
+from sie.types import ImageRule
+
+FORMATS: Final = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF")
+"""What is decoded, by content. Pillow calls a JPEG that holds several pictures MPO; its first one is read."""
+_SCAN_MARKER: Final = b"\xff\xda"
+_MAX_JPEG_SCANS: Final = 100
+"""Every scan passes over the whole image, however few bytes it has; encoders write about ten."""
+_UNBOUNDED_MODES: Final = frozenset(("I", "F"))
+"""32-bit integers and floats: nothing says which value is white."""
+_MAX_SLIVER: Final = 32
+"""From this ratio of its sides on an image is a sliver."""
+_STRIP_PIXELS: Final = 1 << 20
+_UPRIGHT: Final = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What undoes each EXIF orientation. Source: EXIF 2.32, tag 0x0112."""
+
+Image.MAX_IMAGE_PIXELS = None  # ours is judged instead; Pillow's own would only warn, on stderr
+
+
+def open_image(data: memoryview, path: str, max_pixels: int) -> Image.Image:
+    """Return an image of which only the header has been read. path is where it stands in the request.
+
+    Raises BadRequest for what is none, and for one of more pixels than max_pixels.
+    """
+    encoded = bytes(data)
+    try:
+        image: Image.Image = Image.open(io.BytesIO(encoded), formats=FORMATS)
+    except Exception:  # each decoder fails in its own way on bytes that are not its own
+        raise _undecodable(path) from None
+    width, height = image.size
+    if width * height > max_pixels:
+        raise BadRequest(f"image has {width} x {height} pixels, over max_image_pixels ({max_pixels}) - at `{path}`")
+    if image.mode in _UNBOUNDED_MODES:
+        raise BadRequest(f"image has 32 bits a channel, which has no defined white - at `{path}`")
+    is_jpeg = image.format in ("JPEG", "MPO")
+    if not width * height or (is_jpeg and encoded.count(_SCAN_MARKER) > _MAX_JPEG_SCANS):
+        raise _undecodable(path)
+    return image
+
+
+def decode_image(image: Image.Image, path: str) -> Image.Image:
+    """Return an opened image as upright RGB in its own size; of an animation the first frame.
+
+    What is transparent lies on white. 16-bit grey keeps its high byte. Raises BadRequest for damaged or truncated data.
+    """
+    try:
+        image.load()
+        turn = _UPRIGHT.get(_orientation(image))
+        rgb = _to_rgb(image)
+        return rgb if turn is None else rgb.transpose(turn)
+    except Exception:  # as in `open_image`
+        raise _undecodable(path) from None
+
+
+def prepare_image(image: Image.Image, rule: ImageRule) -> NDArray[np.uint8]:
+    """Return (h, w, 3) uint8: the image resized and cut as the rule says, or as it is when the rule has no size.
+
+    Of a sliver only the part that stays is computed: one pixel by a million would be enlarged to a bomb. Pillow may
+    then pass over columns and rows in another order, which shows where a filter overshoots; otherwise every byte is
+    what resizing and cutting gives.
+    """
+    if not rule.height:
+        return np.asarray(image, np.uint8)
+    width, height = image.size
+    full_height, full_width = resized_size(height, width, rule)
+    top, left = (full_height - rule.height) // 2, (full_width - rule.width) // 2
+    resample = Image.Resampling(rule.resample)
+    part = (left, top, left + rule.width, top + rule.height)
+    if full_height * full_width <= _MAX_SLIVER * rule.height * rule.width:
+        resized = image.resize((full_width, full_height), resample).crop(part)
+    else:
+        x, y = width / full_width, height / full_height
+        box = (part[0] * x, part[1] * y, min(part[2] * x, width), min(part[3] * y, height))
+        resized = image.resize((rule.width, rule.height), resample, box=box)
+    return np.asarray(resized, np.uint8)
+
+
+def resized_size(height: int, width: int, rule: ImageRule) -> tuple[int, int]:
+    """Return (height, width) of an image after resizing and before the centre is cut out."""
+    if not rule.keep_aspect:
+        return rule.resize
+    edge = rule.resize[0]
+    longer = int(edge * max(height, width) / min(height, width))
+    return (longer, edge) if width <= height else (edge, longer)
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation, 1 when there is none that can be read: damaged metadata is not a damaged image."""
+    try:
+        value = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:
+        return 1
+    return value if isinstance(value, int) else 1
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        return _on_white(image)
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """Compose an image with transparency onto white, strip by strip: at once it would take five times its memory."""
+    width, height = image.size
+    flat = Image.new("RGB", image.size)
+    rows = max(1, _STRIP_PIXELS // width)
+    for top in range(0, height, rows):
+        strip = image.crop((0, top, width, min(top + rows, height))).convert("RGBA")
+        white = Image.new("RGBA", strip.size, (255, 255, 255, 255))
+        flat.paste(Image.alpha_composite(white, strip).convert("RGB"), (0, top))
+    return flat
+
+
+def _undecodable(path: str) -> BadRequest:
+    """Return the error of the reference; the decoder's own words may hold addresses.
+
+    Source: SIE API reference, section 8; fault sheet S18.
+    """
+    return BadRequest(f"image data is not a decodable image - at `{path}`")

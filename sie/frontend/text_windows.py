@@ -1,0 +1,148 @@
+"""Owns how a text is cut into windows that a model of spans reads whole, and how the spans of windows become one list.
+
+Pure. Positions are code points. A word is what the `gliner` library splits a text into; a window begins and ends where
+a word does, so the library splits it into the same words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from sie.extraction import Entity
+
+_WORD: Final = re.compile(r"\w+(?:[-_]\w+)*|\S")  # gliner 0.2.29, WhitespaceTokenSplitter
+_MAX_WORD_CHARS: Final = 256
+"""A longer word counts as pieces of so many code points: one unbroken run could fill any memory otherwise."""
+_OVERLAP_WORDS: Final = 64
+"""Words that neighbours share: several times as many as the spans of such models have."""
+
+
+class Window(NamedTuple):
+    """Code points start .. end of a text; cost is the tokens of its words."""
+
+    start: int
+    end: int
+    cost: int
+
+
+def split_words(text: str) -> list[tuple[int, int]]:
+    """Return where the words of a text begin and end, a very long one in pieces."""
+    words: list[tuple[int, int]] = []
+    for match in _WORD.finditer(text):
+        start, end = match.span()
+        while end - start > _MAX_WORD_CHARS:
+            words.append((start, start + _MAX_WORD_CHARS))
+            start += _MAX_WORD_CHARS
+        words.append((start, end))
+    return words
+
+
+def plan_windows(
+    words: Sequence[tuple[int, int]], costs: Sequence[int], *, max_words: int, max_tokens: int
+) -> list[Window]:
+    """Return windows that hold all words: each as many as both limits allow, at least one, and new ones.
+
+    costs are the words' tokens. A window after the first begins with the last words of the one before it.
+    """
+    windows: list[Window] = []
+    first, end = 0, 0
+    while end < len(words):
+        end, tokens = first + 1, costs[first]
+        while end < len(words) and end - first < max_words and tokens + costs[end] <= max_tokens:
+            tokens += costs[end]
+            end += 1
+        windows.append(Window(words[first][0], words[end - 1][1], tokens))
+        first = max(first + 1, end - min(_OVERLAP_WORDS, (end - first) // 2))
+        while first < end and sum(costs[first : end + 1]) > max_tokens:
+            first += 1  # or the next window would hold nothing new
+    return windows
+
+
+def merge_windows(
+    windows: Sequence[Window], found: Sequence[Sequence[Entity]], *, flat: bool, multi_label: bool
+) -> list[Entity]:
+    """Return the entities of a text from those of its windows, whose positions count from each window's start.
+
+    Of one window they stay as they are. Of several: one at an edge that a neighbour reads past gives way to the
+    neighbour's of that label; the same found twice counts once, with its higher score; and what overlaps is settled
+    as the library does it within a window (`greedy_search`): the higher score stays, unless one holds the other and
+    flat is off, or both are the same words and multi_label is on. In order of position.
+    """
+    placed = [
+        [_moved(entity, window.start) for entity in own] for window, own in zip(windows, found, strict=True)
+    ]  # fmt: skip
+    if len(placed) == 1:
+        return placed[0]
+    best: dict[tuple[int, int, str], Entity] = {}
+    for number, own in enumerate(placed):
+        for entity in own:
+            key = (*_span(entity), entity.label)
+            if (key not in best or entity.score > best[key].score) and not _is_cut(entity, number, windows, placed):
+                best[key] = entity
+    kept: list[Entity] = []
+    for entity in sorted(best.values(), key=lambda entity: -entity.score):
+        if not any(_excludes(entity, other, flat=flat, multi_label=multi_label) for other in kept):
+            kept.append(entity)
+    return sorted(kept, key=_span)
+
+
+def merge_adjacent(entities: Sequence[Entity]) -> list[Entity]:
+    """Join entities of one label that touch or have one code point between them; the higher score stays.
+
+    Source: SIE API reference, section 19 (models that classify tokens give one entity a word).
+    """
+    merged: list[Entity] = []
+    for entity in sorted(entities, key=_span):
+        last = merged[-1] if merged else None
+        if last is None or last.label != entity.label or _span(entity)[0] > _span(last)[1] + 1:
+            merged.append(entity)
+            continue
+        end = max(_span(last)[1], _span(entity)[1])
+        merged[-1] = msgspec.structs.replace(last, end=end, score=max(last.score, entity.score))
+    return merged
+
+
+def _span(entity: Entity) -> tuple[int, int]:
+    assert entity.start is not None
+    assert entity.end is not None
+    return entity.start, entity.end
+
+
+def _moved(entity: Entity, offset: int) -> Entity:
+    start, end = _span(entity)
+    return msgspec.structs.replace(entity, start=start + offset, end=end + offset)
+
+
+def _is_cut(entity: Entity, number: int, windows: Sequence[Window], placed: Sequence[Sequence[Entity]]) -> bool:
+    """Tell whether a neighbour reads on where the entity's window ends, and has an entity of the label there."""
+    start, end = _span(entity)
+    neighbours: list[int] = []
+    if number > 0 and start <= windows[number].start:
+        neighbours.append(number - 1)
+    if number + 1 < len(windows) and end >= windows[number].end:
+        neighbours.append(number + 1)
+    return any(
+        windows[other].start <= start
+        and end <= windows[other].end
+        and any(_overlap(entity, rival) and rival.label == entity.label for rival in placed[other])
+        for other in neighbours
+    )
+
+
+def _overlap(entity: Entity, other: Entity) -> bool:
+    (start, end), (other_start, other_end) = _span(entity), _span(other)
+    return start < other_end and other_start < end
+
+
+def _excludes(entity: Entity, other: Entity, *, flat: bool, multi_label: bool) -> bool:
+    (start, end), (other_start, other_end) = _span(entity), _span(other)
+    if (start, end) == (other_start, other_end):
+        return not multi_label
+    if not _overlap(entity, other):
+        return False
+    is_nested = (start <= other_start and other_end <= end) or (other_start <= start and end <= other_end)
+    return flat or not is_nested

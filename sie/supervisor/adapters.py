@@ -1,0 +1,159 @@
+"""Owns what the supervisor knows of each declared adapter: who asked for it, which workers have it, which one goes.
+
+Decides and records only; `adapter_loads` sends the messages. Times are seconds on a monotonic clock, passed in. Use is
+counted, not timed: what was used last has the highest number.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+
+from sie.control import AdapterEntry, AdapterReport
+from sie.errors import Internal, WireError, to_wire
+from sie.types import AdapterSpec, ModelState
+
+_MAX_RETRY_S = 1800.0
+"""As for models: the cool-down doubles with each attempt up to this. SIE API reference, section 12."""
+
+
+class AdapterRecord(msgspec.Struct):
+    """One adapter. directory is empty until a hub adapter was fetched; wanted means that workers should have it."""
+
+    spec: AdapterSpec
+    directory: str = ""
+    wanted: bool = False
+    preparing: bool = False
+    reports: dict[int, AdapterReport] = {}
+    error: WireError | None = None
+    num_attempts: int = 0
+    retry_at_s: float = 0.0
+    wanted_since_s: float = 0.0
+    last_used: int = 0
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether its files, if it has any, are on this machine."""
+        return bool(self.directory) or self.spec.stub is not None
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The slots of the workers that have it."""
+        return tuple(sorted(slot for slot, report in self.reports.items() if report.state == "loaded"))
+
+
+class AdapterBook:
+    """Every declared adapter of this server, by model and id."""
+
+    def __init__(self, specs: list[AdapterSpec], max_loras: int, retry_s: float) -> None:
+        self._max_loras = max_loras
+        self._retry_s = retry_s
+        self._uses = itertools.count(1)
+        self._by_model: dict[str, dict[str, AdapterRecord]] = {}
+        for spec in specs:
+            self._by_model.setdefault(spec.model, {})[spec.id] = AdapterRecord(spec, spec.directory or "")
+
+    def wanted_of(self, model: str) -> list[AdapterRecord]:
+        """Return the adapters that a worker with this model should have."""
+        return [record for record in self._records(model) if record.wanted]
+
+    def want(self, model: str, adapter: str, now_s: float) -> AdapterRecord | None:
+        """Note that a request came for an adapter. Return its record when a load has to start now, else None."""
+        record = self._by_model.get(model, {}).get(adapter)
+        if record is None:
+            return None
+        record.last_used = next(self._uses)
+        if record.wanted or now_s < record.retry_at_s:
+            return None
+        record.wanted, record.error, record.wanted_since_s = True, None, now_s
+        return record
+
+    def touch(self, used: tuple[tuple[str, str], ...]) -> None:
+        """Note what answered requests: (model, adapter), the last one used last."""
+        for model, adapter in used:
+            record = self._by_model.get(model, {}).get(adapter)
+            if record is not None:
+                record.last_used = next(self._uses)
+
+    def report(self, slot: int, report: AdapterReport, now_s: float) -> list[AdapterRecord]:
+        """Take a worker's word on one adapter. Return the adapters that workers have to unload now.
+
+        Room is made when a load has succeeded, so that one that fails costs nobody else's adapter.
+        """
+        record = self._by_model.get(report.model, {}).get(report.adapter)
+        if record is None:
+            return []
+        if report.state == "available":
+            record.reports.pop(slot, None)
+        else:
+            record.reports[slot] = report
+        if report.state == "loaded":
+            record.num_attempts = 0
+            return self._make_room(report.model) if record.wanted else [record]
+        if report.state == "failed" and report.error is not None and not _is_somewhere(record):
+            self.fail(record, report.error, now_s)
+        return []
+
+    def _make_room(self, model: str) -> list[AdapterRecord]:
+        """Return the least recently used of the loaded adapters over max_loras, which are wanted no more."""
+        loaded = sorted(
+            (record for record in self.wanted_of(model) if record.workers), key=lambda record: record.last_used
+        )
+        over = loaded[: max(0, len(loaded) - self._max_loras)]
+        for record in over:
+            record.wanted = False
+        return over
+
+    def fail(self, record: AdapterRecord, error: WireError, now_s: float) -> None:
+        """Record a failed load, and when a request may start it again."""
+        record.num_attempts += 1
+        record.retry_at_s = now_s + min(self._retry_s * 2 ** (record.num_attempts - 1), _MAX_RETRY_S)
+        record.error = error
+        record.wanted = record.preparing = False
+
+    def overdue(self, timeout_s: float, now_s: float) -> list[AdapterRecord]:
+        """Return the adapters that no worker has and whose load takes longer than timeout_s, as failed."""
+        late = [
+            record
+            for model in self._by_model
+            for record in self.wanted_of(model)
+            if not record.workers and now_s - record.wanted_since_s > timeout_s
+        ]
+        for record in late:
+            reason = f"Adapter '{record.spec.id}' cannot be loaded: not there within load_timeout_s ({timeout_s:g} s)"
+            self.fail(record, to_wire(Internal(reason)), now_s)
+        return late
+
+    def forget(self, slot: int, model: str | None, now_s: float, *, is_kept: bool) -> None:
+        """Drop what a worker had loaded, of one model or (None) of all.
+
+        is_kept: the model comes back there or is elsewhere, and the adapters in use with it.
+        """
+        for name in self._by_model if model is None else [model]:
+            for record in self._records(name):
+                record.reports.pop(slot, None)
+                record.wanted = record.wanted and is_kept
+                record.wanted_since_s = now_s  # its time starts anew with the model's
+
+    def entries(self, model: str) -> dict[str, AdapterEntry]:
+        """Return the adapters of a model as frontends see them, in the order of their declaration."""
+        return {
+            record.spec.id: AdapterEntry(
+                state=_state(record), workers=record.workers if record.wanted else (), error=record.error
+            )
+            for record in self._records(model)
+        }
+
+    def _records(self, model: str) -> list[AdapterRecord]:
+        return list(self._by_model.get(model, {}).values())
+
+
+def _is_somewhere(record: AdapterRecord) -> bool:
+    return any(report.state in ("loading", "loaded") for report in record.reports.values())
+
+
+def _state(record: AdapterRecord) -> ModelState:
+    if record.wanted:
+        return "loaded" if record.workers else "loading"
+    return "failed" if record.error is not None else "available"

@@ -1,0 +1,34 @@
+"""Decides how large a model's steps may be after one found no memory. Pure: the caller passes the time."""
+
+from __future__ import annotations
+
+import msgspec
+
+_DOUBLES_NS = 60_000_000_000
+"""A ceiling is twice as high after each such time: what took the memory may have gone, and a try costs little."""
+
+
+class Ceiling(msgspec.Struct, frozen=True):
+    """The most tokens in one step of a model, as of since_ns."""
+
+    num_tokens: int
+    since_ns: int
+
+    def max_tokens(self, now_ns: int) -> int:
+        """Return the most tokens now."""
+        doublings, rest_ns = divmod(max(0, now_ns - self.since_ns), _DOUBLES_NS)
+        if doublings >= 32:
+            return self.num_tokens << 32
+        return (self.num_tokens << doublings) + (self.num_tokens << doublings) * rest_ns // _DOUBLES_NS
+
+
+def lower_ceiling(before: Ceiling | None, failed_tokens: int, now_ns: int) -> Ceiling:
+    """Return the ceiling after a step of failed_tokens found no memory: half of them, and never above the one before."""
+    num_tokens = max(1, failed_tokens // 2)
+    return Ceiling(num_tokens if before is None else min(num_tokens, before.max_tokens(now_ns)), now_ns)
+
+
+def drop_outgrown(ceilings: dict[str, Ceiling], max_tokens: int, now_ns: int) -> None:
+    """Remove the ceilings that allow as much as a step's own budget."""
+    for model in [name for name, ceiling in ceilings.items() if ceiling.max_tokens(now_ns) >= max_tokens]:
+        del ceilings[model]

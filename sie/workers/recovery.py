@@ -1,0 +1,140 @@
+"""Owns what happens to a step that failed: smaller steps where memory ran out, else each request by itself.
+
+Nothing of a failed step was answered, so its items can run again. A device that is of no more use ends the worker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from sie import families
+from sie.errors import Internal, ResourceExhausted, SieError
+from sie.logs import get_logger
+from sie.types import ModelCard
+from sie.workers.ceilings import Ceiling, lower_ceiling
+from sie.workers.faults import DeviceLostError, forget_frames, is_out_of_memory, is_sticky
+from sie.workers.memory import free_cached
+from sie.workers.operations import words_of
+from sie.workers.runners import Runner
+from sie.workers.scheduler import Waiting
+from sie.workers.telemetry import WorkerMetrics
+
+_log = get_logger(__name__)
+
+Attempt = Callable[[Runner, ModelCard, list[Waiting]], None]
+"""Runs items in one forward pass and answers them; raises what that raises, and has then answered none of them."""
+
+
+class Recovery:
+    """How one worker's failed steps end."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        *,
+        ceilings: dict[str, Ceiling],
+        metrics: WorkerMetrics,
+        retry_after_s: int,
+        ask_for_memory: Callable[[str], None],
+    ) -> None:
+        """Take the scheduler's ceilings, to lower them; ask_for_memory(model) asks for another model's memory."""
+        self._attempt = attempt
+        self._ceilings = ceilings
+        self._metrics = metrics
+        self._retry_after_s = retry_after_s
+        self._ask_for_memory = ask_for_memory
+
+    def recover(self, runner: Runner, card: ModelCard, items: list[Waiting], error: Exception) -> None:
+        """Answer the items of a step that raised `error`. Raises DeviceLostError when nothing more can be computed."""
+        if is_sticky(error):
+            raise DeviceLostError(str(error)) from error
+        if is_out_of_memory(error):
+            self._split(runner, card, items, error)
+        else:
+            self._isolate(runner, card, items, error)
+
+    def _isolate(self, runner: Runner, card: ModelCard, items: list[Waiting], error: Exception) -> None:
+        """Alone, a request gets the error; together, each is tried by itself."""
+        requests = {id(item.request): item.request for item in items}
+        alive = [request for request in requests.values() if not request.ended]
+        if len(alive) <= 1:
+            if not isinstance(error, SieError):
+                _log.error("a step of %s failed", card.id, exc_info=error)
+                error = Internal(f"internal error during {words_of(items)}")
+            for request in alive:
+                request.fail(error)
+            return
+        for request in alive:
+            own = [item for item in items if item.request is request]
+            try:
+                self._attempt(runner, card, own)
+            except Exception as own_error:
+                self.recover(runner, card, own, own_error)
+
+    def _split(self, runner: Runner, card: ModelCard, items: list[Waiting], error: Exception) -> None:
+        """Run the items in steps of at most half the tokens and half the items of the smallest that failed.
+
+        So at most log2(items) steps of several items fail, and one for each item that finds no memory alone: its
+        request ends with RESOURCE_EXHAUSTED. Shortest first, so that the longest are alone in the end, but behind those
+        that lead them.
+        """
+        self._metrics.count_oom(families.OOM_ATTEMPTED, card.id)
+        self._ask_for_memory(card.id)
+        waiting = deque(sorted(items, key=_by_length))
+        max_items, max_tokens = self._shrink(card, items, error)
+        num_lost = 0
+        while waiting:
+            chunk = _take(waiting, max_items, max_tokens)
+            if not chunk:
+                continue
+            try:
+                self._attempt(runner, card, chunk)
+            except Exception as own_error:
+                if is_sticky(own_error) or not is_out_of_memory(own_error):
+                    self.recover(runner, card, chunk, own_error)
+                    continue
+                max_items, max_tokens = self._shrink(card, chunk, own_error)
+                if len(chunk) > 1:
+                    waiting.extendleft(reversed(chunk))
+                else:
+                    num_lost += 1
+                    self._give_up(card, chunk[0])
+        self._metrics.count_oom(families.OOM_FAILED if num_lost else families.OOM_SUCCEEDED, card.id)
+
+    def _shrink(self, card: ModelCard, items: list[Waiting], error: Exception) -> tuple[int, int]:
+        """Free what a failed step still holds; return the most items and tokens of the next ones."""
+        forget_frames(error)
+        free_cached()
+        self._metrics.count_oom(families.OOM_CACHE_CLEARS, card.id)
+        num_tokens = sum(item.num_tokens for item in items)
+        _log.warning("%s: no memory for a step of %d items, %d tokens", card.id, len(items), num_tokens)
+        if len(items) > 1:  # one item that is too large by itself says nothing about a batch of others
+            self._metrics.count_oom(families.OOM_SPLITS, card.id)
+            self._ceilings[card.id] = lower_ceiling(self._ceilings.get(card.id), num_tokens, time.monotonic_ns())
+        return max(1, len(items) // 2), max(1, num_tokens // 2)
+
+    def _give_up(self, card: ModelCard, item: Waiting) -> None:
+        text = f"Model '{card.id}': no memory for an item of {item.num_tokens} tokens, even alone"
+        item.request.fail(ResourceExhausted(text, retry_after_s=self._retry_after_s))
+
+
+def _take(waiting: deque[Waiting], max_items: int, max_tokens: int) -> list[Waiting]:
+    """Take the next items that make one step, at least one; what belongs to a request that has ended is left out."""
+    chunk: list[Waiting] = []
+    num_tokens = 0
+    while waiting and len(chunk) < max_items:
+        num_tokens += waiting[0].num_tokens
+        if chunk and num_tokens > max_tokens:
+            break
+        item = waiting.popleft()
+        if item.request.ended:
+            num_tokens -= item.num_tokens
+        else:
+            chunk.append(item)
+    return chunk
+
+
+def _by_length(item: Waiting) -> int:
+    return 0 if item.leads else item.num_tokens

@@ -1,0 +1,138 @@
+"""Owns the runner of a GLiNER model: windows of texts in, entities and relations out.
+
+The library's collator, model and decoder do the work; its data loader and its progress bars are not used. Windows of
+one task run together, in order of length, so that little of a batch is padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sie.extraction import Entity, Extraction, ExtractTask, Gliner, Relation
+from sie.types import ModelCard
+from sie.workers.runners.encode import weight_bytes
+
+_DEFAULT_THRESHOLD = 0.5
+_LEAST_ADJACENCY_THRESHOLD = 0.5
+"""A low threshold for entities must not make nearly every two of them a pair."""
+_MAX_BATCH_WORDS = 8192
+"""Most words of a batch, padding included: the spans of all of them are in memory at once."""
+
+Words = list[tuple[str, int, int]]
+"""The words of a window: text, and where it begins and ends."""
+
+
+class GlinerRunner:
+    """A loaded GLiNER model. Built by `sie.workers.libraries`; used by one thread at a time."""
+
+    def __init__(self, card: ModelCard, model: Any, dtype: str, max_candidates: int) -> None:
+        assert isinstance(card.extract, Gliner)
+        self.card = card
+        self.dtype = dtype
+        """Format of the weights: float32, bfloat16 or float16."""
+        self.memory_bytes = weight_bytes(model.parameters())
+        self._relations = card.extract.relations
+        self._model = model
+        self._collator = model.create_collator()
+        self._split = model.data_processor.words_splitter
+        if self._relations:
+            _limit_candidates(model.model, max_candidates)
+
+    def run_extract(self, inputs: Sequence[NDArray[np.uint8]], tasks: Sequence[ExtractTask]) -> list[Extraction]:
+        """Return what each window holds; inputs are UTF-8, positions are code points of their own window."""
+        found = [Extraction()] * len(inputs)
+        texts = [bytes(window).decode() for window in inputs]
+        words: list[Words] = [list(self._split(text)) for text in texts]
+        groups: dict[ExtractTask, list[int]] = {}
+        for item, task in enumerate(tasks):
+            if words[item]:
+                groups.setdefault(task, []).append(item)
+        for task, members in groups.items():
+            members.sort(key=lambda item: len(words[item]))
+            for batch in _batches(members, [len(words[item]) for item in members]):
+                answers = self._run([words[item] for item in batch], task)
+                for item, (spans, relations) in zip(batch, answers, strict=True):
+                    found[item] = _extraction(texts[item], words[item], spans, relations)
+        return found
+
+    def _run(self, windows: list[Words], task: ExtractTask) -> list[tuple[list[Any], list[Any]]]:
+        """Return the library's spans and relations of each window, from one forward pass."""
+        model = self._model
+        threshold = _DEFAULT_THRESHOLD if task.threshold is None else task.threshold
+        rows = model.prepare_base_input([[text for text, _, _ in words] for words in windows])
+        labels = list(dict.fromkeys(task.labels))
+        choice: dict[str, Any] = {
+            "threshold": threshold,
+            "flat_ner": task.flat_ner is not False,
+            "multi_label": bool(task.multi_label),
+        }
+        if not self._relations:
+            batch = model.collate_batch(rows, labels, self._collator)
+            output = _in_float32(model.run_batch(batch, threshold=threshold))
+            return [(spans, []) for spans in model.decode_batch(output, batch, **choice)]
+        batch = model.collate_batch(rows, labels, self._collator, list(dict.fromkeys(task.relation_labels)))
+        adjacency = max(threshold, _LEAST_ADJACENCY_THRESHOLD)
+        output = _in_float32(model.run_batch(batch, threshold=threshold, adjacency_threshold=adjacency))
+        spans, relations = model.decode_batch(output, batch, relation_threshold=task.relation_threshold, **choice)
+        return list(zip(spans, relations if task.relation_labels else [[]] * len(windows), strict=True))
+
+
+def _batches(members: list[int], lengths: list[int]) -> Iterator[list[int]]:
+    """Yield the members, given in order of their lengths, in batches that are not too large with their padding."""
+    start = 0
+    for place, length in enumerate(lengths):
+        if place > start and (place - start + 1) * length > _MAX_BATCH_WORDS:
+            yield members[start:place]
+            start = place
+    yield members[start:]
+
+
+def _extraction(text: str, words: Words, spans: list[Any], relations: list[Any]) -> Extraction:
+    """Return the library's answer with positions in the window instead of numbers of words."""
+
+    def place(span: Any) -> tuple[int, int]:
+        return words[span.start][1], words[span.end][2]
+
+    def cut(span: Any) -> str:
+        start, end = place(span)
+        return text[start:end]
+
+    entities = [Entity(span.entity_type, span.score, *place(span)) for span in spans]
+    ties = [
+        Relation(cut(spans[head]), cut(spans[tail]), relation, score)
+        for head, relation, tail, score in relations
+        if head < len(spans) and tail < len(spans)
+    ]
+    return Extraction(entities, ties)
+
+
+def _in_float32(output: Any) -> Any:
+    """Return the model's output with its logits in float32: scores of 16 bits would tie, and miss a threshold."""
+    for name in ("logits", "rel_logits"):
+        logits = getattr(output, name, None)
+        if isinstance(logits, torch.Tensor):
+            output[name] = logits.float()
+    return output
+
+
+def _limit_candidates(core: Any, max_candidates: int) -> None:
+    """Let relations be looked for between the first entities of a window only.
+
+    The library pairs every span over the threshold with every other: memory grows with the square of a number that
+    a client's threshold decides. The entities themselves are not touched.
+    """
+    represent = core.represent_spans
+
+    def represent_some(*args: Any, **kwargs: Any) -> Any:
+        scores, spans, mask, places, *others = represent(*args, **kwargs)
+        if spans is not None and spans.shape[1] > max_candidates:
+            spans, mask = spans[:, :max_candidates], mask[:, :max_candidates]
+            places = places[:, :max_candidates] if places is not None else None
+        return (scores, spans, mask, places, *others)
+
+    core.represent_spans = represent_some

@@ -1,0 +1,105 @@
+"""Models that are loaded and unloaded on request, by whoever may."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from tests.process.harness import eventually, start_server
+from tests.process.wire import Client, dense_rows, encode, get, post_json, raw_request, send_raw, stub_rows, under_load
+
+STUBS = ("--model", "stub/a=stub:dense=16", "--lazy-model", "stub/b=stub:dense=16,load_ms=200")
+
+
+def manage(server, verb, model, **headers):
+    response = post_json(server.port, f"/v1/models/{verb}", {"model_id": model}, headers)
+    return response.status, response.json()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with start_server(*STUBS) as running:
+        yield running
+
+
+def test_models_are_loaded_and_unloaded_on_request_as_often_as_asked(server):
+    assert manage(server, "status", "stub/b") == (200, {"model_id": "stub/b", "status": "unloaded"})
+    for _ in range(2):
+        for _ in range(2):
+            assert manage(server, "load", "stub/b") == (200, {"model_id": "stub/b", "status": "loaded"})
+        assert np.array_equal(dense_rows(encode(server.port, "stub/b", ["x"])), stub_rows(["x"], 16))
+        assert manage(server, "reload", "stub/b") == (200, {"model_id": "stub/b", "status": "loaded"})
+        for _ in range(2):
+            assert manage(server, "unload", "stub/b") == (200, {"model_id": "stub/b", "status": "unloaded"})
+        assert get(server.port, "/v1/models/stub/b").json()["state"] == "available"
+
+
+def test_unload_while_it_loads_wins(server):
+    assert manage(server, "load", "stub/b", **{"x-sie-timeout-ms": "20"}) == (
+        202, {"model_id": "stub/b", "status": "loading"},
+    )  # fmt: skip
+    assert manage(server, "unload", "stub/b") == (200, {"model_id": "stub/b", "status": "unloaded"})
+    assert get(server.port, "/v1/models/stub/b").json()["state"] == "available"
+
+
+def test_preloaded_model_can_be_unloaded_and_the_server_stays_ready(server):
+    assert manage(server, "unload", "stub/a") == (200, {"model_id": "stub/a", "status": "unloaded"})
+    assert get(server.port, "/readyz").status == 200
+    response = encode(server.port, "stub/a", ["x"])
+    assert (response.status, response.code()) == (503, "MODEL_LOADING")
+    eventually(lambda: encode(server.port, "stub/a", ["x"]).status == 200, "a request loads it again")
+
+
+def test_unknown_model_and_wrong_method(server):
+    status, answer = manage(server, "load", "nope")
+    assert (status, answer["status"], answer["detail"]["code"]) == (404, "not_found", "MODEL_NOT_FOUND")
+    assert get(server.port, "/v1/models/load").status == 405
+
+
+def test_other_sites_pages_are_refused(server):
+    for headers in ({"origin": "http://evil.example"}, {"host": "evil.example"}, {"content-type": "text/plain"}):
+        fields = {"host": f"127.0.0.1:{server.port}", "content-type": "application/json", **headers}
+        response = send_raw(server.port, raw_request("/v1/models/unload", b'{"model_id": "stub/a"}', fields))
+        assert (response.status, response.code()) == (403, "FORBIDDEN")
+        assert "admin_from" in response.json()["detail"]["message"]
+    assert get(server.port, "/v1/admin", {"host": "evil.example"}).status == 403
+    assert get(server.port, "/v1/admin").json() == {"allowed": True}
+
+
+def test_nobody_may_where_the_setting_says_so():
+    with start_server("--model", "stub/a=stub:dense=16", "--admin-from", "nobody") as server:
+        status, answer = manage(server, "unload", "stub/a")
+        assert (status, answer["detail"]["code"]) == (403, "FORBIDDEN")
+        assert get(server.port, "/v1/admin").status == 403
+        assert encode(server.port, "stub/a", ["x"]).status == 200
+
+
+def test_reload_under_load_answers_rightly_or_says_why_not():
+    with (
+        start_server("--model", "stub/a=stub:dense=16,latency_ms=2", "--model", "stub/b=stub:dense=16") as server,
+        under_load(server, "stub/b", 16, seed=11, num_clients=2),
+    ):
+        wrong, num_right = [], 0
+        is_over = threading.Event()
+
+        def ask() -> None:
+            nonlocal num_right
+            with Client(server.port) as client:
+                while not is_over.is_set():
+                    response = client.encode("stub/a", ["x"])
+                    if response.status == 200 and np.array_equal(dense_rows(response), stub_rows(["x"], 16)):
+                        num_right += 1
+                    elif response.status != 503 or response.code() not in ("MODEL_LOADING", "MODEL_NOT_LOADED"):
+                        wrong.append((response.status, response.body[:200]))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        for _ in range(10):
+            assert manage(server, "reload", "stub/a") == (200, {"model_id": "stub/a", "status": "loaded"})
+        is_over.set()
+        asking.join(20.0)
+        assert not wrong
+        assert num_right
+        assert get(server.port, "/readyz").status == 200

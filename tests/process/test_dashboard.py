@@ -1,0 +1,135 @@
+"""The page at `/` as people use it, in a headless Chromium."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.process.browser import Page, find_browser, open_page
+from tests.process.harness import eventually, start_server
+from tests.process.wire import encode, get
+
+BROWSER = find_browser()
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
+ROW = "[...document.querySelectorAll('#models tr')].find((row) => row.innerText.startsWith('{}'))"
+
+
+def row(model: str, rest: str) -> str:
+    """Return an expression about a model's row; undefined while there is none."""
+    return ROW.format(model) + "?." + rest
+
+
+def state(model: str, value: str) -> str:
+    return row(model, f"querySelector('.state').textContent === '{value}'")
+
+
+def button(model: str) -> str:
+    return row(model, "querySelector('button')")
+
+
+def wait_button(page: Page, model: str, label: str) -> None:
+    is_ready = f"{button(model)}?.textContent === '{label}' && !{button(model)}.disabled"
+    page.wait(f"{is_ready} && {button(model)}.ariaDisabled !== 'true'", f"{label} {model} can be clicked")
+
+
+def click(page: Page, model: str, label: str) -> None:
+    wait_button(page, model, label)
+    page.run(f"{button(model)}.click()")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with start_server(
+        "--model", "stub/pre=stub:dense=16,memory_mb=10", "--lazy-model", "stub/lazy=stub:dense=16,memory_mb=10",
+        "--lazy-model", "stub/big=stub:dense=16,memory_mb=99", "--max-model-bytes", str(50 << 20), "--frontends", "1",
+    ) as running:  # fmt: skip
+        yield running
+
+
+@pytest.fixture(scope="module")
+def page(server):
+    assert BROWSER is not None
+    with open_page(BROWSER, server.url) as opened:
+        yield opened
+
+
+def test_page_shows_the_models_as_they_are(server, page):
+    page.wait(state("stub/pre", "loaded"), "the preloaded model")
+    page.wait(state("stub/lazy", "available"), "the lazy model")
+    page.wait("document.getElementById('link').textContent === 'live'", "live")
+    assert page.run("document.querySelectorAll('[src], link[href^=http]').length") == 0, "nothing comes from elsewhere"
+    assert encode(server.port, "stub/pre", ["x"] * 3).status == 200
+    page.wait("document.getElementById('totals').textContent.startsWith('1 request')", "the request is counted")
+
+
+def test_model_is_loaded_and_unloaded_with_one_click(server, page):
+    click(page, "stub/lazy", "Load")
+    page.wait(state("stub/lazy", "loaded"), "loaded")
+    assert encode(server.port, "stub/lazy", ["x"]).status == 200
+    click(page, "stub/lazy", "Unload")
+    page.wait(state("stub/lazy", "available"), "unloaded")
+    assert get(server.port, "/v1/models/stub/lazy").json()["state"] == "available"
+
+
+def test_unload_of_a_preloaded_model_is_confirmed_first(server, page):
+    is_open = "document.getElementById('confirm').open"
+    click(page, "stub/pre", "Unload")
+    page.wait(is_open, "the question")
+    assert "stub/pre" in page.run("document.getElementById('confirm').innerText")
+    page.press("Escape", 27)
+    page.wait(f"!{is_open}", "the question has gone")
+    assert get(server.port, "/v1/models/stub/pre").json()["state"] == "loaded"
+    click(page, "stub/pre", "Unload")
+    page.run("document.querySelector('#confirm button.danger').click()")
+    page.wait(state("stub/pre", "available"), "unloaded")
+    click(page, "stub/pre", "Load")
+    page.wait(state("stub/pre", "loaded"), "loaded again")
+
+
+def test_keyboard_alone_is_enough_and_the_focus_stays(page):
+    wait_button(page, "stub/lazy", "Load")
+    page.run(f"{button('stub/lazy')}.focus()")
+    page.press("Enter", 13)
+    wait_button(page, "stub/lazy", "Unload")
+    page.press("Enter", 13)
+    page.wait(state("stub/lazy", "available"), "unloaded")
+    assert page.run(f"document.activeElement === {button('stub/lazy')}")
+
+
+def test_screen_reader_hears_which_model_each_button_is_for(page):
+    nodes = page.call("Accessibility.getFullAXTree")["nodes"]
+    names = {node["name"]["value"] for node in nodes if node.get("role", {}).get("value") == "button"}
+    assert {"Unload stub/pre", "Load stub/lazy", "Load stub/big"} <= names
+
+
+def test_failure_is_shown_where_it_happened(page):
+    click(page, "stub/big", "Load")
+    page.wait(state("stub/big", "failed"), "refused")
+    page.wait(row("stub/big", "innerText.includes('99 MiB on cpu')"), "the reason")
+    assert not page.run(row("stub/pre", "innerText.includes('MiB on cpu')"))
+
+
+def test_page_says_when_it_is_cut_off_and_comes_back_by_itself(server, page):
+    (frontend,) = server.frontends()
+    os.kill(frontend, signal.SIGSTOP)
+    page.wait("document.getElementById('link').textContent.startsWith('no news')", "stale")
+    page.wait("document.getElementById('main').classList.contains('stale')", "the figures are grey")
+    # The supervisor kills it, as it does not answer, and starts another.
+    page.wait("document.getElementById('link').textContent === 'live'", "live again", 30.0)
+    page.wait(f"!{button('stub/lazy')}.disabled", "buttons work again")
+    eventually(lambda: server.frontends() not in ([], [frontend]), "another frontend")
+    errors = [line for line in page.logged if "exceptionDetails" in line]
+    assert not errors, errors
+
+
+def test_buttons_are_off_where_models_may_not_be_managed():
+    assert BROWSER is not None
+    with (
+        start_server("--model", "stub/pre=stub:dense=16", "--admin-from", "nobody") as server,
+        open_page(BROWSER, server.url) as page,
+    ):
+        page.wait(state("stub/pre", "loaded"), "the model")
+        page.wait(f"{button('stub/pre')}.title.includes('admin_from')", "why it is off")
+        assert page.run(f"{button('stub/pre')}.disabled")

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from sie.control import AdapterEntry, ModelEntry, Models, Touch, WantAdapter
+from sie.errors import BadRequest, Internal, Unavailable, WorkerLost, to_wire
+from sie.frontend.adapters import AdapterTable, workers_with
+from sie.frontend.models import ModelTable
+from sie.types import ModelCard
+from tests.unit.engine_rig import Rig, checksum, in_rig
+
+LOADED = AdapterEntry(state="loaded", workers=(0,))
+LOADING = AdapterEntry(state="loading")
+AVAILABLE = AdapterEntry(state="available")
+
+
+def entry(workers: tuple[int, ...] = (0,), **adapters: AdapterEntry) -> ModelEntry:
+    return ModelEntry(card=ModelCard(id="m", kind="encoder"), state="loaded", workers=workers, adapters=adapters)
+
+
+class Counter:
+    """An adapter table, its model table and what it sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.models = ModelTable(ThreadPoolExecutor(1), lambda _model: None)
+        self.table = AdapterTable(self.models, self.sent.append)
+
+    def ask(self, known: ModelEntry, adapter: str = "a", wait_s: float = 0.0) -> ModelEntry:
+        until_ns = time.monotonic_ns() + int(wait_s * 1e9) if wait_s else 0
+        return asyncio.run(self.table.serving(known, adapter, until_ns))
+
+
+@pytest.fixture
+def counter() -> Counter:
+    return Counter()
+
+
+def test_adapter_of_a_worker_is_served_and_its_use_is_told_in_order(counter: Counter) -> None:
+    known = entry(a=LOADED, b=LOADED)
+    for name in "abab":
+        assert counter.ask(known, name) is known
+    counter.ask(known, "a")
+    assert counter.sent == []
+    assert counter.table.take_used() == (("m", "b"), ("m", "a"))
+    assert counter.table.take_used() == ()
+
+
+def test_first_request_starts_the_load_behind_what_was_used(counter: Counter) -> None:
+    counter.ask(entry(a=AVAILABLE, b=LOADED), "b")
+    with pytest.raises(Unavailable, match="Adapter 'a' of model 'm' is loading; retry in 1 s") as caught:
+        counter.ask(entry(a=AVAILABLE))
+    assert (caught.value.code, caught.value.http_status, caught.value.retry_after_s) == ("LORA_LOADING", 503, 1)
+    with pytest.raises(Unavailable):
+        counter.ask(entry(a=AVAILABLE))
+    assert counter.sent == [Touch((), (("m", "b"),)), WantAdapter("m", "a")]
+
+
+def test_load_that_goes_on_is_not_asked_for(counter: Counter) -> None:
+    with pytest.raises(Unavailable):
+        counter.ask(entry(a=LOADING))
+    assert counter.sent == []
+
+
+@pytest.mark.parametrize("error", [Internal("it does not fit"), BadRequest("no such layers")])
+def test_failed_load_is_the_answer_and_may_be_tried_again(counter: Counter, error: Any) -> None:
+    with pytest.raises(type(error), match=error.message):
+        counter.ask(entry(a=AdapterEntry(state="failed", error=to_wire(error))))
+    assert counter.sent[-1] == WantAdapter("m", "a")
+
+
+def test_adapter_that_nobody_declared_is_refused_by_name(counter: Counter) -> None:
+    with pytest.raises(
+        BadRequest, match=r"Adapter '/etc' of model 'm' not found; the setting 'lora' declares: \['a'\]"
+    ):
+        counter.table.check_declared(entry(a=LOADED), "/etc")
+    with pytest.raises(BadRequest, match="Model 'm' has no adapters"):
+        counter.table.check_declared(entry(), "a")
+
+
+def test_route_that_waits_gets_the_adapter_as_soon_as_it_is_there(counter: Counter) -> None:
+    async def main() -> ModelEntry:
+        waiting = asyncio.ensure_future(
+            counter.table.serving(entry(a=AVAILABLE), "a", time.monotonic_ns() + 5_000_000_000)
+        )
+        for known in (entry(a=LOADING), entry(a=LOADED)):
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            counter.models.update(Models((known,), ready=True))
+        return await waiting
+
+    assert asyncio.run(main()).adapters["a"] is LOADED
+
+
+def test_route_that_waits_hears_of_the_load_at_its_deadline(counter: Counter) -> None:
+    with pytest.raises(Unavailable, match="is loading"):
+        counter.ask(entry(a=LOADING), wait_s=0.05)
+
+
+def test_only_workers_with_the_adapter_may_get_its_work() -> None:
+    known = entry((0, 1, 2), a=AdapterEntry(state="loaded", workers=(1, 2, 7)))
+    assert workers_with(known, "a") == (1, 2)
+    assert workers_with(known, "") == (0, 1, 2)
+    assert workers_with(known, "gone") == ()
+
+
+@in_rig()
+async def test_work_of_a_dead_worker_waits_for_its_adapter(rig: Rig) -> None:
+    """The model is there again before the adapter is; the work without one does not wait."""
+    first = rig.start_worker("m")
+    adapters = {"a": AdapterEntry(state="loaded", workers=(0,))}
+    rig.entries["m"] = entry(a=adapters["a"])
+    with_adapter, plain = rig.submit([1], lora="a"), rig.submit([2])
+    first.is_dead = True
+    rig.entries["m"] = entry((), a=LOADING)
+    rig.engine.bury(0, first.generation, ())
+    second = rig.start_worker("m", slot=1)
+    rig.entries["m"] = entry((1,), a=LOADING)
+    rig.engine.place_held()
+    rig.engine.fail_held()
+    await rig.serve(second)
+    assert await rig.rows(plain) == [checksum([2])]
+    assert not with_adapter.future.done()
+    rig.entries["m"] = entry((1,), a=AdapterEntry(state="failed", error=to_wire(Internal("broken"))))
+    rig.engine.fail_held()
+    error = await rig.error(with_adapter)
+    assert getattr(error, "code", "") == "LORA_LOADING"
+    assert not isinstance(error, WorkerLost)
