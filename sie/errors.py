@@ -14,6 +14,7 @@
     ├─ DeadlineExceeded           DEADLINE_EXCEEDED     504     ours
     ├─ ClientGone                 CLIENT_GONE           499     nobody reads the answer
     └─ Internal                   INFERENCE_ERROR       500     ours
+       └─ NonFinite               NON_FINITE            500     the model's: NaN or infinity, which is never sent
 
 Raise where the fault is known; each dialect translates once. Sources: SIE API reference, sections 9 and 12.
 """
@@ -145,6 +146,12 @@ class Internal(SieError):
     http_status = 500
 
 
+class NonFinite(Internal):
+    """The model produced a value that is not finite; counted against it, whatever code its route gives it."""
+
+    code = "NON_FINITE"
+
+
 class WireError(msgspec.Struct, array_like=True, frozen=True):
     """An error as it crosses a ring or a control channel."""
 
@@ -161,6 +168,7 @@ _KINDS: dict[str, type[SieError]] = {
     for cls in (
         SieError, BadRequest, InputTooLong, PoisonInput, NotFound, Forbidden, Overloaded, Unavailable, WorkerLost,
         ResourceExhausted, ModelLoadFailed, DeadlineExceeded, ClientGone, Internal,
+        NonFinite,
     )
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.errors import Internal
+from sie.errors import NonFinite
 from sie.types import ModelCard, WorkHeader
 from sie.workers.runners import StepOutputs
 from sie.workers.runners.quantise import check_scores, finish_rows
@@ -28,7 +28,7 @@ class Finished(NamedTuple):
 
 
 def finish_rows_of(card: ModelCard, wants: Sequence[WorkHeader], outputs: StepOutputs) -> list[Finished]:
-    """Finish what has rows of a fixed size: scores, or dense vectors. Raises Internal NON_FINITE."""
+    """Finish what has rows of a fixed size: scores, or dense vectors. Raises NonFinite."""
     if outputs.logits is not None:
         _check_finite(card, outputs.logits)
         return [Finished(list(range(len(wants))), outputs.logits)]
@@ -69,7 +69,7 @@ def finish_ragged(
 
 def _check_finite(card: ModelCard, logits: NDArray[np.float32]) -> None:
     if not np.isfinite(logits).all():
-        raise Internal(f"Model '{card.id}' produced non-finite logits", code="NON_FINITE")
+        raise NonFinite(f"Model '{card.id}' produced non-finite logits")
 
 
 def finish_sparse(

@@ -28,6 +28,9 @@ _KNOWN_GPU_WORDS = frozenset({
     "h20", "h100", "h200", "gh200", "b100", "b200", "b300", "gb200", "gb300",
 })  # fmt: skip
 _GIB = 1 << 30
+_MEMORY = 0.999
+"""What a sequence that was fine leaves of a model's share of those that were not."""
+_FORGOTTEN = 1e-4
 _DOWN_INTERVALS = 10
 """A lost device is asked again this many intervals later: each question to it can cost the driver seconds."""
 
@@ -46,6 +49,8 @@ class WorkerMetrics:
         self._extents = page.gauge(families.EXTENTS_IN_USE.name, families.EXTENTS_IN_USE.label_pairs("reply"))
         self._batches: dict[str, tuple[Callable[[float], None], Callable[[float], None]]] = {}
         self._queues: dict[str, Gauge] = {}
+        self._spoilt: dict[str, float] = {}
+        """Of the models that produced values that are not finite, the share of such sequences of late."""
 
     def observe_step(self, duration_s: float, num_tokens: int) -> None:
         """Count one step of the loop, whatever models it ran."""
@@ -60,6 +65,13 @@ class WorkerMetrics:
         observe_size, add_tokens = handles
         observe_size(num_sequences)
         add_tokens(num_tokens)
+        if model in self._spoilt:
+            self._set_spoilt(model, self._spoilt[model] * _MEMORY**num_sequences)
+
+    def count_non_finite(self, model: str, num_sequences: int) -> None:
+        """Count sequences whose values were not finite."""
+        self._page.counter(families.NON_FINITE.name, families.NON_FINITE.label_pairs(model)).add(num_sequences)
+        self._set_spoilt(model, 1 - (1 - self._spoilt.get(model, 0.0)) * _MEMORY**num_sequences)
 
     def set_queue_depth(self, model: str, num_sequences: int) -> None:
         """Publish how many sequences of this model wait for a step."""
@@ -85,6 +97,12 @@ class WorkerMetrics:
     def set_extents_in_use(self, num_extents: int) -> None:
         """Publish how many reply extents are under a lease, over all frontends."""
         self._extents.set(num_extents)
+
+    def _set_spoilt(self, model: str, share: float) -> None:
+        self._spoilt[model] = share
+        self._page.gauge(families.NON_FINITE_SHARE.name, families.NON_FINITE_SHARE.label_pairs(model)).set(share)
+        if share < _FORGOTTEN:
+            del self._spoilt[model]
 
     def _batch_handles(self, model: str) -> tuple[Callable[[float], None], Callable[[float], None]]:
         labels = families.BATCH_SIZE.label_pairs(model)
