@@ -41,6 +41,7 @@ class Child:
         self.peer_pidfd = -1
         self.started_s = 0.0
         self.pong_s = 0.0
+        self.is_condemned = False
 
     @property
     def name(self) -> str:
@@ -52,6 +53,7 @@ class Child:
         self.incarnation = launch.incarnation
         self.state = "starting"
         self.started_s = now_s
+        self.is_condemned = False
         command = [sys.executable, "-m", _MODULES[self.role], msgspec.json.encode(launch).decode()]
         self.process = subprocess.Popen(  # noqa: S603  # our own interpreter, module and launch record
             command, stdin=subprocess.DEVNULL, env=_environment(num_threads), process_group=0
@@ -75,6 +77,11 @@ class Child:
             if pidfd >= 0:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+    def condemn(self) -> None:
+        """Kill it for what it did, so that its death counts as its own."""
+        self.is_condemned = True
+        self.kill()
 
     def reap(self) -> int:
         """Collect the dead process, close what stood for it, and return its exit status (negative: a signal)."""

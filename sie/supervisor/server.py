@@ -260,7 +260,7 @@ class Supervisor:
     def _check_start(self, child: Child, now_s: float) -> None:
         if now_s - child.started_s > self._settings.supervisor.start_timeout_s:
             _log.error("%s did not start within start_timeout_s; killing it", child.name)
-            child.kill()
+            child.condemn()
 
     # --- stopping -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,123 @@
+"""Owns the server of a chaos row, and the proof that a fault left nothing behind in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from tests.process.harness import Role, Server, eventually, start_server
+from tests.process.wire import encode, extents_in_use, get
+
+MODEL = "stub/a"
+DENSE = 16
+SETTLE_S = 5.0
+_ROLES: tuple[Role, ...] = ("supervisor", "frontend", "worker")
+
+
+class Holdings(NamedTuple):
+    """What a server holds while nothing is asked of it: by role, the descriptors and shared maps of each process."""
+
+    num_fds: tuple[tuple[int, ...], ...]
+    num_maps: tuple[tuple[int, ...], ...]
+    num_extents: int
+
+
+def holdings(server: Server) -> Holdings | None:
+    """Return what a server holds now; None while its processes come and go."""
+    try:
+        pids = [server.pids(role) for role in _ROLES]
+        return Holdings(
+            tuple(tuple(sorted(map(_count_fds, group))) for group in pids),
+            tuple(tuple(sorted(map(_count_maps, group))) for group in pids),
+            extents_in_use(server.port),
+        )
+    except (OSError, psutil.Error, ValueError):
+        return None
+
+
+def _count_fds(pid: int) -> int:
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def _count_maps(pid: int) -> int:
+    return Path(f"/proc/{pid}/maps").read_text().count("memfd:")
+
+
+class Leaks:
+    """What a server held before the faults; `check` asserts that it holds exactly that again."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self.before = self._settled()
+
+    def check(self, timeout_s: float = SETTLE_S) -> None:
+        """Wait for the server to hold what it did. Fails at the time-out, with the difference."""
+        last: list[Holdings | None] = [None]
+
+        def is_back() -> bool:
+            last[0] = holdings(self._server)
+            return last[0] == self.before
+
+        try:
+            eventually(is_back, "the server holds what it held before", timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: before {self.before}, now {last[0]}") from None
+
+    def _settled(self) -> Holdings:
+        """Return what it holds when three looks in a row agree: connections of the start are still closing."""
+        seen: list[Holdings | None] = []
+
+        def is_settled() -> bool:
+            seen.append(holdings(self._server))
+            return len(seen) >= 3 and seen[-1] is not None and seen[-1] == seen[-2] == seen[-3]
+
+        eventually(is_settled, "a settled server")
+        assert seen[-1] is not None
+        return seen[-1]
+
+
+@contextlib.contextmanager
+def cluster(
+    *flags: str, stub: str = "latency_ms=2", frontends: int = 2, workers: int = 2, is_stopped: bool = False
+) -> Iterator[Server]:
+    """Yield a ready server of stub workers under `stub/a`; its answer is a digest of its input. Flags come on top."""
+    with start_server(
+        "--model", f"{MODEL}=stub:dense={DENSE},{stub}", "--test",
+        "--frontends", str(frontends), "--devices", f"cpu:{workers}", *flags, is_stopped=is_stopped,
+    ) as server:  # fmt: skip
+        for number in range(8 * frontends):
+            assert encode(server.port, MODEL, [f"warm {number}"]).status == 200
+        yield server
+
+
+def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to a process of a server."""
+    os.kill(pid, number)
+
+
+def is_whole(server: Server, *, workers: int, frontends: int) -> bool:
+    """Return whether all processes are there and the server is ready."""
+    if len(server.pids("worker")) != workers or len(server.frontends()) != frontends:
+        return False
+    try:
+        return get(server.port, "/readyz").status == 200
+    except OSError:
+        return False
+
+
+def rss_bytes(server: Server) -> dict[str, int]:
+    """Return the largest resident memory of a process, by role."""
+    return {role: max((_rss(pid) for pid in server.pids(role)), default=0) for role in _ROLES}
+
+
+def _rss(pid: int) -> int:
+    try:
+        return psutil.Process(pid).memory_info().rss
+    except psutil.Error:
+        return 0

@@ -1,0 +1,87 @@
+"""F3, F4, F8: a worker that dies costs time, and never an answer."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from tests.chaos.cluster import Leaks, cluster, kill
+from tests.chaos.history import History, open_loop, quantile
+from tests.chaos.ledger import SEED, Row, pick
+from tests.process.harness import Server, eventually
+
+QUIET_S = pick(1.0, 5.0)
+
+
+def wait_for_workers(server: Server, num_workers: int, without: int) -> None:
+    eventually(
+        lambda: len(pids := server.pids("worker")) == num_workers and without not in pids, "a successor", 15.0
+    )
+
+
+def added_p99_s(history: History, first_fault_s: float) -> float:
+    """Return by how much the 99th percentile is over that of the time before the first fault."""
+    before = history.latencies_s(ask for ask in history.asks if ask.due_s < first_fault_s - 0.5)
+    after = history.latencies_s(ask for ask in history.asks if ask.due_s >= first_fault_s - 0.5)
+    return quantile(after, 0.99) - quantile(before, 0.99)
+
+
+@pytest.mark.row("F3", "a worker is killed while it runs a batch; another one lives")
+@pytest.mark.timeout(1200)
+def test_f3_kills_of_one_of_two_workers_cost_no_answer(row: Row):
+    rng = random.Random(SEED)
+    faults_s: list[float] = []
+    with cluster(stub="latency_ms=5") as server:
+        leaks = Leaks(server)
+        with open_loop(server, 100, seed=SEED) as load:
+            time.sleep(QUIET_S)
+            for _ in range(pick(20, 200)):
+                time.sleep(rng.random() * 0.1)
+                victim = rng.choice(server.pids("worker"))
+                faults_s.append(time.monotonic())
+                kill(victim)
+                wait_for_workers(server, 2, victim)
+        history = load.history
+        leaks.check()
+    row.equals("kills", len(faults_s), pick(20, 200))
+    row.at_least("requests", len(history.asks), pick(500, 5000), "")
+    row.equals("failed requests", len(history.failed()), 0)
+    row.equals("wrong answers", history.outcomes()["wrong"], 0)
+    row.at_most("p99 added", added_p99_s(history, faults_s[0]), 1.0, "s")
+    began_s = history.asks[0].due_s
+    row.plot(
+        "latency of each request; lines are kills",
+        [(ask.due_s - began_s, ask.took_s * 1e3) for ask in history.asks],
+        [fault_s - began_s for fault_s in faults_s],
+        ("s", "ms"),
+    )
+
+
+@pytest.mark.row("F4", "the only worker is killed")
+@pytest.mark.timeout(600)
+def test_f4_the_only_worker_is_back_within_two_seconds(row: Row):
+    recoveries_s: list[float] = []
+    faults_s: list[float] = []
+    with cluster(workers=1) as server:
+        leaks = Leaks(server)
+        with open_loop(server, 100, seed=SEED) as load:
+            for _ in range(pick(5, 50)):
+                time.sleep(0.3)
+                victim = server.worker()
+                faults_s.append(time.monotonic())
+                kill(victim)
+                wait_for_workers(server, 1, victim)
+                time.sleep(0.7)
+        history = load.history
+        leaks.check()
+    for fault_s in faults_s:
+        answers_s = [ask.ended_s for ask in history.asks if ask.outcome == "right" and ask.due_s >= fault_s]
+        recoveries_s.append(min(answers_s) - fault_s)
+    row.equals("kills", len(faults_s), pick(5, 50))
+    row.equals("failed requests", len(history.failed()), 0)
+    row.at_most("slowest kill to first good answer", max(recoveries_s), 2.0, "s", slack=2.0)
+    row.tell("median of them", quantile(sorted(recoveries_s), 0.5), "s")
