@@ -101,6 +101,11 @@ def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
     os.kill(pid, number)
 
 
+def logged(server: Server, part: str, after: int = 0) -> bool:
+    """Return whether a line of the log, of those after the first `after`, holds this."""
+    return any(part in line for line in server.output.lines[after:])
+
+
 def is_whole(server: Server, *, workers: int, frontends: int) -> bool:
     """Return whether all processes are there and the server is ready."""
     if len(server.pids("worker")) != workers or len(server.frontends()) != frontends:

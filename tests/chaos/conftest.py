@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 
 import pytest
 
@@ -12,11 +12,11 @@ _row_key = pytest.StashKey[Row]()
 
 
 @pytest.fixture
-def row(request: pytest.FixtureRequest) -> Iterator[Row]:
+def row(request: pytest.FixtureRequest) -> Row:
     """Return the row that the test's mark names: `@pytest.mark.row("F3", "what happens")`."""
     row = request.node.stash[_row_key]
     print(f"chaos seed {SEED}")
-    yield row
+    return row
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import time
 
 import pytest
@@ -18,9 +16,7 @@ QUIET_S = pick(1.0, 5.0)
 
 
 def wait_for_workers(server: Server, num_workers: int, without: int) -> None:
-    eventually(
-        lambda: len(pids := server.pids("worker")) == num_workers and without not in pids, "a successor", 15.0
-    )
+    eventually(lambda: len(pids := server.pids("worker")) == num_workers and without not in pids, "a successor", 15.0)
 
 
 def added_p99_s(history: History, first_fault_s: float) -> float:
