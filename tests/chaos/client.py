@@ -30,6 +30,7 @@ _CLOSES = re.compile(rb"\r\nconnection: close", re.IGNORECASE)
 _PROBE_S = 0.1
 _PROBE_PATHS = ("/healthz", "/readyz")
 _STOP_S = 0.05
+_REOPEN_S = 0.1
 _EXTRA_S = 3.0
 """How long after the last request's deadline its outcome is waited for."""
 
@@ -157,6 +158,10 @@ class Client:
         return {"asks": [ask.row() for ask in self.asks], "probes": self.probes, "num_unasked": self.num_unasked}
 
     async def _ask_until(self, stopped: asyncio.Event) -> None:
+        for _ in range(self._config["min_connections"]):
+            self._open()
+        while len(self._idle) < self._config["min_connections"]:  # noqa: ASYNC110  # their errors are not events
+            await asyncio.sleep(0.005)
         began_s, rate, index = time.monotonic(), self._config["rate"], 0
         print("started", flush=True)
         while not stopped.is_set():
@@ -203,6 +208,8 @@ class Client:
             self._num_open -= 1
             if self._waiting:
                 self._waiting.popleft().end(f"refused: {type(error).__name__}")
+            elif self._num_open < self._config["min_connections"]:
+                self._loop.call_later(_REOPEN_S, self._open)
             return
         self.on_free(connection, closes=False)
 
@@ -218,7 +225,7 @@ class Client:
         self._num_open -= 1
         with contextlib.suppress(ValueError):
             self._idle.remove(connection)
-        if self._waiting:
+        if self._waiting or self._num_open < self._config["min_connections"]:
             self._open()
 
     async def _probe(self, path: str) -> None:

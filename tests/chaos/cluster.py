@@ -84,14 +84,22 @@ class Leaks:
 
 @contextlib.contextmanager
 def cluster(
-    *flags: str, stub: str = "latency_ms=2", frontends: int = 2, workers: int = 2, is_stopped: bool = False
+    *flags: str,
+    stub: str = "latency_ms=2",
+    frontends: int = 2,
+    workers: int = 2,
+    is_stopped: bool = False,
+    is_warm: bool = True,
 ) -> Iterator[Server]:
-    """Yield a ready server of stub workers under `stub/a`; its answer is a digest of its input. Flags come on top."""
+    """Yield a ready server of stub workers under `stub/a`; its answer is a digest of its input. Flags come on top.
+
+    is_stopped: the test ends it. is_warm: every process has answered before the test begins.
+    """
     with start_server(
         "--model", f"{MODEL}=stub:dense={DENSE},{stub}", "--test",
         "--frontends", str(frontends), "--devices", f"cpu:{workers}", *flags, is_stopped=is_stopped,
     ) as server:  # fmt: skip
-        for number in range(8 * frontends):
+        for number in range(8 * frontends if is_warm else 0):
             assert encode(server.port, MODEL, [f"warm {number}"]).status == 200
         yield server
 
@@ -126,3 +134,22 @@ def _rss(pid: int) -> int:
         return psutil.Process(pid).memory_info().rss
     except psutil.Error:
         return 0
+
+
+class PeakMemory:
+    """The most memory that any process of a role has held since this was made."""
+
+    def __init__(self, server: Server, role: Role) -> None:
+        self._pids = server.pids(role)
+        for pid in self._pids:
+            Path(f"/proc/{pid}/clear_refs").write_text("5")  # sets VmHWM back to what is resident now, see proc(5)
+        self._before = {pid: _peak_bytes(pid) for pid in self._pids}
+
+    def growth_bytes(self) -> int:
+        """Return by how much the process that grew most was over its beginning."""
+        return max(_peak_bytes(pid) - self._before[pid] for pid in self._pids)
+
+
+def _peak_bytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM:"))

@@ -110,16 +110,19 @@ def open_loop(
     timeout_s: float = 20.0,
     max_items: int = 3,
     num_chars: int = 40,
+    min_connections: int = 16,
     max_connections: int = 512,
     probes: bool = True,
 ) -> Iterator[Load]:
     """Yield a load of `rate` requests a second; at the end take its history and check it.
 
-    Each request has 1 to max_items texts of num_chars characters, and timeout_s as its deadline.
+    Each request has 1 to max_items texts of num_chars characters, and timeout_s as its deadline. min_connections are
+    open all the time, and take turns, so that each frontend has some.
     """
     config = {
         "port": server.port, "rate": rate, "seed": seed, "model": model, "dense": dense, "timeout_s": timeout_s,
-        "max_items": max_items, "num_chars": num_chars, "max_connections": max_connections, "probes": probes,
+        "max_items": max_items, "num_chars": num_chars, "min_connections": min_connections,
+        "max_connections": max_connections, "probes": probes,
     }  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, str(_CLIENT), json.dumps(config)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
