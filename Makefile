@@ -8,6 +8,7 @@ BENCH ?= bench/echo.py
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+UNITS := sie.service sie.service.d/gpu.conf sie.sysusers.conf sie.tmpfiles.conf sie.sysctl.conf
 PACKAGED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
@@ -27,10 +28,11 @@ check: $(VENV)/.check ## what CI runs beside the tests: format, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-fix: $(VENV)/.check ## format, mend what the linter can mend, write docs/settings.md
+fix: $(VENV)/.check ## format, mend what the linter can mend, write docs/settings.md and systemd/
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/sie config --format markdown > docs/settings.md
+	for name in $(UNITS); do $(BIN)/sie service print --executable /opt/sie/bin/sie $$name > systemd/$$name; done
 
 bench: $(VENV)/.test ## measure the path of a request; BENCH=FILE picks another script
 	$(BIN)/python $(BENCH) $(ARGS)

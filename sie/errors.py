@@ -21,6 +21,7 @@ Raise where the fault is known; each dialect translates once. Sources: SIE API r
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar
 
 import msgspec
@@ -190,3 +191,12 @@ def from_wire(wire: WireError) -> SieError:
         retry_after_s=wire.retry_after_s,
         extras=dict(wire.extras),
     )
+
+
+_PATH = re.compile(r"(?<![\w:/.~-])/(?:[^\s/:'\"]+/)+(?=[^\s/:'\"])")
+"""The folders of an absolute path, up to its last name; neither a URL nor an id such as `org/name`."""
+
+
+def without_paths(wire: WireError) -> WireError:
+    """Return the error as a client may read it: of each absolute path only the last name. The log has the whole."""
+    return msgspec.structs.replace(wire, message=_PATH.sub(".../", wire.message))

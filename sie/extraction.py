@@ -13,7 +13,7 @@ ReadsForm = Literal["tokens", "pairs", "text", "image"]
 """In which form a worker gets an item. tokens: one sequence for each window of the text; pairs: one sequence for each
 label; text: its UTF-8; image: its pixels. Of the first two a request has more items for the worker than for the client."""
 GivesForm = Literal["extract", "token_logits", "logits"]
-"""What a worker answers with (`sie.types.ReplyHeader`): whole extractions, or logits that the frontend reads."""
+"""What a worker answers with (`sie.headers.ReplyHeader`): whole extractions, or logits that the frontend reads."""
 
 OVERFLOW_POLICIES = ("default", "error", "truncate_text")
 AGGREGATION_STRATEGIES = ("none", "simple", "first", "average", "max")

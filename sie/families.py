@@ -171,6 +171,18 @@ WORKER_RESTARTS = Family(
     help="Times a worker was started again after it died.",
     labels=("worker",),
 )
+CONFIG_RELOADS = Family(
+    name="sie_config_reloads_total",
+    kind="counter",
+    help="Reloads of the settings, by result (applied, refused).",
+    labels=("result",),
+)
+CONFIG_REFUSED = Family(
+    name="sie_config_refused",
+    kind="gauge",
+    help="1 while the latest reload of the settings was refused and the old ones are in force, else 0.",
+    merge="max",
+)
 STEP_DURATION = Family(
     name="sie_step_duration_seconds",
     kind="histogram",
@@ -297,6 +309,8 @@ FAMILIES: tuple[Family, ...] = (
     LORAS_LOADED,
     REFUSALS,
     WORKER_RESTARTS,
+    CONFIG_RELOADS,
+    CONFIG_REFUSED,
     STEP_DURATION,
     STEP_TOKENS,
     EXTENTS_IN_USE,

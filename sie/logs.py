@@ -7,9 +7,10 @@ through the same handler. Extra facts go in `extra={...}` and become `key=value`
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import msgspec
 
@@ -31,6 +32,7 @@ LOG_CONFIG: dict[str, Any] = {
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _COLOURS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31;1m"}
+_PRIORITIES = {logging.DEBUG: 7, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 _RESET = "\x1b[0m"
 _CLEAR_REST = "\x1b[K"
 
@@ -45,11 +47,16 @@ def configure(log_format: LogFormat, level: str, process_name: str) -> None:
     if log_format == "json":
         handler.setFormatter(JsonFormatter(process_name))
     else:
-        handler.setFormatter(TextFormatter(process_name, colour=sys.stderr.isatty()))
+        handler.setFormatter(TextFormatter(process_name, colour=sys.stderr.isatty(), priority=_is_journal(sys.stderr)))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     logging.captureWarnings(capture=True)
+
+
+def set_level(level: str) -> None:
+    """Change what `configure` said about the least important lines."""
+    logging.getLogger().setLevel(level.upper())
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -58,12 +65,16 @@ def get_logger(name: str) -> logging.Logger:
 
 
 class TextFormatter(logging.Formatter):
-    """Render `time level process message key=value ...`, one line a record but for a traceback."""
+    """Render `time level process message key=value ...`, one line a record but for a traceback.
 
-    def __init__(self, process_name: str, *, colour: bool) -> None:
+    With priority, each line begins with `<N>`, which the journal takes as the line's level (sd-daemon(3)).
+    """
+
+    def __init__(self, process_name: str, *, colour: bool, priority: bool = False) -> None:
         super().__init__()
         self._process_name = process_name
         self._colour = colour
+        self._priority = priority
 
     def format(self, record: logging.LogRecord) -> str:
         extras = "".join(f" {key}={_text_value(value)}" for key, value in _extras(record).items())
@@ -72,7 +83,11 @@ class TextFormatter(logging.Formatter):
         if self._colour:
             # A progress bar may stand on this line: what our text does not cover must go.
             line = f"{_COLOURS.get(record.levelno, '')}{line}{_RESET}{_CLEAR_REST}"
-        return line + "".join(f"\n{part}" for part in _trace(self, record))
+        text = line + "".join(f"\n{part}" for part in _trace(self, record))
+        if not self._priority:
+            return text
+        mark = f"<{_PRIORITIES.get(record.levelno, 6)}>"
+        return mark + text.replace("\n", f"\n{mark}")
 
 
 class JsonFormatter(logging.Formatter):
@@ -104,6 +119,15 @@ def encode_json(entry: dict[str, Any]) -> str:
     except UnicodeEncodeError:
         clean = {key: str(value).encode(errors="replace").decode() for key, value in entry.items()}
         return msgspec.json.encode(clean).decode()
+
+
+def _is_journal(stream: TextIO) -> bool:
+    """Return whether systemd connected this stream to its journal. Source: systemd.exec(5), $JOURNAL_STREAM."""
+    try:
+        found = os.fstat(stream.fileno())
+    except (OSError, ValueError):  # no descriptor, or a closed one
+        return False
+    return os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
 
 
 def _time(record: logging.LogRecord) -> str:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from sie.cards import AdapterSpec, ModelCard
 from sie.catalog.cards import make_card
 from sie.catalog.model_file import read_model_file
 from sie.catalog.profiles import DEFAULT_PROFILE, Profiles, entry_ids, fold_default, known_profiles
@@ -13,7 +14,6 @@ from sie.catalog.spec import ModelSpec, parse_adapter_spec, parse_model_spec
 from sie.config_sources import SettingsError, Source
 from sie.errors import BadRequest, SieError
 from sie.settings import Loaded
-from sie.types import AdapterSpec, ModelCard
 
 Start = Literal["preload", "lazy"]
 _HEADINGS = ("MODEL", "START", "DIMS", "MAX TOKENS", "ARCHITECTURE", "SOURCE")

@@ -2,8 +2,8 @@
 
 A key `max_body_bytes` of the section `limits` is the flag `--max-body-bytes`, the variable `SIE_MAX_BODY_BYTES`, the
 TOML key `max_body_bytes` under `[limits]` and a row of docs/settings.md; names are unique over the whole tree. Order:
-default < file < environment < flag. An unknown or bad key stops the start. Nothing else reads the environment, and
-nothing changes a setting after the start. Imports nothing slow: every `sie` command waits for this file.
+default < file < environment < flag. An unknown or bad key stops the start. Nothing else reads the environment, and only
+a reload changes settings after the start (`sie.live_settings`). Imports nothing slow: every `sie` command waits for it.
 `sie.config_sources` reads the values.
 """
 
@@ -56,6 +56,9 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least important log lines to write.")
     ] = "info"
+    access_log: Annotated[
+        float, Meta(ge=0, le=1, description="Share of requests that get a log line when they end; 0 writes none.")
+    ] = 0.0
     image_threads: Annotated[int, Meta(ge=1, le=64, description="Threads of each frontend that decode images.")] = 4
     runtime_dir: Annotated[
         str,

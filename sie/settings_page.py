@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sie.config_sources import CONFIG_VARIABLE, Key
+from sie.live_settings import LIVE
 from sie.settings import Loaded, Settings, all_keys
 
 _MAX_VALUE_CHARS = 48
@@ -69,6 +70,10 @@ def _page() -> Iterator[str]:
     yield "space separates its values. An unknown key stops the start, with exit status 78."
     yield "`sie config` shows what is in force and where each value came from; `sie config --format toml` writes a file"
     yield "to start from."
+    yield ""
+    live = ", ".join(f"`{key.name}`" for key in all_keys() if key.name in LIVE)
+    yield f"`systemctl reload sie`, which is SIGHUP, makes a running server take over: {live}."
+    yield "All else waits for a restart, and the log says so. A file that is wrong changes nothing."
     for section, keys in itertools.groupby(all_keys(), key=lambda key: key.section):
         doc = section_doc(section)
         yield from ("", f"## [{section}]", "", doc, "", "| key | default | accepts | meaning |", "|---|---|---|---|")

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from sie.cards import LateInteraction, ModelCard, PipelineStep, SparseOutput, StaticQueries
 from sie.catalog.extraction import count_positions, read_extraction
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
 from sie.catalog.gli import read_library_card
@@ -21,7 +22,6 @@ from sie.catalog.spec import ModelSpec
 from sie.catalog.towers import read_towers
 from sie.catalog.weights import check_weights
 from sie.extraction import ExtractRule
-from sie.types import LateInteraction, ModelCard, PipelineStep, SparseOutput, StaticQueries
 
 _TRANSFORMER_CONFIGS = tuple(
     f"sentence_{name}_config.json"

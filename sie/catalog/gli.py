@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from sie.cards import ModelCard
 from sie.catalog.files import Checkpoint, refuse
 from sie.catalog.spec import ModelSpec
 from sie.catalog.weights import check_weights
 from sie.extraction import ExtractRule, Gliclass, Gliner
-from sie.types import ModelCard
 
 GLINER_CONFIG: Final = "gliner_config.json"
 LABELS_TOKENIZER: Final = "labels_tokenizer"

@@ -45,7 +45,9 @@ def fetch(spec: ModelSpec, on_progress: Progress, allowed: Sequence[str] = ALLOW
             tqdm_class=_progress_bar(on_progress),
         )
     except Exception as error:
-        raise refuse(spec.id, _first_line(error), classify(error)) from error
+        error_class = classify(error)
+        where = f"asking {huggingface_hub.constants.ENDPOINT}: " if error_class in ("NETWORK", "TIMEOUT") else ""
+        raise refuse(spec.id, where + _first_line(error), error_class) from error
     _verify(spec, Path(directory), on_progress)
     return directory
 
@@ -79,7 +81,8 @@ def _is_transport(error: BaseException) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line.removeprefix("Got: ")
 
 
 def _progress_bar(on_progress: Progress) -> type[Any]:

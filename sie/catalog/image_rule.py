@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from sie.cards import ImageRule
 from sie.catalog.files import Checkpoint, refuse
-from sie.types import ImageRule
 
 _CLIP: dict[str, Any] = {
     "size": {"shortest_edge": 224},

@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from sie.cards import ModelCard
 from sie.catalog.architecture import read_model_config
 from sie.catalog.cards import make_card
 from sie.catalog.chat_pairs import read_pair_template
@@ -23,7 +24,6 @@ from sie.catalog.spec import ModelSpec
 from sie.catalog.tokenizer import convert_tokenizer
 from sie.catalog.weights import with_num_weights
 from sie.errors import Internal, SieError, WireError, to_wire
-from sie.types import ModelCard
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
+from sie.cards import LateInteraction, SparseOutput, StaticQueries
 from sie.catalog.files import Checkpoint, refuse
 from sie.catalog.modules import Module
 from sie.catalog.weights import check_weights, tensor_shape
-from sie.types import LateInteraction, SparseOutput, StaticQueries
 
 _UNLIMITED = 10**9
 _LEXICAL, _TOKEN_VECTORS = "sparse_linear", "colbert_linear"
@@ -103,7 +103,7 @@ def read_m3_heads(checkpoint: Checkpoint, hidden_size: int) -> M3Heads:
         sparse = SparseOutput(kind="lexical", weights_file=lexical)
         _check_shape(checkpoint, f"{_LEXICAL}.safetensors", lexical, (1, hidden_size))
     if vectors:
-        token_dims = tensor_shape(checkpoint.id, vectors, "weight")[0]
+        token_dims = next(iter(tensor_shape(checkpoint.id, vectors, "weight")), 0)
         _check_shape(checkpoint, f"{_TOKEN_VECTORS}.safetensors", vectors, (token_dims, hidden_size))
         late = LateInteraction(linear_file=vectors, drop_first=True, mean_score=True)
     return M3Heads(sparse, late, token_dims, missing)

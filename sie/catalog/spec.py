@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
+from sie.cards import AdapterSpec, StubOptions
 from sie.catalog.profiles import fold_default
 from sie.errors import BadRequest
-from sie.types import AdapterSpec, StubOptions
 
 SPEC_FORM = "ID[=DIRECTORY][@REVISION] or ID=stub:[key=value,...]"
 ADAPTER_FORM = "MODEL=ID[=DIRECTORY][@REVISION] or MODEL=ID=stub:[load_ms=N]"

@@ -25,10 +25,10 @@ many rows a multivector has follows from that, too.
 
 from __future__ import annotations
 
+from sie.cards import ImageRule, ModelCard
 from sie.catalog.spec import ModelSpec
 from sie.errors import BadRequest
 from sie.extraction import StubExtract
-from sie.types import ImageRule, ModelCard
 
 BYTES_PER_TOKEN = 4
 

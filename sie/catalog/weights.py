@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import msgspec
 
+from sie.cards import ModelCard
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
 from sie.errors import ModelLoadFailed
-from sie.types import ModelCard
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.h5", "*.msgpack")
 _MAX_HEADER_BYTES = 16 << 20
@@ -23,6 +23,12 @@ class _Index(msgspec.Struct):
     """What `model.safetensors.index.json` says: the file of each weight."""
 
     weight_map: dict[str, str] = {}
+
+
+class _Tensor(msgspec.Struct):
+    """What a safetensors header says of a tensor, as far as it is read here; `__metadata__` has no shape."""
+
+    shape: list[Annotated[int, msgspec.Meta(ge=0)]] = []
 
 
 def check_weights(checkpoint: Checkpoint, folder: str = "") -> None:
@@ -63,10 +69,10 @@ def tensor_shape(model_id: str, path: str, name: str) -> tuple[int, ...]:
     Source: safetensors' format: eight bytes of length, then that many of JSON.
     """
     try:
-        return tuple(_read_header(path)[name]["shape"])
+        return tuple(_read_shapes(path)[name])
     except OSError as error:
         raise refuse(model_id, f"{path}: {error.strerror}", "STORAGE") from error
-    except (msgspec.DecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError) as error:
         raise refuse(model_id, f"{Path(path).name} has no readable tensor {name!r}") from error
 
 
@@ -83,17 +89,22 @@ def with_num_weights(card: ModelCard) -> ModelCard:
         shards = (
             ["model.safetensors"] if checkpoint.find("model.safetensors") else sorted(set(index.weight_map.values()))
         )
-        tensors = [entry for shard in shards for entry in _read_header(str(checkpoint.root / shard)).items()]
-        counts = [math.prod(tensor["shape"]) for name, tensor in tensors if name != "__metadata__"]
-    except (OSError, ModelLoadFailed, msgspec.DecodeError, KeyError, TypeError):
+        counts = [math.prod(shape) for file in shards for shape in _read_shapes(str(checkpoint.root / file)).values()]
+    except (OSError, ModelLoadFailed, ValueError):
         return card
     return msgspec.structs.replace(card, num_weights=sum(counts))
 
 
-def _read_header(path: str) -> dict[str, Any]:
+def _read_shapes(path: str) -> dict[str, list[int]]:
+    """Return the shape of each tensor of a safetensors file. Raises OSError, and ValueError for a damaged header."""
     with Path(path).open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        return msgspec.json.decode(file.read(min(length, _MAX_HEADER_BYTES)), type=dict[str, Any])
+        header = file.read(min(length, _MAX_HEADER_BYTES))
+    try:
+        tensors = msgspec.json.decode(header, type=dict[str, _Tensor])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{Path(path).name} has a damaged header: {error}") from error
+    return {name: tensor.shape for name, tensor in tensors.items() if name != "__metadata__"}
 
 
 def _missing(checkpoint: Checkpoint, folder: str) -> ModelLoadFailed:

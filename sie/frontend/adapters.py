@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Final
 
 from sie.catalog.profiles import model_of
-from sie.control import ModelEntry, Touch, WantAdapter
+from sie.control_messages import ModelEntry, Touch, WantAdapter
 from sie.errors import BadRequest, Unavailable, from_wire
 from sie.frontend.models import ModelTable
 from sie.types import EncodeRequest

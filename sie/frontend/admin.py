@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from sie.catalog.profiles import model_of
-from sie.control import Manage, ManageAction, ModelEntry
+from sie.control_messages import Manage, ManageAction, ModelEntry
 from sie.errors import BadRequest, Forbidden, SieError
 from sie.frontend.models import ModelTable
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from sie import __version__
-from sie.control import ModelEntry
+from sie.control_messages import ModelEntry
 from sie.errors import ClientGone, Internal, NotFound, Overloaded, SieError
 from sie.frontend import dashboard, routes
 from sie.frontend.admin import check_admin
@@ -153,6 +153,8 @@ class App:
         """Answer with an error in the shape of the route's dialect."""
         envelope = exchange.route.envelope if exchange.route is not None else "sie"
         if isinstance(error, ClientGone):
+            if (access_log := self._process.access_log) is not None:
+                access_log.record(exchange, error.http_status, [], error)
             self._count(exchange, error.http_status, error)
             return
         if envelope == "openai" and isinstance(error, NotFound):
@@ -176,6 +178,8 @@ class App:
     ) -> None:
         if self._process.is_draining and _CLOSE not in headers:
             headers = [*headers, _CLOSE]
+        if (access_log := self._process.access_log) is not None:
+            headers = access_log.record(exchange, status, headers, error)
         exchange.protocol.response_bytes(status, headers, body)
         self._count(exchange, status, error)
 

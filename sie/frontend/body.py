@@ -49,11 +49,15 @@ class BodyReader:
     """Reads bodies for one process and ends those that stall."""
 
     def __init__(self, max_body_bytes: int, idle_timeout_s: float, min_bytes_per_s: int = 0) -> None:
+        self._readings: set[Reading] = set()
+        self.reconfigure(max_body_bytes, idle_timeout_s, min_bytes_per_s)
+
+    def reconfigure(self, max_body_bytes: int, idle_timeout_s: float, min_bytes_per_s: int) -> None:
+        """Take over reloaded limits, for bodies on their way too."""
         self._max_bytes = max_body_bytes
         self._min_bytes_per_s = min_bytes_per_s
         self._idle_ns = int(idle_timeout_s * 1e9)
         self._idle_s = idle_timeout_s
-        self._readings: set[Reading] = set()
 
     async def read(self, headers: Headers, protocol: HttpProtocol, deadline_ns: int) -> bytes:
         """Return the whole body.

@@ -10,12 +10,13 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from sie.cards import ModelCard
 from sie.errors import BadRequest
 from sie.frontend.options import token_limit
 from sie.frontend.pairs import Arrays
 from sie.frontend.prompts import apply_prompt
 from sie.frontend.tokenize import Tokenizer
-from sie.types import ModelCard, ScoreRequest
+from sie.types import ScoreRequest
 
 Compared = tuple[tuple[str, float], ...]
 """Outputs that are compared, each with its weight; none for a model that reads pairs."""

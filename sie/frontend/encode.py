@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 from numpy.typing import NDArray
 
-from sie.control import ModelEntry
+from sie.control_messages import ModelEntry
 from sie.errors import BadRequest
 from sie.frontend.adapters import requested_adapter
 from sie.frontend.engine import ShmEngine
@@ -26,8 +26,9 @@ from sie.frontend.options import shorter_expansion, token_limit
 from sie.frontend.prompts import apply_prompt
 from sie.frontend.replies import count_items
 from sie.frontend.tokenize import LONG_TEXT_BYTES, Tokenizer, encode_stub_texts, is_long
+from sie.headers import WorkHeader
 from sie.settings import Limits
-from sie.types import EncodeRequest, WorkHeader
+from sie.types import EncodeRequest
 
 _ITEM_BYTES: Final = {"float32": 4, "float16": 2, "int8": 1, "uint8": 1, "binary": 0.125, "ubinary": 0.125}
 

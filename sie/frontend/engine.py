@@ -20,20 +20,20 @@ from numpy.typing import NDArray
 
 from sie import failpoints
 from sie.catalog.profiles import model_of
-from sie.control import ModelEntry, PeerFault, Quarantine
+from sie.control_messages import ModelEntry, PeerFault, Quarantine
 from sie.errors import DeadlineExceeded, Internal, Overloaded, SieError, Unavailable, WireError, WorkerLost, from_wire
 from sie.frontend import admission
 from sie.frontend.adapters import is_coming, loading, workers_with
 from sie.frontend.links import Pending, Reply, WorkerLink
 from sie.frontend.placement import choose_worker
 from sie.frontend.quarantine import QuarantinedInputs, poison
+from sie.headers import ArrayRef, WorkHeader
 from sie.logs import get_logger
-from sie.settings import Settings
+from sie.settings import Limits, Settings
 from sie.shm.attach import Attachment
 from sie.shm.extent import extent_bytes, plan_arrays, read_extent, set_cancelled, write_extent
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
 from sie.shm.space import OutboundSpace
-from sie.types import ArrayRef, WorkHeader
 
 _log = get_logger(__name__)
 _header_encoder = msgspec.msgpack.Encoder()
@@ -83,6 +83,10 @@ class ShmEngine:
     def queued_tokens(self) -> int:
         """Tokens submitted and not answered, over all workers."""
         return sum(link.outstanding_tokens for link in self._links.values())
+
+    def reconfigure(self, limits: Limits) -> None:
+        """Take over reloaded limits for what is submitted from now on."""
+        self._limits = limits
 
     def check_open(self) -> None:
         """Refuse a request before its body is read when no worker could take even one token more.

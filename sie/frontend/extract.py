@@ -15,7 +15,8 @@ from typing import Any, Final, NamedTuple, Protocol
 import msgspec
 from numpy.typing import NDArray
 
-from sie.control import ModelEntry
+from sie.cards import ModelCard
+from sie.control_messages import ModelEntry
 from sie.errors import BadRequest, Internal
 from sie.extraction import Extraction, ExtractRule, ExtractTask, Gliclass, Gliner, TokenClassification, ZeroShot
 from sie.frontend import extract_gliclass, extract_gliner, extract_pairs, extract_tokens
@@ -30,8 +31,9 @@ from sie.frontend.models import ModelTable
 from sie.frontend.pairs import Arrays
 from sie.frontend.replies import read_pieces, timing_of
 from sie.frontend.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
+from sie.headers import WorkHeader
 from sie.settings import Limits
-from sie.types import ExtractReply, ExtractRequest, ModelCard, WorkHeader
+from sie.types import ExtractReply, ExtractRequest
 
 _to_msgpack: Final = msgspec.msgpack.Encoder().encode
 _LOGIT_BYTES: Final = 4
@@ -68,6 +70,10 @@ class Extractor:
         self._models = models
         self._limits = limits
         self._pool = pool
+
+    def reconfigure(self, limits: Limits) -> None:
+        """Take over reloaded limits for what is submitted from now on."""
+        self._limits = limits
 
     async def start(self, entry: ModelEntry, request: ExtractRequest, deadline_ns: int) -> Submitted:
         """Tokenise and submit a resolved request.

@@ -8,11 +8,11 @@ from typing import Any, Final
 import msgspec
 from numpy.typing import NDArray
 
+from sie.cards import ModelCard
 from sie.errors import Internal
 from sie.extraction import Extraction
 from sie.frontend.pairs import Arrays
 from sie.frontend.tokenize import encode_stub_texts
-from sie.types import ModelCard
 
 _decoder: Final = msgspec.msgpack.Decoder(Extraction)
 

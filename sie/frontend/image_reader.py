@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sie.cards import ImageRule
 from sie.errors import BadRequest, DeadlineExceeded, Overloaded, SieError
 from sie.frontend.images import decode_image, open_image, prepare_image
 from sie.settings import Limits
-from sie.types import ImageRule
 
 
 class ReadImages(NamedTuple):

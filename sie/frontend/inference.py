@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from sie.control import ModelEntry
+from sie.control_messages import ModelEntry
 from sie.errors import BadRequest, Unavailable
 from sie.frontend import routes
 from sie.frontend.adapters import requested_adapter
@@ -34,8 +34,8 @@ _LARGE_BODY_BYTES: Final = 64 * 1024
 class Exchange:
     """One HTTP request while it is served: what the border needs to know to answer and to count it."""
 
-    __slots__ = ("began_ns", "body_bytes", "deadline_ns", "headers", "known_model", "model", "protocol", "route", "scope",
-                 "timing", "waits")  # fmt: skip
+    __slots__ = ("began_ns", "body_bytes", "deadline_ns", "headers", "known_model", "model", "num_items", "protocol",
+                 "route", "scope", "timing", "waits")  # fmt: skip
 
     def __init__(self, scope: Any, protocol: Any, began_ns: int) -> None:
         self.scope = scope
@@ -47,6 +47,7 @@ class Exchange:
         self.model = ""
         self.known_model = ""
         self.body_bytes = 0
+        self.num_items = 0
         self.timing: Any = None
         self.waits = False
         """Whether it waits for a model that loads, instead of hearing so at once."""
@@ -206,6 +207,7 @@ class Inference:
             raw.release()
             raise
         exchange.timing = reply.timing
+        exchange.num_items = reply.num_items
         return reply, raw
 
     async def _run_score(self, exchange: Exchange, entry: ModelEntry, request: ScoreRequest) -> ScoreReply:
@@ -219,6 +221,7 @@ class Inference:
         finally:
             raw.release()
         exchange.timing = reply.timing
+        exchange.num_items = len(request.documents)
         return reply
 
     async def _run_extract(self, exchange: Exchange, entry: ModelEntry, request: ExtractRequest) -> ExtractReply:
@@ -236,6 +239,7 @@ class Inference:
         finally:
             raw.release()
         exchange.timing = reply.timing
+        exchange.num_items = len(request.texts)
         return reply
 
     @property

@@ -14,7 +14,7 @@ from granian.log import LogLevels
 from granian.server import Server
 
 from sie import process
-from sie.control import Launch
+from sie.control_messages import Launch
 from sie.frontend.app import App
 from sie.frontend.process import connect
 from sie.logs import LOG_CONFIG, configure

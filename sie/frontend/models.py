@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from sie.catalog.profiles import entry_cards, fold_default, model_of
-from sie.control import ModelEntry, Models, WorkerEntry
-from sie.errors import ModelLoadFailed, Unavailable, from_wire
+from sie.control_messages import ModelEntry, Models, WorkerEntry
+from sie.errors import ModelLoadFailed, Unavailable, from_wire, without_paths
 from sie.frontend.options import gives, is_own_entry
 from sie.frontend.tokenize import Tokenizer
 from sie.logs import get_logger
@@ -44,6 +44,7 @@ class ModelTable:
         self.workers: tuple[WorkerEntry, ...] = ()
         self.is_ready = False
         self.reason = "starting"
+        self.config_error = ""
         self.created_s = int(time.time())
         self._changed = asyncio.Event()
         self.used: set[str] = set()
@@ -59,17 +60,21 @@ class ModelTable:
 
     def update(self, message: Models) -> None:
         """Take over the supervisor's view."""
-        self._hosted = {entry.card.id: entry for entry in message.entries}
-        self.entries = {shown.card.id: shown for entry in message.entries for shown in _offered(entry)}
+        entries = [_without_paths(entry) for entry in message.entries]
+        self._hosted = {entry.card.id: entry for entry in entries}
+        self.entries = {shown.card.id: shown for entry in entries for shown in _offered(entry)}
         self.workers = message.workers
         self.is_ready = message.ready
         self.reason = message.reason
+        self.config_error = message.config_error
         for entry in self.entries.values():
             if entry.card.tokenizer_file and entry.state in ("loading", "loaded"):
                 self._start_tokenizer(entry)
             elif entry.state in ("unloading", "available"):  # its file may be another one when it is loaded again
                 for known_as in (entry.card.id, model_of(entry.card.id)):
                     self._tokenizers.pop(known_as, None)
+        for gone in self._tokenizers.keys() - self.entries.keys() - self._hosted.keys():
+            del self._tokenizers[gone]
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -108,7 +113,8 @@ class ModelTable:
         self._ask_load(model_of(model))
         if entry.state == "failed" and entry.error is not None:
             error = from_wire(entry.error)
-            raise ModelLoadFailed(f"Model '{model}' failed to load: {error.message}", extras=error.extras)
+            reason = error.message.removeprefix(f"Model '{model_of(model)}' cannot be loaded: ")
+            raise ModelLoadFailed(f"Model '{model}' failed to load: {reason}", extras=error.extras)
         wait_s = self._loading_retry_after_s
         raise Unavailable(f"Model '{model}' is loading; retry in {wait_s} s", retry_after_s=wait_s)
 
@@ -162,6 +168,18 @@ def _offered(entry: ModelEntry) -> list[ModelEntry]:
     return [
         entry if card is entry.card else msgspec.structs.replace(entry, card=card) for card in entry_cards(entry.card)
     ]
+
+
+def _without_paths(entry: ModelEntry) -> ModelEntry:
+    """Return the entry with errors that do not tell where the server keeps its files."""
+    if entry.error is None and not any(adapter.error for adapter in entry.adapters.values()):
+        return entry
+    adapters = {
+        name: msgspec.structs.replace(adapter, error=without_paths(adapter.error)) if adapter.error else adapter
+        for name, adapter in entry.adapters.items()
+    }
+    error = without_paths(entry.error) if entry.error else None
+    return msgspec.structs.replace(entry, error=error, adapters=adapters)
 
 
 def _has_failed(future: asyncio.Future[Tokenizer]) -> bool:

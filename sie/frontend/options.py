@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from sie.cards import ModelCard
 from sie.catalog.options import OUTPUT_TYPES, check_options
 from sie.catalog.profiles import DEFAULT_PROFILE, model_of
 from sie.errors import BadRequest
-from sie.types import ModelCard
 
 Options = dict[str, Any]
 

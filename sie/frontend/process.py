@@ -16,10 +16,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from sie import __version__, control, failpoints, process
+from sie import __version__, control, control_messages, failpoints, process
 from sie.catalog.profiles import fold_default
-from sie.control import Channel, ChannelClosedError, Launch, Models
+from sie.control import Channel, ChannelClosedError
+from sie.control_messages import Launch, Models
 from sie.errors import BadRequest, ClientGone, SieError
+from sie.frontend.access_log import AccessLog
 from sie.frontend.adapters import AdapterTable
 from sie.frontend.admin import ModelAdmin
 from sie.frontend.body import BodyReader
@@ -34,7 +36,7 @@ from sie.frontend.models import ModelTable
 from sie.frontend.score import Scorer
 from sie.frontend.status import ServerFacts, StatusInputs, build_status, encode_frame, process_owner
 from sie.frontend.status_hub import StatusHub
-from sie.logs import get_logger
+from sie.logs import get_logger, set_level
 from sie.settings import Settings
 from sie.shm.attach import Attachment, PendingAttachment
 from sie.shm.large import LargeBudget
@@ -94,9 +96,7 @@ class FrontendProcess:
         self._facts = _facts(settings, launch)
         self._unwatched: deque[tuple[Pending, Any]] = deque()
         self._asked_load: dict[str, float] = {}
-        self._timeout_ns = int(settings.limits.request_timeout_s * 1e9)
-        # Well within idle_unload_s, or a model would be unloaded while it is in use.
-        self._touch_s = min(_MAX_TOUCH_S, settings.models.idle_unload_s / 4) or _MAX_TOUCH_S
+        self._derive(settings)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._attaching: dict[int, tuple[int, PendingAttachment]] = {}
 
@@ -104,6 +104,23 @@ class FrontendProcess:
     def is_ready(self) -> bool:
         """Whether `/readyz` is green."""
         return self.models.is_ready and not self.is_draining
+
+    def _derive(self, settings: Settings) -> None:
+        """Keep what is computed from settings that a reload may change."""
+        self.settings = settings
+        self._timeout_ns = int(settings.limits.request_timeout_s * 1e9)
+        # Well within idle_unload_s, or a model would be unloaded while it is in use.
+        self._touch_s = min(_MAX_TOUCH_S, settings.models.idle_unload_s / 4) or _MAX_TOUCH_S
+        self.access_log = AccessLog(settings.server.access_log) if settings.server.access_log else None
+
+    def _reconfigure(self, settings: Settings) -> None:
+        """Take over reloaded settings. Requests that are under way end by the limits they began with."""
+        self._derive(settings)
+        self.engine.reconfigure(settings.limits)
+        self.extractor.reconfigure(settings.limits)
+        limits = settings.limits
+        self.bodies.reconfigure(limits.max_body_bytes, limits.body_idle_timeout_s, limits.min_body_bytes_per_s)
+        set_level(settings.server.log_level)
 
     # --- what handlers ask ----------------------------------------------------------------------------------------
 
@@ -167,7 +184,7 @@ class FrontendProcess:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _send(self, message: control.Message) -> None:
+    def _send(self, message: control_messages.Message) -> None:
         with contextlib.suppress(ChannelClosedError):  # its end of file ends this process from `_on_control`
             self._channel.send(message)
 
@@ -176,7 +193,7 @@ class FrontendProcess:
         now_s = time.monotonic()
         if now_s - self._asked_load.get(model, 0.0) >= 1.0:
             self._asked_load[model] = now_s
-            self._send(control.LoadModel(model))
+            self._send(control_messages.LoadModel(model))
 
     def _on_control(self) -> None:
         try:
@@ -186,25 +203,27 @@ class FrontendProcess:
             _log.warning("the supervisor is gone: stopping")
             os._exit(1)  # an orphan must not answer; Granian would wait for what is in flight
 
-    def _on_message(self, message: control.Message, fds: list[int]) -> None:
+    def _on_message(self, message: control_messages.Message, fds: list[int]) -> None:
         match message:
             case Models():
                 self.models.update(message)
                 self.engine.place_held()
                 self.engine.fail_held()
-            case control.Attach(slot, generation):
+            case control_messages.Attach(slot, generation):
                 self._attach(slot, generation, fds)
-            case control.WorkerDown(slot, generation, suspects):
+            case control_messages.WorkerDown(slot, generation, suspects):
                 self._end_attaching(generation)
                 self.engine.bury(slot, generation, suspects)
                 self.engine.place_held()
-            case control.Quarantine(digest):
+            case control_messages.Quarantine(digest):
                 self.engine.quarantine(digest)
-            case control.Managed(number):
+            case control_messages.Configure(settings):
+                self._reconfigure(settings)
+            case control_messages.Managed(number):
                 self.admin.on_begun(number)
-            case control.Ping(number):
-                self._send(control.Pong(number))
-            case control.Drain():
+            case control_messages.Ping(number):
+                self._send(control_messages.Pong(number))
+            case control_messages.Drain():
                 self.is_draining = True
                 self.status.close()
             case _:
@@ -251,7 +270,7 @@ class FrontendProcess:
                 await asyncio.sleep(0.01)
                 continue
             writer.close()
-            self._send(control.Ready())
+            self._send(control_messages.Ready())
             return
 
     # --- the clock ------------------------------------------------------------------------------------------------
@@ -271,7 +290,7 @@ class FrontendProcess:
             if now_ns / 1e9 - touched_s >= self._touch_s:
                 touched_s = now_ns / 1e9
                 if used := self.models.take_used():
-                    self._send(control.Touch(used, self.adapters.take_used()))
+                    self._send(control_messages.Touch(used, self.adapters.take_used()))
 
     def _watch_the_waiting(self, now_ns: int) -> None:
         unwatched = self._unwatched
@@ -300,6 +319,7 @@ class FrontendProcess:
             metrics=merge(self.pages),
             saturated=self._is_saturated(),
             reason="draining" if self.is_draining else self.models.reason,
+            config_error=self.models.config_error,
         )
         return encode_frame(build_status(inputs, time.time()))
 
@@ -348,7 +368,7 @@ def connect(launch: Launch) -> Callable[[asyncio.AbstractEventLoop], FrontendPro
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         channel = control.connect(launch)
         message, fds = channel.receive(_CONFIGURE_TIMEOUT_S)
-        if not isinstance(message, control.Configure):
+        if not isinstance(message, control_messages.Configure):
             raise ChannelClosedError(f"expected Configure, got {type(message).__name__}")
         failpoints.arm(message.settings.testing.failpoints)
         pages = [CounterPage.open(fd, writable=index == 0) for index, fd in enumerate(fds)]

@@ -8,8 +8,8 @@ import time
 import msgspec
 
 from sie.errors import PoisonInput
+from sie.headers import WorkHeader
 from sie.shm.extent import array_view, read_extent
-from sie.types import WorkHeader
 
 _decoder = msgspec.msgpack.Decoder(WorkHeader)
 _encoder = msgspec.msgpack.Encoder()

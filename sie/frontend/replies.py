@@ -1,7 +1,7 @@
 """Owns reading an encode reply's extent, and the times of any reply: which arrays it holds, checked, as views that the dialect turns into bytes.
 
 What lies in the extent was written by another process: offsets are copied before they are checked, so they cannot
-change afterwards. Layout: `sie.types.ReplyHeader`.
+change afterwards. Layout: `sie.headers.ReplyHeader`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.control import ModelEntry
+from sie.control_messages import ModelEntry
 from sie.errors import Internal
 from sie.frontend.links import Reply
+from sie.headers import ArrayRef, ReplyHeader
 from sie.shm.extent import DTYPES, array_view, read_extent
 from sie.shm.layout import PROLOGUE, PROLOGUE_BYTES, ProtocolError, round_up
-from sie.types import ArrayRef, EncodeReply, EncodeRequest, ReplyHeader, SparseRows, Timing, TokenRows
+from sie.types import EncodeReply, EncodeRequest, SparseRows, Timing, TokenRows
 
 _TIMES: Final = struct.Struct("<3q")
 _DENSE_ONLY: Final = ("dense",)
@@ -53,7 +54,7 @@ def read_reply(
 
 
 def timing_of(reply: Reply, times: Sequence[int], began_ns: int, tokenization_ns: int) -> Timing:
-    """Return where a request's time went; times are the reply's own (`sie.types.ReplyHeader`)."""
+    """Return where a request's time went; times are the reply's own (`sie.headers.ReplyHeader`)."""
     started_ns, inference_ns, postprocessing_ns = times
     return Timing(
         total_ms=(time.monotonic_ns() - began_ns) / 1e6,

@@ -14,7 +14,8 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from sie.control import ModelEntry
+from sie.cards import ModelCard
+from sie.control_messages import ModelEntry
 from sie.errors import BadRequest, Internal
 from sie.frontend.comparisons import comparison_arrays
 from sie.frontend.engine import ShmEngine
@@ -24,9 +25,10 @@ from sie.frontend.options import shorter_expansion
 from sie.frontend.pairs import Arrays, pair_arrays
 from sie.frontend.replies import timing_of
 from sie.frontend.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
+from sie.headers import ReplyHeader, WorkHeader
 from sie.shm.extent import array_view, read_extent
 from sie.shm.layout import ProtocolError
-from sie.types import ModelCard, ReplyHeader, ScoreReply, ScoreRequest, WorkHeader
+from sie.types import ScoreReply, ScoreRequest
 
 _decoder: Final = msgspec.msgpack.Decoder(ReplyHeader)
 

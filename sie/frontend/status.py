@@ -15,7 +15,7 @@ import msgspec
 
 from sie import families
 from sie.catalog.profiles import model_of
-from sie.control import ModelEntry, WorkerEntry
+from sie.control_messages import ModelEntry, WorkerEntry
 from sie.frontend.metrics import Merged, cumulative
 from sie.shm.pages import Labels
 
@@ -43,7 +43,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a frame is made of. reason says why the server is not ready."""
+    """Everything a frame is made of. reason: why the server is not ready; config_error: why a reload was refused."""
 
     server: ServerFacts
     ready: bool
@@ -52,6 +52,7 @@ class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Merged
     saturated: bool = False
     reason: str = ""
+    config_error: str = ""
 
 
 def process_owner() -> tuple[str, str]:
@@ -66,9 +67,9 @@ def process_owner() -> tuple[str, str]:
 def build_status(inputs: StatusInputs, now_s: float) -> dict[str, Any]:
     """Return one frame. now_s is Unix time.
 
-    Beyond the reference's fields: `reason`, `workers`, `outcomes` (requests by status), `refusals` (by reason),
-    `worker_restarts`, `extents_in_use`, `event_loop_lag_s`, `degraded` of each model, and `uuid`, `healthy`, `stale` of
-    each GPU.
+    Beyond the reference's fields: `reason`, `config_error`, `workers`, `outcomes` (requests by status), `refusals` (by
+    reason), `worker_restarts`, `extents_in_use`, `event_loop_lag_s`, `degraded` of each model, and `uuid`, `healthy`,
+    `stale` of each GPU.
     """
     server, metrics = inputs.server, inputs.metrics
     gpus = _gpus(metrics, server.memory_threshold_pct, now_s)
@@ -77,6 +78,7 @@ def build_status(inputs: StatusInputs, now_s: float) -> dict[str, Any]:
         "timestamp": now_s,
         "ready": inputs.ready,
         "reason": inputs.reason,
+        "config_error": inputs.config_error or None,
         "name": server.name,
         "machine_profile": server.machine_profile or gpu_type,
         "pool_name": server.pool_name,

@@ -17,9 +17,9 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from sie.cards import ModelCard
 from sie.catalog.stub import BYTES_PER_TOKEN, count_stub_tokens
 from sie.errors import BadRequest, Internal, SieError
-from sie.types import ModelCard
 
 Int32Array = NDArray[np.int32]
 BytesArray = NDArray[np.uint8]

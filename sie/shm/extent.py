@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from sie.headers import ArrayRef
 from sie.shm.layout import PROLOGUE, PROLOGUE_BYTES, ProtocolError, round_up
-from sie.types import ArrayRef
 
 MAX_HEADER_BYTES: Final = 1 << 20
 MAX_DIMENSIONS: Final = 8

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from sie import failpoints
+from sie.cards import AdapterSpec, ModelCard
 from sie.catalog.cards import make_card
 from sie.catalog.lora import find_lora_weights, read_lora_config
 from sie.catalog.spec import ModelSpec
@@ -15,35 +17,51 @@ from sie.catalog.weights import with_num_weights
 from sie.errors import SieError
 from sie.logs import configure
 from sie.model_list import check_adapters, check_models
+from sie.process import dump_stacks_on_abort
 from sie.progress import Progress
-from sie.settings import Loaded, Settings
+from sie.settings import Loaded
 from sie.shm.segment import ReservationError, check_reservation
 from sie.supervisor.devices import resolve_devices
-from sie.supervisor.host import StartError, make_runtime_dir, reserve_port, take_lock, usable_cores
+from sie.supervisor.host import (
+    StartError,
+    count_frontends,
+    make_runtime_dir,
+    reserve_port,
+    reserved_bytes,
+    take_lock,
+)
+from sie.supervisor.loads import Models
+from sie.supervisor.reload import Reading
 from sie.supervisor.server import Supervisor
-from sie.types import AdapterSpec, ModelCard
-
-_CORES_PER_FRONTEND = 4
 
 
-def main(loaded: Loaded) -> int:
-    """Serve until SIGTERM or SIGINT and return the exit status. Raises StartError for what stops a start."""
+def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
+    """Serve until SIGTERM or SIGINT and return the exit status. Raises StartError for what stops a start.
+
+    reload returns the settings as a start would find them now; it is called on SIGHUP, and raises SettingsError.
+    """
     settings = loaded.settings
     server = settings.server
     configure(server.log_format, server.log_level, "supervisor")
+    dump_stacks_on_abort()  # what systemd's watchdog sends
     _check_failpoints(loaded)
     models = _read_models(loaded)
     adapters = _read_adapters(loaded)
-    with reserve_port(server.host, server.port) as held:
+    with reserve_port(server.host, server.port, Path(server.runtime_dir)) as held:
         port = held.getsockname()[1]
         base = Path(server.runtime_dir)
         runtime_dir = make_runtime_dir(base)
         lock = take_lock(base, port)
         try:
             places = resolve_devices(settings.devices.devices, settings.devices.resolve_timeout_s)
-            num_frontends = server.frontends or max(1, len(usable_cores()) // _CORES_PER_FRONTEND)
-            _check_memory(settings, num_frontends, len(places))
+            num_frontends = count_frontends(server.frontends)
+            check_reservation(reserved_bytes(settings.memory, num_frontends, len(places)))
             progress = Progress(sys.stderr, server.log_format)
+
+            def reread() -> Reading:
+                fresh = reload()
+                _read_adapters(fresh)  # only for what would stop a start: adapters stay as they are
+                return Reading(fresh.settings, _read_models(fresh))
 
             async def serve() -> int:
                 supervisor = Supervisor(
@@ -55,6 +73,7 @@ def main(loaded: Loaded) -> int:
                     runtime_dir=runtime_dir,
                     port=port,
                     progress=progress,
+                    reread=reread,
                 )
                 return await supervisor.run()
 
@@ -73,13 +92,13 @@ def _check_failpoints(loaded: Loaded) -> None:
             raise StartError(f"failpoints (from {loaded.sources['failpoints']}): {error.message}") from error
 
 
-def _read_models(loaded: Loaded) -> list[tuple[ModelSpec, bool, ModelCard | None]]:
+def _read_models(loaded: Loaded) -> Models:
     """Return (spec, whether to load before readiness, card) of every model that settings name.
 
     The card of a model that has to be fetched or converted first is None. Raises StartError for a model that can
     never be served.
     """
-    models: list[tuple[ModelSpec, bool, ModelCard | None]] = []
+    models: Models = []
     for spec, start in check_models(loaded).values():
         try:
             card = _read_local_card(spec)
@@ -108,13 +127,3 @@ def _read_local_card(spec: ModelSpec) -> ModelCard | None:
         return None
     card = make_card(spec, spec.directory or "")
     return with_num_weights(card) if card.stub is not None or card.tokenizer_file else None
-
-
-def _check_memory(settings: Settings, num_frontends: int, num_workers: int) -> None:
-    """Refuse a start whose shared memory the host does not have, naming the bytes."""
-    memory = settings.memory
-    pairs = num_frontends * num_workers
-    rings = 2 * pairs * memory.ring_capacity * 64
-    pages = (1 + num_frontends + num_workers) * memory.counter_page_bytes
-    total = num_frontends * memory.request_segment_bytes + pairs * memory.reply_segment_bytes + rings + pages
-    check_reservation(total)

@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
-from sie import control
-from sie.control import ModelEntry
+from sie import control_messages
+from sie.cards import AdapterSpec
+from sie.control_messages import ModelEntry
 from sie.errors import WireError
 from sie.logs import get_logger
 from sie.progress import Progress
@@ -18,7 +19,6 @@ from sie.supervisor.adapters import AdapterBook, AdapterRecord
 from sie.supervisor.children import Child
 from sie.supervisor.crew import Crew
 from sie.supervisor.prepare import Preparer
-from sie.types import AdapterSpec
 
 _log = get_logger(__name__)
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
@@ -64,7 +64,7 @@ class AdapterLoads:
         """Note which adapters are in use."""
         self._book.touch(used)
 
-    def report(self, worker: Child, report: control.AdapterReport) -> None:
+    def report(self, worker: Child, report: control_messages.AdapterReport) -> None:
         """Take a worker's word on one of its adapters."""
         if report.state == "failed" and report.error is not None:
             _log.error("%s", report.error.message)
@@ -72,10 +72,10 @@ class AdapterLoads:
             _log.info("adapter %s of %s loaded: %s", report.adapter, report.model, worker.place.device)
         for record in self._book.report(worker.slot, report, time.monotonic()):
             _log.info("adapter %s of %s is unloaded", record.spec.id, report.model)
-            self._crew.send_all(self._crew.workers, control.UnloadAdapter(report.model, record.spec.id))
+            self._crew.send_all(self._crew.workers, control_messages.UnloadAdapter(report.model, record.spec.id))
         self._broadcast()
 
-    def on_model(self, worker: Child, report: control.ModelReport) -> None:
+    def on_model(self, worker: Child, report: control_messages.ModelReport) -> None:
         """Follow a model: its adapters are loaded behind it, and end with it."""
         places = self._places.setdefault(report.model, set())
         if report.state == "loaded":
@@ -121,5 +121,5 @@ class AdapterLoads:
         self._broadcast()
 
 
-def _load_message(record: AdapterRecord) -> control.LoadAdapter:
-    return control.LoadAdapter(msgspec.structs.replace(record.spec, directory=record.directory or None))
+def _load_message(record: AdapterRecord) -> control_messages.LoadAdapter:
+    return control_messages.LoadAdapter(msgspec.structs.replace(record.spec, directory=record.directory or None))

@@ -10,9 +10,9 @@ import itertools
 
 import msgspec
 
-from sie.control import AdapterEntry, AdapterReport
+from sie.cards import AdapterSpec, ModelState
+from sie.control_messages import AdapterEntry, AdapterReport
 from sie.errors import Internal, WireError, to_wire
-from sie.types import AdapterSpec, ModelState
 
 _MAX_RETRY_S = 1800.0
 """As for models: the cool-down doubles with each attempt up to this. SIE API reference, section 12."""

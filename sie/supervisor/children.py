@@ -11,7 +11,8 @@ from typing import Literal
 
 import msgspec
 
-from sie.control import Channel, Launch, Role
+from sie.control import Channel
+from sie.control_messages import Launch, Role
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.restart import StartHistory
 

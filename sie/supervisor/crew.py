@@ -17,8 +17,9 @@ from typing import Protocol
 
 import msgspec
 
-from sie import control, families
-from sie.control import Channel, ChannelClosedError, Message
+from sie import control, control_messages, families
+from sie.control import Channel, ChannelClosedError
+from sie.control_messages import Message
 from sie.logs import get_logger
 from sie.settings import Settings
 from sie.shm.inflight import InflightPage, InflightStatus
@@ -51,7 +52,7 @@ class CrewEvents(Protocol):
         """A child died, or was given up."""
         ...
 
-    def on_given_up(self, role: control.Role) -> None:
+    def on_given_up(self, role: control_messages.Role) -> None:
         """No child of this role is left, and none will be started."""
         ...
 
@@ -64,7 +65,7 @@ class Crew:
         settings: Settings,
         places: list[WorkerSlot],
         num_frontends: int,
-        launch: control.Launch,
+        launch: control_messages.Launch,
         events: CrewEvents,
     ) -> None:
         """Launch is what every child is told, but for who it is."""
@@ -115,6 +116,18 @@ class Crew:
         for peer in peers[slot : slot + 1]:
             _log.error("%s says that %s broke the protocol; killing it", accuser.name, peer.name)
             peer.condemn()
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Tell every child the settings that are in force from now on; those started later hear them, too."""
+        self._settings = settings
+        self._launch = msgspec.structs.replace(self._launch, log_level=settings.server.log_level)
+        self.send_all(self.all, control_messages.Configure(settings))
+
+    def count_reload(self, *, is_refused: bool) -> None:
+        """Count a reload of the settings by its outcome."""
+        labels = families.CONFIG_RELOADS.label_pairs("refused" if is_refused else "applied")
+        self._page.counter(families.CONFIG_RELOADS.name, labels).add(1)
+        self._page.gauge(families.CONFIG_REFUSED.name, ()).set(float(is_refused))
 
     async def until_gone(self, children: list[Child], timeout_s: float) -> None:
         """Wait until none of these children has a process, or the time is over."""
@@ -191,7 +204,7 @@ class Crew:
         self._events.on_joined(child)
 
     def _child_that_says(self, hello: Message) -> Child | None:
-        if not isinstance(hello, control.Hello):
+        if not isinstance(hello, control_messages.Hello):
             return None
         slots = self.workers if hello.role == "worker" else self.frontends
         for child in slots[hello.slot : hello.slot + 1]:
@@ -202,11 +215,11 @@ class Crew:
     def _configure(self, child: Child) -> None:
         own = self._pages[child.name]
         if child.role == "worker":
-            self.send(child, control.Configure(self._settings), [own.fd, self._inflight[child.slot].fd])
+            self.send(child, control_messages.Configure(self._settings), [own.fd, self._inflight[child.slot].fd])
         else:
             others = [self._page, *(page for page in self._pages.values() if page is not own)]
             read_only = [page.read_only_fd() for page in others]
-            self.send(child, control.Configure(self._settings), [own.fd, *read_only])
+            self.send(child, control_messages.Configure(self._settings), [own.fd, *read_only])
             for fd in read_only:
                 os.close(fd)
         for worker in [child] if child.role == "worker" else self.workers:
@@ -220,8 +233,10 @@ class Crew:
         generation = self._pairs[frontend.slot, worker.slot] = self._num_generations
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
-            self.send(frontend, control.Attach(worker.slot, generation), [ours.fileno(), worker.peer_pidfd])
-            self.send(worker, control.Attach(frontend.slot, generation), [theirs.fileno(), frontend.peer_pidfd])
+            self.send(frontend, control_messages.Attach(worker.slot, generation), [ours.fileno(), worker.peer_pidfd])
+            self.send(
+                worker, control_messages.Attach(frontend.slot, generation), [theirs.fileno(), frontend.peer_pidfd]
+            )
 
     def _on_readable(self, child: Child) -> None:
         channel = child.channel
@@ -264,7 +279,7 @@ class Crew:
             generation = self._pairs.pop((frontend.slot, worker.slot), None)
             if generation is not None:
                 ids = tuple(request_id for slot, request_id in suspects if slot == frontend.slot)
-                self.send(frontend, control.WorkerDown(worker.slot, generation, ids))
+                self.send(frontend, control_messages.WorkerDown(worker.slot, generation, ids))
 
     def _was_killed(self, child: Child, status: int) -> bool:
         """Return whether a SIGKILL came neither from us nor from the kernel for want of memory."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sie.types import ModelCard
+from sie.cards import ModelCard
 
 _MIB = 1 << 20
 

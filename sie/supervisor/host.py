@@ -1,4 +1,4 @@
-"""Owns this host's shared names: the runtime directory, the lock file, the port, and how cores are shared out."""
+"""Owns this host's shared names: the runtime directory, the lock file, the port, and how cores and memory are shared out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import os
 import socket
 import tempfile
 from pathlib import Path
+
+from sie.settings import Memory
+
+_CORES_PER_FRONTEND = 4
 
 
 class StartError(Exception):
@@ -20,12 +24,17 @@ def make_runtime_dir(base: Path) -> Path:
     """
     try:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = base.stat()
-        if found.st_uid != os.getuid() or found.st_mode & 0o022:
-            raise StartError(f"runtime_dir: {base} belongs to another user, or others may write to it")
+        check_private(base)
         return Path(tempfile.mkdtemp(prefix="run-", dir=base))
     except OSError as error:
         raise StartError(f"runtime_dir: cannot create a directory in {base}: {error}") from error
+
+
+def check_private(base: Path) -> None:
+    """Raise StartError for a runtime directory in which somebody else could put things."""
+    found = base.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise StartError(f"runtime_dir: {base} belongs to another user, or others may write to it")
 
 
 def take_lock(directory: Path, port: int) -> int:
@@ -49,8 +58,22 @@ def take_lock(directory: Path, port: int) -> int:
     return fd
 
 
-def reserve_port(host: str, port: int) -> socket.socket:
+def _holder(directory: Path, port: int) -> str:
+    """Return words that name the server which holds a port's lock; none when no server does."""
+    try:
+        with (directory / f"sie-{port}.lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return ""
+    except BlockingIOError:
+        return f"; another sie server (pid {(directory / f'sie-{port}.lock').read_text().strip()}) has it"
+    except OSError:
+        return ""
+
+
+def reserve_port(host: str, port: int, runtime_dir: Path | None = None) -> socket.socket:
     """Return a bound socket that keeps `port` ours (port 0: a free one) without ever accepting a connection.
+
+    runtime_dir is where servers hold their locks, for the message when another one has the port.
 
     The frontends listen beside it with SO_REUSEPORT, which would also let a second server share the traffic in
     silence; so first the address must be free for an exclusive listener. Raises StartError when it is not.
@@ -69,7 +92,9 @@ def reserve_port(host: str, port: int) -> socket.socket:
         # From here no exclusive listener fits beside us, so a second server is refused before our frontends listen.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
-        raise StartError(f"host/port: cannot listen on {host}:{port}: {error.strerror or error}") from error
+        reason = error.strerror or error
+        holder = "" if runtime_dir is None else _holder(runtime_dir, port)
+        raise StartError(f"host/port: cannot listen on {host}:{port}: {reason}{holder}") from error
     return held
 
 
@@ -78,6 +103,19 @@ def usable_cores() -> list[int]:
     cores = sorted(os.sched_getaffinity(0))
     quota = _cgroup_cpu_quota()
     return cores if quota is None else cores[: max(1, min(len(cores), int(quota)))]
+
+
+def count_frontends(setting: int) -> int:
+    """Return how many frontends `frontends` means; 0 is one for every four usable cores."""
+    return setting or max(1, len(usable_cores()) // _CORES_PER_FRONTEND)
+
+
+def reserved_bytes(memory: Memory, num_frontends: int, num_workers: int) -> int:
+    """Return how much shared memory a start reserves: segments, rings and pages of every process."""
+    pairs = num_frontends * num_workers
+    rings = 2 * pairs * memory.ring_capacity * 64
+    pages = (1 + num_frontends + num_workers) * memory.counter_page_bytes
+    return num_frontends * memory.request_segment_bytes + pairs * memory.reply_segment_bytes + rings + pages
 
 
 def share_cores(cores: list[int], num_workers: int) -> list[tuple[int, ...]]:

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from sie import control, families
+from sie import control_messages, families
+from sie.cards import ModelCard
+from sie.catalog.spec import ModelSpec
 from sie.errors import WireError
 from sie.logs import get_logger
 from sie.progress import Progress
@@ -23,6 +25,8 @@ _log = get_logger(__name__)
 _PRESSURE_GAP_S = 2.0
 """Between two models that go because of pressure: what the first one frees has to show."""
 
+Models = list[tuple[ModelSpec, bool, ModelCard | None]]
+"""Of each model its spec, whether it is loaded at the start, and its card if that is known."""
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 
 
@@ -40,9 +44,13 @@ class Loads:
         self._is_broadcast_due = False
         self._relieved_s = 0.0
         self._not_ready_reason: Callable[[], str] = str
-        self._with_adapters: Callable[[tuple[control.ModelEntry, ...]], tuple[control.ModelEntry, ...]] = tuple
+        self._with_adapters: Callable[
+            [tuple[control_messages.ModelEntry, ...]], tuple[control_messages.ModelEntry, ...]
+        ] = tuple
         self.was_ready = False
         """Whether everything was ready at least once."""
+        self.config_error = ""
+        """Why the latest reload of the settings changed nothing; every frontend hears it."""
 
     def bind(self, crew: Crew, not_ready_reason: Callable[[], str], on_first_ready: Callable[[], None]) -> None:
         """Say whom to tell, and why the server would not be ready apart from its models."""
@@ -52,7 +60,8 @@ class Loads:
         self._on_first_ready = on_first_ready
 
     def bind_adapters(
-        self, with_adapters: Callable[[tuple[control.ModelEntry, ...]], tuple[control.ModelEntry, ...]]
+        self,
+        with_adapters: Callable[[tuple[control_messages.ModelEntry, ...]], tuple[control_messages.ModelEntry, ...]],
     ) -> None:
         """Say who knows the models' adapters."""
         self._with_adapters = with_adapters
@@ -62,6 +71,45 @@ class Loads:
         for record in self._book.records.values():
             if record.wanted:
                 self._load(record)
+
+    @property
+    def num_loaded(self) -> int:
+        """How many models are loaded on at least one worker."""
+        return sum(entry.state == "loaded" for entry in self._book.entries())
+
+    def is_progressing(self) -> bool:
+        """Return whether something that readiness waits for is under way, not merely waiting for another try."""
+        return bool(self._not_ready_reason()) or any(self._book.records[name].wanted for name in self._book.missing())
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Take over reloaded settings."""
+        self._settings = settings.models
+        self._idle_s = settings.models.idle_unload_s
+        self._timeout_s = settings.models.load_timeout_s
+        self._book.set_retry(settings.models.load_retry_s)
+        self._preparer.reconfigure(settings)
+
+    def replace(self, models: Models) -> tuple[str, ...]:
+        """Make `models` the models of this server; return, in words, what of that has to wait for a restart.
+
+        A new one to load at the start loads now, but readiness does not wait for it. One that is gone answers what
+        was accepted and takes no more. One whose definition changed stays as it is.
+        """
+        left: list[str] = []
+        known = self._book.records
+        for spec, preload, card in models:
+            is_new = spec.id not in known
+            record = self._book.add(spec, False, card) if is_new else known[spec.id]
+            record.is_pinned = preload or spec.id in self._settings.pinned
+            if is_new and preload:
+                self.want(spec.id)
+            elif record.spec != spec:
+                left.append(f"the definition of model {spec.id}")
+        for name in known.keys() - {spec.id for spec, _, _ in models}:
+            self._book.remove(name)
+            self._crew.send_all(self._crew.workers, control_messages.Unload(name))
+        self.broadcast()
+        return tuple(left)
 
     def greet(self, child: Child) -> None:
         """Tell a child that has just joined what it missed."""
@@ -73,7 +121,7 @@ class Loads:
             if record.card is None or not record.wanted or record.waits_for_room or record.preparing:
                 continue
             if record.error is None or now_s >= record.retry_at_s:  # else it would fail here again, and perhaps kill
-                self._crew.send(child, control.Load(record.card))
+                self._crew.send(child, control_messages.Load(record.card))
 
     def want(self, model: str) -> None:
         """Start a load that a request asked for, if it is time for one."""
@@ -82,7 +130,7 @@ class Loads:
             self._load(record)
             self.broadcast()
 
-    def manage(self, action: control.ManageAction, model: str) -> None:
+    def manage(self, action: control_messages.ManageAction, model: str) -> None:
         """Do what an administrator asked for; what is done already is left alone."""
         record = self._book.records.get(model)
         if record is None:
@@ -94,9 +142,9 @@ class Loads:
                 self._load(record)
         elif action == "unload":
             self._book.dismiss(record)
-            self._crew.send_all(self._crew.workers, control.Unload(model))
+            self._crew.send_all(self._crew.workers, control_messages.Unload(model))
         elif self._book.reload(record, now_s):
-            self._crew.send_all(self._crew.workers, control.Unload(model))
+            self._crew.send_all(self._crew.workers, control_messages.Unload(model))
         else:
             self._reload_due()
         self.broadcast()
@@ -105,8 +153,12 @@ class Loads:
         """Note which models are in use."""
         self._book.touch(models, time.monotonic())
 
-    def report(self, worker: Child, report: control.ModelReport) -> None:
+    def report(self, worker: Child, report: control_messages.ModelReport) -> None:
         """Take a worker's word on one of its models."""
+        if report.model not in self._book.records:
+            if report.state == "loaded":  # it was removed while it loaded
+                self._crew.send(worker, control_messages.Unload(report.model))
+            return
         self._book.report(worker.slot, report, time.monotonic())
         if report.state == "loading" and report.progress is not None:
             self._progress.update(report.model, report.progress, report.detail)
@@ -141,7 +193,7 @@ class Loads:
         _log.warning("%s is unloaded: %s", model, reason)
         self._book.release(self._book.records[model])
         self._crew.count(family, model)
-        self._crew.send_all(self._crew.workers, control.Unload(model))
+        self._crew.send_all(self._crew.workers, control_messages.Unload(model))
         self.broadcast()
 
     def forget_worker(self, slot: int, *, blame: bool) -> None:
@@ -179,11 +231,11 @@ class Loads:
             self._is_broadcast_due = True
             asyncio.get_running_loop().call_soon(self._broadcast_now)
 
-    def message(self) -> control.Models:
+    def message(self) -> control_messages.Models:
         """Return the state of everything, as frontends hear it."""
         reason = self.reason()
         workers = tuple(
-            control.WorkerEntry(
+            control_messages.WorkerEntry(
                 slot=worker.slot,
                 device=worker.place.device,
                 pid=worker.peer_pid,
@@ -192,7 +244,8 @@ class Loads:
             )
             for worker in self._crew.workers
         )
-        return control.Models(self._with_adapters(self._book.entries()), not reason, reason, workers)
+        entries = self._with_adapters(self._book.entries())
+        return control_messages.Models(entries, not reason, reason, workers, self.config_error)
 
     def reason(self) -> str:
         """Return why the server is not ready, or an empty text when it is."""
@@ -219,13 +272,15 @@ class Loads:
         if room.refusal:
             self._refuse(record, failed(record.spec, room.refusal, "PLACEMENT"))
         elif not room.must_wait:
-            self._crew.send_all(self._crew.workers, control.Load(record.card))
+            self._crew.send_all(self._crew.workers, control_messages.Load(record.card))
         for model in room.victims:
             self._evict(model, families.PRESSURE_EVICTIONS, f"{record.spec.id} needs its memory")
 
     async def _prepare(self, record: Record) -> None:
         prepared = await self._preparer.prepare(record.spec)
         record.preparing = False
+        if self._book.records.get(record.spec.id) is not record:  # removed meanwhile
+            return
         if isinstance(prepared, WireError):
             self._refuse(record, prepared)
         else:

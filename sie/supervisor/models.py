@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
+from sie.cards import ModelCard, ModelState
 from sie.catalog.profiles import known_profiles
 from sie.catalog.spec import ModelSpec
-from sie.control import ModelEntry, ModelReport
+from sie.control_messages import ModelEntry, ModelReport
 from sie.errors import Internal, WireError, to_wire
-from sie.types import ModelCard, ModelState
 
 _MAX_RETRY_S = 1800.0
 _PERMANENT_ATTEMPTS = 8
@@ -73,6 +73,14 @@ class ModelBook:
         """Make a model known; one that is loaded before readiness is pinned, too."""
         record = self.records[spec.id] = Record(spec, preload, card, is_pinned or preload, wanted=preload)
         return record
+
+    def remove(self, model: str) -> None:
+        """Forget a model."""
+        del self.records[model]
+
+    def set_retry(self, retry_s: float) -> None:
+        """Change the wait after a failed load; cool-downs that run stay as they are."""
+        self._retry_s = retry_s
 
     def want(self, model: str, now_s: float) -> Record | None:
         """Note that a request came for a model. Return its record when a load has to start now, else None."""

@@ -11,13 +11,13 @@ import sys
 
 import msgspec
 
+from sie.cards import AdapterSpec, ModelCard
 from sie.catalog.lora import reason_of, refuse_adapter
 from sie.catalog.prepare import Failed, Fetched, Message, Ready, Report, Request
 from sie.catalog.spec import ModelSpec
 from sie.errors import Internal, WireError, from_wire, to_wire
 from sie.progress import Progress
 from sie.settings import Settings
-from sie.types import AdapterSpec, ModelCard
 
 _MAX_LINE_BYTES = 4 << 20
 
@@ -29,6 +29,10 @@ class Preparer:
         self._cache_dir = settings.models.cache_dir
         self._timeout_s = settings.models.load_timeout_s
         self._progress = progress
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Take over reloaded settings, for the helpers started from now on."""
+        self._timeout_s = settings.models.load_timeout_s
 
     async def prepare(self, spec: ModelSpec) -> ModelCard | WireError:
         """Return the card of a model that is now on disk, or why it is not."""

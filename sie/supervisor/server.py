@@ -11,14 +11,15 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from sie import control
-from sie.catalog.spec import ModelSpec
-from sie.control import Message
-from sie.logs import get_logger
+from sie import control_messages
+from sie.cards import AdapterSpec
+from sie.control_messages import Message
+from sie.live_settings import Plan
+from sie.logs import get_logger, set_level
 from sie.progress import Progress
 from sie.settings import Settings
 from sie.shm.inflight import InflightStatus
@@ -27,20 +28,20 @@ from sie.supervisor.children import Child
 from sie.supervisor.crew import Crew
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.evictions import Memory
-from sie.supervisor.loads import Loads
+from sie.supervisor.loads import Loads, Models
 from sie.supervisor.models import ModelBook
-from sie.supervisor.notify import Notifier, watchdog_interval_s
+from sie.supervisor.notify import Herald, Notifier, watchdog_interval_s
+from sie.supervisor.reload import Reading, Reloader
 from sie.supervisor.watch import Watch
-from sie.types import AdapterSpec, ModelCard
 
 _log = get_logger(__name__)
 _TICK_S = 0.1
 _MAX_PING_S = 0.5
-_EXTEND_S = 5.0
 _CLOSE_AFTER_S = 0.5
 """How long a draining frontend keeps listening, so that keep-alive clients hear 503 and `Connection: close`."""
 _WORKER_STOP_S = 2.0
 _KILL_S = 5.0
+_STOP_MARGIN_S = 5.0
 
 
 class Supervisor:
@@ -50,14 +51,16 @@ class Supervisor:
         self,
         settings: Settings,
         *,
-        models: list[tuple[ModelSpec, bool, ModelCard | None]],
+        models: Models,
         adapters: list[AdapterSpec],
         places: list[WorkerSlot],
         num_frontends: int,
         runtime_dir: Path,
         port: int,
         progress: Progress,
+        reread: Callable[[], Reading],
     ) -> None:
+        """Reread returns what a start would read now; it raises SettingsError or StartError."""
         self._settings = settings
         self._runtime_dir = runtime_dir
         self._port = port
@@ -74,7 +77,8 @@ class Supervisor:
         self._loads.bind_adapters(self._adapters.entries)
         self._adapters.bind(self._crew, self._loads.broadcast)
         self._watch = Watch(settings.supervisor.watchdog_s)
-        self._notifier = Notifier(os.environ.get("NOTIFY_SOCKET", ""))
+        self._herald = Herald(Notifier(os.environ.get("NOTIFY_SOCKET", "")), watchdog_interval_s(dict(os.environ)))
+        self._reloader = Reloader(reread, self._apply, self._herald)
         self._exit_status = 0
         self._stopped = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -83,11 +87,12 @@ class Supervisor:
         """Serve until a signal or an unrecoverable fault; return the exit status when no child is left."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_stop_signal, number)
-        self._loop.add_signal_handler(signal.SIGHUP, lambda: _log.info("SIGHUP changes nothing: restart to reload"))
+        self._loop.add_signal_handler(signal.SIGHUP, self._on_reload_signal)
         try:
             self._crew.open()
             self._loads.start()
             self._spawn(self._tick_forever())
+            self._spawn(self._reloader.run(lambda: self._settings, self._on_reloaded))
             await self._stopped.wait()
         finally:
             await self._end_all_children()
@@ -99,9 +104,9 @@ class Supervisor:
             shutil.rmtree(self._runtime_dir, ignore_errors=True)
         return self._exit_status
 
-    def _launch(self, num_children: int) -> control.Launch:
+    def _launch(self, num_children: int) -> control_messages.Launch:
         server = self._settings.server
-        return control.Launch(
+        return control_messages.Launch(
             control_path=str(self._runtime_dir / "control"),
             supervisor_pid=os.getpid(),
             role="worker",
@@ -141,35 +146,35 @@ class Supervisor:
     def on_message(self, child: Child, message: Message) -> None:
         """Act on what a child says."""
         match message:
-            case control.Ready():
+            case control_messages.Ready():
                 child.state = "ready"
                 child.pong_s = time.monotonic()
                 self._loads.broadcast()
-            case control.ModelReport():
+            case control_messages.ModelReport():
                 self._adapters.on_model(child, message)
                 self._loads.report(child, message)
-            case control.AdapterReport():
+            case control_messages.AdapterReport():
                 self._adapters.report(child, message)
-            case control.WantAdapter(model, adapter):
+            case control_messages.WantAdapter(model, adapter):
                 self._adapters.want(model, adapter)
-            case control.LoadModel(model):
+            case control_messages.LoadModel(model):
                 self._loads.want(model)
-            case control.Manage(number, action, model):
+            case control_messages.Manage(number, action, model):
                 self._loads.manage(action, model)
                 self._crew.send(child, self._loads.message())
-                self._crew.send(child, control.Managed(number))
-            case control.MemoryReport(total_bytes, available_bytes):
+                self._crew.send(child, control_messages.Managed(number))
+            case control_messages.MemoryReport(total_bytes, available_bytes):
                 self._loads.take_memory(child, Memory(total_bytes, available_bytes))
-            case control.MemoryShort(model):
+            case control_messages.MemoryShort(model):
                 self._loads.relieve(child, model)
-            case control.PeerFault():
+            case control_messages.PeerFault():
                 self._crew.end_peer(child, message.slot)
-            case control.Touch(models, adapters):
+            case control_messages.Touch(models, adapters):
                 self._loads.touch(models)
                 self._adapters.touch(adapters)
-            case control.Pong():
+            case control_messages.Pong():
                 child.pong_s = time.monotonic()
-            case control.Quarantine():
+            case control_messages.Quarantine():
                 self._crew.send_all(self._crew.frontends, message)
             case _:
                 _log.warning("%s sent an unexpected %s", child.name, type(message).__name__)
@@ -186,7 +191,7 @@ class Supervisor:
         """Tell everybody who is left."""
         self._loads.broadcast()
 
-    def on_given_up(self, role: control.Role) -> None:
+    def on_given_up(self, role: control_messages.Role) -> None:
         """Stop: without a worker, or without a frontend, nothing can be served."""
         _log.error("no %s can be started: stopping", role)
         self._fail()
@@ -200,22 +205,60 @@ class Supervisor:
             return "no worker is running"
         return ""
 
-    def _announce(self) -> None:
+    @property
+    def _url(self) -> str:
         host = self._settings.server.host
-        url = f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
+        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
+
+    def _announce(self) -> None:
         workers = ", ".join(worker.place.device for worker in self._crew.workers)
         took_s = time.monotonic() - self._started_s
         _log.info(
-            "ready on %s after %.1f s (frontends: %d, workers: %s)", url, took_s, len(self._crew.frontends), workers
+            "ready on %s after %.1f s (frontends: %d, workers: %s)",
+            self._url,
+            took_s,
+            len(self._crew.frontends),
+            workers,
         )
-        self._notifier.send("READY=1", f"STATUS=serving on {url}")
+        self._herald.ready(self._status())
+
+    def _status(self) -> str:
+        """Return what `systemctl status` shows."""
+        is_reachable = any(frontend.state == "ready" for frontend in self._crew.frontends)
+        reason = self._loads.reason() or ("" if is_reachable else "no frontend is running")
+        if not self._loads.was_ready:
+            return f"starting: {reason}"
+        state = f"not ready: {reason}" if reason else f"serving on {self._url}"
+        silent = self._silent(time.monotonic())
+        hangs = f"; not answering: {', '.join(silent)}" if silent else ""
+        kept = f"; settings not reloaded: {self._reloader.error}" if self._reloader.error else ""
+        return f"{state}, models loaded: {self._loads.num_loaded}{hangs}{kept}"
+
+    # --- reloading ------------------------------------------------------------------------------------------------
+
+    def _on_reload_signal(self) -> None:
+        if not self._crew.is_draining:
+            self._reloader.request()
+
+    def _apply(self, plan: Plan, models: Models) -> tuple[str, ...]:
+        """Take over what can change in a running server; return what about its models cannot."""
+        self._settings = plan.settings
+        set_level(plan.settings.server.log_level)
+        self._watch.watchdog_s = plan.settings.supervisor.watchdog_s
+        self._crew.reconfigure(plan.settings)
+        self._loads.reconfigure(plan.settings)
+        return self._loads.replace(models)
+
+    def _on_reloaded(self) -> None:
+        self._crew.count_reload(is_refused=bool(self._reloader.error))
+        self._loads.config_error = self._reloader.error
+        self._loads.broadcast()
+        self._herald.tell(self._status())
 
     # --- watching -------------------------------------------------------------------------------------------------
 
     async def _tick_forever(self) -> None:
-        watchdog_s = watchdog_interval_s(dict(os.environ))
-        ping_s = min(_MAX_PING_S, self._settings.supervisor.tick_timeout_s / 4)
-        petted_s = extended_s = pinged_s = 0.0
+        pinged_s = 0.0
         while True:
             await asyncio.sleep(_TICK_S)
             now_s = time.monotonic()
@@ -224,15 +267,23 @@ class Supervisor:
             self._watch_frontends(now_s, late_s)
             self._loads.tick(now_s)
             self._adapters.tick(now_s)
-            if now_s - pinged_s >= ping_s:
-                self._crew.send_all(self._crew.frontends, control.Ping(int(now_s * 1e3)))
+            if now_s - pinged_s >= min(_MAX_PING_S, self._settings.supervisor.tick_timeout_s / 4):
+                self._crew.send_all(self._crew.frontends, control_messages.Ping(int(now_s * 1e3)))
                 pinged_s = now_s
-            if watchdog_s is not None and now_s - petted_s >= watchdog_s:
-                self._notifier.send("WATCHDOG=1")
-                petted_s = now_s
-            if not self._loads.was_ready and now_s - extended_s >= _EXTEND_S:
-                self._notifier.send("EXTEND_TIMEOUT_USEC=30000000", f"STATUS={self._loads.reason()}")
-                extended_s = now_s
+                self._herald.tell(self._status())
+            if not self._silent(now_s):
+                self._herald.feed(now_s)
+            if not self._loads.was_ready and self._loads.is_progressing():
+                self._herald.extend(now_s)
+
+    def _silent(self, now_s: float) -> list[str]:
+        """Return the names of processes whose loop does not turn; one that is given up for it counts until it is gone."""
+        grace_s = self._herald.grace_s
+        timeout_s = self._settings.supervisor.tick_timeout_s
+        patience_s = timeout_s - min(grace_s, timeout_s / 2)
+        workers = [child for child in self._crew.workers if self._watch.is_silent(child.slot, grace_s)]
+        frontends = [child for child in self._crew.frontends if now_s - child.pong_s > patience_s]
+        return [child.name for child in (*workers, *frontends) if child.state == "ready"]
 
     def _watch_workers(self, now_s: float, late_s: float) -> None:
         for worker in self._crew.workers:
@@ -273,13 +324,14 @@ class Supervisor:
             return
         self._crew.is_draining = True
         _log.info("%s: finishing what was accepted (at most %g s)", number.name, self._settings.server.drain_timeout_s)
-        self._notifier.send("STOPPING=1", "STATUS=draining")
+        longest_s = _CLOSE_AFTER_S + self._settings.server.drain_timeout_s + _WORKER_STOP_S + _KILL_S
+        self._herald.stopping("stopping: finishing what was accepted", longest_s + _STOP_MARGIN_S)
         self._spawn(self._drain())
 
     async def _drain(self) -> None:
         """Refuse what is new, finish what was accepted, then let go of the children, frontends first."""
         frontends = self._crew.frontends
-        self._crew.send_all(frontends, control.Drain())
+        self._crew.send_all(frontends, control_messages.Drain())
         await asyncio.sleep(_CLOSE_AFTER_S)
         for frontend in frontends:
             frontend.signal(signal.SIGTERM)

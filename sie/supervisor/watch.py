@@ -24,10 +24,11 @@ class Watch:
     """What the supervisor remembers between ticks."""
 
     def __init__(self, watchdog_s: float) -> None:
-        self._watchdog_s = watchdog_s
+        self.watchdog_s = watchdog_s
         self._last_tick_s = 0.0
         self._forgiven_s: dict[int, tuple[int, float]] = {}  # by slot: since when, how many seconds
         self._aborted_s: dict[int, float] = {}
+        self._over_s: dict[int, float] = {}  # by slot: for how long it is over its allowance, as last judged
         self._num_oom_kills = count_oom_kills()
 
     def tick(self, now_s: float) -> float:
@@ -41,15 +42,23 @@ class Watch:
         if slot in self._aborted_s:
             return "kill" if now_s - self._aborted_s[slot] > _DUMP_S else "fine"
         if not status.started_ns:  # its loop has not turned yet, or it writes faster than its page can be read
+            self._over_s.pop(slot, None)
             return "fine"
         started_ns, forgiven_s = self._forgiven_s.get(slot, (0, 0.0))
         forgiven_s = late_s + (forgiven_s if started_ns == status.started_ns else 0.0)
         self._forgiven_s[slot] = (status.started_ns, forgiven_s)
         over_s = now_s - (status.started_ns + status.allowed_ns) / 1e9 - forgiven_s
-        if over_s <= self._watchdog_s:
+        self._over_s[slot] = over_s
+        if over_s <= self.watchdog_s:
             return "fine"
         self._aborted_s[slot] = now_s
         return "abort"
+
+    def is_silent(self, slot: int, grace_s: float) -> bool:
+        """Return whether a worker hangs, or will be judged so within grace_s, or half of watchdog_s if that is less."""
+        if slot in self._aborted_s:
+            return True
+        return self._over_s.get(slot, 0.0) > self.watchdog_s - min(grace_s, self.watchdog_s / 2)
 
     def blames_input(self, status: int, slot: int) -> bool:
         """Return whether a death may be the doing of what was running.
@@ -66,6 +75,7 @@ class Watch:
     def forget(self, slot: int) -> None:
         """Start afresh with a slot's next process."""
         self._aborted_s.pop(slot, None)
+        self._over_s.pop(slot, None)
         self._forgiven_s.pop(slot, None)
 
 

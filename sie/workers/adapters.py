@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from sie.control import AdapterReport, LoadAdapter, UnloadAdapter
+from sie.cards import AdapterSpec
+from sie.control_messages import AdapterReport, LoadAdapter, UnloadAdapter
 from sie.errors import BadRequest, Internal, SieError, Unavailable, to_wire
 from sie.logs import get_logger
-from sie.types import AdapterSpec
 from sie.workers.hosting import Host
 from sie.workers.runners import Adapters, Runner
 from sie.workers.scheduler import Waiting

@@ -12,9 +12,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from sie.cards import ModelCard
 from sie.errors import BadRequest
 from sie.settings import Settings
-from sie.types import ModelCard
 from sie.workers.finish import Finished, finish_ragged, finish_rows_of
 from sie.workers.ragged import KeptBytes
 from sie.workers.requests import Link, Request

@@ -12,8 +12,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from sie.cards import ModelCard
 from sie.errors import NonFinite
-from sie.types import ModelCard, WorkHeader
+from sie.headers import WorkHeader
 from sie.workers.runners import StepOutputs
 from sie.workers.runners.quantise import check_scores, finish_rows
 

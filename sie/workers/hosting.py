@@ -14,10 +14,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from sie.control import ModelReport
+from sie.cards import ModelCard, ModelState
+from sie.control_messages import ModelReport
 from sie.errors import Internal, SieError, WireError, to_wire
 from sie.logs import get_logger
-from sie.types import ModelCard, ModelState
 from sie.workers.faults import is_out_of_memory
 from sie.workers.memory import free_model
 from sie.workers.runners import Runner

@@ -22,12 +22,12 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from sie.cards import ModelCard
 from sie.catalog.files import refuse
 from sie.catalog.gli import GLINER_CONFIG, LABELS_TOKENIZER
 from sie.errors import ModelLoadFailed
 from sie.extraction import ExtractTask, Gliclass, Gliner
 from sie.logs import get_logger
-from sie.types import ModelCard
 from sie.workers.device import DtypeSetting, choose_dtype, resolve_device
 from sie.workers.runners.gliclass import GliclassRunner
 from sie.workers.runners.gliner import GlinerRunner

@@ -6,7 +6,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 
-from sie.control import Attach
+from sie.control_messages import Attach
 from sie.settings import Settings
 from sie.shm.attach import Attachment, PendingAttachment
 from sie.shm.large import LargeBudget

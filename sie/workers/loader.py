@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from sie.cards import ModelCard
 from sie.catalog.architecture import (
     causal_class,
     classifier_class,
@@ -27,7 +28,6 @@ from sie.catalog.architecture import (
 )
 from sie.catalog.files import open_checkpoint, refuse
 from sie.extraction import TokenClassification
-from sie.types import ModelCard
 from sie.workers.device import DtypeSetting, choose_dtype, resolve_device
 from sie.workers.probe import choose_execution, choose_scoring, choose_token_classification
 from sie.workers.runners.classify import PairClassifyRunner, TokenClassifyRunner, TokenModel

@@ -11,17 +11,17 @@ import select
 import time
 from collections.abc import Callable
 
-from sie import control, failpoints
+from sie import control_messages, failpoints
+from sie.cards import ModelCard
 from sie.control import Channel, ChannelClosedError
 from sie.errors import BadRequest, Internal, SieError, Unavailable
-from sie.logs import get_logger
+from sie.logs import get_logger, set_level
 from sie.process import calm_collector
 from sie.settings import Settings
 from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.layout import RELEASE, SUBMIT, Descriptor, ProtocolError
 from sie.shm.segment import ReservationError
-from sie.types import ModelCard
 from sie.workers.adapters import AdapterHost
 from sie.workers.answers import NEVER_FITS, Answers
 from sie.workers.ceilings import drop_outgrown
@@ -61,7 +61,7 @@ class Loop:
         budget: Budget,
         large: LargeBudget,
         on_loaded: Callable[[ModelCard], None],
-        read_memory: Callable[[], control.MemoryReport] | None = None,
+        read_memory: Callable[[], control_messages.MemoryReport] | None = None,
     ) -> None:
         """Report what read_memory returns once a second, if it is given."""
         self._settings = settings
@@ -83,7 +83,7 @@ class Loop:
             ceilings=self._state.ceilings,
             metrics=metrics,
             retry_after_s=settings.limits.oom_retry_after_s,
-            ask_for_memory=lambda model: channel.send(control.MemoryShort(model)),
+            ask_for_memory=lambda model: channel.send(control_messages.MemoryShort(model)),
         )
         self._joining: dict[int, JoiningFrontend] = {}
         self._links: dict[int, FrontendLink] = {}
@@ -166,13 +166,15 @@ class Loop:
         while (received := self._channel.try_receive()) is not None:
             message, fds = received
             match message:
-                case control.Attach():
+                case control_messages.Attach():
                     self._attach(message, fds)
-                case control.Load(card):
+                case control_messages.Load(card):
                     self._host.load(card)
-                case control.Unload(model):
+                case control_messages.Unload(model):
                     self._host.start_unload(model)
-                case control.LoadAdapter() | control.UnloadAdapter():
+                case control_messages.Configure(settings):
+                    set_level(settings.server.log_level)  # nothing else here changes while the worker runs
+                case control_messages.LoadAdapter() | control_messages.UnloadAdapter():
                     self._adapters.apply(message)
                 case _:
                     for fd in fds:
@@ -188,7 +190,7 @@ class Loop:
             calm_collector()
             self._tended_ns = 0
 
-    def _attach(self, message: control.Attach, fds: list[int]) -> None:
+    def _attach(self, message: control_messages.Attach, fds: list[int]) -> None:
         """Send our offer and go on: a frontend that is stopped must not stop this loop."""
         self._leave(message.peer_slot)
         try:
@@ -268,7 +270,7 @@ class Loop:
     def _accuse(self, link: FrontendLink, error: ProtocolError) -> None:
         _log.error("frontend-%d broke the protocol: %s", link.slot, error)
         self._detach(link)
-        self._channel.send(control.PeerFault(link.slot))
+        self._channel.send(control_messages.PeerFault(link.slot))
 
     def _accept(self, link: FrontendLink, descriptor: Descriptor) -> None:
         try:

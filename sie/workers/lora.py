@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from sie.cards import AdapterSpec
 from sie.errors import Internal
-from sie.types import AdapterSpec
 from sie.workers.batch import PackedBatch, pack_sequences
 from sie.workers.lora_files import read_lora
 

@@ -13,9 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from sie.cards import AdapterSpec
 from sie.catalog.lora import LoraConfig, find_lora_weights, read_lora_config, refuse_adapter
 from sie.errors import BadRequest
-from sie.types import AdapterSpec
 
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
 _MAX_NAMED = 5

@@ -11,14 +11,15 @@ from types import FrameType
 import msgspec
 
 from sie import control, failpoints, process
-from sie.control import ChannelClosedError, Configure, Launch, Ready
+from sie.cards import ModelCard
+from sie.control import ChannelClosedError
+from sie.control_messages import Configure, Launch, Ready
 from sie.extraction import Gliclass, Gliner
 from sie.logs import configure, get_logger
 from sie.settings import Settings
 from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.pages import CounterPage
-from sie.types import ModelCard
 from sie.workers.faults import EXIT_STATUS, DeviceLostError
 from sie.workers.hosting import Host
 from sie.workers.loop import Loop

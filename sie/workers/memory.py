@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 
-from sie.control import MemoryReport
+from sie.control_messages import MemoryReport
 from sie.shm.segment import read_memory
 
 

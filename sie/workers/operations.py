@@ -10,9 +10,10 @@ from typing import Any
 
 import msgspec
 
+from sie.cards import ModelCard
 from sie.errors import BadRequest
 from sie.extraction import ExtractTask, TokenClassification, ZeroShot
-from sie.types import ModelCard, WorkHeader
+from sie.headers import WorkHeader
 from sie.workers.requests import Request
 from sie.workers.runners import Side, StepOutputs
 from sie.workers.runners.quantise import output_layout

@@ -1,7 +1,7 @@
 """Owns replies whose size is known only when they are whole: sparse vectors, vectors of tokens, and what was extracted.
 
 Each item's arrays are kept in this process until the last one is there; then the reply's extent is leased and written.
-What all requests of a worker keep together is bounded. Layout: `sie.types.ReplyHeader`.
+What all requests of a worker keep together is bounded. Layout: `sie.headers.ReplyHeader`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie.errors import BadRequest, Overloaded
+from sie.headers import ReplyHeader
 from sie.shm.extent import ArrayPlan, array_view, plan_arrays
-from sie.types import ReplyHeader
 
 RAGGED_OUTPUTS = frozenset(("sparse", "multivector", "extract", "token_logits"))
 _RETRY_S = 5

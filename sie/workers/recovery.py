@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable
 
 from sie import families
+from sie.cards import ModelCard
 from sie.errors import Internal, NonFinite, ResourceExhausted, SieError
 from sie.logs import get_logger
-from sie.types import ModelCard
 from sie.workers.ceilings import Ceiling, lower_ceiling
 from sie.workers.faults import DeviceLostError, forget_frames, is_out_of_memory, is_sticky
 from sie.workers.memory import free_cached

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from sie import failpoints
 from sie.errors import SieError, to_wire
+from sie.headers import ArrayRef, ReplyHeader, WorkHeader
 from sie.shm.extent import array_view, begin_extent, extent_bytes, is_cancelled, plan_arrays, read_extent
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
 from sie.shm.pool import Lease
-from sie.types import ArrayRef, ReplyHeader, WorkHeader
 from sie.workers.ragged import RAGGED_OUTPUTS, KeptBytes, RaggedReply
 from sie.workers.runners import Comparison, ImageItem, Pair
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.chaos.cluster import DENSE, MODEL, cluster
 from tests.chaos.ledger import Row
-from tests.process.harness import EX_CONFIG, launch, run_to_end, start_server
+from tests.process.harness import EX_CONFIG, run_to_end, start_server
 
 STUB = ("--model", f"{MODEL}=stub:dense={DENSE}")
 PYTHON_S = 1.0
@@ -43,19 +43,11 @@ def test_f14_dev_shm_is_not_used(row: Row):
     row.equals("mappings of /dev/shm", sum("/dev/shm" in line for line in maps), 0)
 
 
-@pytest.mark.row("F40", "two servers with one runtime directory")
+@pytest.mark.row("F40", "two servers on one port, with one runtime directory")
 def test_f40_a_second_instance_is_refused_and_told_of_the_first(row: Row, tmp_path: Path):
     with start_server(*STUB, "--runtime-dir", str(tmp_path)) as first:
-        began_s = time.monotonic()
-        second = launch(*STUB, "--runtime-dir", str(tmp_path), runtime_dir=str(tmp_path))
-        try:
-            status = second.process.wait(20.0)
-        finally:
-            second.discard()
-        took_s = time.monotonic() - began_s
-        assert str(first.process.pid) in second.output.text(), second.output.text()
-    row.equals("exit status", status, EX_CONFIG)
-    row.at_most("refused after", took_s, 1.0 + PYTHON_S, "s")
+        said = refused(row, "second instance", "--port", str(first.port), "--runtime-dir", str(tmp_path))
+        assert f"pid {first.process.pid}" in said, said
 
 
 @pytest.mark.row("F41", "the port is taken")

@@ -20,12 +20,12 @@ import psutil
 import pytest
 from websockets.sync.client import connect as connect_ws
 
+from sie.headers import WorkHeader
 from sie.shm.extent import read_extent
 from sie.shm.large import LargeBudget
 from sie.shm.layout import ProtocolError
 from sie.shm.segment import Segment
 from sie.shm.space import InboundSpace, OutboundSpace
-from sie.types import WorkHeader
 from tests.chaos.cluster import DENSE, MODEL, Leaks, cluster
 from tests.chaos.history import open_loop, quantile
 from tests.chaos.ledger import SEED, Row, pick

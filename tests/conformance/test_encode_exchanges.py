@@ -11,9 +11,10 @@ import json
 import numpy as np
 import pytest
 
+from sie.cards import ModelCard
 from sie.frontend.dialects import openai, sie
 from sie.settings import Limits
-from sie.types import EncodeReply, ModelCard, Timing
+from sie.types import EncodeReply, Timing
 
 LIMITS = Limits()
 CARD = ModelCard(id="org/m", kind="encoder", dims={"dense": 2}, tokenizer_file="tokenizer.json")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sie.cards import ModelCard
 from sie.errors import BadRequest
 from sie.frontend.options import merge_options
-from sie.types import ModelCard
 
 OUTPUTS = ("dense", "sparse", "multivector")
 OPTIONS = st.fixed_dictionaries(

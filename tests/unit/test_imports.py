@@ -14,7 +14,9 @@ import pytest
 import sie
 
 ROOT = Path(sie.__file__).parent
-FOUNDATION = {"sie", "sie.errors", "sie.extraction", "sie.types", "sie.settings", "sie.config_sources"}
+FOUNDATION = {
+    "sie", "sie.cards", "sie.errors", "sie.extraction", "sie.headers", "sie.types", "sie.settings", "sie.config_sources",
+}  # fmt: skip
 SLOW = {"torch", "transformers", "sentence_transformers"}
 SERVERS = {"granian", "nats", "uvloop"}
 PURE_FILES = (

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import logging.config
+import os
 import re
+import sys
 
 import pytest
 
@@ -85,3 +87,36 @@ def test_lines_of_the_http_server_come_out_in_our_form(capsys):
         ("_granian", "frontend-0"),
         ("granian.access", "frontend-0"),
     ]
+
+
+def test_under_the_journal_every_line_says_its_priority(capfd, monkeypatch):
+    stderr = os.fstat(2)
+    monkeypatch.setenv("JOURNAL_STREAM", f"{stderr.st_dev}:{stderr.st_ino}")
+    monkeypatch.setattr(sys, "stderr", os.fdopen(os.dup(2), "w"))
+    logs.configure("text", "debug", "worker-0")
+    log = logs.get_logger("sie.here")
+    log.debug("d")
+    log.info("i")
+    log.warning("w")
+    try:
+        raise KeyError("lost")
+    except KeyError:
+        log.exception("e")
+    sys.stderr.close()
+    lines = capfd.readouterr().err.splitlines()
+    assert [line[:3] for line in lines[:4]] == ["<7>", "<6>", "<4>", "<3>"]
+    assert {line[:3] for line in lines[4:]} == {"<3>"}
+    assert "KeyError" in lines[-1]
+
+
+@pytest.mark.parametrize("stream", ["", "1:2", "nonsense"])
+def test_elsewhere_no_line_says_its_priority(capsys, monkeypatch, stream: str):
+    monkeypatch.setenv("JOURNAL_STREAM", stream)
+    assert say(capsys, "text", "m").startswith("2")
+
+
+def test_a_level_can_change_while_the_process_runs(capsys):
+    logs.configure("text", "error", "a")
+    logs.set_level("warning")
+    logs.get_logger("sie.here").warning("now")
+    assert "now" in capsys.readouterr().err

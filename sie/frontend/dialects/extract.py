@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
+from sie.cards import ModelCard
 from sie.catalog.options import LENGTHS
 from sie.errors import BadRequest, InputTooLong
 from sie.extraction import Entity, Extraction, ExtractRule, ExtractTask, LabelGroup, LabelledExample
@@ -18,7 +19,7 @@ from sie.frontend.dialects.sie import Item, check_count, check_items, find_non_t
 from sie.frontend.extract import check_task
 from sie.frontend.options import merge_options, refuse_adapter
 from sie.settings import Limits
-from sie.types import ExtractReply, ExtractRequest, ModelCard
+from sie.types import ExtractReply, ExtractRequest
 
 _MOST_ITEMS = 65_536  # the most that settings allow; the setting itself is checked after decoding
 _MAX_SCHEMA_BYTES: Final = 1 << 20

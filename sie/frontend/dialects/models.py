@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
+from sie.cards import ModelCard, ModelState
 from sie.catalog.profiles import DEFAULT_PROFILE
 from sie.errors import SieError
-from sie.types import ModelCard, ModelState
 
 OWNER = "sie"
 

@@ -14,11 +14,12 @@ import msgspec
 import numpy as np
 import pybase64
 
+from sie.cards import ModelCard
 from sie.errors import BadRequest, InputTooLong, SieError
 from sie.frontend.body_limits import check_json, decode_typed
 from sie.frontend.options import gives, merge_options
 from sie.settings import Limits
-from sie.types import EncodeReply, EncodeRequest, ModelCard
+from sie.types import EncodeReply, EncodeRequest
 
 DEFAULT_MODEL = "default"
 """The id of a request that names no model."""

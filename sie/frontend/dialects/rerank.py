@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from sie.cards import ModelCard
 from sie.errors import BadRequest, InputTooLong
 from sie.frontend.body_limits import check_json, decode_free_form, decode_typed
 from sie.frontend.comparisons import resolve_compared
@@ -16,7 +17,7 @@ from sie.frontend.dialects.openai import DEFAULT_MODEL
 from sie.frontend.options import merge_options, refuse_adapter
 from sie.frontend.score import resolve_score
 from sie.settings import Limits
-from sie.types import ModelCard, ScoreReply, ScoreRequest
+from sie.types import ScoreReply, ScoreRequest
 
 _MOST_DOCUMENTS = 65_536  # the most that settings allow; the setting itself is checked after decoding
 _ABSENT = msgspec.Raw(b"")

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+from sie.cards import ModelCard
 from sie.catalog.options import OUTPUT_TYPES
 from sie.errors import BadRequest, InputTooLong, NotFound, SieError
 from sie.frontend.body_limits import check_json, decode_free_form, decode_typed
@@ -22,7 +23,7 @@ from sie.frontend.dialects import outputs
 from sie.frontend.dialects.arrays import array_header, pack
 from sie.frontend.options import merge_options
 from sie.settings import Limits
-from sie.types import OUTPUT_DTYPES, EncodeReply, EncodeRequest, MediaItems, ModelCard, Timing
+from sie.types import OUTPUT_DTYPES, EncodeReply, EncodeRequest, MediaItems, Timing
 
 _MOST_ITEMS = 65_536  # the most that settings allow; the setting itself is checked after decoding
 _MOST_NAMES = 64

@@ -12,8 +12,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from sie.cards import AdapterSpec, ModelCard
 from sie.extraction import Extraction, ExtractTask
-from sie.types import AdapterSpec, ModelCard, WorkHeader
+from sie.headers import WorkHeader
 
 
 class Pair(NamedTuple):

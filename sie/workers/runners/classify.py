@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sie.cards import ModelCard
 from sie.extraction import TokenClassification
-from sie.types import ModelCard
 from sie.workers.batch import PackedBatch, pack_sequences
 from sie.workers.runners import Pair
 from sie.workers.runners.encode import Backbone, Execution, weight_bytes

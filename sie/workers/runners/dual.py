@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
+from sie.cards import ImageRule, ModelCard
 from sie.catalog.files import refuse
 from sie.errors import Internal
-from sie.types import ImageRule, ModelCard
 from sie.workers.batch import PackedBatch, pack_sequences
 from sie.workers.probe import MAX_DIFFERENCE, choose_execution, difference, probe_sequences
 from sie.workers.runners import ImageItem, StepOutputs, Want

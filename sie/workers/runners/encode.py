@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from sie.cards import ModelCard
 from sie.errors import BadRequest, InputTooLong
-from sie.types import ModelCard
 from sie.workers.attention import Boundaries, packed_step
 from sie.workers.batch import PackedBatch, pack_sequences
 from sie.workers.lora import LoraAdapters, StepRows

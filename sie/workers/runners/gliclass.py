@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sie.cards import ModelCard
 from sie.errors import BadRequest
 from sie.extraction import Gliclass
-from sie.types import ModelCard
 from sie.workers.runners.encode import weight_bytes
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sie.cards import ModelCard
 from sie.extraction import Entity, Extraction, ExtractTask, Gliner, Relation
-from sie.types import ModelCard
 from sie.workers.runners.encode import weight_bytes
 
 _DEFAULT_THRESHOLD = 0.5

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from sie.cards import PipelineStep
 from sie.catalog.files import refuse
-from sie.types import PipelineStep
 from sie.workers.pooling import pool
 
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sie.types import ModelCard
+from sie.cards import ModelCard
 from sie.workers.batch import PackedBatch, pack_sequences
 from sie.workers.runners import Side, StepOutputs, Want
 from sie.workers.runners.compare import TextVectors, compare

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sie.types import ModelCard, ScoreRule
+from sie.cards import ModelCard, ScoreRule
 from sie.workers.batch import PackedBatch, pack_sequences
 from sie.workers.runners import Pair
 from sie.workers.runners.encode import Backbone, Execution

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from sie.cards import SparseOutput
 from sie.catalog.files import refuse
 from sie.errors import NonFinite
-from sie.types import SparseOutput
 from sie.workers.batch import PackedBatch
 from sie.workers.runners.stand_in import ModelHead
 

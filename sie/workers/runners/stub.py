@@ -17,10 +17,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from sie.cards import AdapterSpec, ModelCard
 from sie.catalog.stub import adapted_text, count_stub_tokens
 from sie.errors import Internal
 from sie.extraction import Classification, Entity, Extraction, ExtractTask
-from sie.types import AdapterSpec, ModelCard
 from sie.workers.runners import ImageItem, StepOutputs, Want
 from sie.workers.runners.stub_faults import StubFaults
 

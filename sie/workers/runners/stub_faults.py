@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.types import StubOptions
+from sie.cards import StubOptions
 
 Text = bytes | memoryview | NDArray[np.uint8]
 

@@ -16,8 +16,8 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from sie.cards import LateInteraction, ModelCard
 from sie.catalog.files import refuse
-from sie.types import LateInteraction, ModelCard
 from sie.workers.batch import PackedBatch
 from sie.workers.runners.head import build_layers
 

@@ -6,6 +6,7 @@ from importlib.resources import files
 
 import pytest
 
+from sie.cards import LateInteraction, ModelCard
 from sie.catalog.cards import make_card
 from sie.catalog.options import check_profile_options
 from sie.catalog.profiles import (
@@ -20,7 +21,6 @@ from sie.catalog.profiles import (
 from sie.catalog.spec import parse_model_spec
 from sie.errors import BadRequest, ModelLoadFailed
 from sie.frontend.prompts import apply_prompt
-from sie.types import LateInteraction, ModelCard
 
 E5_TASK = "Given a web search query, retrieve relevant passages that answer the query"
 BGE = "Represent this sentence for searching relevant passages: "

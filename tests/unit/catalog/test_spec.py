@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from sie.cards import ImageRule, StubOptions
 from sie.catalog.spec import ModelSpec, parse_model_spec
 from sie.catalog.stub import count_stub_tokens, stub_card
 from sie.errors import BadRequest
-from sie.types import ImageRule, StubOptions
 
 
 @pytest.mark.parametrize(

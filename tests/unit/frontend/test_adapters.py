@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from sie.control import AdapterEntry, ModelEntry, Models, Touch, WantAdapter
+from sie.cards import ModelCard
+from sie.control_messages import AdapterEntry, ModelEntry, Models, Touch, WantAdapter
 from sie.errors import BadRequest, Internal, Unavailable, WorkerLost, to_wire
 from sie.frontend.adapters import AdapterTable, workers_with
 from sie.frontend.models import ModelTable
-from sie.types import ModelCard
 from tests.unit.engine_rig import Rig, checksum, in_rig
 
 LOADED = AdapterEntry(state="loaded", workers=(0,))

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from sie.control import Manage, ModelEntry, Models
+from sie.cards import ModelCard
+from sie.control_messages import Manage, ModelEntry, Models
 from sie.errors import BadRequest, Forbidden, ModelLoadFailed, SieError, to_wire
 from sie.frontend.admin import ModelAdmin, check_admin
 from sie.frontend.models import ModelTable
-from sie.types import ModelCard
 
 LOCAL = {"host": "127.0.0.1:8080", "content-type": "application/json"}
 

@@ -10,10 +10,11 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
+from sie.cards import LateInteraction, ModelCard, ScoreRule
 from sie.errors import BadRequest
 from sie.frontend.comparisons import comparison_arrays, resolve_compared
 from sie.frontend.tokenize import Tokenizer
-from sie.types import LateInteraction, ModelCard, ScoreRequest, ScoreRule
+from sie.types import ScoreRequest
 
 WORDS = ["<s>", "</s>", "<unk>", "[Q]", "[D]", *(f"w{i}" for i in range(50))]
 M3 = ModelCard(id="m3", kind="encoder", outputs=("dense", "sparse", "multivector", "score"),

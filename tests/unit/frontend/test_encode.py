@@ -15,18 +15,20 @@ import numpy as np
 import pytest
 import tokenizers
 
+from sie.cards import LateInteraction, ModelCard
 from sie.catalog.spec import parse_model_spec
 from sie.catalog.stub import stub_card
-from sie.control import ModelEntry
+from sie.control_messages import ModelEntry
 from sie.errors import BadRequest, Internal
 from sie.frontend.encode import Encoder
 from sie.frontend.image_reader import ImageReader
 from sie.frontend.links import Reply
 from sie.frontend.models import ModelTable
 from sie.frontend.replies import read_reply
+from sie.headers import ReplyHeader
 from sie.settings import Limits
 from sie.shm.extent import extent_bytes, plan_arrays, write_extent
-from sie.types import EncodeReply, EncodeRequest, LateInteraction, ModelCard, ReplyHeader
+from sie.types import EncodeReply, EncodeRequest
 from sie.workers.runners.stub import StubRunner
 from tests.unit.engine_rig import DEADLINE_S, Rig, SumRunner, checksum, in_rig
 

@@ -14,7 +14,7 @@ from sie.errors import (
     Overloaded,
     Unavailable,
 )
-from sie.types import WorkHeader
+from sie.headers import WorkHeader
 from sie.workers.scheduler import Budget
 from tests.unit.engine_rig import MIB, Rig, checksum, in_rig
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sie.control import PeerFault, Quarantine
+from sie.control_messages import PeerFault, Quarantine
 from sie.errors import (
     ClientGone,
     Internal,

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from sie.cards import ImageRule
 from sie.errors import BadRequest, DeadlineExceeded, Overloaded
 from sie.frontend import image_reader
 from sie.frontend.image_reader import ImageReader, ReadImages
 from sie.settings import Limits
-from sie.types import ImageRule
 from tests.unit.frontend.test_images import encoded, noise
 
 NEVER_NS = 1 << 62

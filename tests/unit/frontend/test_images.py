@@ -13,9 +13,9 @@ import pytest
 import transformers
 from PIL import Image
 
+from sie.cards import ImageRule
 from sie.errors import BadRequest
 from sie.frontend.images import FORMATS, decode_image, open_image, prepare_image
-from sie.types import ImageRule
 
 PATH = "$.items[2].images[1].data"
 UNDECODABLE = f"image data is not a decodable image - at `{PATH}`"

@@ -7,10 +7,10 @@ import msgspec
 import pytest
 import tokenizers
 
-from sie.control import ModelEntry, Models, WorkerEntry
+from sie.cards import ModelCard
+from sie.control_messages import ModelEntry, Models, WorkerEntry
 from sie.errors import Internal, ModelLoadFailed, Unavailable, to_wire
 from sie.frontend.models import ModelTable
-from sie.types import ModelCard
 
 FAILURE = to_wire(Internal("no such weights", extras={"error_class": "STORAGE", "attempts": 2, "permanent": False}))
 
@@ -228,3 +228,17 @@ def test_entries_of_a_model_share_one_tokenizer(table, tmp_path):
 
     first, second, third = asyncio.run(read())
     assert first is second is third
+
+
+def test_tokenizer_of_a_model_that_a_reload_took_away_is_let_go(table, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    save_tokenizer(path)
+
+    async def run() -> None:
+        table.update(message(profiled(workers=(0,), tokenizer_file=path), entry(tokenizer_file=path)))
+        kept = await table.tokenizer(table.entries["m"])
+        table.update(message(entry(tokenizer_file=path)))
+        assert set(table._tokenizers) == {"m"}
+        assert await table.tokenizer(table.entries["m"]) is kept
+
+    asyncio.run(run())

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from sie.cards import ModelCard
 from sie.errors import BadRequest
 from sie.frontend.options import gives, is_own_entry, merge_options, token_limit
-from sie.types import ModelCard
 
 PROFILES = {
     "default": {"query_template": "q: {text}", "normalize": True},

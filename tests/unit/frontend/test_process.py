@@ -11,8 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from sie import control
-from sie.control import Channel, Launch, ModelEntry, Models
+from sie import control_messages
+from sie.cards import ModelCard
+from sie.control import Channel
+from sie.control_messages import Launch, ModelEntry, Models
 from sie.errors import BadRequest, SieError
 from sie.frontend.process import FrontendProcess
 from sie.settings import Memory, Settings
@@ -20,7 +22,6 @@ from sie.shm.attach import Attachment
 from sie.shm.large import LargeBudget
 from sie.shm.pages import CounterPage
 from sie.shm.space import OutboundSpace
-from sie.types import ModelCard
 from tests.unit.engine_rig import MIB
 
 LAUNCH = Launch(control_path="", supervisor_pid=1, role="frontend", slot=0, incarnation=1)
@@ -128,8 +129,8 @@ async def test_default_of_the_settings_comes_first(desk: Desk) -> None:
 
 @at_desk()
 async def test_ping_is_answered_with_its_number(desk: Desk) -> None:
-    desk.tell(control.Ping(17))
-    assert desk.heard() == [control.Pong(17)]
+    desk.tell(control_messages.Ping(17))
+    assert desk.heard() == [control_messages.Pong(17)]
 
 
 @at_desk()
@@ -140,7 +141,7 @@ async def test_process_is_ready_as_the_supervisor_says_until_it_drains(desk: Des
     desk.tell(models("m", ready=False))
     assert not desk.process.is_ready
     desk.tell(models("m", ready=True))
-    desk.tell(control.Drain())
+    desk.tell(control_messages.Drain())
     assert not desk.process.is_ready
 
 
@@ -148,14 +149,14 @@ async def test_process_is_ready_as_the_supervisor_says_until_it_drains(desk: Des
 async def test_same_load_is_asked_for_at_most_once_a_second(desk: Desk) -> None:
     for model in ("m", "m", "n", "m"):
         desk.process._ask_load(model)
-    assert desk.heard() == [control.LoadModel("m"), control.LoadModel("n")]
+    assert desk.heard() == [control_messages.LoadModel("m"), control_messages.LoadModel("n")]
 
 
 @at_desk()
 async def test_attachment_is_used_when_the_worker_has_answered(desk: Desk) -> None:
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pidfd = os.pidfd_open(os.getpid())
-    desk.tell(control.Attach(0, 5), [ends[0].fileno(), pidfd])
+    desk.tell(control_messages.Attach(0, 5), [ends[0].fileno(), pidfd])
     ends[0].close()
     assert desk.process.engine._links == {}
     space = OutboundSpace.create("reply", MIB, LargeBudget(0))
@@ -163,7 +164,7 @@ async def test_attachment_is_used_when_the_worker_has_answered(desk: Desk) -> No
     for _ in range(4):
         await asyncio.sleep(0)
     assert list(desk.process.engine._links) == [0]
-    desk.tell(control.WorkerDown(0, 5, ()))
+    desk.tell(control_messages.WorkerDown(0, 5, ()))
     assert desk.process.engine._links == {}
     worker.close()
     space.close()
@@ -174,12 +175,35 @@ async def test_worker_that_dies_before_it_answered_leaves_nothing_behind(desk: D
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # iterdir holds a descriptor of its own meanwhile
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pidfd = os.pidfd_open(os.getpid())
-    desk.tell(control.Attach(0, 5), [ends[0].fileno(), pidfd])
+    desk.tell(control_messages.Attach(0, 5), [ends[0].fileno(), pidfd])
     os.close(pidfd)
     for end in ends:
         end.close()
-    desk.tell(control.WorkerDown(0, 5, ()))
+    desk.tell(control_messages.WorkerDown(0, 5, ()))
 
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
     await asyncio.sleep(0)
     assert desk.process.engine._links == {}
+
+
+# --- reloading --------------------------------------------------------------------------------------------------------
+
+
+@at_desk()
+async def test_reloaded_settings_hold_for_what_comes_next(desk: Desk) -> None:
+    assert desk.process.access_log is None
+    settings = desk.process.settings
+    limits = msgspec.structs.replace(settings.limits, request_timeout_s=2.0, max_queued_tokens=1)
+    server = msgspec.structs.replace(settings.server, access_log=0.5)
+    desk.tell(control_messages.Configure(msgspec.structs.replace(settings, limits=limits, server=server)))
+    assert desk.process.timeout_ns(None) == 2_000_000_000
+    assert desk.process.settings.limits.max_queued_tokens == 1
+    assert desk.process.access_log is not None
+
+
+@at_desk()
+async def test_a_refused_reload_is_in_the_status(desk: Desk) -> None:
+    desk.tell(Models((), ready=True, config_error="sie.toml: [limits] max_itemz: unknown key"))
+    assert msgspec.json.decode(desk.process._frame())["config_error"] == "sie.toml: [limits] max_itemz: unknown key"
+    desk.tell(Models((), ready=True))
+    assert msgspec.json.decode(desk.process._frame())["config_error"] is None

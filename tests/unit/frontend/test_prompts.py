@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from sie.cards import ModelCard
 from sie.errors import BadRequest
 from sie.frontend.prompts import apply_prompt
-from sie.types import ModelCard
 
 PLAIN = ModelCard(id="plain", kind="encoder")
 PROMPTED = ModelCard(id="prompted", kind="encoder", prompts={"query": "q: ", "passage": "p: "}, default_prompt="d: ")

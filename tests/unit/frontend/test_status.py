@@ -8,12 +8,12 @@ import math
 import pytest
 
 from sie import families
-from sie.control import ModelEntry, WorkerEntry
+from sie.cards import ModelCard
+from sie.control_messages import ModelEntry, WorkerEntry
 from sie.errors import ModelLoadFailed, to_wire
 from sie.frontend.metrics import FrontendMetrics, merge
 from sie.frontend.status import GPU_STALE_AFTER_S, ServerFacts, StatusInputs, build_status, encode_frame, process_owner
 from sie.shm.pages import CounterPage
-from sie.types import ModelCard
 
 NOW_S = 1_700_000_100.0
 FACTS = ServerFacts(name="host", version="1.2.3", pid=7, started_s=NOW_S - 61.5, user="sie", working_dir="/srv")

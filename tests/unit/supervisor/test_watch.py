@@ -97,3 +97,25 @@ def test_kill_for_want_of_memory_blames_the_step_once(judge, oom_kills):
 
 def test_kernel_s_counter_can_be_read_here():
     assert count_oom_kills() >= 0
+
+
+def test_a_worker_is_silent_some_time_before_it_is_judged_to_hang(judge):
+    for now_s, is_silent in ((107.9, False), (108.1, True), (111.1, True), (111.3, True)):
+        judge.judge_worker(0, step(100), now_s, 0.0)
+        assert judge.is_silent(0, 3.0) is is_silent, now_s
+    judge.forget(0)
+    assert not judge.is_silent(0, 3.0)
+
+
+def test_a_long_grace_is_half_of_the_watchdog(judge):
+    judge.judge_worker(0, step(100), 105.9, 0.0)
+    assert not judge.is_silent(0, 1000.0)
+    judge.judge_worker(0, step(100), 106.1, 0.0)
+    assert judge.is_silent(0, 1000.0)
+
+
+def test_a_worker_that_moves_on_is_not_silent(judge):
+    judge.judge_worker(0, step(100), 110.0, 0.0)
+    assert judge.is_silent(0, 3.0)
+    judge.judge_worker(0, step(110, seq=2), 110.1, 0.0)
+    assert not judge.is_silent(0, 3.0)

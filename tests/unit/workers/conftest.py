@@ -13,7 +13,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from sie.types import ModelCard
+from sie.cards import ModelCard
 
 WORDS = [f"w{i}" for i in range(200)]
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "[unused0]", "[unused1]", ".", ","]

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sie import control
-from sie.control import AdapterEntry, AdapterReport
+from sie import control_messages
+from sie.cards import AdapterSpec, ModelCard
+from sie.control_messages import AdapterEntry, AdapterReport
 from sie.errors import BadRequest, Internal, SieError, Unavailable
-from sie.types import AdapterSpec, ModelCard
 from tests.unit.engine_rig import Rig, SumRunner, Worker, card, checksum, in_rig
 
 
@@ -72,7 +72,7 @@ def start(rig: Rig, *names: str) -> tuple[Worker, LoraRunner]:
 
 
 def load(worker: Worker, name: str, model: str = "m") -> None:
-    worker.supervisor.send(control.LoadAdapter(AdapterSpec(model=model, id=name, directory="/a")))
+    worker.supervisor.send(control_messages.LoadAdapter(AdapterSpec(model=model, id=name, directory="/a")))
     worker.turn()
 
 
@@ -148,7 +148,7 @@ async def test_evicted_adapter_stays_for_what_waits_and_takes_nothing_new(rig: R
     worker, runner = start(rig, "a")
     first = rig.submit([1], lora="a")
     worker.loop._poll(0.0)
-    worker.supervisor.send(control.UnloadAdapter("m", "a"))
+    worker.supervisor.send(control_messages.UnloadAdapter("m", "a"))
     worker.loop._poll(0.0)
     second = rig.submit([2], lora="a")
     worker.loop._poll(0.0)
@@ -165,8 +165,8 @@ async def test_adapter_wanted_again_before_it_was_freed_stays(rig: Rig) -> None:
     worker, runner = start(rig, "a")
     pending = rig.submit([1], lora="a")
     worker.loop._poll(0.0)
-    worker.supervisor.send(control.UnloadAdapter("m", "a"))
-    worker.supervisor.send(control.LoadAdapter(AdapterSpec(model="m", id="a", directory="/a")))
+    worker.supervisor.send(control_messages.UnloadAdapter("m", "a"))
+    worker.supervisor.send(control_messages.LoadAdapter(AdapterSpec(model="m", id="a", directory="/a")))
     await rig.serve(worker)
     assert await rig.rows(pending) == [adapted([1])]
     until_reports(worker, "unloading", "loaded")
@@ -217,7 +217,7 @@ async def test_adapter_read_for_a_model_that_was_loaded_anew_is_read_again(rig: 
     worker, old = start(rig)
     old.adapters.gate.clear()
     load(worker, "late")
-    worker.supervisor.send(control.Unload("m"))
+    worker.supervisor.send(control_messages.Unload("m"))
     worker.turn_until(lambda: worker.host.runner("m") is None and "m" not in worker.host.models)
     worker.load("m", card("m"))
     old.adapters.gate.set()

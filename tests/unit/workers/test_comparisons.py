@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sie.cards import LateInteraction, ModelCard
 from sie.errors import BadRequest, Internal, Overloaded
 from sie.frontend.links import Pending
-from sie.types import LateInteraction, ModelCard, WorkHeader
+from sie.headers import WorkHeader
 from sie.workers.runners import Side
 from sie.workers.scheduler import Budget
 from tests.unit.engine_rig import FAR_NS, Rig, Worker, checksum, in_rig

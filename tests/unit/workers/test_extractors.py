@@ -16,6 +16,7 @@ import transformers
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from sie.cards import ModelCard
 from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
 from sie.errors import BadRequest, InputTooLong
@@ -23,7 +24,6 @@ from sie.extraction import Extraction, ExtractTask
 from sie.frontend.extract_pairs import PairReading
 from sie.frontend.extract_tokens import TokenReading
 from sie.frontend.tokenize import Tokenizer
-from sie.types import ModelCard
 from sie.workers.loader import load_extractor
 from sie.workers.runners import Pair
 from tests.unit.workers.packed_weights import write_checkpoint

@@ -6,9 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from sie.cards import LateInteraction, ModelCard
 from sie.errors import Internal
 from sie.extraction import Entity, Extraction
-from sie.types import LateInteraction, ModelCard, WorkHeader
+from sie.headers import WorkHeader
 from sie.workers.finish import finish_dense, finish_ragged, finish_rows_of, finish_sparse
 from sie.workers.runners import StepOutputs
 

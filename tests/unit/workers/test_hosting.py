@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from sie.control import ModelReport
+from sie.cards import ModelCard
+from sie.control_messages import ModelReport
 from sie.errors import ModelLoadFailed
 from sie.process import calm_collector
-from sie.types import ModelCard
 from sie.workers.hosting import Host
 
 DEADLINE_S = 5.0

@@ -10,8 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from sie import control
-from sie.control import PeerFault
+from sie import control_messages
+from sie.control_messages import PeerFault
 from sie.errors import BadRequest, Internal, Overloaded, Unavailable, WorkerLost
 from sie.shm.layout import REPLY
 from sie.shm.messages import Retire, send
@@ -198,7 +198,7 @@ async def test_frontend_that_does_not_attach_leaves_the_others_served(rig: Rig) 
     worker = rig.start_worker("m")
     reading, writing = os.pipe()
     pidfd = os.pidfd_open(os.getpid())
-    worker.supervisor.send(control.Attach(5, 99), [reading, pidfd])
+    worker.supervisor.send(control_messages.Attach(5, 99), [reading, pidfd])
     for fd in (reading, writing, pidfd):
         os.close(fd)
     pending = rig.submit([1])
@@ -211,7 +211,7 @@ async def test_frontend_that_does_not_attach_leaves_the_others_served(rig: Rig) 
 async def test_message_that_is_not_for_a_worker_is_ignored_and_its_descriptors_closed(rig: Rig) -> None:
     worker = rig.start_worker("m")
     reading, writing = os.pipe()
-    worker.supervisor.send(control.Drain(), [writing])
+    worker.supervisor.send(control_messages.Drain(), [writing])
     os.close(writing)
     worker.turn()
 
@@ -240,7 +240,7 @@ async def test_load_runs_beside_the_steps(rig: Rig) -> None:
         return SumRunner(model)
 
     worker.build = build
-    worker.supervisor.send(control.Load(card("slow")))
+    worker.supervisor.send(control_messages.Load(card("slow")))
     pending = rig.submit([1])
     await rig.serve(worker)
     assert await rig.rows(pending) == [checksum([1])]
@@ -269,7 +269,7 @@ async def test_unload_serves_what_is_queued_and_refuses_what_comes_later(rig: Ri
     worker.heard()
     queued = [rig.submit([i]) for i in range(1, 7)]
     worker.turn()
-    worker.supervisor.send(control.Unload("m"))
+    worker.supervisor.send(control_messages.Unload("m"))
     worker.turn()
     late = rig.submit([9])
     worker.turn(4)
@@ -286,7 +286,7 @@ async def test_unload_does_not_wait_for_other_models_to_be_idle(rig: Rig) -> Non
     worker = rig.start_worker("m", "n")
     worker.heard()
     busy = [rig.submit([i], model="n") for i in range(1, 9)]
-    worker.supervisor.send(control.Unload("m"))
+    worker.supervisor.send(control_messages.Unload("m"))
     worker.turn(2)
 
     assert worker.states() == [("m", "unloading"), ("m", "available")]
@@ -302,8 +302,8 @@ async def test_load_that_overtakes_an_unload_keeps_the_model_and_its_queue(rig: 
     worker.heard()
     queued = [rig.submit([i]) for i in range(1, 6)]
     worker.turn()
-    worker.supervisor.send(control.Unload("m"))
-    worker.supervisor.send(control.Load(card("m")))
+    worker.supervisor.send(control_messages.Unload("m"))
+    worker.supervisor.send(control_messages.Load(card("m")))
     worker.turn(4)
     await rig.settle()
 

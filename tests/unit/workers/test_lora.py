@@ -14,10 +14,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from sie.cards import AdapterSpec
 from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
 from sie.errors import BadRequest, SieError
-from sie.types import AdapterSpec, WorkHeader
+from sie.headers import WorkHeader
 from sie.workers.loader import load_encoder
 from sie.workers.lora import LoraLayer
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import psutil
 
-from sie.control import MemoryReport
+from sie.control_messages import MemoryReport
 from sie.workers.memory import measure
 
 

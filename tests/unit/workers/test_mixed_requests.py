@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from sie.cards import ImageRule
 from sie.frontend.image_reader import ReadImages
 from sie.frontend.mixed import mix_items
 from sie.shm.layout import ProtocolError
-from sie.types import ImageRule
 from sie.workers.runners import ImageItem
 from tests.unit.workers.test_requests import MemoryLink, extent_of, request_of
 

@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 from msgspec import msgpack
 
-from sie.control import ModelEntry
+from sie.cards import ModelCard
+from sie.control_messages import ModelEntry
 from sie.errors import WireError
 from sie.frontend.links import Pending, Reply
 from sie.frontend.replies import read_reply
+from sie.headers import WorkHeader
 from sie.shm.extent import extent_bytes, plan_arrays, read_extent, write_extent
 from sie.shm.layout import ERROR, REPLY, SUBMIT, Descriptor, ProtocolError
 from sie.shm.pool import ExtentPool, Lease
-from sie.types import EncodeReply, EncodeRequest, ModelCard, WorkHeader
+from sie.types import EncodeReply, EncodeRequest
 from sie.workers.ragged import KeptBytes
 from sie.workers.requests import Request
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sie import control, families
+from sie import control_messages, families
 from sie.errors import BadRequest, ResourceExhausted
 from sie.shm.pages import CounterPage
 from sie.workers.ceilings import Ceiling, drop_outgrown, lower_ceiling
@@ -162,8 +162,8 @@ async def test_recovery_is_counted_and_asks_for_another_model_s_memory_once_a_st
     await rig.serve(worker)
     for pending in requests:
         await rig.rows(pending)
-    assert [message for message in worker.heard() if isinstance(message, control.MemoryShort)] == [
-        control.MemoryShort("m")
+    assert [message for message in worker.heard() if isinstance(message, control_messages.MemoryShort)] == [
+        control_messages.MemoryShort("m")
     ]
     counted = {family.name: count(worker, family) for family in families.FAMILIES if "_oom_" in family.name}
     assert counted == {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sie import control
+from sie import control_messages
 from sie.errors import BadRequest, Overloaded
 from sie.shm.layout import RELEASE
 from sie.workers.scheduler import Budget
@@ -144,7 +144,7 @@ async def test_unload_waits_for_what_waits_for_room(rig: Rig) -> None:
     await rig.serve(worker)
     waiting = rig.submit([4], model="wide")
     worker.turn()
-    worker.supervisor.send(control.Unload("wide"))
+    worker.supervisor.send(control_messages.Unload("wide"))
     worker.turn(2)
     assert "wide" in worker.host.models
     for pending in unread:

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from sie.errors import InputTooLong, WireError, from_wire
+from sie.headers import ReplyHeader, WorkHeader
 from sie.shm.extent import array_view, extent_bytes, plan_arrays, read_extent, set_cancelled, write_extent
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
 from sie.shm.pool import ExtentPool
-from sie.types import ReplyHeader, WorkHeader
 from sie.workers.requests import Request, reply_layout
 
 _encode = msgspec.msgpack.Encoder().encode

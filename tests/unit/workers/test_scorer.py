@@ -14,13 +14,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import processors
 
+from sie.cards import ModelCard
 from sie.catalog.directory import read_card
 from sie.catalog.prepare import Request, prepare
 from sie.catalog.spec import ModelSpec
 from sie.errors import BadRequest, InputTooLong, ModelLoadFailed
 from sie.frontend.pairs import pair_arrays
 from sie.frontend.tokenize import Tokenizer
-from sie.types import ModelCard
 from sie.workers.loader import load_scorer
 from sie.workers.runners import Pair
 from sie.workers.runners.score import ScoreRunner

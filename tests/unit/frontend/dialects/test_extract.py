@@ -3,6 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from sie.cards import ModelCard
 from sie.errors import BadRequest, InputTooLong
 from sie.extraction import (
     Classification,
@@ -18,7 +19,7 @@ from sie.extraction import (
 )
 from sie.frontend.dialects.extract import decode_extract, encode_extractions, resolve_extract
 from sie.settings import Limits
-from sie.types import ExtractReply, ExtractRequest, ModelCard, Timing
+from sie.types import ExtractReply, ExtractRequest, Timing
 
 LIMITS = Limits(max_labels=3, max_schema_depth=5, max_schema_values=10, max_depth=20)
 STUB = ModelCard(id="org/m", kind="stub", outputs=("extract",), extract=StubExtract())

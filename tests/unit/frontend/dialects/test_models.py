@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from sie.cards import ModelCard
 from sie.errors import NotFound
 from sie.frontend.dialects.models import model_body, model_info, model_not_found_body, models_body
-from sie.types import ModelCard
 
 CARD = ModelCard(id="org/m", kind="encoder", dims={"dense": 384}, max_sequence_length=256, revision="abc")
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sie.cards import ModelCard
 from sie.errors import (
     BadRequest,
     InputTooLong,
@@ -20,7 +21,7 @@ from sie.errors import (
 )
 from sie.frontend.dialects.openai import decode_embeddings, encode_embeddings, error_body, resolve_embeddings
 from sie.settings import Limits
-from sie.types import EncodeReply, ModelCard, Timing
+from sie.types import EncodeReply, Timing
 
 LIMITS = Limits()
 CARD = ModelCard(id="m", kind="encoder", dims={"dense": 384}, tokenizer_file="tokenizer.json")

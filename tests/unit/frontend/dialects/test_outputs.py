@@ -7,9 +7,10 @@ import json
 import numpy as np
 import pytest
 
+from sie.cards import ModelCard
 from sie.errors import BadRequest
 from sie.frontend.dialects import sie
-from sie.types import EncodeReply, EncodeRequest, ModelCard, SparseRows, Timing, TokenRows
+from sie.types import EncodeReply, EncodeRequest, SparseRows, Timing, TokenRows
 
 INDICES = np.array([1, 300, 2], "<i4")
 VALUES = np.array([0.5, 1.0, 2.0], "<f4")

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sie.cards import ModelCard
 from sie.errors import BadRequest, Internal, ModelLoadFailed, SieError
 from sie.frontend.dialects.sie import (
     decode_encode,
@@ -22,7 +23,7 @@ from sie.frontend.dialects.sie import (
     resolve_encode,
 )
 from sie.settings import Limits
-from sie.types import EncodeReply, EncodeRequest, ModelCard, Timing
+from sie.types import EncodeReply, EncodeRequest, Timing
 
 LIMITS = Limits()
 CARD = ModelCard(id="org/m", kind="encoder", dims={"dense": 4})

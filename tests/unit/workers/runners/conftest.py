@@ -13,7 +13,7 @@ from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
 from sie.frontend.prompts import apply_prompt
 from sie.frontend.tokenize import Tokenizer
-from sie.types import WorkHeader
+from sie.headers import WorkHeader
 from sie.workers.loader import load_encoder
 
 

@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from sie.cards import ModelCard
 from sie.frontend.comparisons import comparison_arrays, resolve_compared
-from sie.types import ModelCard, ScoreRequest, WorkHeader
+from sie.headers import WorkHeader
+from sie.types import ScoreRequest
 from sie.workers.runners import Comparison, Side
 from sie.workers.runners import compare as compare_module
 from sie.workers.runners.compare import max_sims, sparse_dots

@@ -15,12 +15,12 @@ import transformers
 from numpy.typing import NDArray
 from PIL import Image
 
+from sie.cards import ModelCard
 from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
 from sie.errors import BadRequest, InputTooLong, Internal
 from sie.frontend.images import prepare_image
 from sie.frontend.tokenize import Tokenizer
-from sie.types import ModelCard
 from sie.workers import attention
 from sie.workers.loader import load_dual_encoder
 from sie.workers.runners import ImageItem

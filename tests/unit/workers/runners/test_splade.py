@@ -14,8 +14,8 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from sie.cards import SparseOutput
 from sie.errors import Internal, ModelLoadFailed
-from sie.types import SparseOutput
 from sie.workers.batch import pack_sequences
 from sie.workers.runners import splade
 

@@ -6,10 +6,11 @@ import time
 import numpy as np
 import pytest
 
+from sie.cards import ModelCard
 from sie.catalog.spec import parse_model_spec
 from sie.catalog.stub import stub_card
 from sie.errors import Internal
-from sie.types import ModelCard, WorkHeader
+from sie.headers import WorkHeader
 from sie.workers.runners.stub import StubRunner
 
 

@@ -1,0 +1,96 @@
+"""Owns `sie doctor`: what it looks at, in which order, and how what it found is told.
+
+Each area is a function of the settings that yields findings; it looks at this process's host and changes nothing. None
+imports torch: the answer is there within a second or two, and on a host where torch is what is broken, too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, Literal
+
+import msgspec
+
+from sie.config_sources import SettingsError
+from sie.settings import Loaded, Settings
+
+Level = Literal["ok", "warn", "error"]
+
+AREAS: Final = ("settings", "software", "kernel", "limits", "memory", "disk", "network", "clock", "gpu")
+_WAIT_STEP_S = 1.0
+_COLOURS: Final = {"ok": "green", "warn": "yellow", "error": "red"}
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that was looked at. fix says how to mend it; it is empty when there is nothing to mend.
+
+    error: the server would not start, or would not serve. warn: it would, but worse than it could.
+    """
+
+    area: str
+    level: Level
+    message: str
+    fix: str = ""
+
+
+def examine(load: Callable[[], Loaded], areas: Iterable[str], wait_s: float = 0.0) -> list[Finding]:
+    """Return what is found in these areas; with wait_s, look again until there is no error or the time is over.
+
+    load returns the settings; when they cannot be had, that is a finding, and defaults stand in for them.
+    """
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        findings = list(_look(load, frozenset(areas)))
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0 or all(finding.level != "error" for finding in findings):
+            return findings
+        time.sleep(min(_WAIT_STEP_S, left_s))
+
+
+def _look(load: Callable[[], Loaded], areas: frozenset[str]) -> Iterator[Finding]:
+    from sie.doctor import gpu, host, kernel, software  # only who asks pays for what they import
+
+    settings = Settings()
+    try:
+        loaded = load()
+    except SettingsError as error:
+        yield Finding(area="settings", level="error", message=str(error), fix="correct it; defaults are assumed below")
+    else:
+        settings = loaded.settings
+        if "settings" in areas:
+            yield from software.check_settings(loaded)
+    checks: dict[str, Callable[[Settings], Iterator[Finding]]] = {
+        "software": software.check_software,
+        "kernel": kernel.check_kernel,
+        "limits": host.check_limits,
+        "memory": host.check_memory,
+        "disk": host.check_disk,
+        "network": host.check_network,
+        "clock": host.check_clock,
+        "gpu": gpu.check_gpus,
+    }
+    for area, check in checks.items():
+        if area in areas:
+            yield from check(settings)
+
+
+def render_text(findings: list[Finding]) -> str:
+    """Return a line for each finding, with its fix below, and a line that counts them."""
+    import click
+
+    lines: list[str] = []
+    for finding in findings:
+        level = click.style(f"{finding.level:<5}", fg=_COLOURS[finding.level])
+        lines.append(f"{level}  {finding.area:<8}  {finding.message}")
+        if finding.fix:
+            lines.append(f"{'':17}-> {finding.fix}")
+    counts = {level: sum(finding.level == level for finding in findings) for level in _COLOURS}
+    lines.append(f"\n{counts['ok']} ok, {counts['warn']} to improve, {counts['error']} to mend")
+    return "\n".join(lines) + "\n"
+
+
+def render_json(findings: list[Finding]) -> str:
+    """Return `{"ok": bool, "findings": [{"area", "level", "message", "fix"}]}`; ok means that nothing is an error."""
+    page = {"ok": all(finding.level != "error" for finding in findings), "findings": findings}
+    return msgspec.json.format(msgspec.json.encode(page)).decode() + "\n"

@@ -1,0 +1,153 @@
+"""Looks at limits, memory, disk, port and clock of this host."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from sie.catalog.spec import ModelSpec
+from sie.doctor import Finding, gpu
+from sie.errors import SieError
+from sie.settings import MIB, Settings
+from sie.shm.segment import ReservationError, check_reservation
+from sie.supervisor.host import StartError, check_private, count_frontends, reserve_port, reserved_bytes
+
+_GIB = 1 << 30
+_SERVICE_DIRECTORY = "/run/sie"
+"""Where sie.service keeps its lock; a look from outside the service has other defaults."""
+_TIME_ERROR = 5
+"""What adjtimex(2) returns while the clock is not synchronised."""
+
+
+def check_limits(settings: Settings) -> Iterator[Finding]:
+    """Look at this process's resource limits; under systemd the unit's apply."""
+    yield _check_limit("open files", resource.RLIMIT_NOFILE, 8192, 512, "LimitNOFILE=65536, or `ulimit -n 65536`")
+    yield _check_limit("processes and threads", resource.RLIMIT_NPROC, 4096, 64, "LimitNPROC=infinity, or `ulimit -u`")
+    if gpu.wants_gpu(settings):
+        fix = "LimitMEMLOCK=infinity, or `ulimit -l unlimited`"
+        yield _check_limit("locked memory", resource.RLIMIT_MEMLOCK, 64 * MIB, 0, fix)
+
+
+def _check_limit(name: str, number: int, enough: int, least: int, fix: str) -> Finding:
+    soft, _ = resource.getrlimit(number)
+    if soft == resource.RLIM_INFINITY or soft >= enough:
+        shown = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
+        return Finding(area="limits", level="ok", message=f"{name}: {shown}")
+    level = "error" if soft < least else "warn"
+    return Finding(area="limits", level=level, message=f"{name}: {soft}, at least {enough} are wanted", fix=fix)
+
+
+def check_memory(settings: Settings) -> Iterator[Finding]:
+    """Look whether the shared memory that a start reserves is there, and what may come on top of it."""
+    memory = settings.memory
+    needed = reserved_bytes(memory, count_frontends(settings.server.frontends), gpu.count_workers(settings))
+    try:
+        check_reservation(needed)
+    except ReservationError as error:
+        fix = "make request_segment_bytes or reply_segment_bytes smaller, or give the host or container more memory"
+        yield Finding(area="memory", level="error", message=str(error), fix=fix)
+        return
+    yield Finding(area="memory", level="ok", message=f"{needed // MIB} MiB of shared memory fit")
+    most = needed + memory.max_large_bytes + memory.max_pending_reply_bytes
+    try:
+        check_reservation(most)
+    except ReservationError as error:
+        fix = "lower max_large_bytes or max_pending_reply_bytes"
+        yield Finding(area="memory", level="warn", message=f"large payloads may not fit: {error}", fix=fix)
+
+
+def check_disk(settings: Settings) -> Iterator[Finding]:
+    """Look at the directories that the server writes to."""
+    yield _check_runtime_dir(Path(settings.server.runtime_dir or "."))
+    yield _check_directory("cache_dir", Path(settings.models.cache_dir or "."), 64 * MIB)
+    if _has_hub_models(settings):
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        yield _check_directory("models from the hub (HF_HOME)", Path(HF_HUB_CACHE), 20 * _GIB)
+
+
+def _check_runtime_dir(path: Path) -> Finding:
+    try:
+        if path.exists():
+            check_private(path)
+    except (OSError, StartError) as error:
+        fix = f"chmod 700 {path}, or name another directory with runtime_dir"
+        return Finding(area="disk", level="error", message=str(error), fix=fix)
+    return _check_directory("runtime_dir", path, MIB)
+
+
+def _has_hub_models(settings: Settings) -> bool:
+    from sie.catalog.spec import parse_model_spec
+
+    def is_hub(spec: ModelSpec) -> bool:
+        return spec.directory is None and spec.stub is None
+
+    try:
+        return any(is_hub(parse_model_spec(text)) for text in (*settings.models.preload, *settings.models.lazy))
+    except SieError:  # the settings' own finding
+        return False
+
+
+def _check_directory(name: str, path: Path, wanted_bytes: int) -> Finding:
+    there = next((parent for parent in (path, *path.absolute().parents) if parent.exists()), Path("/"))
+    if not os.access(there, os.W_OK | os.X_OK):
+        fix = f"let uid {os.getuid()} write to {there}, or name another directory"
+        return Finding(area="disk", level="error", message=f"{name}: {path} cannot be written to", fix=fix)
+    free_bytes = shutil.disk_usage(there).free
+    message = f"{name}: {path}, {free_bytes / _GIB:.1f} GiB free"
+    if free_bytes >= wanted_bytes:
+        return Finding(area="disk", level="ok", message=message)
+    level = "error" if free_bytes < MIB else "warn"
+    return Finding(
+        area="disk", level=level, message=message, fix=f"make room: {wanted_bytes / _GIB:.1f} GiB are wanted"
+    )
+
+
+def check_network(settings: Settings) -> Iterator[Finding]:
+    """Look whether the port is free, or already served by this server."""
+    server = settings.server
+    try:
+        reserve_port(server.host, server.port).close()
+    except StartError as error:
+        holder = next(
+            filter(None, (_holder(path, server.port) for path in (server.runtime_dir, _SERVICE_DIRECTORY))), ""
+        )
+        if holder:
+            message = f"port {server.port}: the server that runs has it (pid {holder})"
+            yield Finding(area="network", level="ok", message=message)
+        else:
+            fix = f"`ss -ltnp 'sport = :{server.port}'` shows who has it; or set port or host"
+            yield Finding(area="network", level="error", message=str(error), fix=fix)
+    else:
+        yield Finding(area="network", level="ok", message=f"{server.host}:{server.port} is free")
+
+
+def _holder(directory: str, port: int) -> str:
+    """Return the pid of the server that holds the lock of this port, or an empty text."""
+    try:
+        with Path(directory, f"sie-{port}.lock").open(encoding="utf-8") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError as error:
+                return lock.read(32).strip() if error.errno == errno.EWOULDBLOCK else ""
+    except OSError:
+        pass
+    return ""
+
+
+def check_clock(_settings: Settings) -> Iterator[Finding]:
+    """Look whether the clock is kept in step. Source: adjtimex(2)."""
+    state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))  # modes 0: only asks
+    if state == _TIME_ERROR:
+        message = "the clock is not synchronised: times in logs and traces may not match other hosts'"
+        yield Finding(area="clock", level="warn", message=message, fix="timedatectl set-ntp true, or start chrony")
+    elif state < 0:
+        yield Finding(area="clock", level="warn", message="the kernel does not say whether the clock is synchronised")
+    else:
+        yield Finding(area="clock", level="ok", message="synchronised")

@@ -1,0 +1,87 @@
+"""Looks at settings, models, and the versions of what is installed. Reads metadata; imports no library to look at it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from sie.config_sources import SettingsError
+from sie.doctor import Finding
+from sie.model_list import list_models
+from sie.settings import Loaded, Settings
+
+_LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "granian", "uvloop", "msgspec", "numpy", "pillow")
+_AT_LEAST = re.compile(r"([A-Za-z0-9._-]+)\s*>=\s*([0-9.]+)")
+_CUDA = re.compile(r"^cuda\b[^=]*=\s*'([0-9.]+)'", re.MULTILINE)
+
+
+def check_settings(loaded: Loaded) -> Iterator[Finding]:
+    """Look at the settings as a whole, and at each model that they name."""
+    files = sorted({source.name for source in loaded.sources.values() if source.kind == "file"})
+    changed = sum(source.kind != "default" for source in loaded.sources.values())
+    origin = f", from {files[0]}" if files else ""
+    yield Finding(area="settings", level="ok", message=f"valid; {changed} differ from the defaults{origin}")
+    try:
+        rows = list_models(loaded)
+    except SettingsError as error:
+        yield Finding(area="settings", level="error", message=str(error), fix="correct it")
+        return
+    for row in rows:
+        if row.error is None:
+            yield Finding(area="settings", level="ok", message=f"model {row.id}: {row.start}, {row.source}")
+        else:
+            fix = "name another directory; it has to be readable for the user that the server runs as"
+            yield Finding(area="settings", level="error", message=f"model {row.id}: {row.error}", fix=fix)
+
+
+def check_software(_settings: Settings) -> Iterator[Finding]:
+    """Look at the versions of Python and of the libraries that matter."""
+    yield Finding(area="software", level="ok", message=f"Python {platform.python_version()} in {sys.prefix}")
+    minimums = _minimums()
+    for name in _LIBRARIES:
+        yield _check_library(name, minimums.get(name, ""))
+
+
+def _check_library(name: str, minimum: str) -> Finding:
+    fix = f"{sys.prefix}/bin/pip install '{name}{'>=' + minimum if minimum else ''}'"
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(area="software", level="error", message=f"{name} is not installed", fix=fix)
+    if minimum and _numbers(version) < _numbers(minimum):
+        return Finding(area="software", level="error", message=f"{name} {version} is older than {minimum}", fix=fix)
+    return Finding(area="software", level="ok", message=f"{name} {version}")
+
+
+def _minimums() -> dict[str, str]:
+    """Return the oldest version of each library that this installation says it works with."""
+    try:
+        required = importlib.metadata.requires("sie") or []
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        return {}
+    return {match[1]: match[2] for line in required if ";" not in line and (match := _AT_LEAST.match(line))}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def torch_cuda() -> str | None:
+    """Return the CUDA version that torch was built with, an empty text for a build without, None without torch.
+
+    Source: torch writes `torch/version.py` when it is built; importing torch would take seconds.
+    """
+    spec = find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    try:
+        text = Path(spec.submodule_search_locations[0], "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    match = _CUDA.search(text)
+    return match[1] if match else ""

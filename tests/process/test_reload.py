@@ -1,0 +1,107 @@
+"""SIGHUP: what can change in a running server changes, and a broken file changes nothing and is told everywhere."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+from websockets.sync.client import connect as connect_websocket
+
+from tests.process.harness import Server, eventually, start_server
+from tests.process.notify_socket import ServiceManager
+from tests.process.wire import Client, encode, get, total, under_load
+
+MODEL_A = "stub/a=stub:dense=16"
+
+
+def write(path, limits: str = "", server: str = "", models: tuple[str, ...] = (MODEL_A,)) -> None:
+    path.write_text(f"[server]\n{server}\n[models]\nmodel = {json.dumps(models)}\n[limits]\n{limits}\n")
+
+
+def reload(server: Server, expected: str) -> None:
+    """Ask for a reload and wait for one more log line that holds `expected`."""
+    seen = server.output.text().count(expected)
+    server.process.send_signal(signal.SIGHUP)
+    eventually(lambda: server.output.text().count(expected) > seen, f"{expected!r} in the log")
+
+
+def config_error(server: Server) -> str | None:
+    with connect_websocket(f"ws://127.0.0.1:{server.port}/ws/status", open_timeout=10) as socket:
+        return json.loads(socket.recv(5))["config_error"]
+
+
+def status_of(server: Server, num_items: int) -> int:
+    return encode(server.port, "stub/a", ["x"] * num_items).status
+
+
+def test_limits_and_levels_change_without_a_restart_and_the_rest_is_named(tmp_path):
+    file = tmp_path / "sie.toml"
+    write(file)
+    with start_server("--config", str(file), "--frontends", "2") as server:
+        pids = server.pids()
+        assert status_of(server, 101) == 200
+        write(file, limits="max_items = 100\nmax_reply_bytes = 8192", server='log_level = "debug"\naccess_log = 1.0')
+        reload(server, "settings reloaded: log_level, access_log, max_items")
+        assert "a restart is needed for: max_reply_bytes" in server.output.text()
+        for _ in range(8):  # whichever frontend it is
+            eventually(lambda: status_of(server, 101) == 400, "the new limit")
+        with Client(server.port) as client:
+            answer = client.encode("stub/a", ["a secret"], {"x-request-id": "mine-1"})
+        assert answer.headers["x-request-id"] == "mine-1"
+        line = json.loads(server.log_line("mine-1"))
+        assert (line["logger"], line["route"], line["status"]) == ("sie.access", "/v1/encode/{model}", 200)
+        assert (line["model"], line["items"], line["inference_ms"] > 0) == ("stub/a", 1, True)
+        assert "a secret" not in server.output.text()
+        assert server.pids() == pids
+        write(file)
+        reload(server, "settings reloaded: log_level, access_log, max_items")
+        eventually(lambda: status_of(server, 101) == 200, "the old limit")
+
+
+def test_a_broken_file_keeps_the_old_settings_and_is_told(tmp_path):
+    file = tmp_path / "sie.toml"
+    write(file, limits="max_items = 100")
+    with ServiceManager() as manager, start_server("--config", str(file), env=manager.env) as server:
+        manager.wait_for("READY")
+        with under_load(server, "stub/a", 16, seed=1) as load:
+            load.wait_answers(20)
+            for broken, reason in (("max_itemz = 3", "max_itemz"), ("max_items = ", "is not TOML")):
+                file.write_text(f"[models]\nmodel = ['{MODEL_A}']\n[limits]\n{broken}\n")
+                reload(server, "the settings in force stay")
+                begun = manager.wait_for("RELOADING")
+                assert manager.wait_for("READY", after_s=begun.at_s)
+                assert int(manager.named("MONOTONIC_USEC")[-1].value) > 0
+                assert reason in manager.wait_for("STATUS", f"settings not reloaded: {file}").value
+                manager.notes.clear()
+                eventually(lambda part=reason: part in (config_error(server) or ""), "the error in the status")
+                assert total(server.port, "sie_config_refused") == 1
+                assert status_of(server, 101) == 400
+            load.wait_answers(20)
+        assert total(server.port, "sie_config_reloads_total", result="refused") == 2
+        write(file, limits="max_items = 101")
+        reload(server, "settings reloaded: max_items")
+        eventually(lambda: status_of(server, 101) == 200, "the new limit")
+        eventually(lambda: config_error(server) is None, "no error in the status")
+        eventually(lambda: total(server.port, "sie_config_refused") == 0, "no refusal")
+        assert "not reloaded" not in manager.wait_for("STATUS", "serving on").value
+
+
+def test_models_come_and_go_and_no_answer_of_the_others_is_lost(tmp_path):
+    file = tmp_path / "sie.toml"
+    write(file)
+    with start_server("--config", str(file)) as server:
+        with under_load(server, "stub/a", 16, seed=2) as load:
+            load.wait_answers(20)
+            write(file, models=(MODEL_A, "stub/b=stub:dense=8"))
+            reload(server, "settings reloaded: model")
+            eventually(lambda: encode(server.port, "stub/b", ["x"]).status == 200, "the new model")
+            assert get(server.port, "/readyz").status == 200
+            write(file, models=(MODEL_A,))
+            reload(server, "settings reloaded: model")
+            eventually(lambda: encode(server.port, "stub/b", ["x"]).status == 404, "the end of the model")
+            load.wait_answers(20)
+        write(file, models=("stub/a=stub:dense=32",))
+        reload(server, "a restart is needed for: the definition of model stub/a")
+        write(file, models=("c=/nowhere/at/all",))
+        reload(server, "the settings in force stay: model: ")
+        assert encode(server.port, "stub/a", ["x"]).status == 200

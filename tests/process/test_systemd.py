@@ -1,0 +1,126 @@
+"""The server under a real systemd, installed and started as an operator does it. Skipped where none can be booted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.process.harness import eventually
+from tests.process.systemd_host import COMMAND, CannotBootError, SystemdHost
+
+SETTINGS = "/etc/sie/sie.toml"
+TRY = "/etc/systemd/system/sie.service.d/try.conf"
+URL = "http://127.0.0.1:8080"
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[SystemdHost]:
+    """Return a host on which the service is installed; each test starts and stops it."""
+    try:
+        booted = SystemdHost().__enter__()
+    except CannotBootError as error:
+        pytest.skip(f"no systemd: {error}")
+    try:
+        booted.run(COMMAND, "service", "install", "--executable", COMMAND)
+        yield booted
+    finally:
+        booted.__exit__()
+
+
+@pytest.fixture(autouse=True)
+def _stopped_afterwards(host: SystemdHost) -> Iterator[None]:
+    yield
+    host.run("systemctl", "stop", "sie")
+    host.run("systemctl", "reset-failed", "sie", status=None)
+    host.run("rm", "-f", TRY)
+    host.run("systemctl", "daemon-reload")
+
+
+def write(host: SystemdHost, path: str, text: str) -> None:
+    host.run("sh", "-c", 'mkdir -p "$(dirname "$1")" && printf %s "$2" > "$1"', "sh", path, text)
+
+
+def use(host: SystemdHost, *models: str, limits: str = "") -> None:
+    named = ", ".join(f'"{model}"' for model in models)
+    write(host, SETTINGS, f"[models]\nmodel = [{named}]\n[limits]\n{limits}\n")
+
+
+def override(host: SystemdHost, **properties: str) -> None:
+    write(host, TRY, "[Service]\n" + "".join(f"{name}={value}\n" for name, value in properties.items()))
+    host.run("systemctl", "daemon-reload")
+
+
+def ask(host: SystemdHost, num_items: int = 1) -> int:
+    """Return the status of a request."""
+    body = f'{{"items": [{", ".join(["""{"text": "x"}"""] * num_items)}]}}'
+    command = ("curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", "-H", "content-type: application/json")
+    return int(host.run(*command, f"{URL}/v1/encode/a", "-d", body))
+
+
+def test_a_load_may_take_longer_than_a_start(host: SystemdHost):
+    use(host, "a=stub:dense=8,load_ms=4500")
+    override(host, TimeoutStartSec="2")
+    host.run("systemctl", "start", "sie")
+    assert ask(host) == 200
+    assert host.show("StatusText") == f"serving on {URL}, models loaded: 1"
+    host.run("systemctl", "stop", "sie")
+    assert (host.show("Result"), host.show("ExecMainStatus")) == ("success", "0")
+
+
+def test_a_reload_takes_over_what_is_right_and_only_that(host: SystemdHost):
+    use(host, "a=stub:dense=8")
+    host.run("systemctl", "start", "sie")
+    pid = host.show("MainPID")
+    assert ask(host, 3) == 200
+    use(host, "a=stub:dense=8", limits="max_items = 2")
+    host.run("systemctl", "reload", "sie")
+    eventually(lambda: "settings reloaded: max_items" in log(host), "the reload in the log")
+    eventually(lambda: ask(host, 3) == 400, "the new limit")
+    use(host, "a=stub:dense=8", limits="max_itemz = 9")
+    host.run("systemctl", "reload", "sie")
+    assert "max_itemz: unknown key" in host.wait_for("StatusText", "settings not reloaded")
+    assert "max_itemz" in log(host, "--priority=err")
+    assert "settings reloaded" not in log(host, "--priority=err")
+    assert (ask(host, 2), ask(host, 3), host.show("MainPID")) == (200, 400, pid)
+
+
+def test_a_supervisor_that_hangs_is_replaced_by_the_watchdog(host: SystemdHost):
+    use(host, "a=stub:dense=8")
+    override(host, WatchdogSec="2", TimeoutAbortSec="2", RestartSec="100ms")
+    host.run("systemctl", "start", "sie")
+    pid = host.show("MainPID")
+    host.run("kill", "-STOP", pid)
+    host.wait_for("Result", "watchdog")
+    host.wait_for("NRestarts", "1")
+    host.wait_for("ActiveState", "active", timeout_s=30)
+    assert host.show("MainPID") != pid
+    assert ask(host) == 200
+
+
+def test_what_cannot_start_is_not_tried_again(host: SystemdHost):
+    write(host, SETTINGS, "[server]\nprot = 1\n")
+    host.run("systemctl", "start", "sie", status=1)
+    assert (host.show("ActiveState"), host.show("ExecMainStatus")) == ("failed", "78")
+    assert host.show("NRestarts") == "0"
+    assert "prot: unknown key" in log(host)
+
+
+def test_the_service_has_no_rights_and_serves_all_the_same(host: SystemdHost):
+    use(host, "a=stub:dense=8")
+    host.run("systemctl", "start", "sie")
+    status = host.run("cat", f"/proc/{host.show('MainPID')}/status")
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    uid = host.run("id", "-u", "sie").strip()
+    assert set(fields["Uid"].split()) == {uid}
+    assert {int(fields[name], 16) for name in ("CapEff", "CapPrm", "CapBnd", "CapAmb")} == {0}
+    assert (fields["NoNewPrivs"].strip(), fields["Seccomp"].strip()) == ("1", "2")
+    assert host.run("stat", "-c", "%a %U:%G", SETTINGS, "/etc/sie").split("\n")[:2] == ["640 root:sie", "750 root:sie"]
+    assert ask(host) == 200
+
+
+def log(host: SystemdHost, *options: str) -> str:
+    """Return what the unit has logged since its latest start."""
+    invocation = host.show("InvocationID")
+    host.run("journalctl", "--sync", status=None)
+    return host.run("journalctl", "--no-pager", "-o", "cat", *options, f"_SYSTEMD_INVOCATION_ID={invocation}")

@@ -1,0 +1,120 @@
+"""`sie doctor` as a whole: what it prints, what it exits with, how long it may take and what it may not import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sie import cli, doctor
+from sie.config_sources import SettingsError
+from sie.doctor import AREAS, Finding, examine, render_json, render_text
+from sie.settings import Loaded, all_keys, load_settings
+
+STUB = ("--model", "a=stub:dense=8")
+OK = Finding(area="disk", level="ok", message="room")
+WARN = Finding(area="clock", level="warn", message="late", fix="wind it up")
+ERROR = Finding(area="gpu", level="error", message="gone", fix="put it back")
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch):
+    for variable in ("SIE_CONFIG", *(key.variable for key in all_keys())):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def defaults() -> Loaded:
+    return load_settings(None, {}, {})
+
+
+def run(capsys, *args: str) -> tuple[int, list[dict[str, str]]]:
+    status = cli.main(["doctor", "--json", *args])
+    page = json.loads(capsys.readouterr().out)
+    assert page["ok"] == (status == 0)
+    return status, page["findings"]
+
+
+def test_every_area_has_its_say_and_torch_is_not_imported():
+    code = (
+        "import sys\n"
+        "from sie import cli\n"
+        f"status = cli.main({['doctor', '--json', '--port', '0', *STUB]!r})\n"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)), status, file=sys.stderr)"
+    )
+    began_s = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    took_s = time.monotonic() - began_s
+    findings = json.loads(done.stdout)["findings"]
+    assert {finding["area"] for finding in findings} == set(AREAS)
+    assert done.stderr.splitlines()[-1].startswith("[] ")
+    assert all(finding["message"] for finding in findings)
+    assert all(bool(finding["fix"]) == (finding["level"] != "ok") for finding in findings if finding["area"] != "clock")
+    assert took_s < 10, "3 s on a quiet machine"
+
+
+def test_only_what_was_asked_for_is_looked_at(capsys):
+    status, findings = run(capsys, "--only", "settings", "--only", "clock", *STUB)
+    assert status == 0
+    assert {finding["area"] for finding in findings} == {"settings", "clock"}
+
+
+def test_settings_that_stop_a_start_are_an_error_and_the_rest_is_still_looked_at(capsys, tmp_path: Path):
+    file = tmp_path / "sie.toml"
+    file.write_text("[server]\nprot = 1\n")
+    status, findings = run(capsys, "--config", str(file), "--only", "settings", "--only", "software")
+    assert status == 1
+    assert findings[0]["area"] == "settings"
+    assert "prot" in findings[0]["message"]
+    assert {"settings", "software"} == {finding["area"] for finding in findings}
+
+
+def test_a_model_that_cannot_be_served_is_an_error(capsys):
+    status, findings = run(capsys, "--only", "settings", *STUB, "--lazy-model", "gone=/nonexistent")
+    assert status == 1
+    (broken,) = (finding for finding in findings if finding["level"] == "error")
+    assert broken["message"].startswith("model gone: ")
+
+
+def test_text_shows_each_finding_with_its_fix_and_counts_them():
+    lines = render_text([OK, WARN, ERROR]).splitlines()
+    assert "disk" in lines[0]
+    assert "room" in lines[0]
+    assert lines[2].strip() == "-> wind it up"
+    assert lines[4].strip() == "-> put it back"
+    assert lines[-1] == "1 ok, 1 to improve, 1 to mend"
+
+
+def test_json_is_fine_with_warnings_and_not_with_errors():
+    assert json.loads(render_json([OK, WARN]))["ok"] is True
+    assert json.loads(render_json([OK, ERROR]))["ok"] is False
+
+
+def test_waiting_ends_as_soon_as_there_is_no_error_left(monkeypatch: pytest.MonkeyPatch):
+    rounds = [[ERROR], [ERROR, OK], [WARN], [ERROR]]
+    naps: list[float] = []
+    monkeypatch.setattr(doctor, "_look", lambda *_: rounds.pop(0))
+    monkeypatch.setattr(doctor.time, "sleep", naps.append)
+    assert examine(defaults, AREAS, wait_s=60) == [WARN]
+    assert naps == [1.0, 1.0]
+
+
+def test_waiting_ends_with_the_time(monkeypatch: pytest.MonkeyPatch):
+    clock = [0.0]
+    monkeypatch.setattr(doctor, "_look", lambda *_: [ERROR])
+    monkeypatch.setattr(doctor.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(doctor.time, "sleep", lambda nap_s: clock.__setitem__(0, clock[0] + nap_s))
+    assert examine(defaults, AREAS, wait_s=2.5) == [ERROR]
+    assert clock[0] == 2.5
+
+
+def test_defaults_stand_in_for_settings_that_cannot_be_had():
+    def load() -> Loaded:
+        raise SettingsError("torn")
+
+    findings = examine(load, ["limits"])
+    assert [finding.message for finding in findings if finding.area == "settings"] == ["torn"]
+    assert len([finding for finding in findings if finding.area == "limits"]) >= 2
