@@ -25,12 +25,12 @@ POINTS: Final[dict[str, str]] = {
     "worker.before_reply": "a reply lies whole in shared memory, its descriptor was not pushed",
     "worker.after_reply": "the descriptor of a reply was pushed",
 }
-FAILPOINT_FORM: Final = "POINT=kill|stop|spin|raise|exit:STATUS|sleep:MILLISECONDS[@COUNT]"
+FAILPOINT_FORM: Final = "POINT=kill|stop|spin|raise|exit:STATUS|sleep:MILLISECONDS|leak:KIB[@COUNT]"
 
 _TEXT: Final = re.compile(
     r"(?P<point>[a-z_.]+)=(?P<action>[a-z]+)(:(?P<argument>[0-9]{1,6}))?(@(?P<count>[0-9]{1,9}))?"
 )
-_WITH_ARGUMENT: Final = frozenset({"exit", "sleep"})
+_WITH_ARGUMENT: Final = frozenset({"exit", "leak", "sleep"})
 
 Action = Callable[[], None]
 
@@ -103,11 +103,17 @@ def _raise(point: str, _argument: int) -> Action:
     return fail
 
 
+def _leak(_point: str, kib: int) -> Action:
+    kept: list[bytes] = []
+    return lambda: kept.append(os.urandom(kib << 10))  # not zeros, which might never take a page
+
+
 _ACTIONS: Final[dict[str, Callable[[str, int], Action]]] = {
     "kill": _signal(signal.SIGKILL),
     "stop": _signal(signal.SIGSTOP),
     "spin": _spin,
     "raise": _raise,
+    "leak": _leak,
     "exit": lambda _point, status: lambda: os._exit(status),
     "sleep": lambda _point, milliseconds: lambda: time.sleep(milliseconds / 1e3),
 }

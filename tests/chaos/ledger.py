@@ -1,7 +1,7 @@
 """Owns the figures of the chaos rows: each with what is demanded of it, asserted, and kept for the report.
 
 CI runs each row short: a tenth of the faults, and times may be `SLACK` times as long, since its machines are slow and
-shared. `SIE_CHAOS=long` runs the whole of it and allows no slack; `make chaos` does.
+shared. `CHAOS=long` runs the whole of it and allows no slack; `make chaos` does.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import os
 from pathlib import Path
 from typing import Any, TypeVar
 
-IS_LONG = os.environ.get("SIE_CHAOS") == "long"
-SEED = int(os.environ.get("SIE_CHAOS_SEED", "20260"))
+IS_LONG = os.environ.get("CHAOS") == "long"
+SEED = int(os.environ.get("CHAOS_SEED", "20260"))
 SLACK = 1.0 if IS_LONG else 4.0
-REPORT_DIR = os.environ.get("SIE_CHAOS_REPORT", "")
+REPORT_DIR = os.environ.get("CHAOS_REPORT", "")
 
 _T = TypeVar("_T")
 
