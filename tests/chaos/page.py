@@ -58,8 +58,7 @@ def render(rows: Sequence[dict[str, Any]], facts: dict[str, str]) -> str:
         f"<title>Chaos report</title><style>{_STYLE}</style><h1>Chaos report: {verdict}</h1>",
         "<table>",
         *(f"<tr><th>{html.escape(name)}<td>{html.escape(value)}</tr>" for name, value in facts.items()),
-        (
-            f"</table><h2>What is demanded, and what was measured</h2><p class=sub>{_METHOD}</p>",
+        f"</table><h2>What is demanded, and what was measured</h2><p class=sub>{_METHOD}</p>",
         "<table><tr><th>row<th>what happens<th>figure<th>demanded<th class=n>measured</tr>",
         *map(_row, rows),
         "</table>",
