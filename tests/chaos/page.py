@@ -24,15 +24,12 @@ _MAX_POINTS = 4000
 NOT_RUN = {
     "F9": "needs a GPU that can be taken away; its parts without one are unit tests (tests/unit/workers/test_telemetry.py)",
     "F16, F24, F26": "for files and streams, which this server does not have yet",
-    "F17, F18": "a model's directory that is gone or cut short: tests/process/test_model_life.py, with real weights",
     "F20": "a limit on processes does not bind the administrator, as whom this usually runs",
-    "F21": "the kernel's kill for want of memory needs a control group of its own; what follows from it is "
+    "F21": "the kernel's kill for want of memory needs a control group of its own; what follows from one is tested in "
     "tests/unit/supervisor/test_watch.py",
-    "F35": "needs a wall clock that can be set; deadlines use the monotonic one",
-    "F42": "a broken configuration at reload: tests/process/test_reload.py",
-    "F43": "while a model is reloaded its requests are told to come back (tests/process/test_admin.py)",
-    "F44": "API keys are tested where they are",
-    "F52, F53": "the hub that is down, and downloads that are cut: tests/unit/catalog, with a hub on loopback",
+    "F35": "needs a wall clock that can be set; deadlines and watchdogs use the monotonic one",
+    "F44": "API keys have their own tests",
+    "F52, F53": "the hub that is down, and downloads that are cut: tests/unit, with a hub on loopback",
 }
 
 _METHOD = (
