@@ -90,14 +90,17 @@ def cluster(
     workers: int = 2,
     is_stopped: bool = False,
     is_warm: bool = True,
+    prefix: tuple[str, ...] = (),
 ) -> Iterator[Server]:
     """Yield a ready server of stub workers under `stub/a`; its answer is a digest of its input. Flags come on top.
 
-    is_stopped: the test ends it. is_warm: every process has answered before the test begins.
+    is_stopped: the test ends it. is_warm: every process has answered before the test begins. prefix: a command that
+    becomes the server, such as `prlimit`.
     """
     with start_server(
         "--model", f"{MODEL}=stub:dense={DENSE},{stub}", "--test",
         "--frontends", str(frontends), "--devices", f"cpu:{workers}", *flags, is_stopped=is_stopped,
+        prefix=prefix,
     ) as server:  # fmt: skip
         for number in range(8 * frontends if is_warm else 0):
             assert encode(server.port, MODEL, [f"warm {number}"]).status == 200
@@ -105,8 +108,9 @@ def cluster(
 
 
 def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Send a signal to a process of a server."""
-    os.kill(pid, number)
+    """Send a signal to a process of a server; one that has gone meanwhile does not mind."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def logged(server: Server, part: str, after: int = 0) -> bool:

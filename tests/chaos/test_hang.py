@@ -106,7 +106,7 @@ def test_f56_starved_of_processors_it_kills_nobody(row: Row):
         with cluster("--watchdog-s", f"{WATCHDOG_S:g}", "--tick-timeout-s", "2") as server:
             before = sorted(server.pids())
             with open_loop(server, 20, seed=SEED) as load:
-                time.sleep(pick(6.0, 60.0))
+                time.sleep(pick(4.0, 60.0))
             after = sorted(server.pids())
     finally:
         for hog in hogs:

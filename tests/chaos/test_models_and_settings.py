@@ -84,11 +84,10 @@ def test_f42_a_broken_reload_changes_nothing(row: Row, tmp_path: Path):
 @pytest.mark.timeout(200)
 def test_f43_a_reload_fails_no_request_but_tells_some_to_come_back(row: Row):
     swaps = pick(5, 50)
-    with cluster() as server:
-        with open_loop(server, 100, seed=SEED) as load:
-            for _ in range(swaps):
-                answer = post_json(server.port, "/v1/models/reload", {"model_id": MODEL})
-                assert (answer.status, answer.json()["status"]) == (200, "loaded"), answer
+    with cluster() as server, open_loop(server, 100, seed=SEED) as load:
+        for _ in range(swaps):
+            answer = post_json(server.port, "/v1/models/reload", {"model_id": MODEL})
+            assert (answer.status, answer.json()["status"]) == (200, "loaded"), answer
     outcomes = load.history.outcomes()
     again = outcomes["503 MODEL_LOADING"] + outcomes["503 MODEL_NOT_LOADED"]
     row.equals("swaps", swaps, swaps)

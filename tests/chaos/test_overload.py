@@ -34,7 +34,7 @@ def goodput(history: History) -> float:
 @pytest.mark.timeout(300)
 def test_f12_ten_times_overload_is_refused_quickly_and_costs_no_goodput(row: Row):
     flags = ("--max-queued-tokens", "200", "--max-step-tokens", "50", "--request-timeout-s", "5")
-    load_s = pick(4.0, 20.0)
+    load_s = pick(3.0, 20.0)
     points: list[tuple[float, float]] = []
     with cluster(*flags, stub=f"per_token_us={PER_TOKEN_US}") as server:
         leaks = Leaks(server)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.chaos.cluster import Leaks, cluster, kill
+from tests.chaos.cluster import Leaks, cluster, kill, logged
 from tests.chaos.history import History, open_loop, quantile
 from tests.chaos.ledger import SEED, Row, pick
 from tests.process.harness import Server, eventually
@@ -15,8 +15,12 @@ from tests.process.harness import Server, eventually
 QUIET_S = pick(1.0, 5.0)
 
 
-def wait_for_workers(server: Server, num_workers: int, without: int) -> None:
-    eventually(lambda: len(pids := server.pids("worker")) == num_workers and without not in pids, "a successor", 15.0)
+def kill_one(server: Server, victim: int) -> float:
+    """Kill a worker; return when. Its successor serves when this returns."""
+    num_lines, killed_s = len(server.output.lines), time.monotonic()
+    kill(victim)
+    eventually(lambda: logged(server, "loaded: cpu", num_lines), "a successor that serves", 15.0)
+    return killed_s
 
 
 def added_p99_s(history: History, first_fault_s: float) -> float:
@@ -37,10 +41,7 @@ def test_f3_kills_of_one_of_two_workers_cost_no_answer(row: Row):
             time.sleep(QUIET_S)
             for _ in range(pick(20, 200)):
                 time.sleep(rng.random() * 0.1)
-                victim = rng.choice(server.pids("worker"))
-                faults_s.append(time.monotonic())
-                kill(victim)
-                wait_for_workers(server, 2, victim)
+                faults_s.append(kill_one(server, rng.choice(server.pids("worker"))))
         history = load.history
         leaks.check()
     row.equals("kills", len(faults_s), pick(20, 200))
@@ -57,6 +58,22 @@ def test_f3_kills_of_one_of_two_workers_cost_no_answer(row: Row):
     )
 
 
+@pytest.mark.row("F3", "workers are killed whenever, also while both are starting")
+@pytest.mark.timeout(600)
+def test_f3_kills_at_any_moment_cost_no_answer(row: Row):
+    rng = random.Random(SEED)
+    kills = pick(10, 100)
+    with cluster(stub="latency_ms=5") as server, open_loop(server, 100, seed=SEED) as load:
+        for _ in range(kills):
+            time.sleep(rng.random() * 0.3)
+            eventually(lambda: server.pids("worker"), "somebody to kill", 5.0)
+            for victim in server.pids("worker")[: rng.randint(1, 2)]:
+                kill(victim)
+    row.equals("rounds", kills, kills)
+    row.equals("failed requests", len(load.history.failed()), 0)
+    row.tell("slowest answer", max(load.history.latencies_s()), "s")
+
+
 @pytest.mark.row("F4", "the only worker is killed")
 @pytest.mark.timeout(600)
 def test_f4_the_only_worker_is_back_within_two_seconds(row: Row):
@@ -67,11 +84,7 @@ def test_f4_the_only_worker_is_back_within_two_seconds(row: Row):
         with open_loop(server, 100, seed=SEED) as load:
             for _ in range(pick(5, 50)):
                 time.sleep(0.3)
-                victim = server.worker()
-                faults_s.append(time.monotonic())
-                kill(victim)
-                wait_for_workers(server, 1, victim)
-                time.sleep(0.7)
+                faults_s.append(kill_one(server, server.worker()))
         history = load.history
         leaks.check()
     for fault_s in faults_s:
