@@ -40,6 +40,7 @@ _CREDIT_WAIT_S = 0.005
 _SLACK = 10
 """A step may take this many times as long as its tokens usually do before the watchdog's time starts."""
 _FIRST_TOKEN_NS = 2_000_000
+_PACE_WEIGHT = 0.1
 _MIN_ALLOWED_NS = 250_000_000
 _BEAT_NS = 200_000_000
 _TEND_NS = 1_000_000_000
@@ -384,7 +385,8 @@ class Loop:
         queue = self._state.queues.get(model)
         self._metrics.set_queue_depth(model, len(queue) if queue else 0)
         if num_tokens:
-            self._ns_per_token += 0.1 * (took_ns / num_tokens - self._ns_per_token)
+            weight = max(_PACE_WEIGHT, 1 / self._num_steps)  # the first step takes the place of the guess
+            self._ns_per_token += weight * (took_ns / num_tokens - self._ns_per_token)
 
     def _settle(self) -> None:
         """Free the models that are to go and that nothing waits for, and publish what is in use."""

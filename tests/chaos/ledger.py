@@ -39,11 +39,11 @@ class Row:
 
     def at_most(self, name: str, value: float, limit: float, unit: str, slack: float = SLACK) -> None:
         """Assert a figure that must not be over its limit; slack is what CI allows."""
-        self._note(name, value, f"<= {limit:g} {unit}", unit, value <= limit * slack)
+        self._note(name, value, f"<= {limit:g} {unit}", unit, value <= limit * pick(slack, 1.0))
 
     def at_least(self, name: str, value: float, limit: float, unit: str, slack: float = 1.0) -> None:
-        """Assert a figure that must not be under its limit."""
-        self._note(name, value, f">= {limit:g} {unit}", unit, value >= limit / slack)
+        """Assert a figure that must not be under its limit; slack is what CI allows."""
+        self._note(name, value, f">= {limit:g} {unit}", unit, value >= limit / pick(slack, 1.0))
 
     def tell(self, name: str, value: float, unit: str) -> None:
         """Keep a figure of which nothing is demanded."""

@@ -62,7 +62,7 @@ def judge(row: Row, histories: dict[float, History]) -> None:
     took_s = sorted(ask.took_s for ask in refused)
     row.tell("offered", len(overload) / (overload[-1].due_s - overload[0].due_s), "/s")
     row.tell("peak goodput", peak, "/s")
-    row.at_least("goodput at ten times", goodput(histories[10.0]) / peak, 0.9, "of the peak", slack=pick(1.3, 1.0))
+    row.at_least("goodput at ten times", goodput(histories[10.0]) / peak, 0.9, "of the peak", slack=1.3)
     row.at_most("p99 of a refusal", quantile(took_s, 0.99) * 1e3, 20.0, "ms")
     row.tell("median of a refusal", quantile(took_s, 0.5) * 1e3, "ms")
     row.at_least("shortest Retry-After", min(waits_s), 1, "s")
