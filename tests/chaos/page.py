@@ -75,10 +75,14 @@ def _row(row: dict[str, Any]) -> str:
     lines: list[str] = []
     for figure in row["figures"] or [{"name": "", "demand": "", "value": None, "unit": "", "is_met": True}]:
         mark = "bad" if not figure["is_met"] else "ok" if figure["demand"] else ""
-        value = "" if figure["value"] is None else f"{figure['value']:,.4g} {figure['unit'].removesuffix(' more')}"
+        value = "" if figure["value"] is None else f"{_number(figure['value'])} {figure['unit'].removesuffix(' more')}"
         cells = f"<td>{html.escape(figure['name'])}<td>{html.escape(figure['demand'])}<td class='n {mark}'>{value}"
         lines.append(f"<tr>{head if not lines else '<td><td>'}{cells}</tr>")
     return "".join(lines)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _plot(row: dict[str, Any], plot: dict[str, Any]) -> str:
