@@ -175,7 +175,8 @@ class Supervisor:
             case control_messages.Pong():
                 child.pong_s = time.monotonic()
             case control_messages.Quarantine():
-                self._crew.send_all(self._crew.frontends, message)
+                # The one that asks comes last: it answers its client when it hears this.
+                self._crew.send_all(sorted(self._crew.frontends, key=lambda frontend: frontend is child), message)
             case _:
                 _log.warning("%s sent an unexpected %s", child.name, type(message).__name__)
 
