@@ -12,7 +12,7 @@ from typing import NamedTuple
 import psutil
 
 from tests.process.harness import Role, Server, eventually, start_server
-from tests.process.wire import encode, extents_in_use, get
+from tests.process.wire import encode, extents_in_use
 
 MODEL = "stub/a"
 DENSE = 16
@@ -102,6 +102,7 @@ def cluster(
         "--frontends", str(frontends), "--devices", f"cpu:{workers}", *flags, is_stopped=is_stopped,
         prefix=prefix,
     ) as server:  # fmt: skip
+        eventually(lambda: count_loads(server) >= workers, "every worker to serve", 30.0)  # ready means that one does
         for number in range(8 * frontends if is_warm else 0):
             assert encode(server.port, MODEL, [f"warm {number}"]).status == 200
         yield server
@@ -118,14 +119,9 @@ def logged(server: Server, part: str, after: int = 0) -> bool:
     return any(part in line for line in server.output.lines[after:])
 
 
-def is_whole(server: Server, *, workers: int, frontends: int) -> bool:
-    """Return whether all processes are there and the server is ready."""
-    if len(server.pids("worker")) != workers or len(server.frontends()) != frontends:
-        return False
-    try:
-        return get(server.port, "/readyz").status == 200
-    except OSError:
-        return False
+def count_loads(server: Server, after: int = 0) -> int:
+    """Return how often the log, of its lines after the first `after`, says that a worker serves the model."""
+    return sum("loaded: cpu" in line and f'"{MODEL}"' in line for line in server.output.lines[after:])
 
 
 def rss_bytes(server: Server) -> dict[str, int]:

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.chaos.cluster import DENSE, MODEL, Leaks, cluster
+from tests.chaos.cluster import DENSE, MODEL, Leaks, cluster, count_loads
 from tests.chaos.history import open_loop
 from tests.chaos.ledger import SEED, Row, pick
 from tests.process.harness import Server, eventually
@@ -16,10 +16,6 @@ from tests.process.wire import dense_rows, encode, families, get, post_json, stu
 
 def num_restarts(server: Server) -> float:
     return total(server.port, "sie_worker_restarts_total")
-
-
-def num_loads(server: Server, after: int) -> int:
-    return sum("loaded: cpu" in line for line in server.output.lines[after:])
 
 
 @pytest.mark.row("F7", "one item finds no memory on the device")
@@ -44,7 +40,7 @@ def test_f8_a_lost_device_ends_its_worker_at_once(row: Row):
         with open_loop(server, 100, seed=SEED) as load:
             num_lines, began_s = len(server.output.lines), time.monotonic()
             refusal = encode(server.port, MODEL, ["STICKY"])
-            eventually(lambda: num_loads(server, num_lines) == 2, "two successors that serve")
+            eventually(lambda: count_loads(server, num_lines) == 2, "two successors that serve")
             took_s = time.monotonic() - began_s
         assert (refusal.status, refusal.code()) == (422, "POISON_INPUT")
         ended = [line for line in server.output.lines if "ended with status" in line]
