@@ -213,6 +213,10 @@ class ImageRule(msgspec.Struct, frozen=True, kw_only=True):
     resize: tuple[int, int] = (0, 0)
     """(height, width) before the centre is cut out; with keep_aspect (edge, edge), the length of the shorter side."""
     keep_aspect: bool = False
+    longest: int = 0
+    """With keep_aspect, the most of the longer side, and nothing is cut; 0: the centre is cut out."""
+    square: int = 0
+    """Side of the square that the worker pads and resizes an image to, which crosses in its own size; 0: it does not."""
     resample: int = 3
     """Pillow's number of the filter: 0 nearest, 1 Lanczos, 2 bilinear, 3 bicubic, 4 box, 5 Hamming."""
     rescale_factor: float = 1.0
@@ -225,6 +229,8 @@ class ImageRule(msgspec.Struct, frozen=True, kw_only=True):
 
     def count_tokens(self, height: int, width: int) -> int:
         """Return what an image of that size costs, as it crosses to the worker."""
+        if self.square:
+            height = width = self.square
         return -(-height // self.patch) * -(-width // self.patch) + self.extra_tokens
 
 

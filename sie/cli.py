@@ -17,6 +17,7 @@ from sie import __version__
 from sie.bundled import with_bundled_model
 from sie.config_sources import SettingsError
 from sie.doctor import AREAS
+from sie.keys_command import keys
 from sie.service import service
 from sie.setting_flags import ConfiguredCommand
 from sie.settings import Loaded, load_settings
@@ -98,6 +99,7 @@ def config(config_file: str | None, output_format: str, **flags: Any) -> None:
     click.echo(RENDERERS[output_format](_load(config_file, flags)), nl=False)
 
 
+cli.add_command(keys)
 cli.add_command(service)
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from sie.api_keys import ApiKey
 from sie.cards import AdapterSpec, ModelCard, ModelState
 from sie.errors import WireError
 from sie.settings import Settings
@@ -26,6 +27,11 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     host: str = ""
     port: int = 0
+    listen_fd: int = -1
+    """A listening Unix socket to serve instead of host and port, or -1."""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_client_ca: str = ""
     backlog: int = 1024
     log_format: str = "text"
     log_level: str = "info"
@@ -53,6 +59,18 @@ class Configure(msgspec.Struct, tag=True, frozen=True):
     """
 
     settings: Settings
+
+
+class Keys(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to frontend, right after `Configure` where there are API keys, and whenever they changed.
+
+    problem says why the file of keys was not taken over when it last changed; then keys are those from before.
+    """
+
+    keys: tuple[ApiKey, ...]
+    secret: bytes
+    """Signs watch tickets; made anew at each start of the server."""
+    problem: str = ""
 
 
 class Attach(msgspec.Struct, tag=True, frozen=True):
@@ -262,5 +280,5 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
 Message = (
     Hello | Configure | Attach | Ready | LoadModel | Load | Unload | ModelReport | Models | WorkerDown | Quarantine
     | PeerFault | Spilled | Touch | Ping | Pong | Drain | Manage | Managed | MemoryReport | MemoryShort
-    | WantAdapter | LoadAdapter | UnloadAdapter | AdapterReport
+    | WantAdapter | LoadAdapter | UnloadAdapter | AdapterReport | Keys
 )  # fmt: skip

@@ -5,7 +5,9 @@
     │  ├─ InputTooLong            INPUT_TOO_LONG        400     client (413 when a whole body is over its limit)
     │  └─ PoisonInput             POISON_INPUT          422     client: this input killed two workers
     ├─ NotFound                   MODEL_NOT_FOUND       404     client
-    ├─ Forbidden                  FORBIDDEN             403     client: the setting that the message names does not allow it
+    ├─ Unauthorized               UNAUTHORIZED          401     client: no API key, or one that is not known
+    ├─ Forbidden                  FORBIDDEN             403     client: its key's scopes, or a setting, do not allow it
+    ├─ RateLimited                RATE_LIMIT            429     client, retryable: its key's limit is reached
     ├─ Overloaded                 QUEUE_FULL            503     ours, retryable
     ├─ Unavailable                MODEL_LOADING, ...    503     ours, retryable
     │  ├─ WorkerLost              WORKER_LOST           503     ours, retryable
@@ -84,11 +86,26 @@ class NotFound(SieError):
     http_status = 404
 
 
+class Unauthorized(SieError):
+    """This route needs an API key and the request has none that is known; the answer carries `WWW-Authenticate`."""
+
+    code = "UNAUTHORIZED"
+    http_status = 401
+
+
 class Forbidden(SieError):
-    """Not for this client; the message names the setting that decides."""
+    """Not for this client; the message names the scope or the setting that decides."""
 
     code = "FORBIDDEN"
     http_status = 403
+
+
+class RateLimited(SieError):
+    """A limit of this client's API key is reached. Source of the code: `RateLimitError` of sie-sdk."""
+
+    code = "RATE_LIMIT"
+    http_status = 429
+    retryable = True
 
 
 class Overloaded(SieError):
@@ -167,8 +184,8 @@ class WireError(msgspec.Struct, array_like=True, frozen=True):
 _KINDS: dict[str, type[SieError]] = {
     cls.__name__: cls
     for cls in (
-        SieError, BadRequest, InputTooLong, PoisonInput, NotFound, Forbidden, Overloaded, Unavailable, WorkerLost,
-        ResourceExhausted, ModelLoadFailed, DeadlineExceeded, ClientGone, Internal,
+        SieError, BadRequest, InputTooLong, PoisonInput, NotFound, Unauthorized, Forbidden, RateLimited, Overloaded,
+        Unavailable, WorkerLost, ResourceExhausted, ModelLoadFailed, DeadlineExceeded, ClientGone, Internal,
         NonFinite,
     )
 }  # fmt: skip

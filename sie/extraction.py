@@ -12,8 +12,8 @@ import msgspec
 ReadsForm = Literal["tokens", "pairs", "text", "image"]
 """In which form a worker gets an item. tokens: one sequence for each window of the text; pairs: one sequence for each
 label; text: its UTF-8; image: its pixels. Of the first two a request has more items for the worker than for the client."""
-GivesForm = Literal["extract", "token_logits", "logits"]
-"""What a worker answers with (`sie.headers.ReplyHeader`): whole extractions, or logits that the frontend reads."""
+GivesForm = Literal["extract", "token_logits", "logits", "boxes"]
+"""What a worker answers with (`sie.headers.ReplyHeader`): whole extractions, or numbers that the frontend reads."""
 
 OVERFLOW_POLICIES = ("default", "error", "truncate_text")
 AGGREGATION_STRATEGIES = ("none", "simple", "first", "average", "max")
@@ -207,7 +207,42 @@ class Gliclass(msgspec.Struct, frozen=True, kw_only=True, tag="gliclass"):
     """Whether the labels stand before the text, not behind it."""
 
 
-ExtractRule = StubExtract | TokenClassification | ZeroShot | Gliner | Gliclass
+class Detection(msgspec.Struct, frozen=True, kw_only=True, tag="detection"):
+    """Boxes around what a picture shows of the labels: OWL-ViT, OWLv2 or Grounding DINO.
+
+    An item is one image; all items of a request share what is looked for. OWL reads each label by itself, Grounding DINO
+    reads all of them as one text, whose tokens its boxes are told apart by.
+    """
+
+    reads: ClassVar[ReadsForm] = "image"
+    gives: ClassVar[GivesForm] = "boxes"
+
+    family: Literal["owlvit", "owlv2", "grounding-dino"]
+    strides: tuple[int, ...] = ()
+    """Pixels a side of the places in each level of Grounding DINO's features."""
+    num_boxes: int = 0
+    """How many boxes Grounding DINO chooses among the places of an image, which cannot have fewer."""
+
+    @property
+    def needs_labels(self) -> bool:
+        """Whether labels are all that can be looked for; Grounding DINO takes a text instead."""
+        return self.family != "grounding-dino"
+
+    @property
+    def options(self) -> frozenset[str]:
+        """The options it serves."""
+        return _OWL_OPTIONS if self.needs_labels else _GROUNDING_OPTIONS
+
+    def count_places(self, height: int, width: int) -> int:
+        """Return among how many places of an image of that size Grounding DINO chooses its boxes."""
+        return sum(-(-height // stride) * -(-width // stride) for stride in self.strides)
+
+
+_OWL_OPTIONS = frozenset({"threshold", "score_threshold", "overflow_policy"})
+_GROUNDING_OPTIONS = frozenset({"box_threshold", "text_threshold", "instruction", "overflow_policy"})
+
+
+ExtractRule = StubExtract | TokenClassification | ZeroShot | Gliner | Gliclass | Detection
 """How a model extracts, one type a family. Every family says, without a value of its own:
 
 reads, gives       the form in which the worker gets an item, and that of its answer

@@ -165,6 +165,36 @@ REFUSALS = Family(
     help="Requests refused before any work, by reason.",
     labels=("reason",),
 )
+AUTH_FAILURES = Family(
+    name="sie_auth_failures_total",
+    kind="counter",
+    help="Requests refused for their API key, by reason (missing, unknown, scope, rate, concurrency).",
+    labels=("reason",),
+)
+KEY_REQUESTS = Family(
+    name="sie_api_key_requests_total",
+    kind="counter",
+    help="Requests let in, by the name of their API key.",
+    labels=("key",),
+)
+KEY_RUNNING = Family(
+    name="sie_api_key_running",
+    kind="gauge",
+    help="Requests under way, by the name of their API key; only keys with a limit.",
+    labels=("key",),
+)
+API_KEYS = Family(
+    name="sie_api_keys",
+    kind="gauge",
+    help="API keys in force; absent where none are asked for.",
+    merge="max",
+)
+API_KEYS_REFUSED = Family(
+    name="sie_api_keys_refused",
+    kind="gauge",
+    help="1 while the file of API keys is gone or wrong and the keys read before stay in force, else 0.",
+    merge="max",
+)
 WORKER_RESTARTS = Family(
     name="sie_worker_restarts_total",
     kind="counter",
@@ -308,6 +338,11 @@ FAMILIES: tuple[Family, ...] = (
     NON_FINITE_SHARE,
     LORAS_LOADED,
     REFUSALS,
+    AUTH_FAILURES,
+    KEY_REQUESTS,
+    KEY_RUNNING,
+    API_KEYS,
+    API_KEYS_REFUSED,
     WORKER_RESTARTS,
     CONFIG_RELOADS,
     CONFIG_REFUSED,

@@ -32,6 +32,7 @@ class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     With images there are `pixels` uint8 (bytes,), the RGB rows of all images back to back, `image_sizes` int32 (m, 2),
     height and width of each, `image_offsets` int32 (n + 1,), the images of each item, and, where an item is a text,
     `token_offsets` int32 (n + 1,) beside token_ids: an item is images, or else a text.
+    What a detector looks for in all of them is `query_ids` int32 (t,), token ids, with `query_offsets` int32 (q + 1,).
     """
 
     model: str
@@ -47,7 +48,7 @@ class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     compared: tuple[tuple[str, float], ...] = ()
     """Outputs by which item 0 of a score is compared with the others, each with its weight in the sum."""
     task: bytes = b""
-    """An `ExtractTask` as msgpack, for a model whose worker answers with whole extractions."""
+    """An `ExtractTask` as msgpack, for a model whose worker answers with whole extractions or with boxes."""
     expand_to: int | None = None
     """Length that queries are filled up to in place of the card's own; None: the card's."""
     lora: str = ""
@@ -64,6 +65,9 @@ class ReplyHeader(msgspec.Struct, array_like=True, frozen=True):
         multivector   `multivector_offsets` int32 (n + 1,), `multivector` (rows, width)
         extract       `extract_offsets` int32 (n + 1,), `extract` uint8 (bytes,), each item's `Extraction` as msgpack
         token_logits  `token_logits_offsets` int32 (n + 1,), `token_logits` float32 (t, classes)
+        boxes         `boxes_offsets` int32 (n + 1,), `boxes` float32 (b, 5 + k): score, centre x and y, width, height
+                      as parts of the image as the model sees it; then the number of the query (k = 1), or the score of
+                      each token of the text that was looked for
     or `score` float32 (n, 1), in which a row that belongs to a query is 0, or `logits` float32 (n, classes). All that
     changes from one reply of dense rows or scores to the next is in the arrays, so
     the header's bytes are the same for every such reply of one shape and are encoded and decoded once.

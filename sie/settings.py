@@ -4,7 +4,7 @@ A key `max_body_bytes` of the section `limits` is the flag `--max-body-bytes`, t
 TOML key `max_body_bytes` under `[limits]` and a row of docs/settings.md; names are unique over the whole tree. Order:
 default < file < environment < flag. An unknown or bad key stops the start. Nothing else reads the environment, and only
 a reload changes settings after the start (`sie.live_settings`). Imports nothing slow: every `sie` command waits for it.
-`sie.config_sources` reads the values.
+`sie.config_sources` reads the values. Over 400 lines, because all settings in one place are easier to find than lines.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from sie.config_sources import (
 
 MIB = 1 << 20
 
+_ORIGIN = r"^(\*|https?://[A-Za-z0-9.\-]+(:[0-9]{1,5})?|https?://\[[0-9a-fA-F:.]+\](:[0-9]{1,5})?)\Z"
 _DEVICES = r"^(auto|cpu(:[1-9][0-9]{0,2})?|cuda(:[0-9]+(,cuda:[0-9]+)*)?)\Z"
 
 
@@ -69,10 +70,45 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     admin_from: Annotated[
         Literal["loopback", "nobody", "everybody"],
-        Meta(description="Who may load and unload models; loopback: clients on this host, not through a proxy."),
+        Meta(
+            description="Who may load and unload models; loopback: clients on this host, not through a proxy. With "
+            "`api_keys`, whoever has a key with the scope admin, unless it is nobody."
+        ),
     ] = "loopback"
     pool_name: Annotated[str, Meta(description="Pool this server says it belongs to.")] = ""
     bundle: Annotated[str, Meta(description="Bundle this server says it serves.")] = ""
+
+
+class Access(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who may ask, and how connections are protected (docs/security.md)."""
+
+    api_keys: Annotated[
+        str,
+        Meta(description="TOML file of API keys, as `sie keys new` writes it; empty asks nobody for a key."),
+    ] = ""
+    open_metrics: Annotated[
+        bool, Meta(description="Answer `/metrics` and `/ws/status` without a key where others need one.")
+    ] = False
+    tls_cert: Annotated[
+        str, Meta(description="PEM file of the server's certificate and its chain; HTTPS and nothing else is served.")
+    ] = ""
+    tls_key: Annotated[str, Meta(description="PEM file of the private key that belongs to `tls_cert`.")] = ""
+    tls_client_ca: Annotated[
+        str, Meta(description="PEM file of authorities; only clients with a certificate of theirs get a connection.")
+    ] = ""
+    uds: Annotated[
+        str, Meta(max_length=107, description="Path of a Unix socket to listen on, instead of `host` and `port`.")
+    ] = ""
+    uds_mode: Annotated[
+        str, Meta(pattern=r"^0?[0-7]{3}\Z", description="Mode of that socket.", extra={"form": "three octal digits"})
+    ] = "660"
+    cors_origins: Annotated[
+        tuple[Annotated[str, Meta(pattern=_ORIGIN)], ...],
+        Meta(
+            description="Origin whose pages may use this server from a browser; repeatable; none may by default.",
+            extra={"form": "https://app.example or *"},
+        ),
+    ] = field(default=(), name="cors_origin")
 
 
 class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -225,7 +261,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ge=1,
             le=1 << 30,
             description="Most pixels of an image, read before it is decoded; of a request's images together, for a "
-            "model that reads them in their own size. Decoding takes up to 8 bytes a pixel and thread.",
+            "model without one size for all. Decoding takes up to 8 bytes a pixel and thread.",
         ),
     ] = 1 << 25
     max_queued_images: Annotated[
@@ -333,6 +369,20 @@ class Status(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_watchers: Annotated[int, Meta(ge=0, le=10000, description="Most status connections of this host.")] = 64
 
 
+class Tracing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Traces of requests, for a collector that speaks OTLP over gRPC; needs `sie[otel]`."""
+
+    enabled: Annotated[bool, Meta(description="Write a trace of requests: one span for each phase.")] = field(
+        default=False, name="tracing"
+    )
+    endpoint: Annotated[
+        str, Meta(pattern=r"^https?://[^/\s]+/?\Z", description="Where the collector listens; https is with TLS.")
+    ] = field(default="http://localhost:4317", name="otlp_endpoint")
+    share: Annotated[
+        float, Meta(ge=0, le=1, description="Share of requests to trace where their `traceparent` does not decide.")
+    ] = field(default=1.0, name="trace_share")
+
+
 class Testing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Breaking this server on purpose. Nothing here belongs on a server that anyone relies on."""
 
@@ -350,6 +400,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole tree. It encodes with msgspec, so that a process can be handed it."""
 
     server: Server = Server()
+    access: Access = Access()
     models: Models = Models()
     devices: Devices = Devices()
     limits: Limits = Limits()
@@ -357,6 +408,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scheduler: Scheduler = Scheduler()
     supervisor: Supervisor = Supervisor()
     status: Status = Status()
+    tracing: Tracing = Tracing()
     testing: Testing = Testing()
 
 
@@ -427,7 +479,7 @@ def _system_directories(keys: tuple[Key, ...], environ: Mapping[str, str]) -> It
 
 def _check_together(settings: Settings, sources: Mapping[str, Source]) -> None:
     """Refuse values that are each allowed but not with one another."""
-    memory, limits = settings.memory, settings.limits
+    memory, limits, access = settings.memory, settings.limits, settings.access
     smallest = min(memory.request_segment_bytes, memory.reply_segment_bytes)
     problems = (
         ("ring_capacity", memory.ring_capacity & (memory.ring_capacity - 1) != 0, "must be a power of two"),
@@ -437,6 +489,10 @@ def _check_together(settings: Settings, sources: Mapping[str, Source]) -> None:
             limits.max_item_text_bytes > limits.max_body_bytes,
             f"must not be over max_body_bytes ({limits.max_body_bytes})",
         ),
+        ("tls_cert", bool(access.tls_cert) and not access.tls_key, "needs tls_key beside it"),
+        ("tls_key", bool(access.tls_key) and not access.tls_cert, "needs tls_cert beside it"),
+        ("tls_client_ca", bool(access.tls_client_ca) and not access.tls_cert, "needs tls_cert and tls_key beside it"),
+        ("uds", bool(access.uds) and bool(access.tls_cert), "a Unix socket takes no TLS; leave tls_cert out"),
         ("failpoints", bool(settings.testing.failpoints) and not settings.testing.test, "are refused without `test`"),
         (
             "max_queued_images",

@@ -49,13 +49,14 @@ class EncodeRequest(msgspec.Struct, kw_only=True):
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a request's time went, in milliseconds."""
+    """Where a request's time went, in milliseconds; submitted_ns is when a worker was given it (CLOCK_MONOTONIC)."""
 
     total_ms: float = 0.0
     queue_ms: float = 0.0
     tokenization_ms: float = 0.0
     inference_ms: float = 0.0
     postprocessing_ms: float = 0.0
+    submitted_ns: int = 0
 
 
 class SparseRows(msgspec.Struct, frozen=True):
@@ -153,6 +154,10 @@ class ExtractRequest(msgspec.Struct, kw_only=True):
     options: dict[str, Any] = {}
     non_text_item: int | None = None
     """Index of the first item without a text, or with media; texts is empty then."""
+    media: MediaItems | None = None
+    """All of its items, where non_text_item is set."""
+    images: dict[int, list[memoryview]] | None = None
+    """The encoded image of an item by its number, for a model that takes them; such an item's text is not read."""
     task: ExtractTask = ExtractTask()
 
 
@@ -163,3 +168,4 @@ class ExtractReply(msgspec.Struct, frozen=True, kw_only=True):
     extractions: list[Extraction]
     input_tokens: int
     timing: Timing
+    num_images: int = 0

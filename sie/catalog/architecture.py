@@ -75,6 +75,13 @@ def dual_encoder_class(model_id: str, config: PretrainedConfig) -> type[Any]:
     return AutoModel
 
 
+def detector_class(model_id: str, config: PretrainedConfig) -> type[Any]:
+    """Return the auto class of a model that finds things in images; `sie.catalog.detection` has recognised it."""
+    from transformers import AutoModelForZeroShotObjectDetection
+
+    return AutoModelForZeroShotObjectDetection
+
+
 def entailment_class(model_id: str, config: PretrainedConfig) -> type[Any]:
     """Return the auto class of a sequence classifier, one with encoder and decoder, too. Raises ModelLoadFailed."""
     from transformers import AutoModelForSequenceClassification

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from sie.cards import LateInteraction, ModelCard, PipelineStep, SparseOutput, StaticQueries
+from sie.catalog.detection import read_detector
 from sie.catalog.extraction import count_positions, read_extraction
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
 from sie.catalog.gli import read_library_card
@@ -20,6 +21,7 @@ from sie.catalog.scoring import Scoring, read_scoring
 from sie.catalog.sparse import read_m3_heads, read_router, read_splade
 from sie.catalog.spec import ModelSpec
 from sie.catalog.towers import read_towers
+from sie.catalog.unserved import check_served
 from sie.catalog.weights import check_weights
 from sie.extraction import ExtractRule
 
@@ -53,6 +55,10 @@ def read_card(spec: ModelSpec, directory: str) -> ModelCard:
     library_card = read_library_card(spec, checkpoint)
     if library_card is not None:
         return library_card
+    check_served(checkpoint, checkpoint.read_object("config.json"))
+    detector = read_detector(spec, checkpoint)
+    if detector is not None:
+        return detector
     modules = read_modules(checkpoint)
     static = None
     if modules and modules[0].name == "Router":

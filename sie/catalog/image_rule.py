@@ -2,12 +2,14 @@
 
 Follows transformers' processors on Pillow. What would change a pixel and cannot be done here is refused by its key.
 Source: transformers 5.23 image_processing_base.py (get_image_processor_dict), image_processing_backends.py
-(PilBackend), and the defaults of image_processing_pil_clip.py and image_processing_pil_siglip.py.
+(PilBackend), and the defaults of each family's image_processing_pil_*.py.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+import msgspec
 
 from sie.cards import ImageRule
 from sie.catalog.files import Checkpoint, refuse
@@ -24,7 +26,21 @@ _SIGLIP: dict[str, Any] = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
-_DEFAULTS = {"CLIP": _CLIP, "ChineseCLIP": _CLIP, "Siglip": _SIGLIP}
+_OWL: dict[str, Any] = {"image_mean": _CLIP["image_mean"], "image_std": _CLIP["image_std"]}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "CLIP": _CLIP,
+    "ChineseCLIP": _CLIP,
+    "Siglip": _SIGLIP,
+    "OwlViT": {**_OWL, "size": {"height": 768, "width": 768}},
+    "Owlv2": {**_OWL, "size": {"height": 960, "width": 960}, "do_pad": True, "resample": 2},
+    "GroundingDino": {
+        "size": {"shortest_edge": 800, "longest_edge": 1333},
+        "image_mean": [0.485, 0.456, 0.406],
+        "image_std": [0.229, 0.224, 0.225],
+        "do_pad": True,
+        "resample": 2,
+    },
+}
 _SUFFIXES = ("Pil", "Fast", "ImageProcessor", "FeatureExtractor")
 _BICUBIC = 3
 _NUM_FILTERS = 6
@@ -37,6 +53,20 @@ def read_image_rule(checkpoint: Checkpoint, default_type: str) -> ImageRule:
 
     Raises ModelLoadFailed when there are no settings, or settings that cannot be followed exactly.
     """
+    config = read_settings(checkpoint, default_type)
+    if config.get("do_pad"):
+        raise refuse(checkpoint.id, "its image processor has do_pad, which cannot be run")
+    resize, keep_aspect = _resize(checkpoint, config["size"])
+    height, width = _cut(checkpoint, config, resize, keep_aspect)
+    rule = read_values(checkpoint, config)
+    return msgspec.structs.replace(rule, height=height, width=width, resize=resize, keep_aspect=keep_aspect)
+
+
+def read_settings(checkpoint: Checkpoint, default_type: str) -> dict[str, Any]:
+    """Return the settings of a checkpoint's image processor, those of its class where its file says nothing.
+
+    Raises ModelLoadFailed as `read_image_rule` does.
+    """
     nested = checkpoint.read_object("processor_config.json").get("image_processor")
     given: dict[str, Any] = nested if isinstance(nested, dict) else checkpoint.read_object("preprocessor_config.json")
     if not given:
@@ -47,19 +77,16 @@ def read_image_rule(checkpoint: Checkpoint, default_type: str) -> ImageRule:
     }
     if not config.get("do_resize", True):
         raise refuse(checkpoint.id, "its image processor has do_resize false: images of any size cannot be run")
-    if config.get("do_pad"):
-        raise refuse(checkpoint.id, "its image processor has do_pad, which cannot be run")
-    resize, keep_aspect = _resize(checkpoint, config["size"])
-    height, width = _cut(checkpoint, config, resize, keep_aspect)
+    return config
+
+
+def read_values(checkpoint: Checkpoint, config: dict[str, Any]) -> ImageRule:
+    """Return a rule that says nothing of sizes: the filter, and what becomes of a channel's value."""
     resample = config.get("resample", _BICUBIC)
     if not isinstance(resample, int) or not 0 <= resample < _NUM_FILTERS:
         raise refuse(checkpoint.id, f"its image processor has resample {resample!r}, which is no filter of Pillow")
     normalizes = config.get("do_normalize", True)
     return ImageRule(
-        height=height,
-        width=width,
-        resize=resize,
-        keep_aspect=keep_aspect,
         resample=resample,
         rescale_factor=float(config.get("rescale_factor", 1 / 255)) if config.get("do_rescale", True) else 1.0,
         mean=_channels(checkpoint, config, "image_mean") if normalizes else (0.0, 0.0, 0.0),

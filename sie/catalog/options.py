@@ -32,6 +32,7 @@ _TYPES: Final[dict[str, tuple[type, str]]] = {
     "query_max_length": (int, "int"),
 }
 LENGTHS: Final = ("max_seq_length", "query_max_length")
+_MAX_LENGTH: Final = 2**31 - 1
 _TEMPLATES: Final = ("query_template", "doc_template")
 
 _JUDGED_ELSEWHERE: Final = frozenset(
@@ -66,8 +67,10 @@ def check_options(options: Mapping[str, Any], subject: str, path: str) -> None:
         if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
             raise BadRequest(f"Expected `{label} | null`, got `{type(value).__name__}` - at `{path}.{name}`")
     for name in LENGTHS:
-        if options.get(name) is not None and options[name] < 1:
-            raise BadRequest(f"Expected `int` >= 1 - at `{path}.{name}`")
+        if options.get(name) is not None and not 1 <= options[name] <= _MAX_LENGTH:
+            raise BadRequest(
+                f"Expected `int` {'>= 1' if options[name] < 1 else f'<= {_MAX_LENGTH}'} - at `{path}.{name}`"
+            )
     for name, reason in REFUSED.items():
         if options.get(name) is not None:
             raise BadRequest(f"{subject} does not support option '{name}' ({reason})")

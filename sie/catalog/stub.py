@@ -16,7 +16,10 @@ H(x) = SHAKE-256 of x and `text` the UTF-8 of the text:
                  same of the first three bytes of H("class" label 0x00 text). What is under the threshold is left out
     image        height and width as uint32, little-endian, then the bytes of the upright RGB rows in the image's own
                  size take the place of the text's UTF-8; an item of several images is all of theirs, in order. It
-                 costs a token for each square begun of 16 pixels a side
+                 costs a token for each square begun of 16 pixels a side. What is extracted from an image is an object
+                 for each label (`object` if there are none), best first: with D = H("object" label 0x00 image) its score
+                 is D[0:3] over 2**24, its box x = D[3:5] modulo the width, y = D[5:7] modulo the height, 1 + D[7:9]
+                 modulo what is left of the width, 1 + D[9:11] modulo what is left of the height, all little-endian
 
 Values are float32. Queries and documents are alike. Options that lower the limit of tokens cut the UTF-8 at four bytes
 for each token left. With an adapter, `text` is "lora", its id in UTF-8, a zero byte and then the text's own bytes; how

@@ -17,7 +17,7 @@ from sie.settings import Loaded, Settings
 
 Level = Literal["ok", "warn", "error"]
 
-AREAS: Final = ("settings", "software", "kernel", "limits", "memory", "disk", "network", "clock", "gpu")
+AREAS: Final = ("settings", "software", "kernel", "limits", "memory", "disk", "network", "access", "clock", "gpu")
 _WAIT_STEP_S = 1.0
 _COLOURS: Final = {"ok": "green", "warn": "yellow", "error": "red"}
 
@@ -49,7 +49,7 @@ def examine(load: Callable[[], Loaded], areas: Iterable[str], wait_s: float = 0.
 
 
 def _look(load: Callable[[], Loaded], areas: frozenset[str]) -> Iterator[Finding]:
-    from sie.doctor import gpu, host, kernel, software  # only who asks pays for what they import
+    from sie.doctor import access, gpu, host, kernel, software  # only who asks pays for what they import
 
     settings = Settings()
     try:
@@ -67,6 +67,7 @@ def _look(load: Callable[[], Loaded], areas: frozenset[str]) -> Iterator[Finding
         "memory": host.check_memory,
         "disk": host.check_disk,
         "network": host.check_network,
+        "access": access.check_access,
         "clock": host.check_clock,
         "gpu": gpu.check_gpus,
     }

@@ -112,6 +112,9 @@ def _check_directory(name: str, path: Path, wanted_bytes: int) -> Finding:
 def check_network(settings: Settings) -> Iterator[Finding]:
     """Look whether the port is free, or already served by this server."""
     server = settings.server
+    if settings.access.uds:
+        yield Finding(area="network", level="ok", message=f"no port: the Unix socket {settings.access.uds} is served")
+        return
     try:
         reserve_port(server.host, server.port).close()
     except StartError as error:

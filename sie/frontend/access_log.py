@@ -1,8 +1,9 @@
 """Owns the access log: a line for each request that ends, or for a share of them. Never what a client asked or was told.
 
 Lines are of level info, from the logger `sie.access`, with these extras: `method`, `route` (the template, never the
-path), `status`, `code` (of an error), `model` (a known one), `items`, `body_bytes`, `total_ms` and the phases that took
-time, `request_id`, `trace_id` (of a W3C `traceparent`).
+path), `status`, `code` (of an error), `key` (the name of an API key), `model` (a known one), `items`, `body_bytes`,
+`total_ms` and the phases that took time, `request_id`, `trace_id` (of the request's own trace, or of a W3C
+`traceparent`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from sie.errors import SieError
+from sie.frontend.key_use import KeyHolder
 from sie.frontend.routes import Route
 from sie.logs import get_logger
 from sie.types import Timing
@@ -32,6 +34,7 @@ class Exchange(Protocol):
     scope: Any
     headers: Any
     began_ns: int
+    holder: KeyHolder | None
     route: Route | None
     known_model: str
     body_bytes: int
@@ -56,11 +59,12 @@ class AccessLog:
             return headers
         sent = exchange.headers.get("x-request-id") or ""
         request_id = sent if _REQUEST_ID.fullmatch(sent) else f"req_{secrets.token_hex(16)}"
-        _log.info("request", extra=_facts(exchange, status, error, request_id))
+        trace_id = dict(headers).get("x-trace-id") or _trace_id(exchange.headers.get("traceparent"))
+        _log.info("request", extra=_facts(exchange, status, error, request_id, trace_id))
         return [*headers, ("x-request-id", request_id)]
 
 
-def _facts(exchange: Exchange, status: int, error: SieError | None, request_id: str) -> dict[str, Any]:
+def _facts(exchange: Exchange, status: int, error: SieError | None, request_id: str, trace_id: str) -> dict[str, Any]:
     timing = exchange.timing
     total_ms = (time.monotonic_ns() - exchange.began_ns) / 1e6
     phases = {} if timing is None else {
@@ -72,13 +76,14 @@ def _facts(exchange: Exchange, status: int, error: SieError | None, request_id: 
         "route": exchange.route.template if exchange.route is not None else "unmatched",
         "status": status,
         "code": error.code if error is not None else "",
+        "key": exchange.holder.key.name if exchange.holder is not None else "",
         "model": exchange.known_model,
         "items": exchange.num_items,
         "body_bytes": exchange.body_bytes,
         "total_ms": round(total_ms, 3),
         **{name: round(ms, 3) for name, ms in phases.items()},
         "request_id": request_id,
-        "trace_id": _trace_id(exchange.headers.get("traceparent")),
+        "trace_id": trace_id,
     }
     return {name: fact for name, fact in facts.items() if fact not in ("", 0)}
 

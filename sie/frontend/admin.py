@@ -26,7 +26,7 @@ _PROXY_HEADERS: Final = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 _ACTIONS: Final[dict[str, ManageAction]] = {"load": "load", "unload": "unload", "reload": "reload"}
 
 
-class _Body(msgspec.Struct, forbid_unknown_fields=True):
+class ModelBody(msgspec.Struct, forbid_unknown_fields=True):
     model_id: str
 
 
@@ -137,7 +137,7 @@ def _left_s(deadline_ns: int) -> float:
 
 def _decode(body: bytes) -> str:
     try:
-        return msgspec.json.decode(body, type=_Body).model_id
+        return msgspec.json.decode(body, type=ModelBody).model_id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f'The body must be {{"model_id": text}}: {error}') from None
 

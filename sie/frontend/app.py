@@ -7,6 +7,7 @@ dialect's own shape in `App._fail`, and nowhere else.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import Callable
@@ -15,12 +16,15 @@ from typing import Any, Final
 from sie import __version__
 from sie.control_messages import ModelEntry
 from sie.errors import ClientGone, Internal, NotFound, Overloaded, SieError
-from sie.frontend import dashboard, routes
+from sie.frontend import dashboard, openapi, routes
+from sie.frontend.access import CHALLENGE, Access
 from sie.frontend.admin import check_admin
 from sie.frontend.dialects import models as models_dialect
 from sie.frontend.dialects import openai, sie
+from sie.frontend.html import page_headers
 from sie.frontend.inference import Exchange, Inference
 from sie.frontend.metrics import CONTENT_TYPE, render
+from sie.frontend.openapi import page as docs
 from sie.frontend.process import FrontendProcess
 from sie.logs import get_logger
 from sie.process import calm_collector
@@ -31,6 +35,16 @@ _TEXT: Final = ("content-type", "text/plain; charset=utf-8")
 _CLOSE: Final = ("connection", "close")
 _MUST_CLOSE: Final = frozenset({408, 413})
 """After these the rest of a body may still be on its way."""
+_BODY_UNREAD: Final = frozenset({401, 403, 429, 503})
+"""These may be known from the headers alone."""
+_MAX_DISCARDED_BYTES: Final = 256 * 1024
+_NO_REQUEST: Final = frozenset({204, 401, 403, 405, 429})
+"""These never reached the model that their route is about, and are no requests in `sie_requests_total`."""
+_ERROR_BODIES: Final[dict[str, Callable[[SieError], bytes]]] = {
+    "sie": sie.error_body,
+    "openai": openai.error_body,
+    "models": lambda error: models_dialect.error_body(error, openai.error_object(error)),
+}
 
 
 class App:
@@ -61,38 +75,97 @@ class App:
             return
         exchange = Exchange(scope, protocol, time.monotonic_ns())
         try:
-            await self._dispatch(exchange)
+            if (access := self._process.access) is None:
+                await self._dispatch(exchange)
+            else:
+                await self._dispatch_for_holder(exchange, access)
         except SieError as error:
             self._fail(exchange, error)
+            if error.http_status in _BODY_UNREAD and not exchange.body_bytes:
+                await self._discard_body(exchange)
         except Exception:
             _log.exception("%s %s failed", scope.method, exchange.route.template if exchange.route else "?")
             self._fail(exchange, Internal("internal error"))
 
+    async def _discard_body(self, exchange: Exchange) -> None:
+        """Take a small body after the answer: a client that is still sending it would else be reset, and never read why."""
+        process = self._process
+        announced = exchange.headers.get("content-length") or ""
+        if announced.isdigit() and 0 < int(announced[:12]) <= _MAX_DISCARDED_BYTES:
+            with contextlib.suppress(SieError):  # it may well have left by now
+                await process.bodies.read(
+                    exchange.headers, exchange.protocol, exchange.began_ns + process.timeout_ns(None)
+                )
+
     async def _serve_websocket(self, scope: Any, protocol: Any) -> None:
-        if scope.path != routes.WS_STATUS:
+        need = routes.WEBSOCKETS.get(scope.path)
+        may_go_on = None
+        if (access := self._process.access) is not None:
+            try:
+                may_go_on = access.admit_watcher(scope.headers, scope.query_string, need or "any")
+            except SieError as error:
+                protocol.close(error.http_status)
+                return
+        if need is None:
             protocol.close(404)
             return
-        await self._process.status.serve(protocol)
+        await self._process.status.serve(protocol, may_go_on)
+
+    async def _dispatch_for_holder(self, exchange: Exchange, access: Access) -> None:
+        """Dispatch what the key in a request allows. What is no route, or not its method, needs a key as well."""
+        matched = routes.match(exchange.scope.path)
+        if matched is not None:
+            exchange.route, exchange.model = matched
+        if exchange.scope.method == "OPTIONS" and self._is_preflight(exchange):
+            return  # a browser sends no key before it has been told that it may
+        exchange.holder = holder = access.identify(
+            exchange.headers, matched.route.need if matched is not None else "any"
+        )
+        if holder is None:
+            await self._dispatch(exchange)
+            return
+        access.begin(holder)
+        try:
+            await self._dispatch(exchange)
+        finally:
+            holder.end()
+
+    def _is_preflight(self, exchange: Exchange) -> bool:
+        """Answer a browser that asks whether a page of another origin may use this server; return whether it did."""
+        cors = self._process.cors
+        answer = cors.preflight(exchange.headers) if cors is not None else None
+        if answer is None:
+            return False
+        self._respond(exchange, 204, answer, b"")
+        return True
 
     async def _dispatch(self, exchange: Exchange) -> None:
         scope = exchange.scope
         matched = routes.match(scope.path)
-        if matched is None:
-            target = routes.redirect_of(scope.path)
-            if target is not None and scope.method == "POST":
-                self._respond(exchange, 307, [("location", target)], b"")
-                return
-            self._respond(exchange, 404, [_JSON], sie.not_found_body())
-            return
-        exchange.route, exchange.model = matched.route, matched.model
-        if scope.method != matched.route.method:
-            self._respond(exchange, 405, [_JSON, ("allow", matched.route.method)], sie.method_not_allowed_body())
+        if matched is not None:
+            exchange.route, exchange.model = matched
+        if matched is None or scope.method != matched.route.method:
+            self._answer_mismatch(exchange, matched.route if matched is not None else None)
+            await self._discard_body(exchange)
             return
         if not matched.route.endpoint:
             await getattr(self, f"_{matched.route.handler}")(exchange)
             return
         headers, body = await getattr(self._inference, matched.route.handler)(exchange)
         self._respond(exchange, 200, headers, body)
+
+    def _answer_mismatch(self, exchange: Exchange, route: routes.Route | None) -> None:
+        """Answer a request for a path that is no route, or with a method that is not its route's."""
+        scope = exchange.scope
+        target = routes.redirect_of(scope.path) if route is None and scope.method == "POST" else None
+        if scope.method == "OPTIONS" and self._is_preflight(exchange):
+            return
+        if target is not None:
+            self._respond(exchange, 307, [("location", target)], b"")
+        elif route is None:
+            self._respond(exchange, 404, [_JSON], sie.not_found_body())
+        else:
+            self._respond(exchange, 405, [_JSON, ("allow", route.method)], sie.method_not_allowed_body())
 
     # --- everything else ------------------------------------------------------------------------------------------
 
@@ -113,7 +186,7 @@ class App:
 
     async def _manage_model(self, exchange: Exchange) -> None:
         process, headers = self._process, exchange.headers
-        check_admin(process.settings.server.admin_from, exchange.scope.client, headers)
+        self._check_admin(exchange, has_body=True)
         exchange.deadline_ns = exchange.began_ns + process.timeout_ns(headers.get("x-sie-timeout-ms"))
         body = await process.bodies.read(headers, exchange.protocol, exchange.deadline_ns)
         exchange.body_bytes = len(body)
@@ -123,8 +196,22 @@ class App:
 
     async def _show_admin(self, exchange: Exchange) -> None:
         """Tell a page whether its buttons would work."""
-        check_admin(self._process.settings.server.admin_from, exchange.scope.client, exchange.headers, has_body=False)
+        self._check_admin(exchange, has_body=False)
         self._respond(exchange, 200, [_JSON], b'{"allowed":true}')
+
+    def _check_admin(self, exchange: Exchange, *, has_body: bool) -> None:
+        """Raise Forbidden for whom `admin_from` does not mean; a key with the scope admin stands for loopback."""
+        settings = self._process.settings
+        admin_from = settings.server.admin_from
+        if self._process.access is None or admin_from == "nobody":
+            client = "localhost" if settings.access.uds else exchange.scope.client  # a Unix socket ends on this host
+            check_admin(admin_from, client, exchange.headers, has_body=has_body)
+
+    async def _make_ticket(self, exchange: Exchange) -> None:
+        """Give a page what opens its websocket: a browser can set no header there."""
+        access = self._process.access
+        ticket = access.make_ticket(exchange.holder) if access is not None else ""
+        self._respond(exchange, 200, [_JSON, ("cache-control", "no-store")], b'{"ticket":"%b"}' % ticket.encode())
 
     async def _healthz(self, exchange: Exchange) -> None:
         self._respond(exchange, 200, [_TEXT], b"ok")
@@ -141,6 +228,13 @@ class App:
     async def _metrics(self, exchange: Exchange) -> None:
         self._respond(exchange, 200, [("content-type", CONTENT_TYPE)], render(self._process.pages))
 
+    async def _openapi(self, exchange: Exchange) -> None:
+        self._respond(exchange, 200, [_JSON], openapi.document_json(self._process.settings.limits))
+
+    async def _docs(self, exchange: Exchange) -> None:
+        page = docs.page(self._process.settings.limits)
+        self._respond(exchange, 200, page_headers(page), page)
+
     async def _home(self, exchange: Exchange) -> None:
         if "text/html" in (exchange.headers.get("accept") or ""):
             self._respond(exchange, 200, dashboard.headers(), dashboard.page())
@@ -153,15 +247,17 @@ class App:
         """Answer with an error in the shape of the route's dialect."""
         envelope = exchange.route.envelope if exchange.route is not None else "sie"
         if isinstance(error, ClientGone):
-            if (access_log := self._process.access_log) is not None:
-                access_log.record(exchange, error.http_status, [], error)
+            for record in self._process.recorders:
+                record(exchange, error.http_status, [], error)
             self._count(exchange, error.http_status, error)
             return
         if envelope == "openai" and isinstance(error, NotFound):
             body = models_dialect.model_not_found_body(error)
         else:
-            body = openai.error_body(error) if envelope == "openai" else sie.error_body(error)
+            body = _ERROR_BODIES[envelope](error)
         headers: list[tuple[str, str]] = [_JSON, *self._identity]
+        if error.http_status == 401:
+            headers.append(CHALLENGE)
         if error.retry_after_s is not None:
             headers.append(("retry-after", str(error.retry_after_s)))
         if error.http_status in _MUST_CLOSE:
@@ -176,10 +272,11 @@ class App:
         body: bytes,
         error: SieError | None = None,
     ) -> None:
-        if self._process.is_draining and _CLOSE not in headers:
+        process = self._process
+        if process.is_draining and _CLOSE not in headers:
             headers = [*headers, _CLOSE]
-        if (access_log := self._process.access_log) is not None:
-            headers = access_log.record(exchange, status, headers, error)
+        for record in process.recorders:
+            headers = record(exchange, status, headers, error)
         exchange.protocol.response_bytes(status, headers, body)
         self._count(exchange, status, error)
 
@@ -193,7 +290,7 @@ class App:
         )  # fmt: skip
         if error is not None and error.retryable:
             metrics.record_refusal(error.code)
-        if route is None or not route.endpoint or status == 405:
+        if route is None or not route.endpoint or status in _NO_REQUEST:
             return
         outcome = "success" if error is None else "queue_full" if isinstance(error, Overloaded) else "error"
         model = exchange.known_model or "unknown"

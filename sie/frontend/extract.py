@@ -18,15 +18,27 @@ from numpy.typing import NDArray
 from sie.cards import ModelCard
 from sie.control_messages import ModelEntry
 from sie.errors import BadRequest, Internal
-from sie.extraction import Extraction, ExtractRule, ExtractTask, Gliclass, Gliner, TokenClassification, ZeroShot
-from sie.frontend import extract_gliclass, extract_gliner, extract_pairs, extract_tokens
+from sie.extraction import (
+    Detection,
+    Extraction,
+    ExtractRule,
+    ExtractTask,
+    Gliclass,
+    Gliner,
+    TokenClassification,
+    ZeroShot,
+)
+from sie.frontend import extract_boxes, extract_gliclass, extract_gliner, extract_pairs, extract_tokens
 from sie.frontend.engine import ShmEngine
+from sie.frontend.extract_boxes import BoxReading
 from sie.frontend.extract_gliclass import LabelReading
 from sie.frontend.extract_gliner import WindowReading
 from sie.frontend.extract_pairs import PairReading
 from sie.frontend.extract_texts import TextReading
 from sie.frontend.extract_tokens import TokenReading
+from sie.frontend.image_reader import ImageReader
 from sie.frontend.links import Pending, Reply
+from sie.frontend.mixed import mix_items
 from sie.frontend.models import ModelTable
 from sie.frontend.pairs import Arrays
 from sie.frontend.replies import read_pieces, timing_of
@@ -60,13 +72,18 @@ class Submitted(NamedTuple):
     num_items: int
     """Of the work, not of the request."""
     tokenization_ns: int
+    input_tokens: int
+    """Of texts and of what is looked for, each once; images have none."""
 
 
 class Extractor:
     """Run extract requests on the engine."""
 
-    def __init__(self, engine: ShmEngine, models: ModelTable, limits: Limits, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, engine: ShmEngine, models: ModelTable, limits: Limits, pool: ThreadPoolExecutor, images: ImageReader
+    ) -> None:
         self._engine = engine
+        self._images = images
         self._models = models
         self._limits = limits
         self._pool = pool
@@ -78,7 +95,8 @@ class Extractor:
     async def start(self, entry: ModelEntry, request: ExtractRequest, deadline_ns: int) -> Submitted:
         """Tokenise and submit a resolved request.
 
-        Raises what admission and the tokenizer raise, and BadRequest for more pairs or a larger reply than are allowed.
+        Raises what admission, the tokenizer and `ImageReader.read` raise, and BadRequest for more pairs or a larger
+        reply than are allowed.
         """
         began_ns = time.monotonic_ns()
         card, task, rule = entry.card, request.task, entry.card.extract
@@ -86,7 +104,11 @@ class Extractor:
         self._check_pairs(len(request.texts) * _num_rows(rule, task))
         tokenizer = await self._models.tokenizer(entry) if card.tokenizer_file else None
         reading = _reading(card, task, tokenizer, self._limits)
-        arrays = await self._prepare(reading, request, rule)
+        if request.images is None:
+            arrays = await self._prepare(reading, request.texts, task, rule)
+            input_tokens = int(arrays[0][1][-1])
+        else:
+            arrays, input_tokens = await self._prepare_images(reading, request, card, request.images, deadline_ns)
         cu_seqlens = arrays[0][1]
         num_tokens = int(cu_seqlens[-1])
         if isinstance(rule, TokenClassification):
@@ -94,20 +116,43 @@ class Extractor:
         took_ns = time.monotonic_ns() - began_ns
         header = WorkHeader(
             card.id, "extract", len(cu_seqlens) - 1, (), output_types=(rule.gives,),
-            task=_to_msgpack(task) if rule.gives == "extract" else b"",
+            task=_worker_task(rule, task),
         )  # fmt: skip
         pending = self._engine.submit(header, arrays, num_tokens, deadline_ns)
-        return Submitted(pending, reading, rule.gives, header.num_items, took_ns)
+        return Submitted(pending, reading, rule.gives, header.num_items, took_ns, input_tokens)
 
-    async def _prepare(self, reading: Reading, request: ExtractRequest, rule: ExtractRule) -> Arrays:
+    async def _prepare_images(
+        self,
+        reading: Reading,
+        request: ExtractRequest,
+        card: ModelCard,
+        images: dict[int, list[memoryview]],
+        deadline_ns: int,
+    ) -> tuple[Arrays, int]:
+        """Return the arrays of a request with images, and how many tokens its texts and queries have."""
+        rule, image_rule, num_items = card.extract, card.image, len(request.texts)
+        assert rule is not None
+        assert image_rule is not None
+        if isinstance(reading, BoxReading):
+            queries = await self._prepare(reading, reading.texts, request.task, rule)
+            read = await self._images.read(images, image_rule, deadline_ns)
+            reading.see(read)
+            return [*mix_items(num_items, read, image_rule, None), *queries], len(queries[0][1])
+        texts = [text for item, text in enumerate(request.texts) if item not in images]
+        arrays = await self._prepare(reading, texts, request.task, rule) if texts else None
+        read = await self._images.read(images, image_rule, deadline_ns)
+        num_tokens = 0 if arrays is None else int(arrays[0][1][-1])
+        return mix_items(num_items, read, image_rule, arrays), num_tokens
+
+    async def _prepare(self, reading: Reading, texts: list[str], task: ExtractTask, rule: ExtractRule) -> Arrays:
         """Tokenise here and now, or on a thread when that would keep the event loop too long."""
-        texts = request.texts
+        read = texts
         if isinstance(rule, ZeroShot | Gliclass):
             # each text is put together with each label, or with the labels of each group
-            texts = [*texts, *request.task.labels] * _num_rows(rule, request.task)
-        if not is_long(texts, LONG_TEXT_BYTES):
-            return reading.prepare(request.texts)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, reading.prepare, request.texts)
+            read = [*texts, *task.labels] * _num_rows(rule, task)
+        if not is_long(read, LONG_TEXT_BYTES):
+            return reading.prepare(texts)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, reading.prepare, texts)
 
     def _check_pairs(self, num_pairs: int) -> None:
         limit = self._limits.max_label_pairs
@@ -135,6 +180,8 @@ def check_task(card: ModelCard, task: ExtractTask) -> None:
             extract_gliner.check_task(rule, task)
         case Gliclass() as rule:
             extract_gliclass.check_task(rule, task)
+        case Detection() as rule:
+            extract_boxes.check_task(card.id, rule, task)
         case _:
             pass
 
@@ -144,6 +191,13 @@ def _num_rows(rule: ExtractRule, task: ExtractTask) -> int:
     if isinstance(rule, ZeroShot):
         return len(task.labels)
     return len(task.label_groups) or 1
+
+
+def _worker_task(rule: ExtractRule, task: ExtractTask) -> bytes:
+    """Return what the worker is told of the task; of a detector's only which boxes to answer with."""
+    if isinstance(rule, Detection):
+        return _to_msgpack(ExtractTask(threshold=extract_boxes.box_threshold(rule, task)))
+    return _to_msgpack(task) if rule.gives == "extract" else b""
 
 
 def _reading(card: ModelCard, task: ExtractTask, tokenizer: Tokenizer | None, limits: Limits) -> Reading:
@@ -156,6 +210,8 @@ def _reading(card: ModelCard, task: ExtractTask, tokenizer: Tokenizer | None, li
         return TokenReading(rule, task, tokenizer)
     if isinstance(rule, ZeroShot) and tokenizer is not None:
         return PairReading(rule, task, tokenizer)
+    if isinstance(rule, Detection) and tokenizer is not None:
+        return BoxReading(rule, task, tokenizer)
     return TextReading(card)
 
 
@@ -174,7 +230,8 @@ def read_extractions(reply: Reply, submitted: Submitted, request: ExtractRequest
     return ExtractReply(
         model=request.model,
         extractions=[_with_texts(found, text) for found, text in zip(extractions, request.texts, strict=True)],
-        input_tokens=reply.pending.num_tokens,
+        input_tokens=submitted.input_tokens,
+        num_images=len(request.images or ()),
         timing=timing_of(reply, times, began_ns, submitted.tokenization_ns),
     )
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from sie.cards import ImageRule
 from sie.errors import BadRequest, DeadlineExceeded, Overloaded, SieError
-from sie.frontend.images import decode_image, open_image, prepare_image
+from sie.frontend.images import decode_image, fitted_size, open_image, prepare_image
 from sie.settings import Limits
 
 
@@ -29,10 +29,20 @@ class ReadImages(NamedTuple):
     """(m, 2): height and width."""
     counts: dict[int, int]
     """How many images each item has, by its number, in order."""
+    own_sizes: NDArray[np.int32]
+    """(m, 2): height and width of each upright image before it was resized."""
 
     def count_tokens(self, rule: ImageRule) -> int:
         """Return what all of them cost."""
         return sum(rule.count_tokens(height, width) for height, width in self.sizes.tolist())
+
+
+class _Prepared(NamedTuple):
+    """One image as it crosses, and its own height and width."""
+
+    rows: NDArray[np.uint8]
+    """(h, w, 3)"""
+    own_size: tuple[int, int]
 
 
 class ImageReader:
@@ -57,11 +67,12 @@ class ImageReader:
             own = _Reading(rule, self._limits.max_image_pixels, deadline_ns)
             loop = asyncio.get_running_loop()
             tasks = [loop.run_in_executor(self._pool, own.read, data, path) for path, data in _with_paths(images)]
-            arrays = _unless_failed(await asyncio.gather(*tasks))
-            sizes = np.array([array.shape[:2] for array in arrays], np.int32)
-            flat = [array.reshape(-1) for array in arrays]
+            prepared = _unless_failed(await asyncio.gather(*tasks))
+            sizes = np.array([image.rows.shape[:2] for image in prepared], np.int32)
+            own_sizes = np.array([image.own_size for image in prepared], np.int32)
+            flat = [image.rows.reshape(-1) for image in prepared]
             pixels = flat[0] if len(flat) == 1 else await loop.run_in_executor(self._pool, np.concatenate, flat)
-            return ReadImages(pixels, sizes, counts)
+            return ReadImages(pixels, sizes, counts, own_sizes)
         finally:
             self._num_waiting -= num_images
 
@@ -80,8 +91,8 @@ class _Reading:
         self._deadline_ns = deadline_ns
         self._has_failed = False
 
-    def read(self, data: memoryview, path: str) -> NDArray[np.uint8] | SieError | None:
-        """Return (h, w, 3), or the error; None when another image's error made this one useless."""
+    def read(self, data: memoryview, path: str) -> _Prepared | SieError | None:
+        """Return the image, or the error; None when another image's error made this one useless."""
         if self._has_failed:
             return None
         try:
@@ -90,18 +101,22 @@ class _Reading:
             self._has_failed = True
             return error
 
-    def _read(self, data: memoryview, path: str) -> NDArray[np.uint8]:
+    def _read(self, data: memoryview, path: str) -> _Prepared:
         if time.monotonic_ns() > self._deadline_ns:
             raise DeadlineExceeded("the request's deadline passed before its images were decoded")
         image = open_image(data, path, self._max_pixels)
         if not self._rule.height:
-            self._left_pixels -= image.width * image.height
+            height, width = image.height, image.width
+            if self._rule.longest:
+                height, width = fitted_size(height, width, self._rule)
+            self._left_pixels -= height * width
             if self._left_pixels < 0:
                 raise BadRequest(
                     f"the request's images have more pixels together than max_image_pixels ({self._max_pixels}); "
                     f"split it - at `{path}`"
                 )
-        return prepare_image(decode_image(image, path), self._rule)
+        upright = decode_image(image, path)
+        return _Prepared(prepare_image(upright, self._rule), (upright.height, upright.width))
 
 
 def _with_paths(images: dict[int, list[memoryview]]) -> Iterator[tuple[str, memoryview]]:
@@ -110,9 +125,9 @@ def _with_paths(images: dict[int, list[memoryview]]) -> Iterator[tuple[str, memo
             yield f"$.items[{item}].images[{number}].data", data
 
 
-def _unless_failed(results: list[NDArray[np.uint8] | SieError | None]) -> list[NDArray[np.uint8]]:
-    """Return the arrays, or raise the first error."""
+def _unless_failed(results: list[_Prepared | SieError | None]) -> list[_Prepared]:
+    """Return the images, or raise the first error."""
     for result in results:
         if isinstance(result, SieError):
             raise result
-    return [result for result in results if isinstance(result, np.ndarray)]
+    return [result for result in results if isinstance(result, _Prepared)]

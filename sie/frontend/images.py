@@ -27,6 +27,8 @@ _UNBOUNDED_MODES: Final = frozenset(("I", "F"))
 """32-bit integers and floats: nothing says which value is white."""
 _MAX_SLIVER: Final = 32
 """From this ratio of its sides on an image is a sliver."""
+_MAX_REDUCTION: Final = 8
+"""How many times the square's side an image that becomes one may measure: that bounds the worker's work."""
 _STRIP_PIXELS: Final = 1 << 20
 _UPRIGHT: Final = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -80,13 +82,20 @@ def decode_image(image: Image.Image, path: str) -> Image.Image:
 def prepare_image(image: Image.Image, rule: ImageRule) -> NDArray[np.uint8]:
     """Return (h, w, 3) uint8: the image resized and cut as the rule says, or as it is when the rule has no size.
 
+    One that the worker makes a square is as it is, too, unless it is far larger than that.
+
     Of a sliver only the part that stays is computed: one pixel by a million would be enlarged to a bomb. Pillow may
     then pass over columns and rows in another order, which shows where a filter overshoots; otherwise every byte is
     what resizing and cutting gives.
     """
+    width, height = image.size
+    if rule.longest:
+        height, width = fitted_size(height, width, rule)
+        return np.asarray(image.resize((width, height), Image.Resampling(rule.resample)), np.uint8)
+    if rule.square:
+        return np.asarray(_within(image, _MAX_REDUCTION * rule.square), np.uint8)
     if not rule.height:
         return np.asarray(image, np.uint8)
-    width, height = image.size
     full_height, full_width = resized_size(height, width, rule)
     top, left = (full_height - rule.height) // 2, (full_width - rule.width) // 2
     resample = Image.Resampling(rule.resample)
@@ -107,6 +116,35 @@ def resized_size(height: int, width: int, rule: ImageRule) -> tuple[int, int]:
     edge = rule.resize[0]
     longer = int(edge * max(height, width) / min(height, width))
     return (longer, edge) if width <= height else (edge, longer)
+
+
+def fitted_size(height: int, width: int, rule: ImageRule) -> tuple[int, int]:
+    """Return (height, width) of an image whose shorter side gets its length unless the longer one is too long then.
+
+    At least one pixel, where the source has none. Source: transformers 5.23 image_transforms.py,
+    get_size_with_aspect_ratio.
+    """
+    edge = float(rule.resize[0])
+    shorter, longer = min(height, width), max(height, width)
+    if longer / shorter * edge > rule.longest:
+        edge = rule.longest * shorter / longer
+    short = round(edge)
+    if short == shorter:
+        return height, width
+    # What is rounded to is one side; the other follows from what it was before that.
+    long = int(edge * longer / shorter)
+    short, long = max(short, 1), max(long, 1)
+    return (long, short) if width < height else (short, long)
+
+
+def _within(image: Image.Image, max_side: int) -> Image.Image:
+    """Return an image that no side of is longer; a larger one is averaged down to it."""
+    width, height = image.size
+    if max(width, height) <= max_side:
+        return image
+    scale = max_side / max(width, height)
+    size = (max(1, round(width * scale)), max(1, round(height * scale)))
+    return image.resize(size, Image.Resampling.BOX)
 
 
 def _orientation(image: Image.Image) -> int:

@@ -6,6 +6,7 @@ They raise what is wrong; `sie.frontend.app` turns that into the dialect's error
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -16,6 +17,7 @@ from sie.frontend import routes
 from sie.frontend.adapters import requested_adapter
 from sie.frontend.dialects import extract, negotiate, openai, rerank, score, sie
 from sie.frontend.extract import read_extractions
+from sie.frontend.key_use import KeyHolder
 from sie.frontend.links import Reply
 from sie.frontend.process import FrontendProcess
 from sie.frontend.replies import read_reply
@@ -34,8 +36,8 @@ _LARGE_BODY_BYTES: Final = 64 * 1024
 class Exchange:
     """One HTTP request while it is served: what the border needs to know to answer and to count it."""
 
-    __slots__ = ("began_ns", "body_bytes", "deadline_ns", "headers", "known_model", "model", "num_items", "protocol",
-                 "route", "scope", "timing", "waits")  # fmt: skip
+    __slots__ = ("began_ns", "body_bytes", "deadline_ns", "decoded_ns", "headers", "holder", "known_model", "model",
+                 "num_items", "protocol", "route", "scope", "timing", "waits")  # fmt: skip
 
     def __init__(self, scope: Any, protocol: Any, began_ns: int) -> None:
         self.scope = scope
@@ -43,7 +45,10 @@ class Exchange:
         self.protocol = protocol
         self.began_ns = began_ns
         self.deadline_ns = 0
+        self.decoded_ns = 0
         self.route: routes.Route | None = None
+        self.holder: KeyHolder | None = None
+        """Whose API key it came with, once that is known."""
         self.model = ""
         self.known_model = ""
         self.body_bytes = 0
@@ -179,6 +184,8 @@ class Inference:
         if entry is None:
             raise sie.model_not_found(model, models.entries)
         exchange.known_model = entry.card.id
+        if self._process.tracing is not None:
+            exchange.decoded_ns = time.monotonic_ns()
         return entry
 
     async def _serving(self, exchange: Exchange, entry: ModelEntry) -> ModelEntry:

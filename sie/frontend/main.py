@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import resource
+import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 from granian.constants import HTTPModes, Interfaces, Loops
 from granian.http import HTTP1Settings
 from granian.log import LogLevels
-from granian.server import Server
+from granian.net import SocketHolder  # pyright: ignore[reportPrivateImportUsage]  # granian's own way to name it
+from granian.server.mp import MPServer
 
 from sie import process
 from sie.control_messages import Launch
@@ -25,6 +28,26 @@ _MIN_BACKPRESSURE = 65_536
 """Granian's own bound counts connections, idle ones too; admission is ours, so it must not be the first to act."""
 _OWN_FILES = 1024
 """Descriptors that are kept for shared memory, workers and files."""
+
+
+class _Server(MPServer):
+    """A Granian that serves a listening Unix socket that it was handed, where there is one.
+
+    Granian itself can only bind a path, which has one owner, while ours is shared by all frontends; what is replaced
+    here is where it does so (granian 2.8, `MPServer._init_shared_socket`).
+    """
+
+    listen_fd = -1
+
+    def _init_shared_socket(self) -> None:
+        if self.listen_fd < 0:
+            super()._init_shared_socket()
+            return
+        self._ssp = None
+        self._sfd = self.listen_fd
+        self._shd = SocketHolder(self.listen_fd, True, self.backlog)  # pyright: ignore[reportCallIssue]  # its stub lacks it
+        self._sso = socket.socket(fileno=self.listen_fd)
+        self._sso.set_inheritable(True)
 
 
 def load_app(launch: Launch) -> Callable[..., Any]:
@@ -50,7 +73,7 @@ def main() -> int:
     launch = msgspec.json.decode(sys.argv[1], type=Launch)
     process.die_with_parent(launch.supervisor_pid)
     configure(launch.log_format, launch.log_level, f"frontend-{launch.slot}")  # type: ignore[arg-type]
-    server = Server(
+    server = _Server(
         "sie.frontend.app",
         address=launch.host,
         port=launch.port,
@@ -65,9 +88,18 @@ def main() -> int:
         log_level=LogLevels.warning,
         log_dictconfig=LOG_CONFIG,
         respawn_failed_workers=False,
+        ssl_cert=_path(launch.tls_cert),
+        ssl_key=_path(launch.tls_key),
+        ssl_ca=_path(launch.tls_client_ca),
+        ssl_client_verify=bool(launch.tls_client_ca),
     )
+    server.listen_fd = launch.listen_fd
     server.serve(target_loader=functools.partial(load_app, launch), wrap_loader=False)
     return 0
+
+
+def _path(text: str) -> Path | None:
+    return Path(text) if text else None
 
 
 if __name__ == "__main__":

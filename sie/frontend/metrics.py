@@ -101,6 +101,10 @@ class FrontendMetrics:
             add = self._refusals[reason] = counter.add
         add(1.0)
 
+    def record_auth_failure(self, reason: str) -> None:
+        """Count one request that was refused for its API key; reason is one of those that the family names."""
+        self._page.counter(families.AUTH_FAILURES.name, families.AUTH_FAILURES.label_pairs(reason)).add()
+
     def record_loop_lag(self, lag_s: float) -> None:
         """Publish by how much the event loop was late for a timer."""
         self._lag.observe(lag_s)

@@ -14,17 +14,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from sie import __version__, control, control_messages, failpoints, process
+from sie import control, control_messages, failpoints, process
 from sie.catalog.profiles import fold_default
 from sie.control import Channel, ChannelClosedError
 from sie.control_messages import Launch, Models
 from sie.errors import BadRequest, ClientGone, SieError
+from sie.frontend.access import open_access
 from sie.frontend.access_log import AccessLog
 from sie.frontend.adapters import AdapterTable
 from sie.frontend.admin import ModelAdmin
 from sie.frontend.body import BodyReader
+from sie.frontend.cors import Cors
 from sie.frontend.dialects.openai import DEFAULT_MODEL
 from sie.frontend.encode import Encoder
 from sie.frontend.engine import ShmEngine
@@ -34,7 +36,7 @@ from sie.frontend.links import Pending
 from sie.frontend.metrics import FrontendMetrics, merge
 from sie.frontend.models import ModelTable
 from sie.frontend.score import Scorer
-from sie.frontend.status import ServerFacts, StatusInputs, build_status, encode_frame, process_owner
+from sie.frontend.status import StatusInputs, build_status, encode_frame, server_facts
 from sie.frontend.status_hub import StatusHub
 from sie.logs import get_logger, set_level
 from sie.settings import Settings
@@ -43,6 +45,13 @@ from sie.shm.large import LargeBudget
 from sie.shm.layout import ProtocolError
 from sie.shm.pages import CounterPage
 from sie.shm.space import OutboundSpace
+
+if TYPE_CHECKING:
+    from sie.frontend.tracing import RequestTracing
+
+Headers = list[tuple[str, str]]
+Recorder = Callable[[Any, int, Headers, SieError | None], Headers]
+"""What writes down a request that ends, by (exchange, status, headers, error); returns the headers to answer with."""
 
 _log = get_logger(__name__)
 _CONFIGURE_TIMEOUT_S: Final = 10.0
@@ -82,10 +91,12 @@ class FrontendProcess:
         self._images = ImageReader(settings.limits, settings.server.image_threads)
         self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool, self._images)
         self.scorer = Scorer(self.engine, self.models, self._pool)
-        self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool)
+        self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool, self._images)
         limits = settings.limits
         self.bodies = BodyReader(limits.max_body_bytes, limits.body_idle_timeout_s, limits.min_body_bytes_per_s)
         self.metrics = FrontendMetrics(pages[0], self.models)
+        self.access = open_access(settings.access, pages, self.metrics.record_auth_failure)
+        self.cors = Cors(settings.access.cors_origins) if settings.access.cors_origins else None
         self.status = StatusHub(
             self._frame,
             interval_s=settings.status.interval_ms / 1e3,
@@ -93,7 +104,8 @@ class FrontendProcess:
             watchers_on_host=self._count_watchers,
             publish_watchers=self.metrics.set_watchers,
         )
-        self._facts = _facts(settings, launch)
+        self.tracing = _start_tracing(settings, launch)
+        self._facts = server_facts(settings, launch)
         self._unwatched: deque[tuple[Pending, Any]] = deque()
         self._asked_load: dict[str, float] = {}
         self._derive(settings)
@@ -112,6 +124,10 @@ class FrontendProcess:
         # Well within idle_unload_s, or a model would be unloaded while it is in use.
         self._touch_s = min(_MAX_TOUCH_S, settings.models.idle_unload_s / 4) or _MAX_TOUCH_S
         self.access_log = AccessLog(settings.server.access_log) if settings.server.access_log else None
+        self.recorders: tuple[Recorder, ...] = tuple(
+            part.record for part in (self.access, self.cors, self.tracing, self.access_log) if part is not None
+        )
+        """Told of every request that ends. Traces before the access log: a line of it names the trace."""
 
     def _reconfigure(self, settings: Settings) -> None:
         """Take over reloaded settings. Requests that are under way end by the limits they began with."""
@@ -175,6 +191,8 @@ class FrontendProcess:
     def close(self) -> None:
         """End what the process holds; nothing is in flight any more."""
         self.status.close()
+        if self.tracing is not None:
+            self.tracing.close()
         self._channel.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._images.close()
@@ -221,6 +239,8 @@ class FrontendProcess:
                 self._reconfigure(settings)
             case control_messages.Managed(number):
                 self.admin.on_begun(number)
+            case control_messages.Keys() if self.access is not None:
+                self.access.replace(message)
             case control_messages.Ping(number):
                 self._send(control_messages.Pong(number))
             case control_messages.Drain():
@@ -263,15 +283,15 @@ class FrontendProcess:
 
     async def _say_ready(self) -> None:
         """Tell the supervisor once our listener answers; Granian opens it at about the time the loop starts."""
-        while True:
+        while not self.settings.access.uds:  # there the supervisor listens already
             try:
                 _, writer = await asyncio.open_connection(self._launch.host, self._launch.port)
             except OSError:
                 await asyncio.sleep(0.01)
                 continue
             writer.close()
-            self._send(control_messages.Ready())
-            return
+            break
+        self._send(control_messages.Ready())
 
     # --- the clock ------------------------------------------------------------------------------------------------
 
@@ -319,6 +339,7 @@ class FrontendProcess:
             metrics=merge(self.pages),
             saturated=self._is_saturated(),
             reason="draining" if self.is_draining else self.models.reason,
+            keys_error=self.access.problem if self.access is not None else "",
             config_error=self.models.config_error,
         )
         return encode_frame(build_status(inputs, time.time()))
@@ -343,21 +364,13 @@ class FrontendProcess:
         return ""
 
 
-def _facts(settings: Settings, launch: Launch) -> ServerFacts:
-    user, working_dir = process_owner()
-    return ServerFacts(
-        name=settings.server.name or socket.gethostname(),
-        version=__version__,
-        pid=launch.supervisor_pid,
-        started_s=launch.started_s,
-        user=user,
-        working_dir=working_dir,
-        machine_profile=settings.server.machine_profile,
-        pool_name=settings.server.pool_name,
-        bundle=settings.server.bundle,
-        max_batch_requests=settings.scheduler.max_step_items,
-        memory_threshold_pct=settings.models.memory_pressure_pct,
-    )
+def _start_tracing(settings: Settings, launch: Launch) -> RequestTracing | None:
+    """Return what writes traces; OpenTelemetry is imported only when they are wanted."""
+    if not settings.tracing.enabled:
+        return None
+    from sie.frontend.tracing import RequestTracing
+
+    return RequestTracing(settings.tracing, launch.slot)
 
 
 def connect(launch: Launch) -> Callable[[asyncio.AbstractEventLoop], FrontendProcess]:
@@ -373,6 +386,11 @@ def connect(launch: Launch) -> Callable[[asyncio.AbstractEventLoop], FrontendPro
         failpoints.arm(message.settings.testing.failpoints)
         pages = [CounterPage.open(fd, writable=index == 0) for index, fd in enumerate(fds)]
         frontend = FrontendProcess(launch, message.settings, channel, pages, loop)
+        if frontend.access is not None:
+            first, _ = channel.receive(_CONFIGURE_TIMEOUT_S)
+            if not isinstance(first, control_messages.Keys):
+                raise ChannelClosedError(f"expected Keys, got {type(first).__name__}")
+            frontend.access.replace(first)  # whoever has a key is let in from the first connection on
         frontend.start()
         return frontend
 

@@ -62,6 +62,7 @@ def timing_of(reply: Reply, times: Sequence[int], began_ns: int, tokenization_ns
         tokenization_ms=tokenization_ns / 1e6,
         inference_ms=inference_ns / 1e6,
         postprocessing_ms=postprocessing_ns / 1e6,
+        submitted_ns=reply.pending.submitted_ns,
     )
 
 

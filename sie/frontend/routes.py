@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+from sie.api_keys import Scope
+
+Need = Scope | Literal["any", "open"]
+"""What a route asks of a client where there are API keys: a key with this scope, any key, or nothing."""
 
 
 class Route(NamedTuple):
-    """One row: handler names a method of the app; endpoint is the metrics' word for an inference route."""
+    """One row: handler names a method of the app; endpoint is the metrics' word for an inference route.
+
+    A row that says nothing about its need is closed to clients without a key for inference.
+    """
 
     template: str
     method: str
     handler: str
     envelope: str = "sie"
     endpoint: str = ""
+    need: Need = "infer"
 
 
 class Match(NamedTuple):
@@ -28,20 +37,25 @@ ROUTES: tuple[Route, ...] = (
     Route("/v1/extract/{model}", "POST", "extract", endpoint="extract"),
     Route("/v1/rerank", "POST", "rerank", "openai", "score"),
     Route("/v1/embeddings", "POST", "embeddings", "openai", "embeddings"),
-    Route("/v1/models", "GET", "list_models"),
-    Route("/v1/models/load", "POST", "manage_model"),
-    Route("/v1/models/unload", "POST", "manage_model"),
-    Route("/v1/models/reload", "POST", "manage_model"),
-    Route("/v1/models/status", "POST", "manage_model"),
-    Route("/v1/admin", "GET", "show_admin"),
-    Route("/v1/models/{model}", "GET", "show_model"),
-    Route("/healthz", "GET", "healthz"),
-    Route("/readyz", "GET", "readyz"),
-    Route("/health", "GET", "health"),
-    Route("/metrics", "GET", "metrics"),
-    Route("/", "GET", "home"),
+    Route("/v1/models", "GET", "list_models", "models"),
+    Route("/v1/models/load", "POST", "manage_model", need="admin"),
+    Route("/v1/models/unload", "POST", "manage_model", need="admin"),
+    Route("/v1/models/reload", "POST", "manage_model", need="admin"),
+    Route("/v1/models/status", "POST", "manage_model", need="admin"),
+    Route("/v1/admin", "GET", "show_admin", need="admin"),
+    Route("/v1/watch-ticket", "POST", "make_ticket", need="metrics"),
+    Route("/v1/models/{model}", "GET", "show_model", "models"),
+    Route("/healthz", "GET", "healthz", need="open"),
+    Route("/readyz", "GET", "readyz", need="open"),
+    Route("/health", "GET", "health", need="open"),
+    Route("/metrics", "GET", "metrics", need="metrics"),
+    Route("/openapi.json", "GET", "openapi", need="open"),
+    Route("/api-doc/openapi.json", "GET", "openapi", need="open"),
+    Route("/docs", "GET", "docs", need="open"),
+    Route("/", "GET", "home", need="open"),
 )
-WS_STATUS = "/ws/status"
+WEBSOCKETS: dict[str, Need] = {"/ws/status": "metrics"}
+"""Path and need of each websocket."""
 _TAIL = "{model}"
 _EXACT = {route.template: route for route in ROUTES if not route.template.endswith(_TAIL)}
 _PREFIXES = tuple((route.template[: -len(_TAIL)], route) for route in ROUTES if route.template.endswith(_TAIL))

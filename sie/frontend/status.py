@@ -1,4 +1,4 @@
-"""Owns the frame of `/ws/status`: what this server does right now. Pure, but for `process_owner`.
+"""Owns the frame of `/ws/status`: what this server does right now. Pure, but for `process_owner` and `server_facts`.
 
 `sie.frontend.status_hub` sends it. Wire rules: SIE API reference, section 14. Where its readers disagree on a key, the
 frame has both.
@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import os
 import pwd
+import socket
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from sie import families
+from sie import __version__, families
 from sie.catalog.profiles import model_of
-from sie.control_messages import ModelEntry, WorkerEntry
+from sie.control_messages import Launch, ModelEntry, WorkerEntry
 from sie.frontend.metrics import Merged, cumulative
+from sie.settings import Settings
 from sie.shm.pages import Labels
 
 GPU_STALE_AFTER_S = 5.0
@@ -42,8 +44,30 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     memory_threshold_pct: float = 95.0
 
 
+def server_facts(settings: Settings, launch: Launch) -> ServerFacts:
+    """Return what settings and launch record say about this server."""
+    user, working_dir = process_owner()
+    return ServerFacts(
+        name=settings.server.name or socket.gethostname(),
+        version=__version__,
+        pid=launch.supervisor_pid,
+        started_s=launch.started_s,
+        user=user,
+        working_dir=working_dir,
+        machine_profile=settings.server.machine_profile,
+        pool_name=settings.server.pool_name,
+        bundle=settings.server.bundle,
+        max_batch_requests=settings.scheduler.max_step_items,
+        memory_threshold_pct=settings.models.memory_pressure_pct,
+    )
+
+
 class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a frame is made of. reason: why the server is not ready; config_error: why a reload was refused."""
+    """Everything a frame is made of.
+
+    reason: why the server is not ready; config_error: why a reload was refused; keys_error: why the file of API keys was
+    not taken over when it last changed.
+    """
 
     server: ServerFacts
     ready: bool
@@ -53,6 +77,7 @@ class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):
     saturated: bool = False
     reason: str = ""
     config_error: str = ""
+    keys_error: str = ""
 
 
 def process_owner() -> tuple[str, str]:
@@ -67,9 +92,9 @@ def process_owner() -> tuple[str, str]:
 def build_status(inputs: StatusInputs, now_s: float) -> dict[str, Any]:
     """Return one frame. now_s is Unix time.
 
-    Beyond the reference's fields: `reason`, `config_error`, `workers`, `outcomes` (requests by status), `refusals` (by
-    reason), `worker_restarts`, `extents_in_use`, `event_loop_lag_s`, `degraded` of each model, and `uuid`, `healthy`,
-    `stale` of each GPU.
+    Beyond the reference's fields: `reason`, `config_error`, `keys_error`, `workers`, `outcomes` (requests by status),
+    `refusals` (by reason), `worker_restarts`, `extents_in_use`, `event_loop_lag_s`, `degraded` of each model, and `uuid`,
+    `healthy`, `stale` of each GPU.
     """
     server, metrics = inputs.server, inputs.metrics
     gpus = _gpus(metrics, server.memory_threshold_pct, now_s)
@@ -79,6 +104,7 @@ def build_status(inputs: StatusInputs, now_s: float) -> dict[str, Any]:
         "ready": inputs.ready,
         "reason": inputs.reason,
         "config_error": inputs.config_error or None,
+        "keys_error": inputs.keys_error or None,
         "name": server.name,
         "machine_profile": server.machine_profile or gpu_type,
         "pool_name": server.pool_name,

@@ -70,14 +70,17 @@ class StatusHub:
         self._closing = False
         self._failing = False
 
-    async def serve(self, websocket: Websocket) -> None:
-        """Serve one connection to its end, or refuse it with 503 before the upgrade."""
+    async def serve(self, websocket: Websocket, may_go_on: Callable[[], bool] | None = None) -> None:
+        """Serve one connection to its end, or refuse it with 503 before the upgrade.
+
+        may_go_on is asked before each frame; when it says no, the connection ends.
+        """
         if self._closing or max(self._num_watchers, self._watchers_on_host()) >= self._max_watchers:
             websocket.close(503)
             return
         self._count(+1)
         try:
-            await self._watch(await websocket.accept())
+            await self._watch(await websocket.accept(), may_go_on)
         finally:
             self._count(-1)
             websocket.close(None)
@@ -91,12 +94,12 @@ class StatusHub:
         self._num_watchers += change
         self._publish_watchers(self._num_watchers)
 
-    async def _watch(self, transport: Transport) -> None:
+    async def _watch(self, transport: Transport, may_go_on: Callable[[], bool] | None) -> None:
         """Send frames until either side ends the connection."""
         if self._ticker is None:
             self._frame = self._try_build()
             self._ticker = asyncio.create_task(self._tick())
-        sender = asyncio.create_task(self._send_frames(transport))
+        sender = asyncio.create_task(self._send_frames(transport, may_go_on))
         reader = asyncio.create_task(_read_to_end(transport))
         try:
             await asyncio.wait((sender, reader), return_when=asyncio.FIRST_COMPLETED)
@@ -104,8 +107,8 @@ class StatusHub:
             sender.cancel()
             reader.cancel()
 
-    async def _send_frames(self, transport: Transport) -> None:
-        while not self._closing:
+    async def _send_frames(self, transport: Transport, may_go_on: Callable[[], bool] | None) -> None:
+        while not self._closing and (may_go_on is None or may_go_on()):
             ticked = self._ticked
             if self._frame is not None:
                 try:

@@ -9,6 +9,7 @@ The drawings are in `sie.shm.layout`.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from enum import IntEnum
 from struct import Struct
 from typing import Final, NamedTuple
@@ -192,6 +193,15 @@ class CounterPage:
             buckets = tuple(counts[index + 1 : end]) if kind == RecordKind.HISTOGRAM else ()
             found.append(Record(kind, meta.name, meta.labels, words[index], meta.bounds, buckets))
         return found
+
+    def reader(self, kind: RecordKind, name: str, labels: Labels = ()) -> Callable[[], float] | None:
+        """Return what reads one counter's or gauge's value, or None while the page's writer has no such record."""
+        self._parse()
+        index = self._index.get((kind, _Meta(name, labels, ())))
+        if index is None:
+            return None
+        words = self._words
+        return lambda: words[index]
 
     def close(self) -> None:
         """Unmap the page; its values stay for as long as anybody has its fd."""

@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from sie import failpoints
+from sie.api_keys import KeyFileError
 from sie.cards import AdapterSpec, ModelCard
 from sie.catalog.cards import make_card
 from sie.catalog.lora import find_lora_weights, read_lora_config
 from sie.catalog.spec import ModelSpec
 from sie.catalog.weights import with_num_weights
 from sie.errors import SieError
-from sie.logs import configure
+from sie.logs import configure, get_logger
 from sie.model_list import check_adapters, check_models
 from sie.process import dump_stacks_on_abort
 from sie.progress import Progress
-from sie.settings import Loaded
+from sie.settings import Loaded, Settings
 from sie.shm.segment import ReservationError, check_reservation
 from sie.supervisor.devices import resolve_devices
-from sie.supervisor.host import (
-    StartError,
-    count_frontends,
-    make_runtime_dir,
-    reserve_port,
-    reserved_bytes,
-    take_lock,
-)
+from sie.supervisor.host import StartError, count_frontends, make_runtime_dir, reserved_bytes, take_lock
+from sie.supervisor.key_file import KeyFileWatch
+from sie.supervisor.listen import check_tls, exposure_warnings, open_place
 from sie.supervisor.loads import Models
 from sie.supervisor.reload import Reading
 from sie.supervisor.server import Supervisor
+
+_log = get_logger(__name__)
 
 
 def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
@@ -45,13 +45,17 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
     configure(server.log_format, server.log_level, "supervisor")
     dump_stacks_on_abort()  # what systemd's watchdog sends
     _check_failpoints(loaded)
+    _check_tracing(settings)
     models = _read_models(loaded)
     adapters = _read_adapters(loaded)
-    with reserve_port(server.host, server.port, Path(server.runtime_dir)) as held:
-        port = held.getsockname()[1]
+    key_file = _open_key_file(settings.access.api_keys)
+    check_tls(settings.access)
+    with contextlib.closing(open_place(server, settings.access)) as place:
+        for warning in exposure_warnings(place.address, settings.access):
+            _log.warning("%s", warning)
         base = Path(server.runtime_dir)
         runtime_dir = make_runtime_dir(base)
-        lock = take_lock(base, port)
+        lock = take_lock(base, place.port) if place.port else None
         try:
             places = resolve_devices(settings.devices.devices, settings.devices.resolve_timeout_s)
             num_frontends = count_frontends(server.frontends)
@@ -71,8 +75,9 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
                     places=places,
                     num_frontends=num_frontends,
                     runtime_dir=runtime_dir,
-                    port=port,
+                    place=place,
                     progress=progress,
+                    key_file=key_file,
                     reread=reread,
                 )
                 return await supervisor.run()
@@ -81,7 +86,21 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
         except ReservationError as error:
             raise StartError(f"shared memory: {error}") from error
         finally:
-            os.close(lock)
+            if lock is not None:
+                os.close(lock)
+
+
+def _check_tracing(settings: Settings) -> None:
+    """Refuse a start that could not write the traces it is asked for."""
+    if not settings.tracing.enabled:
+        return
+    names = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc")
+    try:
+        is_there = all(importlib.util.find_spec(name) for name in names)
+    except ModuleNotFoundError:  # find_spec imports the parents
+        is_there = False
+    if not is_there:
+        raise StartError("tracing: OpenTelemetry is not installed; pip install 'sie[otel]'")
 
 
 def _check_failpoints(loaded: Loaded) -> None:
@@ -120,6 +139,14 @@ def _read_adapters(loaded: Loaded) -> list[AdapterSpec]:
         except SieError as error:
             raise StartError(f"lora: {error.message}") from error
     return adapters
+
+
+def _open_key_file(path: str) -> KeyFileWatch | None:
+    """Return the API keys, or None where nobody is asked for one. Raises StartError."""
+    try:
+        return KeyFileWatch(path) if path else None
+    except KeyFileError as error:
+        raise StartError(f"api_keys: {error}") from error
 
 
 def _read_local_card(spec: ModelSpec) -> ModelCard | None:

@@ -56,8 +56,9 @@ class Child:
         self.started_s = now_s
         self.is_condemned = False
         command = [sys.executable, "-m", _MODULES[self.role], msgspec.json.encode(launch).decode()]
+        inherited = (launch.listen_fd,) if self.role == "frontend" and launch.listen_fd >= 0 else ()
         self.process = subprocess.Popen(  # noqa: S603  # our own interpreter, module and launch record
-            command, stdin=subprocess.DEVNULL, env=_environment(num_threads), process_group=0
+            command, stdin=subprocess.DEVNULL, env=_environment(num_threads), process_group=0, pass_fds=inherited
         )
         self.pidfd = os.pidfd_open(self.process.pid)
 

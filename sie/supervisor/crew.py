@@ -84,6 +84,7 @@ class Crew:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._death = asyncio.Event()
         self._num_oom_kills = count_oom_kills()
+        self._keys: control_messages.Keys | None = None
         self.is_draining = False
         """Once set, no frontend is started again; workers are, since accepted requests wait for them."""
         self.is_stopping = False
@@ -128,6 +129,13 @@ class Crew:
         labels = families.CONFIG_RELOADS.label_pairs("refused" if is_refused else "applied")
         self._page.counter(families.CONFIG_RELOADS.name, labels).add(1)
         self._page.gauge(families.CONFIG_REFUSED.name, ()).set(float(is_refused))
+
+    def set_keys(self, keys: control_messages.Keys) -> None:
+        """Tell every frontend the API keys that are in force from now on; those started later hear them, too."""
+        self._keys = keys
+        self._page.gauge(families.API_KEYS.name).set(len(keys.keys))
+        self._page.gauge(families.API_KEYS_REFUSED.name).set(float(bool(keys.problem)))
+        self.send_all(self.frontends, keys)
 
     async def until_gone(self, children: list[Child], timeout_s: float) -> None:
         """Wait until none of these children has a process, or the time is over."""
@@ -174,6 +182,8 @@ class Crew:
             device=child.place.device,
             cores=child.place.cores,
         )
+        if child.role == "worker":  # shown as 0: a scraper sees an increase only of what was there before
+            self._page.counter(families.WORKER_RESTARTS.name, families.WORKER_RESTARTS.label_pairs(str(child.slot)))
         child.start(launch, self._num_threads(child), time.monotonic())
         self._loop.add_reader(child.pidfd, self._on_death, child)
 
@@ -220,6 +230,8 @@ class Crew:
             others = [self._page, *(page for page in self._pages.values() if page is not own)]
             read_only = [page.read_only_fd() for page in others]
             self.send(child, control_messages.Configure(self._settings), [own.fd, *read_only])
+            if self._keys is not None:
+                self.send(child, self._keys)
             for fd in read_only:
                 os.close(fd)
         for worker in [child] if child.role == "worker" else self.workers:

@@ -28,6 +28,8 @@ from sie.supervisor.children import Child
 from sie.supervisor.crew import Crew
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.evictions import Memory
+from sie.supervisor.key_file import POLL_S, KeyFileWatch
+from sie.supervisor.listen import Place
 from sie.supervisor.loads import Loads, Models
 from sie.supervisor.models import ModelBook
 from sie.supervisor.notify import Herald, Notifier, watchdog_interval_s
@@ -56,18 +58,20 @@ class Supervisor:
         places: list[WorkerSlot],
         num_frontends: int,
         runtime_dir: Path,
-        port: int,
+        place: Place,
         progress: Progress,
         reread: Callable[[], Reading],
+        key_file: KeyFileWatch | None = None,
     ) -> None:
         """Reread returns what a start would read now; it raises SettingsError or StartError."""
         self._settings = settings
         self._runtime_dir = runtime_dir
-        self._port = port
+        self._place = place
         self._progress = progress
         self._book = ModelBook(settings.models.load_retry_s)
         for spec, preload, card in models:
             self._book.add(spec, preload, card, is_pinned=spec.id in settings.models.pinned)
+        self._key_file = key_file
         self._started_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._crew = Crew(settings, places, num_frontends, self._launch(len(places) + num_frontends), self)
@@ -89,6 +93,9 @@ class Supervisor:
             self._loop.add_signal_handler(number, self._on_stop_signal, number)
         self._loop.add_signal_handler(signal.SIGHUP, self._on_reload_signal)
         try:
+            if self._key_file is not None:
+                self._crew.set_keys(self._key_file.message)
+                self._spawn(self._watch_keys(self._key_file))
             self._crew.open()
             self._loads.start()
             self._spawn(self._tick_forever())
@@ -105,15 +112,19 @@ class Supervisor:
         return self._exit_status
 
     def _launch(self, num_children: int) -> control_messages.Launch:
-        server = self._settings.server
+        server, access = self._settings.server, self._settings.access
         return control_messages.Launch(
             control_path=str(self._runtime_dir / "control"),
             supervisor_pid=os.getpid(),
             role="worker",
             slot=0,
             incarnation=0,
-            host=server.host,
-            port=self._port,
+            host=self._place.address,
+            port=self._place.port,
+            listen_fd=self._place.fd,
+            tls_cert=access.tls_cert,
+            tls_key=access.tls_key,
+            tls_client_ca=access.tls_client_ca,
             backlog=server.backlog,
             log_format=server.log_format,
             log_level=server.log_level,
@@ -206,17 +217,12 @@ class Supervisor:
             return "no worker is running"
         return ""
 
-    @property
-    def _url(self) -> str:
-        host = self._settings.server.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
-
     def _announce(self) -> None:
         workers = ", ".join(worker.place.device for worker in self._crew.workers)
         took_s = time.monotonic() - self._started_s
         _log.info(
             "ready on %s after %.1f s (frontends: %d, workers: %s)",
-            self._url,
+            self._place.url,
             took_s,
             len(self._crew.frontends),
             workers,
@@ -229,11 +235,13 @@ class Supervisor:
         reason = self._loads.reason() or ("" if is_reachable else "no frontend is running")
         if not self._loads.was_ready:
             return f"starting: {reason}"
-        state = f"not ready: {reason}" if reason else f"serving on {self._url}"
+        state = f"not ready: {reason}" if reason else f"serving on {self._place.url}"
         silent = self._silent(time.monotonic())
         hangs = f"; not answering: {', '.join(silent)}" if silent else ""
         kept = f"; settings not reloaded: {self._reloader.error}" if self._reloader.error else ""
-        return f"{state}, models loaded: {self._loads.num_loaded}{hangs}{kept}"
+        problem = self._key_file.message.problem if self._key_file is not None else ""
+        keys = f"; API keys not taken over: {problem}" if problem else ""
+        return f"{state}, models loaded: {self._loads.num_loaded}{hangs}{kept}{keys}"
 
     # --- reloading ------------------------------------------------------------------------------------------------
 
@@ -286,6 +294,13 @@ class Supervisor:
         frontends = [child for child in self._crew.frontends if now_s - child.pong_s > patience_s]
         return [child.name for child in (*workers, *frontends) if child.state == "ready"]
 
+    async def _watch_keys(self, key_file: KeyFileWatch) -> None:
+        """Take over what changes in the file of API keys; it is read on a thread, since a disk may be slow."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            if await asyncio.to_thread(key_file.poll):
+                self._crew.set_keys(key_file.message)
+
     def _watch_workers(self, now_s: float, late_s: float) -> None:
         for worker in self._crew.workers:
             if worker.state == "starting":
@@ -334,6 +349,7 @@ class Supervisor:
         frontends = self._crew.frontends
         self._crew.send_all(frontends, control_messages.Drain())
         await asyncio.sleep(_CLOSE_AFTER_S)
+        self._place.stop_listening()
         for frontend in frontends:
             frontend.signal(signal.SIGTERM)
         await self._crew.until_gone(frontends, self._settings.server.drain_timeout_s)

@@ -66,6 +66,9 @@ def finish_ragged(
     for item, logits in enumerate(outputs.token_logits or ()):
         _check_finite(card, logits)
         yield item, "token_logits", (logits,)
+    for item, boxes in enumerate(outputs.boxes or ()):
+        _check_finite(card, boxes)
+        yield item, "boxes", (boxes,)
 
 
 def _check_finite(card: ModelCard, logits: NDArray[np.float32]) -> None:

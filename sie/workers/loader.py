@@ -19,6 +19,7 @@ from sie.cards import ModelCard
 from sie.catalog.architecture import (
     causal_class,
     classifier_class,
+    detector_class,
     dual_encoder_class,
     entailment_class,
     masked_lm_class,
@@ -27,14 +28,16 @@ from sie.catalog.architecture import (
     token_classifier_class,
 )
 from sie.catalog.files import open_checkpoint, refuse
-from sie.extraction import TokenClassification
+from sie.extraction import Detection, TokenClassification
 from sie.workers.device import DtypeSetting, choose_dtype, resolve_device
 from sie.workers.probe import choose_execution, choose_scoring, choose_token_classification
 from sie.workers.runners.classify import PairClassifyRunner, TokenClassifyRunner, TokenModel
 from sie.workers.runners.dual import DualRunner, build_dual_runner
 from sie.workers.runners.encode import Backbone, EncodeRunner, Execution
+from sie.workers.runners.grounding import GroundingRunner, build_grounding_runner
 from sie.workers.runners.head import Head, build_activation
 from sie.workers.runners.outputs import Heads, OutputsRunner
+from sie.workers.runners.owl import FLOAT32_HEADS, OwlRunner, build_owl_runner
 from sie.workers.runners.score import ScoreModel, ScoreRunner
 from sie.workers.runners.splade import LanguageHead, LexicalHead, SparseHead, SpladeHead, StaticTable, take_head
 from sie.workers.runners.tokens import QueryExpansion, TokenHead
@@ -169,6 +172,33 @@ def load_extractor(
         execution, view = choose_scoring(card.id, pairs) if is_one else (Execution(packed=False), "model")
         runner = PairClassifyRunner(card, pairs, execution=execution, view=view, dtype=dtype_name)
     on_progress(1.0, "packed" if runner.execution.packed else "in rectangles of equal length")
+    return runner
+
+
+def load_detector(
+    card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress
+) -> OwlRunner | GroundingRunner:
+    """Return a model that finds things in images, ready for its first step. Arguments and errors: `load_encoder`.
+
+    Grounding DINO computes in float32 whatever dtype_setting says.
+    """
+    assert isinstance(card.extract, Detection)
+    device = resolve_device(device_name)
+    is_owl = card.extract.family != "grounding-dino"
+    dtype = choose_dtype(dtype_setting, device) if is_owl else torch.float32
+    dtype_name = str(dtype).removeprefix("torch.")
+    on_progress(0.1, "reading weights")
+    with _storage_faults(card):
+        model: Any = _read_model(card, detector_class)
+    on_progress(0.6, f"converting weights to {dtype_name} on {device}")
+    if is_owl:
+        model._keep_in_fp32_modules_strict = FLOAT32_HEADS
+    _convert(model, dtype, device)
+    on_progress(0.8, "looking at a grey image")
+    runner = (
+        build_owl_runner(card, model, device, dtype_name) if is_owl else build_grounding_runner(card, model, device)
+    )
+    on_progress(1.0, f"in {dtype_name}")
     return runner
 
 

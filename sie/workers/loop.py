@@ -39,8 +39,7 @@ _IDLE_WAIT_S = 0.2
 _CREDIT_WAIT_S = 0.005
 _SLACK = 10
 """A step may take this many times as long as its tokens usually do before the watchdog's time starts."""
-_FIRST_TOKEN_NS = 2_000_000
-_PACE_WEIGHT = 0.1
+_FIRST_TOKEN_NS = 2_000_000.0
 _MIN_ALLOWED_NS = 250_000_000
 _BEAT_NS = 200_000_000
 _TEND_NS = 1_000_000_000
@@ -90,7 +89,8 @@ class Loop:
         self._links: dict[int, FrontendLink] = {}
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
-        self._ns_per_token = float(_FIRST_TOKEN_NS)
+        self._ns_per_token: dict[str, float] = {}
+        """By model: a token of an image costs a detector a thousand times what one of a text costs a small encoder."""
         self._num_steps = 0
         self._beat_ns = 0
         self._tended_ns = 0
@@ -373,7 +373,8 @@ class Loop:
         self._num_steps += 1
         running = {id(item.request): item.request.inflight_entry for item in items}
         started_ns = time.monotonic_ns()
-        allowed_ns = int(_MIN_ALLOWED_NS + _SLACK * self._ns_per_token * num_tokens)
+        ns_per_token = self._ns_per_token.get(card.id, _FIRST_TOKEN_NS)
+        allowed_ns = int(_MIN_ALLOWED_NS + _SLACK * ns_per_token * num_tokens)
         self._page.write(self._num_steps, started_ns, allowed_ns, "step", running.values())
         failpoints.reach("worker.before_step")
         outputs = forward(runner, items)
@@ -382,11 +383,10 @@ class Loop:
     def _measure(self, model: str, items: list[Waiting], num_tokens: int, took_ns: int) -> None:
         self._metrics.observe_step(took_ns / 1e9, num_tokens)
         self._metrics.observe_batch(model, len(items), num_tokens)
-        queue = self._state.queues.get(model)
-        self._metrics.set_queue_depth(model, len(queue) if queue else 0)
+        self._metrics.set_queue_depth(model, len(self._state.queues.get(model, ())))
         if num_tokens:
-            weight = max(_PACE_WEIGHT, 1 / self._num_steps)  # the first step takes the place of the guess
-            self._ns_per_token += weight * (took_ns / num_tokens - self._ns_per_token)
+            known = self._ns_per_token.get(model, took_ns / num_tokens)  # the first step takes the place of the guess
+            self._ns_per_token[model] = known + 0.1 * (took_ns / num_tokens - known)
 
     def _settle(self) -> None:
         """Free the models that are to go and that nothing waits for, and publish what is in use."""

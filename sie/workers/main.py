@@ -14,7 +14,7 @@ from sie import control, failpoints, process
 from sie.cards import ModelCard
 from sie.control import ChannelClosedError
 from sie.control_messages import Configure, Launch, Ready
-from sie.extraction import Gliclass, Gliner
+from sie.extraction import Detection, Gliclass, Gliner
 from sie.logs import configure, get_logger
 from sie.settings import Settings
 from sie.shm.inflight import InflightPage
@@ -120,10 +120,18 @@ def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callabl
             return StubRunner(card)
         if isinstance(card.extract, Gliner | Gliclass):
             return _load_library_model(card, launch, settings, progress)
-        from sie.workers.loader import load_dual_encoder, load_encoder, load_extractor, load_scorer  # imports torch
+        from sie.workers.loader import (  # imports torch
+            load_detector,
+            load_dual_encoder,
+            load_encoder,
+            load_extractor,
+            load_scorer,
+        )
 
         if card.kind == "dual-encoder":
             return load_dual_encoder(card, launch.device, settings.models.dtype, progress)
+        if isinstance(card.extract, Detection):
+            return load_detector(card, launch.device, settings.models.dtype, progress)
         if card.extract is not None:
             return load_extractor(card, launch.device, settings.models.dtype, progress)
         if card.score is not None:

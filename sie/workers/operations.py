@@ -108,6 +108,8 @@ def _extract(runner: Any, items: list[Waiting], inputs: list[Any]) -> StepOutput
     if gives == "logits":
         return StepOutputs(logits=runner.run_logits(inputs))
     tasks = [_task_of(item.request.header.task) for item in items]
+    if gives == "boxes":
+        return StepOutputs(boxes=runner.run_boxes(inputs, [task.threshold or 0.0 for task in tasks]))
     return StepOutputs(extract=runner.run_extract(inputs, tasks))
 
 

@@ -16,7 +16,7 @@ from sie.errors import BadRequest, Overloaded
 from sie.headers import ReplyHeader
 from sie.shm.extent import ArrayPlan, array_view, plan_arrays
 
-RAGGED_OUTPUTS = frozenset(("sparse", "multivector", "extract", "token_logits"))
+RAGGED_OUTPUTS = frozenset(("sparse", "multivector", "extract", "token_logits", "boxes"))
 _RETRY_S = 5
 _ARRAYS = {
     "dense": ("dense",),
@@ -24,6 +24,7 @@ _ARRAYS = {
     "multivector": ("multivector",),
     "extract": ("extract",),
     "token_logits": ("token_logits",),
+    "boxes": ("boxes",),
 }
 """The names of an output's arrays, in the order in which `RaggedReply.keep` gets them."""
 _encoder = msgspec.msgpack.Encoder()

@@ -25,7 +25,7 @@ from sie.shm.extent import array_view, begin_extent, extent_bytes, is_cancelled,
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
 from sie.shm.pool import Lease
 from sie.workers.ragged import RAGGED_OUTPUTS, KeptBytes, RaggedReply
-from sie.workers.runners import Comparison, ImageItem, Pair
+from sie.workers.runners import Comparison, ImageItem, Pair, SearchedImage
 
 _decoder = msgspec.msgpack.Decoder(WorkHeader)
 _encoder = msgspec.msgpack.Encoder()
@@ -79,8 +79,8 @@ def reply_layout(num_items: int, code: str, width: int, name: str = "dense") -> 
 class Request:
     """One submitted extent while this worker has it.
 
-    inputs is what the runner takes, one entry for each item: arrays (t_i,) int32, `Pair`s of such, UTF-8 text, or
-    `ImageItem`s, aliasing the extent; costs are their tokens. comparison is there when item 0 is compared with the
+    inputs is what the runner takes, one entry for each item: arrays (t_i,) int32, `Pair`s of such, UTF-8 text,
+    `ImageItem`s or `SearchedImage`s, aliasing the extent; costs are their tokens. comparison is there when item 0 is compared with the
     others.
     """
 
@@ -240,7 +240,8 @@ def _read_inputs(header: WorkHeader, payload: memoryview) -> tuple[list[int], Se
     refs = {ref.name: ref for ref in header.arrays}
     costs = _lengths(payload, refs.get("cu_seqlens"), header.num_items)
     if "pixels" in refs:
-        return costs, _mixed(payload, refs, header.num_items)
+        mixed = _mixed(payload, refs, header.num_items)
+        return costs, _searched(payload, refs, mixed) if "query_ids" in refs else mixed
     tokens, text = refs.get("token_ids"), refs.get("text")
     if tokens is not None and tokens.dtype == "<i4":
         token_ids = _split(array_view(payload, tokens), costs)
@@ -264,6 +265,22 @@ def _mixed(payload: memoryview, refs: dict[str, ArrayRef], num_items: int) -> li
     bounds = _lengths(payload, refs.get("token_offsets", refs.get("text_offsets")), num_items)
     texts = _split(array_view(payload, tokens), bounds)
     return [item if item.images else text for item, text in zip(items, texts, strict=True)]
+
+
+def _searched(
+    payload: memoryview, refs: dict[str, ArrayRef], items: list[ImageItem | NDArray[Any]]
+) -> list[SearchedImage]:
+    """Return each item's image with what the request looks for."""
+    bounds = refs.get("query_offsets")
+    num_queries = bounds.shape[0] - 1 if bounds is not None and len(bounds.shape) == 1 else 0
+    lengths = _lengths(payload, bounds, num_queries)
+    ids = array_view(payload, refs["query_ids"])
+    if refs["query_ids"].dtype != "<i4" or not all(lengths):
+        raise ProtocolError("queries that are not int32, or empty")
+    queries, key = tuple(_split(ids, lengths)), ids.tobytes() + struct.pack(f"<{num_queries}i", *lengths)
+    if not all(isinstance(item, ImageItem) and len(item.images) == 1 for item in items):
+        raise ProtocolError("a request that looks for something in an item that is not one image")
+    return [SearchedImage(item.images[0], queries, key) for item in items if isinstance(item, ImageItem)]
 
 
 def _images(payload: memoryview, refs: dict[str, ArrayRef], count: int) -> list[NDArray[np.uint8]]:

@@ -27,6 +27,9 @@ _KNOWN_GPU_WORDS = frozenset({
     "t4", "p100", "v100", "a2", "a10", "a10g", "a16", "a30", "a40", "a100", "l4", "l20", "l40", "l40s",
     "h20", "h100", "h200", "gh200", "b100", "b200", "b300", "gb200", "gb300",
 })  # fmt: skip
+_OOM_FAMILIES = (
+    families.OOM_ATTEMPTED, families.OOM_SUCCEEDED, families.OOM_FAILED, families.OOM_CACHE_CLEARS, families.OOM_SPLITS,
+)  # fmt: skip
 _GIB = 1 << 30
 _MEMORY = 0.999
 """What a sequence that was fine leaves of a model's share of those that were not."""
@@ -82,7 +85,12 @@ class WorkerMetrics:
         gauge.set(num_sequences)
 
     def set_model(self, model: str, device: str, *, loaded: bool, memory_bytes: int) -> None:
-        """Publish whether this model is loaded here, and what its weights take."""
+        """Publish whether this model is loaded here, and what its weights take.
+
+        Its counters of failures begin at 0 then: a scraper sees an increase only of what was there before.
+        """
+        for family in _OOM_FAMILIES:
+            self._page.counter(family.name, family.label_pairs(model))
         self._page.gauge(families.MODEL_LOADED.name, families.MODEL_LOADED.label_pairs(model, device)).set(loaded)
         self._page.gauge(families.MODEL_MEMORY.name, families.MODEL_MEMORY.label_pairs(model, device)).set(memory_bytes)
 

@@ -108,9 +108,10 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait for the log line that names the port, and remember the port."""
-        line = self.output.find("ready on http://", timeout_s, lambda: self.process.poll() is not None)
-        self.port = int(json.loads(line)["message"].split("ready on http://")[1].split()[0].rpartition(":")[2])
+        """Wait for the log line that says where it answers, and remember the port (0 of a Unix socket)."""
+        line = self.output.find("ready on ", timeout_s, lambda: self.process.poll() is not None)
+        url = json.loads(line)["message"].split("ready on ")[1].split()[0]
+        self.port = 0 if url.startswith("unix:") else int(url.rpartition(":")[2])
 
     def log_line(self, part: str, timeout_s: float = 10.0) -> str:
         """Return the first log line that holds `part`, waiting for it."""

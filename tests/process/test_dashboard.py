@@ -9,10 +9,12 @@ import pytest
 
 from tests.process.browser import Page, find_browser, open_page
 from tests.process.harness import eventually, start_server
+from tests.process.keys import entry, write_keys
 from tests.process.wire import encode, get
 
 BROWSER = find_browser()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
+PAGE_KEY = "sie_test-page-0123456789abcdef"
 ROW = "[...document.querySelectorAll('#models tr')].find((row) => row.innerText.startsWith('{}'))"
 
 
@@ -133,3 +135,28 @@ def test_buttons_are_off_where_models_may_not_be_managed():
         page.wait(state("stub/pre", "loaded"), "the model")
         page.wait(f"{button('stub/pre')}.title.includes('admin_from')", "why it is off")
         assert page.run(f"{button('stub/pre')}.disabled")
+
+
+def test_page_asks_for_a_key_and_keeps_it_for_the_tab(tmp_path):
+    assert BROWSER is not None
+    keys = write_keys(tmp_path / "keys.toml", entry("page", PAGE_KEY, ["metrics", "admin"]))
+    with (
+        start_server("--model", "stub/pre=stub:dense=16", "--api-keys", str(keys)) as server,
+        open_page(BROWSER, server.url) as page,
+    ):
+        is_open = "document.getElementById('ask-key')?.open"
+        enter = "document.getElementById('key').value = '{}'; document.querySelector('#ask-key button').click()"
+        page.wait(is_open, "the question")
+        assert not page.run("document.getElementById('models').innerText.includes('stub/pre')")
+        page.run(enter.format("sie_wrong"))
+        page.wait("document.getElementById('ask-key-why').textContent === 'The API key is not known.'", "why not")
+        page.wait(is_open, "the question again")
+        page.run(enter.format(PAGE_KEY))
+        page.wait(state("stub/pre", "loaded"), "the model")
+        page.wait("document.getElementById('link').textContent === 'live'", "live")
+        click(page, "stub/pre", "Unload")
+        page.run("document.querySelector('#confirm button.danger').click()")
+        page.wait(state("stub/pre", "available"), "unloaded with the key")
+        page.call("Page.reload")
+        page.wait(state("stub/pre", "available"), "the key is still known")
+        assert not page.run(is_open)

@@ -85,6 +85,11 @@ def test_frontend_never_imports_torch_or_workers():
     assert not {name for name in loaded if name.startswith(("sie.workers", "sie.supervisor"))}
 
 
+def test_frontend_loads_no_tracing_library_by_itself():
+    loaded = loaded_after_importing(["sie.frontend.main", "sie.frontend.app"])
+    assert not roots(loaded) & {"opentelemetry", "grpc", "google"}
+
+
 def test_workers_never_import_a_server_or_the_frontend():
     loaded = loaded_after_importing(modules_under("sie.workers"))
     assert not roots(loaded) & {"granian", "nats"}

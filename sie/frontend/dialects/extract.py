@@ -15,7 +15,7 @@ from sie.errors import BadRequest, InputTooLong
 from sie.extraction import Entity, Extraction, ExtractRule, ExtractTask, LabelGroup, LabelledExample
 from sie.frontend.body_limits import check_json, children_of, decode_free_form, decode_typed
 from sie.frontend.dialects.arrays import pack
-from sie.frontend.dialects.sie import Item, check_count, check_items, find_non_text
+from sie.frontend.dialects.sie import Item, check_count, check_items, check_media, find_non_text, read_media
 from sie.frontend.extract import check_task
 from sie.frontend.options import merge_options, refuse_adapter
 from sie.settings import Limits
@@ -31,24 +31,24 @@ _to_json = msgspec.json.Encoder().encode
 _Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
-class _Params(msgspec.Struct, gc=False):
+class ExtractParams(msgspec.Struct, gc=False):
     labels: Annotated[list[str], msgspec.Meta(max_length=_MOST_ITEMS)] | None = None
     output_schema: msgspec.Raw = _ABSENT
     instruction: str | None = None
     options: msgspec.Raw = _ABSENT
 
 
-class _ExtractBody(msgspec.Struct, gc=False):
+class ExtractBody(msgspec.Struct, gc=False):
     items: Annotated[list[Item], msgspec.Meta(max_length=_MOST_ITEMS)]
-    params: _Params | None = None
+    params: ExtractParams | None = None
 
 
-class _Example(msgspec.Struct):
+class Example(msgspec.Struct):
     text: str
     labels: tuple[str, ...]
 
 
-class _Options(msgspec.Struct, kw_only=True, omit_defaults=True):
+class ExtractOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The options that some family of extractors reads; others are not looked at."""
 
     threshold: _Fraction | None = None
@@ -59,20 +59,20 @@ class _Options(msgspec.Struct, kw_only=True, omit_defaults=True):
     relation_threshold: _Fraction | None = None
     classification_type: str | None = None
     label_groups: dict[str, tuple[str, ...]] | None = None
-    examples: list[_Example] | None = None
+    examples: list[Example] | None = None
     hypothesis_template: str | None = None
     aggregation_strategy: str | None = None
-    stride: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    stride: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
     score_threshold: _Fraction | None = None
     box_threshold: _Fraction | None = None
     text_threshold: _Fraction | None = None
 
 
-_FROM_MSGPACK = msgspec.msgpack.Decoder(_ExtractBody)
-_FROM_JSON = msgspec.json.Decoder(_ExtractBody)
+_FROM_MSGPACK = msgspec.msgpack.Decoder(ExtractBody)
+_FROM_JSON = msgspec.json.Decoder(ExtractBody)
 _SCHEMA_FROM_MSGPACK = msgspec.msgpack.Decoder(dict[str, Any] | None)
 _SCHEMA_FROM_JSON = msgspec.json.Decoder(dict[str, Any] | None)
-_NO_PARAMS = _Params()
+_NO_PARAMS = ExtractParams()
 _NOT_GIVEN: Final[tuple[Any, ...]] = (None, "", (), [], {})
 
 
@@ -101,6 +101,7 @@ def decode_extract(body: bytes, msgpack: bool, model: str, limits: Limits) -> Ex
         instruction=params.instruction,
         options=decode_free_form(params.options, msgpack=msgpack, path=_OPTIONS_PATH, max_depth=limits.max_depth),
         non_text_item=non_text,
+        media=None if non_text is None else read_media(items, limits),
     )
 
 
@@ -147,9 +148,27 @@ def resolve_extract(request: ExtractRequest, card: ModelCard) -> ExtractRequest:
         refuse_adapter(card, request.options, "extraction")
     request.task = _resolve_task(request, card, rule)
     check_task(card, request.task)
-    if request.non_text_item is not None:
-        raise BadRequest(f"Model '{card.id}' requires text input - at `$.items[{request.non_text_item}]`")
+    if request.non_text_item is not None or rule.reads == "image":
+        _resolve_media(request, card)
     return request
+
+
+def _resolve_media(request: ExtractRequest, card: ModelCard) -> None:
+    """Let the items be images, one each, or texts where the model takes both."""
+    media = request.media
+    if "text" in card.inputs and (media is None or card.image is None):
+        raise BadRequest(f"Model '{card.id}' requires text input - at `$.items[{request.non_text_item}]`")
+    if media is None:
+        raise BadRequest(f"Model '{card.id}' requires image input - at `$.items[0]`")
+    check_media(media, card)
+    for item in range(len(media.texts)):
+        num_images = len(media.images.get(item, ()))
+        if not num_images and "text" not in card.inputs:
+            raise BadRequest(f"Model '{card.id}' requires image input - at `$.items[{item}]`")
+        if num_images > 1:
+            raise BadRequest(f"Model '{card.id}' takes one image an item - at `$.items[{item}].images`")
+    request.texts = [text or "" for text in media.texts]
+    request.images = media.images or None
 
 
 def _resolve_task(request: ExtractRequest, card: ModelCard, rule: ExtractRule) -> ExtractTask:
@@ -177,15 +196,15 @@ def _resolve_task(request: ExtractRequest, card: ModelCard, rule: ExtractRule) -
     return ExtractTask(labels=request.labels, overflow_policy=policy, **wanted)
 
 
-def _typed_options(options: dict[str, Any]) -> _Options:
-    known = {name: options[name] for name in _Options.__struct_fields__ if name in options}
+def _typed_options(options: dict[str, Any]) -> ExtractOptions:
+    known = {name: options[name] for name in ExtractOptions.__struct_fields__ if name in options}
     try:
-        return msgspec.convert(known, _Options)
+        return msgspec.convert(known, ExtractOptions)
     except msgspec.ValidationError as error:
         raise BadRequest(str(error).replace("`$", f"`{_OPTIONS_PATH}")) from None
 
 
-class _EntityBody(msgspec.Struct, frozen=True):
+class EntityBody(msgspec.Struct, frozen=True):
     text: str
     label: str
     score: float
@@ -194,8 +213,9 @@ class _EntityBody(msgspec.Struct, frozen=True):
     bbox: tuple[int, int, int, int] | None
 
 
-class _Usage(msgspec.Struct, frozen=True):
+class _Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     input_tokens: int
+    images: int = 0
 
 
 class _ReplyBody(msgspec.Struct, frozen=True):
@@ -213,7 +233,7 @@ def encode_extractions(request: ExtractRequest, reply: ExtractReply, msgpack: bo
         _item((request.ids[index] if request.ids else None) or f"item-{index}", found)
         for index, found in enumerate(reply.extractions)
     ]
-    body = _ReplyBody(reply.model, items, _Usage(reply.input_tokens))
+    body = _ReplyBody(reply.model, items, _Usage(reply.input_tokens, reply.num_images))
     return pack(body) if msgpack else _to_json(body)
 
 
@@ -231,5 +251,5 @@ def _item(id_: str, found: Extraction) -> dict[str, Any]:
     return item
 
 
-def _entity(entity: Entity) -> _EntityBody:
-    return _EntityBody(entity.text or "", entity.label, entity.score, entity.start, entity.end, entity.bbox)
+def _entity(entity: Entity) -> EntityBody:
+    return EntityBody(entity.text or "", entity.label, entity.score, entity.start, entity.end, entity.bbox)

@@ -88,6 +88,11 @@ def model_body(info: dict[str, Any]) -> bytes:
     return _to_json(info)
 
 
+def error_body(error: SieError, error_object: Mapping[str, Any]) -> bytes:
+    """Return any error of the two routes: `detail` for SIE clients, and `error` (OpenAI's object) for the others."""
+    return _to_json({"detail": {"code": error.code, "message": error.message, **error.extras}, "error": error_object})
+
+
 def model_not_found_body(error: SieError) -> bytes:
     """Return the 404 of `/v1/models/{id}`: `detail` for SIE clients and `error` for the others."""
     return _to_json(

@@ -34,10 +34,14 @@ _CODES = {
     "INVALID_INPUT": "invalid_request",
     "INPUT_TOO_LONG": "invalid_request",
     "MODEL_NOT_FOUND": "model_not_found",
+    "UNAUTHORIZED": "invalid_api_key",
+    "FORBIDDEN": "insufficient_permissions",
+    "RATE_LIMIT": "rate_limit_exceeded",
     "QUEUE_FULL": "server_overloaded",
     "INFERENCE_ERROR": "inference_error",
     "INTERNAL_ERROR": "inference_error",
 }
+_TYPES = {403: "permission_error", 429: "rate_limit_error"}
 _PATH = re.compile(r" - at `(?:key` in `)?\$([^`]*)`$")
 _PATH_STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
 _MISSING = re.compile(r"Object missing required field `([^`]+)`")
@@ -45,7 +49,7 @@ _EXPECTED = re.compile(r"Expected `([a-z]+)")
 _SCHEMA_TYPES = {"str": "string_type", "int": "int_type", "array": "list_type", "object": "model_attributes_type"}
 
 
-class _EmbeddingsBody(msgspec.Struct, gc=False, kw_only=True):
+class EmbeddingsBody(msgspec.Struct, gc=False, kw_only=True):
     input: str | _Inputs
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
@@ -60,7 +64,7 @@ class EmbeddingsCall(msgspec.Struct, frozen=True):
     base64: bool
 
 
-_DECODER = msgspec.json.Decoder(_EmbeddingsBody)
+_DECODER = msgspec.json.Decoder(EmbeddingsBody)
 _to_json = msgspec.json.Encoder().encode
 
 
@@ -208,11 +212,17 @@ def error_object(error: SieError) -> dict[str, Any]:
     extras = {key: value for key, value in error.extras.items() if key != "schema_faults"}
     return {
         "message": error.message,
-        "type": "invalid_request_error" if error.http_status < 500 else "server_error",
+        "type": _TYPES.get(error.http_status)
+        or ("invalid_request_error" if error.http_status < 500 else "server_error"),
         "param": extras.pop("param", None),
-        "code": _CODES.get(error.code, error.code),
+        "code": wire_code(error.code),
         **extras,
     }
+
+
+def wire_code(code: str) -> str:
+    """Return what this dialect calls one of our codes."""
+    return _CODES.get(code, code)
 
 
 def _from_decoder(message: str) -> BadRequest:

@@ -24,11 +24,11 @@ _ABSENT = msgspec.Raw(b"")
 _to_json = msgspec.json.Encoder().encode
 
 
-class _RerankBody(msgspec.Struct, gc=False, kw_only=True, forbid_unknown_fields=True):
+class RerankBody(msgspec.Struct, gc=False, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     query: str
     documents: Annotated[list[str], msgspec.Meta(max_length=_MOST_DOCUMENTS)]
-    top_n: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    top_n: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     return_documents: bool | None = None
     options: msgspec.Raw = _ABSENT
 
@@ -41,7 +41,7 @@ class RerankCall(msgspec.Struct, frozen=True):
     return_documents: bool
 
 
-_DECODER = msgspec.json.Decoder(_RerankBody)
+_DECODER = msgspec.json.Decoder(RerankBody)
 
 
 def decode_rerank(body: bytes, limits: Limits) -> RerankCall:
@@ -67,7 +67,7 @@ def decode_rerank(body: bytes, limits: Limits) -> RerankCall:
     return RerankCall(request, call.top_n, bool(call.return_documents))
 
 
-def _check_sizes(call: _RerankBody, max_bytes: int) -> None:
+def _check_sizes(call: RerankBody, max_bytes: int) -> None:
     texts = [("query", call.query), *((f"documents[{i}]", text) for i, text in enumerate(call.documents))]
     for name, text in texts:
         if len(text.encode()) > max_bytes:

@@ -24,7 +24,7 @@ _ABSENT = msgspec.Raw(b"")
 _to_json = msgspec.json.Encoder().encode
 
 
-class _ScoreBody(msgspec.Struct, gc=False):
+class ScoreBody(msgspec.Struct, gc=False):
     query: Item
     items: Annotated[list[Item], msgspec.Meta(max_length=_MOST_ITEMS)]
     instruction: str | None = None
@@ -48,8 +48,8 @@ class _ReplyBody(msgspec.Struct, frozen=True):
     usage: _Usage
 
 
-_FROM_MSGPACK = msgspec.msgpack.Decoder(_ScoreBody)
-_FROM_JSON = msgspec.json.Decoder(_ScoreBody)
+_FROM_MSGPACK = msgspec.msgpack.Decoder(ScoreBody)
+_FROM_JSON = msgspec.json.Decoder(ScoreBody)
 
 
 def decode_score(body: bytes, msgpack: bool, model: str, limits: Limits) -> ScoreRequest:
@@ -78,7 +78,7 @@ def decode_score(body: bytes, msgpack: bool, model: str, limits: Limits) -> Scor
     )
 
 
-def _find_non_text(call: _ScoreBody) -> str | None:
+def _find_non_text(call: ScoreBody) -> str | None:
     if find_non_text([call.query]) is not None:
         return "$.query"
     index = find_non_text(call.items)

@@ -31,12 +31,12 @@ _MAX_SUGGEST_CHARS = 200
 _ABSENT = msgspec.Raw(b"")
 
 
-class _Media(msgspec.Struct, gc=False):
+class Media(msgspec.Struct, gc=False):
     data: memoryview
     format: str | None = None
 
 
-class _Audio(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+class Audio(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     data: memoryview
     format: str | None = None
     sample_rate: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] | None = None
@@ -47,28 +47,28 @@ class Item(msgspec.Struct, gc=False):
 
     id: str | None = None
     text: str | None = None
-    images: Annotated[list[_Media], msgspec.Meta(max_length=_MOST_NAMES)] | None = None
-    audio: _Audio | None = None
-    video: _Media | None = None
-    document: _Media | None = None
+    images: Annotated[list[Media], msgspec.Meta(max_length=_MOST_NAMES)] | None = None
+    audio: Audio | None = None
+    video: Media | None = None
+    document: Media | None = None
     metadata: msgspec.Raw = _ABSENT
 
 
-class _Params(msgspec.Struct, gc=False):
+class EncodeParams(msgspec.Struct, gc=False):
     output_types: Annotated[list[str], msgspec.Meta(max_length=_MOST_NAMES)] | None = None
     output_dtype: str | None = None
     instruction: str | None = None
     options: msgspec.Raw = _ABSENT
 
 
-class _EncodeBody(msgspec.Struct, gc=False):
+class EncodeBody(msgspec.Struct, gc=False):
     items: Annotated[list[Item], msgspec.Meta(max_length=_MOST_ITEMS)]
-    params: _Params | None = None
+    params: EncodeParams | None = None
 
 
-_FROM_MSGPACK = msgspec.msgpack.Decoder(_EncodeBody)
-_FROM_JSON = msgspec.json.Decoder(_EncodeBody)
-_NO_PARAMS = _Params()
+_FROM_MSGPACK = msgspec.msgpack.Decoder(EncodeBody)
+_FROM_JSON = msgspec.json.Decoder(EncodeBody)
+_NO_PARAMS = EncodeParams()
 
 
 def decode_encode(body: bytes, msgpack: bool, model: str, limits: Limits) -> EncodeRequest:
@@ -224,7 +224,7 @@ def _resolve_output_types(request: EncodeRequest, card: ModelCard) -> tuple[str,
     return tuple(dict.fromkeys(wanted))
 
 
-class _TimingBody(msgspec.Struct, frozen=True):
+class TimingBody(msgspec.Struct, frozen=True):
     total_ms: float
     queue_ms: float
     tokenization_ms: float
@@ -240,7 +240,7 @@ class _Usage(msgspec.Struct, frozen=True, omit_defaults=True):
 class _Tail(msgspec.Struct, frozen=True):
     """The last two keys of a reply, in both formats."""
 
-    timing: _TimingBody
+    timing: TimingBody
     usage: _Usage
 
 
@@ -302,7 +302,7 @@ def _reply_json(reply: EncodeReply) -> bytes:
 
 def _tail(reply: EncodeReply) -> _Tail:
     timing: Timing = reply.timing
-    body = _TimingBody(
+    body = TimingBody(
         timing.total_ms,
         timing.queue_ms,
         timing.tokenization_ms,

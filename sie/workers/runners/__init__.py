@@ -30,6 +30,18 @@ class ImageItem(NamedTuple):
     images: tuple[NDArray[np.uint8], ...]
 
 
+class SearchedImage(NamedTuple):
+    """One image and what is looked for in it.
+
+    queries are token ids (t_i,) int32, one array a label, or one for a text of all of them: one tuple for all images of
+    a request. key is equal exactly where the queries are.
+    """
+
+    pixels: NDArray[np.uint8]
+    queries: tuple[NDArray[np.int32], ...]
+    key: bytes
+
+
 class Adapters(Protocol):
     """The adapters that a loaded model has in memory; it is false while there are none.
 
@@ -139,8 +151,8 @@ class StepOutputs(NamedTuple):
     dense is (n, d) float32 and counts only where an item wants it. sparse holds for each item that wants it its
     indices (e,) int32, ascending, and values (e,) float32, positive and finite; multivector its rows (r, d) float32,
     not normalised; both hold None for the others. scores (n, 1) float32 come alone, from pairs or comparisons, and so
-    does what an extractor answers with: extract one value an item, token_logits (t_i, classes) float32 for each, or
-    logits (n, classes) float32.
+    does what an extractor answers with: extract one value an item, token_logits (t_i, classes) float32 for each,
+    boxes (b_i, 5 + k) float32 for each, or logits (n, classes) float32.
     """
 
     dense: NDArray[np.float32] | None = None
@@ -150,6 +162,7 @@ class StepOutputs(NamedTuple):
     extract: Sequence[Extraction] | None = None
     token_logits: Sequence[NDArray[np.float32]] | None = None
     logits: NDArray[np.float32] | None = None
+    boxes: Sequence[NDArray[np.float32]] | None = None
 
 
 class OutputsRunner(Protocol):
@@ -214,6 +227,21 @@ class ExtractRunner(Protocol):
         ...
 
 
+class Detector(Protocol):
+    """A model that finds things in images."""
+
+    card: ModelCard
+    memory_bytes: int
+
+    def run_boxes(self, images: Sequence[SearchedImage], thresholds: Sequence[float]) -> Sequence[NDArray[np.float32]]:
+        """Return the boxes (b, 5 + k) float32 of each image whose score is over its threshold.
+
+        The columns are those of `sie.headers.ReplyHeader`. Images may look for different things, and the runner groups
+        what must run together.
+        """
+        ...
+
+
 class TokenClassifier(Protocol):
     """A model that gives each token a class."""
 
@@ -243,6 +271,7 @@ Runner = (
     | DualEncoder
     | PairRunner
     | ExtractRunner
+    | Detector
     | TokenClassifier
     | PairClassifier
 )

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from sie.cards import AdapterSpec, ModelCard
 from sie.catalog.stub import adapted_text, count_stub_tokens
 from sie.errors import Internal
-from sie.extraction import Classification, Entity, Extraction, ExtractTask
+from sie.extraction import Classification, DetectedObject, Entity, Extraction, ExtractTask
 from sie.workers.runners import ImageItem, StepOutputs, Want
 from sie.workers.runners.stub_faults import StubFaults
 
@@ -68,10 +68,15 @@ class StubRunner:
         values = np.array(scores, dtype=np.float32)[:, None]
         return values if self._faults is None else self._faults.spoil(values, pairs)
 
-    def run_extract(self, texts: Sequence[bytes | NDArray[np.uint8]], tasks: Sequence[ExtractTask]) -> list[Extraction]:
-        """Return entities and classifications; takes as long as `run_texts`."""
-        self._take_time(texts)
-        return [_extract(bytes(text), task) for text, task in zip(texts, tasks, strict=True)]
+    def run_extract(
+        self, inputs: Sequence[bytes | NDArray[np.uint8] | ImageItem], tasks: Sequence[ExtractTask]
+    ) -> list[Extraction]:
+        """Return entities and classifications of texts, objects of images; takes as long as `run_texts`."""
+        self._take_time([_bytes_of(item) if isinstance(item, ImageItem) else item for item in inputs])
+        return [
+            _detect(item, task) if isinstance(item, ImageItem) else _extract(bytes(item), task)
+            for item, task in zip(inputs, tasks, strict=True)
+        ]
 
     def _take_time(self, texts: Sequence[bytes | memoryview | NDArray[np.uint8]]) -> None:
         options = self._options
@@ -166,6 +171,20 @@ def _extract(utf8: bytes, task: ExtractTask) -> Extraction:
             for label in task.labels]  # fmt: skip
     best_first = sorted(fits, key=lambda fit: -fit.score)
     return Extraction(entities, classifications=[fit for fit in best_first if fit.score >= least])
+
+
+def _detect(item: ImageItem, task: ExtractTask) -> Extraction:
+    pixels, least = _bytes_of(item), task.threshold or 0.0
+    height, width = item.images[0].shape[:2]
+    objects: list[DetectedObject] = []
+    for label in task.labels or ("object",):
+        digest = hashlib.shake_256(b"object" + label.encode() + b"\0" + pixels).digest(11)
+        left, top, right, bottom = struct.unpack("<4H", digest[3:])
+        x, y = left % width, top % height
+        place = x, y, 1 + right % (width - x), 1 + bottom % (height - y)
+        objects.append(DetectedObject(label, _fraction(digest[:3]), place))
+    best_first = sorted(objects, key=lambda found: -found.score)
+    return Extraction(objects=[found for found in best_first if found.score >= least])
 
 
 def _fraction(digest: bytes) -> float:

@@ -21,7 +21,7 @@ def ended(path: str = "/v1/encode/a/b", **changes: Any) -> Any:
     found = match(path)
     exchange = SimpleNamespace(
         scope=SimpleNamespace(method="POST", path=path), headers={}, began_ns=time.monotonic_ns() - 5_000_000,
-        route=found.route if found else None, known_model="a/b", body_bytes=120, num_items=2,
+        holder=None, route=found.route if found else None, known_model="a/b", body_bytes=120, num_items=2,
         timing=Timing(total_ms=4.0, queue_ms=1.0, inference_ms=2.5),
     )  # fmt: skip
     for name, value in changes.items():
@@ -45,6 +45,10 @@ def test_a_line_says_what_happened(caplog):
         "method": "POST", "route": "/v1/encode/{model}", "status": 200, "model": "a/b", "items": 2, "body_bytes": 120,
         "queue_ms": 1.0, "inference_ms": 2.5, "request_id": "r-1", "trace_id": TRACE,
     }  # fmt: skip
+
+
+def test_a_line_says_whose_key_it_was(caplog):
+    assert facts(caplog, ended(holder=SimpleNamespace(key=SimpleNamespace(name="ingest"))))["key"] == "ingest"
 
 
 def test_a_failure_says_its_code_and_not_its_message(caplog):

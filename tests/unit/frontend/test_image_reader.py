@@ -20,6 +20,8 @@ from tests.unit.frontend.test_images import encoded, noise
 
 NEVER_NS = 1 << 62
 AS_IT_IS = ImageRule()
+ORIENTED = b"MM\x00*\x00\x00\x00\x08\x00\x01\x01\x12\x00\x03\x00\x00\x00\x01\x00\x06\x00\x00\x00\x00\x00\x00"
+"""EXIF that says: turn by 90 degrees."""
 GARBAGE = memoryview(b"no image")
 
 
@@ -55,6 +57,17 @@ def test_own_sizes_count_together():
         run(reader.read({0: [png(4, 4)], 1: [png(1, 5)]}, AS_IT_IS, NEVER_NS))
     fixed = ImageRule(height=2, width=2, resize=(2, 2))
     assert len(run(reader.read({0: [png(4, 4)], 1: [png(1, 5)]}, fixed, NEVER_NS)).pixels) == 24
+
+
+def test_fitted_sizes_count_together_and_own_sizes_are_kept():
+    reader = ImageReader(Limits(max_image_pixels=100), 1)
+    fitted = ImageRule(resize=(2, 2), keep_aspect=True, longest=9)
+    turned = memoryview(encoded(Image.fromarray(noise(4, 10)), "JPEG", exif=b"Exif\x00\x00" + ORIENTED))
+    read = run(reader.read({0: [png(4, 12)], 2: [turned]}, fitted, NEVER_NS))
+    assert read.sizes.tolist() == [[2, 6], [5, 2]]
+    assert read.own_sizes.tolist() == [[4, 12], [10, 4]]
+    with pytest.raises(BadRequest, match="max_image_pixels"):
+        run(reader.read({item: [png(4, 12)] for item in range(9)}, fitted, NEVER_NS))
 
 
 def test_a_passed_deadline_decodes_nothing():

@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 import transformers
 from PIL import Image
+from transformers.image_transforms import get_size_with_aspect_ratio
 
 from sie.cards import ImageRule
 from sie.errors import BadRequest
-from sie.frontend.images import FORMATS, decode_image, open_image, prepare_image
+from sie.frontend.images import FORMATS, decode_image, fitted_size, open_image, prepare_image
 
 PATH = "$.items[2].images[1].data"
 UNDECODABLE = f"image data is not a decodable image - at `{PATH}`"
 CLIP = ImageRule(height=224, width=224, resize=(224, 224), keep_aspect=True)
 SIGLIP = ImageRule(height=96, width=96, resize=(96, 96))
+FITTED = ImageRule(resize=(96, 96), keep_aspect=True, longest=150, resample=2)
 
 
 def noise(height: int, width: int, channels: int = 3, seed: int = 0) -> np.ndarray:
@@ -172,8 +174,10 @@ def test_of_an_animation_the_first_frame_is_read(kind: str):
         (CLIP, transformers.CLIPImageProcessorPil(do_rescale=False, do_normalize=False)),
         (SIGLIP, transformers.SiglipImageProcessorPil(
             do_rescale=False, do_normalize=False, size={"height": 96, "width": 96})),
+        (FITTED, transformers.GroundingDinoImageProcessorPil(
+            do_rescale=False, do_normalize=False, do_pad=False, size={"shortest_edge": 96, "longest_edge": 150})),
     ],
-    ids=["clip", "siglip"],
+    ids=["clip", "siglip", "fitted"],
 )  # fmt: skip
 @pytest.mark.parametrize("size", [(224, 224), (1, 1), (7, 200), (200, 7), (333, 251), (97, 640), (225, 224)])
 def test_every_byte_is_that_of_the_library_s_processor(rule: ImageRule, processor: Any, size: tuple[int, int]):
@@ -197,6 +201,30 @@ def test_a_sliver_is_not_enlarged_to_a_bomb(size: tuple[int, int]):
     rows = prepare_image(Image.new("RGB", size, (10, 20, 30)), CLIP)
     assert rows.shape == (224, 224, 3)
     assert (rows == (10, 20, 30)).all()
+
+
+def test_fitted_sizes_are_the_library_s():
+    random = np.random.default_rng(0)
+    rule = ImageRule(resize=(800, 800), keep_aspect=True, longest=1333)
+    for height, width in random.integers(50, 4000, (2000, 2)).tolist():
+        assert fitted_size(height, width, rule) == get_size_with_aspect_ratio((height, width), 800, 1333)
+    for size in ((800, 900), (900, 800), (800, 800), (1333, 800), (1, 1), (1333, 1)):
+        assert fitted_size(*size, rule) == get_size_with_aspect_ratio(size, 800, 1333)
+
+
+def test_a_fitted_side_has_at_least_a_pixel():
+    assert prepare_image(Image.new("RGB", (4000, 2)), FITTED).shape == (1, 150, 3)
+    assert prepare_image(Image.new("RGB", (2, 4000)), FITTED).shape == (150, 1, 3)
+
+
+def test_an_image_that_the_worker_resizes_stays_unless_it_is_far_larger():
+    rule = ImageRule(square=16)
+    rows = noise(128, 50)
+    assert np.array_equal(prepare_image(Image.fromarray(rows), rule), rows)
+    assert prepare_image(Image.fromarray(noise(129, 50)), rule).shape == (128, 50, 3)
+    assert prepare_image(Image.new("RGB", (2_000_000, 1)), rule).shape == (1, 128, 3)
+    grey = prepare_image(Image.new("RGB", (500, 900), (10, 20, 30)), rule)
+    assert (grey == (10, 20, 30)).all()
 
 
 def test_without_a_size_an_image_is_what_it_is():

@@ -205,6 +205,26 @@ def test_a_watcher_that_talks_is_ignored_until_it_talks_too_much():
     run(scenario)
 
 
+def test_a_watcher_that_may_no_longer_go_on_is_ended_and_its_neighbour_stays():
+    async def scenario():
+        hub, guest, other = make_hub(Frames()), FakeSocket(), FakeSocket()
+        may = [True]
+        tasks = [
+            asyncio.create_task(hub.serve(guest, lambda: may[0])),
+            asyncio.create_task(hub.serve(other, lambda: True)),
+        ]
+        await guest.sent.get()
+        may[0] = False
+        await tasks[0]
+        assert guest.closed == [None]
+        while not other.sent.empty():
+            other.sent.get_nowait()
+        assert (await other.sent.get()).startswith("frame ")
+        await end(tasks[1], other)
+
+    run(scenario)
+
+
 def test_closing_ends_every_watcher_and_admits_no_more():
     async def scenario():
         hub, socket = make_hub(Frames(), interval_s=60), FakeSocket()

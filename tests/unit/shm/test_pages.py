@@ -35,6 +35,19 @@ def _fill(page: CounterPage) -> None:
         latency.observe(value)
 
 
+def test_one_value_can_be_followed_from_when_it_is_there(page: CounterPage) -> None:
+    reader = _reader(page)
+    labels = (("key", "a"),)
+    assert reader.reader(RecordKind.COUNTER, "n", labels) is None
+    counter = page.counter("n", labels)
+    assert reader.reader(RecordKind.COUNTER, "n", (("key", "b"),)) is None
+    assert reader.reader(RecordKind.GAUGE, "n", labels) is None
+    read = reader.reader(RecordKind.COUNTER, "n", labels)
+    assert read is not None
+    counter.add(3)
+    assert read() == 3.0
+
+
 def test_reader_sees_names_labels_and_values(page: CounterPage) -> None:
     reader = _reader(page)
     _fill(page)

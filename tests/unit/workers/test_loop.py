@@ -91,6 +91,24 @@ async def test_in_flight_page_names_what_runs_only_while_it_runs(rig: Rig) -> No
         await rig.rows(pending)
 
 
+@in_rig()
+async def test_quick_steps_of_one_model_do_not_shorten_another_s_allowance(rig: Rig) -> None:
+    worker = rig.start_worker("m", "n")
+    allowed: dict[str, int] = {}
+    for name, runner in worker.runners.items():
+        runner.on_step = lambda name=name: allowed.update({name: worker.page.read().allowed_ns})
+    for _ in range(40):
+        pending = rig.submit([1, 2], model="m")
+        await rig.serve(worker)
+        await rig.rows(pending)
+    pending = rig.submit([1, 2], model="n")
+    await rig.serve(worker)
+    await rig.rows(pending)
+
+    assert allowed["n"] == 10**9 + 10 * 2 * 2_000_000  # as of a model of which nothing is known
+    assert allowed["m"] < allowed["n"]
+
+
 @in_rig(budget=TWO_ITEMS)
 async def test_models_take_turns(rig: Rig) -> None:
     worker = rig.start_worker("m", "n")

@@ -9,7 +9,7 @@ from sie.cards import ImageRule
 from sie.frontend.image_reader import ReadImages
 from sie.frontend.mixed import mix_items
 from sie.shm.layout import ProtocolError
-from sie.workers.runners import ImageItem
+from sie.workers.runners import ImageItem, SearchedImage
 from tests.unit.workers.test_requests import MemoryLink, extent_of, request_of
 
 RULE = ImageRule(patch=2, extra_tokens=1)
@@ -19,7 +19,7 @@ TEXTS = [("cu_seqlens", np.array([0, 2, 3], np.int32)), ("token_ids", np.array([
 
 def read_images(counts: dict[int, int]) -> ReadImages:
     sizes = np.array([image.shape[:2] for image in IMAGES], np.int32)
-    return ReadImages(np.concatenate([image.reshape(-1) for image in IMAGES]), sizes, counts)
+    return ReadImages(np.concatenate([image.reshape(-1) for image in IMAGES]), sizes, counts, sizes)
 
 
 def test_images_and_tokens_arrive_as_the_items_they_were():
@@ -77,3 +77,43 @@ def test_what_does_not_fit_together_is_a_protocol_error(wrong: dict):
 
     with pytest.raises(ProtocolError):
         request_of(MemoryLink(extent_of(3, **{name: value for name, value in arrays.items() if value is not None})))
+
+
+QUERIES = {"query_ids": np.array([4, 5, 6], np.int32), "query_offsets": np.array([0, 1, 3], np.int32)}
+
+
+def test_what_is_looked_for_goes_with_every_image():
+    arrays = dict(mix_items(3, read_images({0: 1, 1: 1, 2: 1}), RULE, None))
+
+    request = request_of(MemoryLink(extent_of(3, **arrays, **QUERIES)))
+
+    for item, expected in zip(request.inputs, IMAGES, strict=True):
+        assert isinstance(item, SearchedImage)
+        assert np.array_equal(item.pixels, expected)
+        assert [ids.tolist() for ids in item.queries] == [[4], [5, 6]]
+    others = dict(QUERIES, query_offsets=np.array([0, 2, 3], np.int32))
+    other = request_of(MemoryLink(extent_of(3, **arrays, **others)))
+    assert request.inputs[0].key == request.inputs[1].key != other.inputs[0].key
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"query_offsets": None},
+        {"query_offsets": np.array([0], np.int32)},
+        {"query_offsets": np.array([0, 3, 3], np.int32)},
+        {"query_offsets": np.array([0, 1, 2], np.int32)},
+    ],
+)
+def test_queries_that_do_not_fit_are_a_protocol_error(wrong: dict):
+    arrays = {**dict(mix_items(3, read_images({0: 1, 1: 1, 2: 1}), RULE, None)), **QUERIES, **wrong}
+
+    with pytest.raises(ProtocolError):
+        request_of(MemoryLink(extent_of(3, **{name: value for name, value in arrays.items() if value is not None})))
+
+
+def test_queries_beside_a_text_are_a_protocol_error():
+    arrays = dict(mix_items(3, read_images({1: 3}), RULE, TEXTS))
+
+    with pytest.raises(ProtocolError, match="not one image"):
+        request_of(MemoryLink(extent_of(3, **arrays, **QUERIES)))

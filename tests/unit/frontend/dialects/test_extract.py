@@ -3,11 +3,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from sie.cards import ModelCard
+from sie.cards import ImageRule, ModelCard
 from sie.errors import BadRequest, InputTooLong
 from sie.extraction import (
     Classification,
     DetectedObject,
+    Detection,
     Entity,
     Extraction,
     ExtractTask,
@@ -27,6 +28,12 @@ NER = ModelCard(id="org/ner", kind="extractor", outputs=("extract",),
                 extract=TokenClassification(labels=("O", "B-PER", "I-PER", "LOC")))  # fmt: skip
 NLI = ModelCard(id="org/nli", kind="extractor", outputs=("extract",),
                 extract=ZeroShot(labels=("contradiction", "entailment"), entailment=1, contradiction=0))  # fmt: skip
+OWL = ModelCard(id="org/owl", kind="extractor", outputs=("extract",), inputs=("image",), image=ImageRule(square=48),
+                extract=Detection(family="owlv2"))  # fmt: skip
+DINO = msgspec.structs.replace(OWL, id="org/dino", extract=Detection(family="grounding-dino"))
+SEES = ModelCard(id="org/m", kind="stub", outputs=("extract",), inputs=("text", "image"), image=ImageRule(),
+                 extract=StubExtract())  # fmt: skip
+IMAGE = {"images": [{"data": b"x"}]}
 BOTH = pytest.mark.parametrize("msgpack", [True, False], ids=["msgpack", "json"])
 
 
@@ -183,3 +190,64 @@ def test_every_key_of_a_result_is_there(msgpack):
         ],
         "usage": {"input_tokens": 7},
     }
+
+
+def resolve_items(card, items, **params):
+    return resolve_extract(decode({"items": items, "params": params}), card)
+
+
+def test_images_of_a_detector_are_read_and_their_texts_are_not():
+    request = resolve_items(OWL, [{**IMAGE, "id": "a"}, {**IMAGE, "text": "not read"}], labels=["Cat"])
+    assert request.images is not None
+    assert [bytes(request.images[item][0]) for item in (0, 1)] == [b"x", b"x"]
+    assert (request.texts, request.ids) == (["", "not read"], ["a", None])
+    assert request.task == ExtractTask(labels=("Cat",))
+
+
+def test_a_model_of_both_takes_texts_and_images():
+    request = resolve_items(SEES, [{"text": "a"}, IMAGE])
+    assert request.images is not None
+    assert (request.texts, list(request.images)) == (["a", ""], [1])
+    assert resolve_items(SEES, [{"text": "a"}]).images is None
+
+
+@pytest.mark.parametrize(
+    ("card", "items", "message"),
+    [
+        (OWL, [IMAGE, {"text": "x"}], "Model 'org/owl' requires image input - at `$.items[1]`"),
+        (OWL, [{"text": "x"}], "Model 'org/owl' requires image input - at `$.items[0]`"),
+        (OWL, [IMAGE, {"images": IMAGE["images"] * 2}], "Model 'org/owl' takes one image an item - at `$.items[1].images`"),
+        (SEES, [{"images": IMAGE["images"] * 2}], "Model 'org/m' takes one image an item - at `$.items[0].images`"),
+        (OWL, [IMAGE, {"audio": {"data": b"x"}}], "Model 'org/owl' does not take audio input - at `$.items[1].audio`"),
+        (SEES, [IMAGE, {}], "Model 'org/m' requires text or image input - at `$.items[1]`"),
+        (STUB, [{"text": "x"}, IMAGE], "Model 'org/m' requires text input - at `$.items[1]`"),
+    ],
+)  # fmt: skip
+def test_items_that_a_model_does_not_take_are_named(card, items, message):
+    assert refusal(resolve_items, card, items, labels=["a"]) == message
+
+
+@pytest.mark.parametrize(
+    ("card", "params", "message"),
+    [
+        (OWL, {}, "Model 'org/owl' needs labels - at `$.params.labels`"),
+        (OWL, {"labels": ["a"], "instruction": "find"}, "Model 'org/owl' does not support 'instruction'"),
+        (OWL, {"labels": ["a"], "output_schema": {"a": 1}}, "Model 'org/owl' does not support 'output_schema'"),
+        (OWL, {"labels": ["a"], "options": {"box_threshold": 0.5}}, "Model 'org/owl' does not support 'box_threshold'"),
+        (DINO, {"labels": ["a"], "options": {"threshold": 0.5}}, "Model 'org/dino' does not support 'threshold'"),
+        (DINO, {}, "Model 'org/dino' needs labels, or an instruction in their place - at `$.params.labels`"),
+        (DINO, {"instruction": " "}, "Model 'org/dino' needs labels, or an instruction in their place - at `$.params.labels`"),
+        (DINO, {"labels": ["a"], "instruction": "a."},
+         "Model 'org/dino' takes labels or an instruction, not both - at `$.params.instruction`"),
+        (OWL, {"labels": ["a"], "options": {"score_threshold": 2}},
+         "Expected `float` <= 1.0 - at `$.params.options.score_threshold`"),
+    ],
+)  # fmt: skip
+def test_what_a_detector_cannot_do_is_named(card, params, message):
+    assert refusal(resolve_items, card, [IMAGE], **params) == message
+
+
+def test_images_are_counted():
+    request = ExtractRequest(model="org/m", texts=[""], ids=[])
+    reply = ExtractReply(model="org/m", extractions=[Extraction()], input_tokens=7, timing=Timing(), num_images=1)
+    assert msgspec.json.decode(encode_extractions(request, reply, False))["usage"] == {"input_tokens": 7, "images": 1}

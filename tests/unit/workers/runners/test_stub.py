@@ -10,7 +10,9 @@ from sie.cards import ModelCard
 from sie.catalog.spec import parse_model_spec
 from sie.catalog.stub import stub_card
 from sie.errors import Internal
+from sie.extraction import DetectedObject, Extraction, ExtractTask
 from sie.headers import WorkHeader
+from sie.workers.runners import ImageItem
 from sie.workers.runners.stub import StubRunner
 
 
@@ -91,3 +93,23 @@ def test_outputs_that_nobody_wants_are_left_out() -> None:
     assert outputs.dense is None
     assert outputs.multivector is not None
     assert [rows is None for rows in outputs.multivector] == [True, False]
+
+
+def test_objects_of_an_image_are_their_documented_digest() -> None:
+    runner = _runner("dense=4,extract,image")
+    rows = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
+    task = ExtractTask(labels=("cat", "dog", "sofa"), threshold=0.2)
+    text, image = runner.run_extract([b"one two", ImageItem((rows,))], [task, task])
+    assert text == runner.run_extract([b"one two"], [task])[0]
+    expected: list[DetectedObject] = []
+    for label in task.labels:
+        pixels = (5).to_bytes(4, "little") + (7).to_bytes(4, "little") + rows.tobytes()
+        digest = hashlib.shake_256(b"object" + label.encode() + b"\0" + pixels).digest(11)
+        score = int.from_bytes(digest[:3], "little") / 2**24
+        left, top, right, bottom = (int.from_bytes(digest[i : i + 2], "little") for i in (3, 5, 7, 9))
+        x, y = left % 7, top % 5
+        if score >= 0.2:
+            expected.append(DetectedObject(label, score, (x, y, 1 + right % (7 - x), 1 + bottom % (5 - y))))
+    assert image == Extraction(objects=sorted(expected, key=lambda found: -found.score))
+    [alone] = runner.run_extract([ImageItem((rows,))], [ExtractTask()])
+    assert [found.label for found in alone.objects] == ["object"]

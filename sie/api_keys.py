@@ -1,0 +1,172 @@
+"""Owns what an API key is, how a file of them is written, and how one is made.
+
+A key is `sie_` and 32 random bytes; the file holds its SHA-256 only, which is enough for a secret nobody can guess
+(docs/decisions/010). The file is TOML, one `[[key]]` for each key; names are unique. Imports nothing slow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+Scope = Literal["infer", "admin", "metrics"]
+SCOPES: Final[tuple[Scope, ...]] = ("infer", "admin", "metrics")
+KEY_PREFIX: Final = "sie_"
+MAX_KEYS: Final = 1000
+MAX_FILE_BYTES: Final = 1 << 20
+
+_KEY_BYTES: Final = 32
+NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
+
+Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
+RequestsPerMinute = Annotated[int, Meta(ge=1, le=100_000_000)]
+MaxConcurrent = Annotated[int, Meta(ge=1, le=1_000_000)]
+
+
+class KeyFileError(Exception):
+    """A file of keys that cannot be used; the message names the file and what is wrong, and shows no key."""
+
+
+class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
+    """One key as a server knows it: digest is the SHA-256 of its text. A limit of None is no limit."""
+
+    name: str
+    digest: bytes
+    scopes: tuple[Scope, ...]
+    requests_per_minute: int | None = None
+    max_concurrent: int | None = None
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    name: Name
+    hash: Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}\Z")]
+    scopes: Annotated[tuple[Scope, ...], Meta(min_length=1, max_length=len(SCOPES))]
+    requests_per_minute: RequestsPerMinute | None = None
+    max_concurrent: MaxConcurrent | None = None
+
+
+class _Tables(msgspec.Struct, forbid_unknown_fields=True):
+    key: Annotated[list[_Entry], Meta(min_length=1, max_length=MAX_KEYS)]
+
+
+class KeyFile(NamedTuple):
+    """What a file holds, and whether every user of the host may read it."""
+
+    keys: tuple[ApiKey, ...]
+    is_world_readable: bool
+
+
+def digest_of(key: str) -> bytes:
+    """Return the SHA-256 of a key's text, 32 bytes."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+def make_key() -> str:
+    """Return a new key: the prefix, by which scanners of secrets find it, and 256 random bits as base64url."""
+    return KEY_PREFIX + secrets.token_urlsafe(_KEY_BYTES)
+
+
+def read_key_file(path: str) -> KeyFile:
+    """Return the keys in the file at `path`.
+
+    Raises KeyFileError when it cannot be read, is malformed, holds no key or one name or hash twice, or when others
+    than its owner may write to it: whoever may write could let himself in.
+    """
+    text, mode = _read(path)
+    return KeyFile(parse_keys(text, path), bool(mode & stat.S_IROTH))
+
+
+def parse_keys(text: str, where: str) -> tuple[ApiKey, ...]:
+    """Return the keys that a TOML text lists. Raises KeyFileError, with `where` it stood, as `read_key_file` does."""
+    import tomllib  # only who has keys pays for the parser
+
+    try:
+        tables: dict[str, Any] = tomllib.loads(text)
+        entries = msgspec.convert(tables, _Tables).key
+    except tomllib.TOMLDecodeError as error:
+        raise KeyFileError(f"{where}: is not TOML: {error}") from None
+    except msgspec.ValidationError as error:
+        raise KeyFileError(f"{where}: {error}") from None
+    for field in ("name", "hash"):
+        _check_unique([getattr(entry, field) for entry in entries], field, where)
+    return tuple(
+        ApiKey(
+            name=entry.name,
+            digest=bytes.fromhex(entry.hash.removeprefix("sha256:")),
+            scopes=entry.scopes,
+            requests_per_minute=entry.requests_per_minute,
+            max_concurrent=entry.max_concurrent,
+        )
+        for entry in entries
+    )
+
+
+def render_entry(key: ApiKey) -> str:
+    """Return the lines that stand for a key in a file."""
+    scopes = ", ".join(f'"{scope}"' for scope in key.scopes)
+    lines = ["[[key]]", f'name = "{key.name}"', f'hash = "sha256:{key.digest.hex()}"', f"scopes = [{scopes}]"]
+    limits = {"requests_per_minute": key.requests_per_minute, "max_concurrent": key.max_concurrent}
+    lines += [f"{name} = {value}" for name, value in limits.items() if value is not None]
+    return "\n".join(lines) + "\n"
+
+
+def add_entry(path: str, key: ApiKey) -> None:
+    """Append a key to the file at `path`, which is made (0600) if need be.
+
+    One write at the end of the file, so that a server that reads it meanwhile sees all of it or nothing. Raises
+    KeyFileError when the file is not one of keys, or has one of that name.
+    """
+    entry = render_entry(key)
+    if Path(path).exists():
+        text, _ = _read(path)
+        if text.strip():
+            parse_keys(f"{text}\n{entry}", path)
+            entry = ("\n" if text.endswith("\n") else "\n\n") + entry
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, entry.encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise KeyFileError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _read(path: str) -> tuple[str, int]:
+    """Return a file's text and mode; the mode is that of the very file that was read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not make us wait
+        with os.fdopen(fd, "rb") as file:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise KeyFileError(f"{path}: is not a regular file")
+            if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise KeyFileError(f"{path}: others than its owner may write to it; chmod go-w")
+            if found.st_uid not in (0, os.geteuid()):
+                raise KeyFileError(f"{path}: belongs to another user (uid {found.st_uid}), neither root nor this one")
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise KeyFileError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise KeyFileError(f"{path}: is over {MAX_FILE_BYTES >> 20} MiB")
+    try:
+        return data.decode(), found.st_mode
+    except UnicodeDecodeError:
+        raise KeyFileError(f"{path}: is not UTF-8 text") from None
+
+
+def _check_unique(values: list[str], field: str, where: str) -> None:
+    seen: set[str] = set()
+    for index, value in enumerate(values):
+        if value in seen:
+            shown = f" {value!r}" if field == "name" else ""
+            raise KeyFileError(f"{where}: {field}{shown} stands there twice - at `$.key[{index}].{field}`")
+        seen.add(value)

@@ -1,0 +1,49 @@
+"""Owns the kinds of models that are known and not served: each is refused by its kind, whatever else is in its files."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from sie.catalog.files import Checkpoint, refuse
+
+_KINDS: Final = {
+    "Florence-2, tasks on images by prompts": ("florence2",),
+    "Donut or TrOCR, images to text": ("vision-encoder-decoder", "donut-swin", "trocr", "nougat", "pix2struct"),
+    "ColPali, multivectors of image patches": ("colpali", "colqwen2", "colmodernvbert"),
+    "SAM, masks of images": (
+        "sam", "sam2", "sam2_video", "sam3", "sam3_lite_text", "sam3_tracker", "sam3_tracker_video", "sam3_video",
+        "sam_hq", "edgetam", "edgetam_video",
+    ),
+    "Docling, documents to text": ("granite_docling",),
+    "vision and language; ColPali, Docling and OCR models are built on such": (
+        "idefics2", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mllama", "modernvbert",
+        "paligemma", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm",
+    ),
+    "OCR, images to text": (
+        "glm_ocr", "lighton_ocr", "deepseek_ocr2", "got_ocr2", "paddleocr_vl", "qianfan_ocr", "unlimited_ocr",
+        "minicpm_ocr",
+    ),
+    "GLiREL, relations between given entities": ("glirel",),
+    "audio": (
+        "audio-spectrogram-transformer", "clap", "cohere_asr", "encodec", "granite_speech", "hubert", "lasr_ctc",
+        "moonshine", "moonshine_streaming", "nemotron_asr_streaming", "parakeet_ctc", "parakeet_encoder",
+        "parakeet_tdt", "qwen2_audio", "qwen3_asr", "seamless_m4t", "seamless_m4t_v2", "sew", "sew-d", "speech_to_text",
+        "speecht5", "unispeech", "unispeech-sat", "voxtral", "wav2vec2", "wav2vec2-bert", "wav2vec2-conformer", "wavlm",
+        "whisper",
+    ),
+    "detector of other families or of fixed classes": (
+        "conditional_detr", "d_fine", "deformable_detr", "detr", "lw_detr", "mm-grounding-dino", "omdet-turbo",
+        "rf_detr", "rt_detr", "rt_detr_v2", "table-transformer", "yolos",
+    ),
+}  # fmt: skip
+_KIND_OF: Final = {model_type: kind for kind, model_types in _KINDS.items() for model_type in model_types}
+
+
+def check_served(checkpoint: Checkpoint, config: dict[str, Any]) -> None:
+    """Raise ModelLoadFailed for a checkpoint of a kind that is known not to be served; the message names the kind."""
+    model_type = str(config.get("model_type", ""))
+    kind = _KIND_OF.get(model_type)
+    if kind is None and "audio_config" in config:
+        kind = "audio"
+    if kind is not None:
+        raise refuse(checkpoint.id, f"its model_type {model_type!r} ({kind}) is of a kind that is not served yet")

@@ -1,0 +1,44 @@
+"""Looks at who could reach the server: API keys, certificate files, and an address that other hosts can use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sie.api_keys import KeyFileError, read_key_file
+from sie.doctor import Finding
+from sie.settings import Settings
+from sie.supervisor.host import StartError
+from sie.supervisor.listen import check_tls, exposure_warnings, resolve_host
+
+_EXPOSED_FIX = "see docs/security.md: `sie keys new`, --api-keys, --tls-cert; or bind to 127.0.0.1"
+
+
+def check_access(settings: Settings) -> Iterator[Finding]:
+    """Look whether keys and certificates can be used, and whether the door is open to others without them."""
+    access = settings.access
+    if access.api_keys:
+        yield _check_keys(access.api_keys)
+    try:
+        check_tls(access)
+        address = "" if access.uds else resolve_host(settings.server.host)
+    except StartError as error:
+        yield Finding(area="access", level="error", message=str(error), fix="correct that setting")
+        return
+    warnings = exposure_warnings(address, access)
+    for warning in warnings:
+        yield Finding(area="access", level="warn", message=warning, fix=_EXPOSED_FIX)
+    if not warnings:
+        where = access.uds or address
+        yield Finding(area="access", level="ok", message=f"{where}: nobody gets in who is not meant to")
+
+
+def _check_keys(path: str) -> Finding:
+    try:
+        found = read_key_file(path)
+    except KeyFileError as error:
+        fix = "`sie keys new NAME --file FILE` makes a file; it belongs to root or the server's user, mode 640 or less"
+        return Finding(area="access", level="error", message=f"api_keys: {error}", fix=fix)
+    if found.is_world_readable:
+        message = f"{path}: every user of this host may read the names and scopes in it"
+        return Finding(area="access", level="warn", message=message, fix=f"chmod o-r {path}")
+    return Finding(area="access", level="ok", message=f"{len(found.keys)} API keys in {path}")

@@ -1,0 +1,153 @@
+"""Owns `/openapi.json`: the document about every route, put together from the route table and the wire's own types."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import msgspec
+
+from sie import __version__
+from sie.frontend import routes
+from sie.frontend.dialects.negotiate import JSON
+from sie.frontend.dialects.openai import wire_code
+from sie.frontend.openapi import replies, schemas
+from sie.frontend.openapi.operations import ACCESS, OPERATIONS, TAGS, Answer, Fault, Operation
+from sie.frontend.routes import Route
+from sie.settings import Limits
+
+Document = dict[str, Any]
+
+_ABOUT = """One engine, several wire dialects. A live feed of JSON frames is at `/ws/status` (a websocket).
+
+Inference routes read these headers: `X-SIE-Timeout-Ms` lowers the deadline of a request, `X-SIE-Machine-Profile` must
+match the server's, `X-SIE-Remote` may only be `forbid`, `traceparent` (W3C) is continued where tracing is on.
+A server may ask for an API key, as `Authorization: Bearer` or as `x-api-key`; a websocket takes it as the subprotocol
+`sie.bearer.KEY`, too. A wrong path is a 404 and a wrong method a 405, both with a text under `detail`."""
+
+_TRACE_HEADERS = {
+    "X-Trace-ID": "The request's trace, 32 hexadecimal digits; only where one is recorded.",
+    "traceparent": "The same as W3C Trace Context has it, with the span of the request.",
+}
+_TIMING_HEADERS = {
+    "X-Queue-Time": "Milliseconds in a worker's queue.",
+    "X-Tokenization-Time": "Milliseconds in the tokenizer.",
+    "X-Inference-Time": "Milliseconds in the model.",
+    "X-Total-Time": "Milliseconds from the request's headers to its answer.",
+}
+
+
+@functools.lru_cache(maxsize=2)
+def document_json(limits: Limits) -> bytes:
+    """Return the document as JSON; limits are those that the server enforces."""
+    return msgspec.json.encode(document(limits))
+
+
+def document(limits: Limits) -> Document:
+    """Return the document, OpenAPI 3.1."""
+    by_template = {route.template: route for route in routes.ROUTES}
+    rows = [(operation, by_template[operation.template]) for operation in OPERATIONS]
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "sie", "version": __version__, "description": _ABOUT, "license": _LICENSE},
+        "servers": [{"url": "/"}],
+        "tags": [{"name": name, "description": text} for name, text in TAGS.items()],
+        "paths": {
+            operation.template: {route.method.lower(): _operation(operation, route)} for operation, route in rows
+        },
+        "components": {"schemas": schemas.components(_structs(), limits), "securitySchemes": _SECURITY_SCHEMES},
+    }
+
+
+_SECURITY_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer", "description": "An API key, where the server asks for one."},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same key."},
+}
+_LICENSE = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
+
+
+_ENVELOPES: dict[str, type[msgspec.Struct]] = {
+    "sie": replies.NativeError,
+    "openai": replies.OpenAIError,
+    "models": replies.ModelMissing,
+}
+
+
+def _structs() -> list[type[msgspec.Struct]]:
+    """Return every struct that an operation names, once."""
+    named: dict[Any, None] = {}
+    for operation in OPERATIONS:
+        parts = (*operation.answers, *operation.faults)
+        named |= dict.fromkeys((operation.request, *(part.type for part in parts)))
+    named |= dict.fromkeys((replies.NativeError, replies.OpenAIError))
+    return [struct for struct in named if struct is not None]
+
+
+def _operation(operation: Operation, route: Route) -> Document:
+    name = operation.template.strip("/").replace("{model}", "").replace("/", "_").strip("_") or "home"
+    described: Document = {
+        "operationId": f"{route.method.lower()}_{name.replace('.', '_').replace('-', '_')}",
+        "tags": [operation.tag],
+        "summary": operation.summary,
+    }
+    if route.template.endswith("{model}"):
+        described["operationId"] += "_model"
+        described["parameters"] = [_model_parameter(operation.model)]
+    if operation.description:
+        described["description"] = operation.description
+    if operation.request is not None:
+        content: Document = {media: {"schema": schemas.ref(operation.request)} for media in operation.media}
+        content[JSON]["example"] = operation.example
+        described["requestBody"] = {"required": True, "content": content}
+    responses = {str(answer.status): _answer(answer, operation.has_timing) for answer in operation.answers}
+    is_open = route.need == "open"
+    faults = {fault.status: fault for fault in (*(() if is_open else ACCESS), *operation.faults)}
+    responses |= {str(status): _fault(fault, route.envelope) for status, fault in faults.items()}
+    # The empty one: where the server has no keys, none is asked for.
+    described["security"] = [] if is_open else [{}, *({name: []} for name in _SECURITY_SCHEMES)]
+    described["responses"] = dict(sorted(responses.items()))
+    return described
+
+
+def _model_parameter(example: str) -> Document:
+    return {
+        "name": "model",
+        "in": "path",
+        "required": True,
+        "description": "Id of the model, which may hold slashes, as they are or as `%2F`; `id:profile` names a profile.",
+        "schema": {"type": "string", "minLength": 1},
+        "example": example,
+    }
+
+
+def _answer(answer: Answer, has_timing: bool) -> Document:
+    described: Document = {"description": answer.description}
+    if has_timing:
+        described["headers"] = {
+            name: {"description": text, "required": True, "schema": {"type": "number"}}
+            for name, text in _TIMING_HEADERS.items()
+        } | {name: {"description": text, "schema": {"type": "string"}} for name, text in _TRACE_HEADERS.items()}
+    schema = {"type": "string"} if answer.type is None else schemas.ref(answer.type)
+    content: Document = {}
+    for media in answer.media:
+        is_free = answer.type is None and media.endswith("json")
+        content[media] = {"schema": {"type": "object"} if is_free else schema}
+    described["content"] = content
+    return described
+
+
+def _fault(fault: Fault, envelope: str) -> Document:
+    is_openai = envelope == "openai"
+    struct = fault.type or _ENVELOPES[envelope]
+    names = dict.fromkeys(wire_code(code) if is_openai else code for code in fault.codes)
+    codes = ", ".join(f"`{name}`" for name in names)
+    described: Document = {
+        "description": f"{fault.description} Codes: {codes}.",
+        "content": {JSON: {"schema": schemas.ref(struct)}},
+    }
+    if fault.status == 401:
+        described["headers"] = {"WWW-Authenticate": {"description": "`Bearer`.", "schema": {"type": "string"}}}
+    if fault.status in (429, 503):
+        seconds = {"description": "Seconds to wait.", "schema": {"type": "integer", "minimum": 0}}
+        described["headers"] = {"Retry-After": seconds}
+    return described

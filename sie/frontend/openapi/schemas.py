@@ -1,0 +1,98 @@
+"""Owns the JSON schemas of the wire's structs: msgspec's own, of twins of the structs that it cannot describe itself.
+
+A twin has the fields of its struct. It differs where the decoder keeps bytes for a later look (`wire_types.TYPES`) and
+is always an object: what crosses processes as an array is an object on the wire. What each field means stands in
+`words.toml`.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+import types
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from typing import Annotated, Any, Union, cast, get_args, get_origin
+
+import msgspec
+
+from sie.frontend.openapi.wire_types import TYPES, bounds
+from sie.settings import Limits
+
+Schema = dict[str, Any]
+REF = "#/components/schemas/{name}"
+_SHARED_WORDS = "Options"
+"""The section of `words.toml` for fields that several kinds of options have."""
+
+
+def components(structs: Iterable[type[msgspec.Struct]], limits: Limits) -> dict[str, Schema]:
+    """Return the schema of each struct, and of those that they hold, by name."""
+    twins: dict[type, Any] = {}
+    _, schemas = msgspec.json.schema_components([_twin(struct, twins) for struct in structs], ref_template=REF)
+    words = read_words()
+    for name, schema in schemas.items():
+        _describe(name, schema, words)
+    for (name, field), bound in bounds(limits).items():
+        if name in schemas:
+            _array_of(schemas[name]["properties"][field]).update(bound)
+    return schemas
+
+
+def ref(struct: type[msgspec.Struct]) -> Schema:
+    """Return the reference to a struct's schema."""
+    return {"$ref": REF.format(name=struct.__name__)}
+
+
+@functools.cache
+def read_words() -> Mapping[str, Mapping[str, str]]:
+    """Return what each field means, by struct and field; the entry `_` is the struct itself."""
+    return tomllib.loads(resources.files(__package__ or __name__).joinpath("words.toml").read_text(encoding="utf-8"))
+
+
+def _twin(struct: type[msgspec.Struct], twins: dict[type, Any]) -> Any:
+    if struct not in twins:
+        fields: list[Any] = []
+        for field in msgspec.structs.fields(struct):
+            type_ = _with_twins(TYPES.get((struct.__name__, field.name), field.type), twins)
+            if field.required:
+                fields.append((field.name, type_))
+            else:
+                has_json = field.default_factory is msgspec.NODEFAULT and not isinstance(field.default, msgspec.Raw)
+                fields.append((field.name, type_, field.default if has_json else None))
+        strict = struct.__struct_config__.forbid_unknown_fields
+        twins[struct] = msgspec.defstruct(struct.__name__, fields, kw_only=True, forbid_unknown_fields=strict)
+    return twins[struct]
+
+
+def _with_twins(annotation: Any, twins: dict[type, Any]) -> Any:
+    """Return a type in which every struct is replaced by its twin."""
+    found: Any = annotation
+    if isinstance(found, type) and issubclass(found, msgspec.Struct):
+        return _twin(found, twins)
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner, *metadata = get_args(annotation)
+        return Annotated[(_with_twins(inner, twins), *metadata)]
+    if origin in (Union, types.UnionType):
+        return Union[tuple(_with_twins(part, twins) for part in get_args(annotation))]  # noqa: UP007  # built, not written
+    if origin in (list, tuple, dict):
+        generic: Any = origin
+        return generic[tuple(_with_twins(part, twins) for part in get_args(annotation))]
+    return annotation
+
+
+def _describe(name: str, schema: Schema, words: Mapping[str, Mapping[str, str]]) -> None:
+    nothing: Mapping[str, str] = {}
+    own = words.get(name, nothing)
+    shared = words[_SHARED_WORDS] if name.endswith(_SHARED_WORDS) else nothing
+    if "_" in own:
+        schema["description"] = own["_"]
+    for field, described in cast("dict[str, Schema]", schema["properties"]).items():
+        if text := own.get(field) or shared.get(field):
+            described["description"] = text
+
+
+def _array_of(schema: Schema) -> Schema:
+    """Return the part of a field's schema that speaks of arrays."""
+    parts: list[Schema] = [schema, *schema.get("anyOf", ())]
+    return next(part for part in parts if part.get("type") == "array")

@@ -1,0 +1,77 @@
+"""Owns the watch over the file of API keys: what it holds is in force within two seconds, and what is wrong never is.
+
+A file that is gone, broken, empty or open to others' writes changes nothing but an alarm: the keys read before stay.
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from sie.api_keys import ApiKey, KeyFileError, read_key_file
+from sie.control_messages import Keys
+from sie.logs import get_logger
+
+POLL_S: Final = 0.4
+"""A change is read when it has stood for one turn, so it is in force after two to three of these."""
+
+_log = get_logger(__name__)
+
+
+class _Mark(NamedTuple):
+    """What tells one state of a file from another; zeros for a file that is not there."""
+
+    inode: int = 0
+    changed_ns: int = 0
+    status_changed_ns: int = 0
+    num_bytes: int = 0
+
+
+class KeyFileWatch:
+    """The keys in force, from the file at `path`. Blocks for as long as the disk does: not for an event loop."""
+
+    def __init__(self, path: str) -> None:
+        """Read the file. Raises KeyFileError when it cannot be used."""
+        self._path = path
+        self._secret = secrets.token_bytes(32)
+        self._problem = ""
+        self._seen = self._read_mark = _mark(path)
+        self._keys: tuple[ApiKey, ...] = self._read()
+
+    @property
+    def message(self) -> Keys:
+        """What frontends are told."""
+        return Keys(self._keys, self._secret, self._problem)
+
+    def poll(self) -> bool:
+        """Look at the file again and return whether `message` has changed."""
+        mark = _mark(self._path)
+        is_settled, self._seen = mark == self._seen, mark
+        if mark == self._read_mark or not is_settled:
+            return False
+        self._read_mark = mark
+        before = self.message
+        try:
+            self._keys = self._read()
+        except KeyFileError as error:
+            self._problem = str(error)
+            _log.error("the API keys in force stay: %s", error)  # the message is the whole story
+        else:
+            self._problem = ""
+            _log.info("API keys reloaded: %d in force", len(self._keys))
+        return self.message != before
+
+    def _read(self) -> tuple[ApiKey, ...]:
+        found = read_key_file(self._path)
+        if found.is_world_readable:
+            _log.warning("%s: every user of this host may read the names and scopes in it; chmod o-r", self._path)
+        return found.keys
+
+
+def _mark(path: str) -> _Mark:
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return _Mark()
+    return _Mark(found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size)

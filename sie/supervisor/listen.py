@@ -1,0 +1,187 @@
+"""Owns what a start settles about listening: the address, the Unix socket, the TLS files, and who could reach in.
+
+Frontends open their own TCP listeners; a Unix socket is bound here, once, and handed to them, since a path has one
+owner. Everything that is wrong is a StartError that names the setting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import ipaddress
+import os
+import socket
+import ssl
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from sie.settings import Access, Server
+from sie.supervisor.host import StartError, reserve_port
+
+
+def resolve_host(host: str) -> str:
+    """Return the IP address that `host` is, or names; of several the first IPv4 one."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "no name of a host"
+        raise StartError(f"host: {host!r} is neither an address nor a name of this host: {reason}") from error
+    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    return str(found[0][4][0])
+
+
+def exposure_warnings(address: str, access: Access) -> list[str]:
+    """Return what an operator should hear about an address that other hosts can reach."""
+    if access.uds or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return []
+    warnings: list[str] = []
+    if not access.api_keys and not access.tls_client_ca:
+        warnings.append(
+            f"host {address} is not loopback and there are no api_keys: whoever can reach this port can use this server"
+        )
+    if not access.tls_cert:
+        what = "API keys and " if access.api_keys else ""
+        warnings.append(
+            f"host {address} is not loopback and there is no tls_cert: {what}texts cross the network in clear"
+        )
+    return warnings
+
+
+def check_tls(access: Access) -> None:
+    """Refuse certificate files that cannot be served with."""
+    if not access.tls_cert:
+        return
+    for name in ("tls_cert", "tls_key", "tls_client_ca"):
+        if path := getattr(access, name):
+            _check_readable(name, path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(access.tls_cert, access.tls_key, password=_refuse_password)
+    except (ssl.SSLError, ValueError) as error:
+        raise StartError(
+            f"tls_cert, tls_key: {access.tls_cert} and {access.tls_key} are not a certificate and its key in PEM: {error}"
+        ) from error
+    try:
+        if access.tls_client_ca:
+            context.load_verify_locations(access.tls_client_ca)
+    except ssl.SSLError as error:
+        raise StartError(f"tls_client_ca: {access.tls_client_ca} holds no certificate in PEM: {error}") from error
+
+
+class Place(NamedTuple):
+    """Where a server listens: an address and a port, or a Unix socket; held keeps it ours until `close`."""
+
+    address: str
+    port: int
+    url: str
+    held: socket.socket | UnixListener
+
+    @property
+    def fd(self) -> int:
+        """The listening socket that frontends share, or -1 where each opens its own."""
+        return self.held.fd if isinstance(self.held, UnixListener) else -1
+
+    def stop_listening(self) -> None:
+        """Let no new client in, where that is ours to say: one would wait in a Unix socket's queue for nobody."""
+        if isinstance(self.held, UnixListener):
+            self.held.close()
+
+    def close(self) -> None:
+        """Let go of it."""
+        self.held.close()
+
+
+def open_place(server: Server, access: Access) -> Place:
+    """Return where a server with these settings listens, having made sure that nobody else does."""
+    if access.uds:
+        listener = UnixListener(access.uds, int(access.uds_mode, 8), server.backlog)
+        return Place("", 0, f"unix:{access.uds}", listener)
+    address = resolve_host(server.host)
+    held = reserve_port(address, server.port, Path(server.runtime_dir))
+    port: int = held.getsockname()[1]
+    scheme = "https" if access.tls_cert else "http"
+    return Place(address, port, f"{scheme}://{f'[{address}]' if ':' in address else address}:{port}", held)
+
+
+class UnixListener:
+    """The listening socket at a path, and the path's end."""
+
+    def __init__(self, path: str, mode: int, backlog: int) -> None:
+        """Bind and listen. Raises StartError where another server listens, or something else lies at the path."""
+        self._path = Path(path)
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with _locked(self._path.parent):
+                self._remove_stale()
+                self._bind(mode, backlog)
+        except OSError as error:
+            self._sock.close()
+            raise StartError(f"uds: cannot listen on {path}: {error.strerror or error}") from error
+        except StartError:
+            self._sock.close()
+            raise
+
+    @property
+    def fd(self) -> int:
+        """The listening socket, for children to inherit."""
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        """Listen no more, and remove the path if it is still ours."""
+        if self._sock.fileno() < 0:
+            return
+        self._sock.close()
+        with contextlib.suppress(OSError):
+            if self._path.stat().st_ino == self._inode:
+                self._path.unlink()
+
+    def _bind(self, mode: int, backlog: int) -> None:
+        umask = os.umask(0o777)  # nobody connects before the mode is what it should be
+        try:
+            self._sock.bind(str(self._path))
+        finally:
+            os.umask(umask)
+        self._inode = self._path.stat().st_ino
+        self._path.chmod(mode)
+        self._sock.listen(backlog)
+
+    def _remove_stale(self) -> None:
+        """Remove what a server left that was killed; refuse to touch anything else."""
+        try:
+            found = self._path.lstat()
+        except FileNotFoundError:
+            return
+        if not stat.S_ISSOCK(found.st_mode):
+            raise StartError(f"uds: {self._path} exists and is no socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            result = probe.connect_ex(str(self._path))
+        if result not in (errno.ECONNREFUSED, errno.ENOENT):
+            raise StartError(f"uds: another server listens on {self._path}")
+        self._path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Keep other servers of this kind from looking at, or making, a socket in a directory meanwhile."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _check_readable(name: str, path: str) -> None:
+    try:
+        with Path(path).open("rb") as file:
+            file.read(1)
+    except OSError as error:
+        raise StartError(f"{name}: {path} cannot be read: {error.strerror}") from error
+
+
+def _refuse_password() -> str:
+    raise ValueError("the key is encrypted, and a server has nobody to ask for its password")

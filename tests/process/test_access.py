@@ -1,0 +1,378 @@
+"""API keys, as clients with and without one meet them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from urllib.parse import unquote
+
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection
+from websockets.sync.client import connect as connect_websocket
+
+from sie.frontend.routes import ROUTES, WEBSOCKETS
+from tests.process.harness import EX_CONFIG, Server, eventually, run_to_end, start_server
+from tests.process.keys import ADMIN, BOTH, INFER, METRICS, bearer, entry, write_keys
+from tests.process.notify_socket import ServiceManager
+from tests.process.wire import Client, connect, encode, get, post_json, raw_request, read_response
+
+STUB = ("--model", "stub/a=stub:dense=16")
+KEYS = {"infer": INFER, "admin": ADMIN, "metrics": METRICS}
+OPEN_PATHS = {"/", "/docs", "/openapi.json", "/api-doc/openapi.json", "/health", "/healthz", "/readyz"}
+SLOW = "sie_test-slow-0123456789abcdef"
+FEW = "sie_test-few-0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory):
+    return write_keys(
+        tmp_path_factory.mktemp("keys") / "keys.toml",
+        entry("slow", SLOW, ["infer"], max_concurrent=2),
+        entry("few", FEW, ["infer"], requests_per_minute=4),
+    )
+
+
+@pytest.fixture(scope="module")
+def server(key_file):
+    with start_server(
+        *STUB, "--model", "stub/slow=stub:dense=16,latency_ms=1500", "--api-keys", str(key_file), "--frontends", "2",
+        "--cors-origin", "https://app.example",
+    ) as running:  # fmt: skip
+        yield running
+
+
+# --- every route -------------------------------------------------------------------------------------------------------
+
+
+def aliases(path: str) -> list[str]:
+    """Return a path and ways to write what a careless server would take for it."""
+    first = path[:2] + f"%{ord(path[2]):02x}" + path[3:] if len(path) > 2 else path
+    return [
+        path, f"{path}?key=x", f"{path}/", f"/{path}", f"//{path}", f"/.{path}", f"/%2e{path}", f"/x/..{path}",
+        f"/x/%2e%2e{path}", path.upper(), path.title(), first, path.replace("/", "%2f", 2), f"{path}%00", f"{path};x",
+        f"{path}#x", path.replace("/", "\\"), f"http://other{path}", f"{path}%20", f"/v1{path}",
+    ]  # fmt: skip
+
+
+def walk():
+    for route in ROUTES:
+        path = route.template.replace("{model}", "stub/a")
+        for alias in aliases(path):
+            for method in dict.fromkeys((route.method, "GET", "POST", "HEAD", "OPTIONS", "DELETE")):
+                yield route, method, alias
+
+
+def is_open(path: str) -> bool:
+    target = path.removeprefix("http://other").partition("?")[0].partition("#")[0]
+    return (unquote(target) or "/") in OPEN_PATHS
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"authorization": "Bearer nope"}, {"x-api-key": "nope"}, {"authorization": "Basic Og=="}]
+)
+def test_no_route_by_no_name_answers_without_a_known_key(server, headers):
+    wrong, num_closed, num_open = [], 0, 0
+    with Client(server.port) as client:
+        for _, method, path in walk():
+            response = client.request(method, path, b"{}" if method == "POST" else None, headers)
+            if response.status == 400:  # not HTTP: the path never reached the routes
+                continue
+            if is_open(path):
+                num_open += 1
+                wrong += [(method, path, response.status)] if response.status not in (200, 405) else []
+                continue
+            num_closed += 1
+            is_right = response.status == 401 and response.headers["www-authenticate"].startswith("Bearer")
+            wrong += [] if is_right else [(method, path, response.status)]
+    assert not wrong
+    assert num_closed > 1000
+    assert num_open > 20
+
+
+@pytest.mark.parametrize("scope", list(KEYS))
+def test_key_of_another_scope_is_refused_on_every_route(server, scope):
+    num_refused = 0
+    with Client(server.port) as client:
+        for route, method, path in walk():
+            if route.need in ("open", scope):
+                continue
+            response = client.request(method, path, b"{}" if method == "POST" else None, bearer(KEYS[scope]))
+            # By another name it is no route, or another route's model (`/v1/models//v1/encode`).
+            if path == route.template.replace("{model}", "stub/a"):
+                assert response.status == 403, (method, path, response.status)
+                assert method == "HEAD" or f"lacks the scope '{route.need}'" in response.body.decode()
+                num_refused += 1
+            else:
+                assert response.status in (400, 401, 403, 404, 405, 307), (method, path, response.status)
+    assert num_refused > 20
+
+
+def test_right_scope_opens_each_route(server):
+    assert encode(server.port, "stub/a", ["x"], bearer(INFER)).status == 200
+    assert (
+        post_json(server.port, "/v1/embeddings", {"input": "x", "model": "stub/a"}, {"x-api-key": INFER}).status == 200
+    )
+    assert get(server.port, "/v1/models", bearer(INFER)).status == 200
+    assert get(server.port, "/metrics", bearer(METRICS)).status == 200
+    assert get(server.port, "/v1/admin", bearer(ADMIN)).json() == {"allowed": True}
+    status = post_json(server.port, "/v1/models/status", {"model_id": "stub/a"}, bearer(ADMIN))
+    assert (status.status, status.json()["status"]) == (200, "loaded")
+
+
+def test_admin_key_stands_for_being_on_this_host(server):
+    """What `admin_from` asks for is asked of those without keys: a key comes from anywhere."""
+    fields = {
+        "content-length": "22",
+        "host": "sie.example",
+        "content-type": "application/json",
+        "x-forwarded-for": "1.2.3.4",
+    }
+    with connect(server.port) as sock:
+        sock.sendall(raw_request("/v1/models/status", b'{"model_id":"stub/a"} ', {**fields, **bearer(ADMIN)}))
+        assert read_response(sock).status == 200
+
+
+def test_key_is_asked_for_before_the_body_is_read(server):
+    with connect(server.port) as sock:
+        sock.sendall(raw_request("/v1/encode/stub/a", b"", {"content-length": "30000000"}, length=False))
+        assert read_response(sock).status == 401
+
+
+def test_refusal_reaches_a_client_that_sends_its_body_late(server):
+    """Closed with bytes unread, the connection would be reset, and the answer be lost on its way."""
+    with connect(server.port) as sock:
+        for key, status in (("nope", 401), (ADMIN, 403), (INFER, 200)):
+            sock.sendall(
+                raw_request("/v1/encode/stub/a", headers={**bearer(key), "content-length": "24"}, length=False)
+            )
+            if status != 200:
+                assert read_response(sock).status == status
+            sock.sendall(b'{"items":[{"text":"x"}]}')
+        assert read_response(sock).status == 200
+        sock.sendall(raw_request("/docs", headers={"content-length": "3"}, length=False))
+        assert read_response(sock).status == 405
+        sock.sendall(b"abc" + raw_request("/healthz", method="GET"))
+        assert read_response(sock).status == 200
+
+
+def test_errors_have_the_shape_of_their_route(server):
+    missing = post_json(server.port, "/v1/encode/stub/a", {}).json()["detail"]
+    assert missing["code"] == "UNAUTHORIZED"
+    assert "Bearer" in missing["message"]
+    openai = post_json(server.port, "/v1/embeddings", {}, bearer("sie_wrong")).json()["error"]
+    assert (openai["code"], openai["type"]) == ("invalid_api_key", "invalid_request_error")
+    forbidden = post_json(server.port, "/v1/rerank", {}, bearer(ADMIN)).json()["error"]
+    assert (forbidden["code"], forbidden["type"]) == ("insufficient_permissions", "permission_error")
+    both = get(server.port, "/v1/models").json()
+    assert (both["detail"]["code"], both["error"]["code"]) == ("UNAUTHORIZED", "invalid_api_key")
+
+
+def test_refusals_are_counted_by_reason_and_are_no_requests(server):
+    def count(reason):
+        with Client(server.port) as client:
+            text = client.request("GET", "/metrics", None, bearer(METRICS)).body.decode()
+        line = next(
+            (line for line in text.splitlines() if line.startswith(f'sie_auth_failures_total{{reason="{reason}"}}')),
+            "0 0",
+        )
+        return float(line.split()[-1]), text.count('sie_requests_total{model="unknown"')
+
+    before = [count(reason)[0] for reason in ("missing", "unknown", "scope")]
+    for headers in ({}, bearer("sie_wrong"), bearer(ADMIN)):
+        assert encode(server.port, "stub/a", ["x"], headers).status in (401, 403)
+    after = [count(reason)[0] for reason in ("missing", "unknown", "scope")]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [1, 1, 1]
+    assert count("missing")[1] == 0
+
+
+# --- limits ------------------------------------------------------------------------------------------------------------
+
+
+def test_rate_is_the_keys_over_all_connections_and_frontends(server):
+    body = {"input": "x", "model": "stub/a"}
+    answers = [post_json(server.port, "/v1/embeddings", body, bearer(FEW)) for _ in range(7)]
+    assert [answer.status for answer in answers] == [200] * 4 + [429] * 3
+    limited = answers[-1]
+    assert limited.json()["error"]["code"] == "rate_limit_exceeded"
+    assert 1 <= int(limited.headers["retry-after"]) <= 15
+    assert limited.headers["x-ratelimit-limit-requests"] == "4"
+    assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers[-3:]] == ["0"] * 3
+    assert limited.headers["x-ratelimit-reset-requests"].endswith("s")
+    assert "x-ratelimit-limit-requests" not in get(server.port, "/v1/models", bearer(INFER)).headers
+
+
+def test_concurrency_is_the_keys_and_is_given_back(server):
+    def num_running() -> float:
+        text = get(server.port, "/metrics", bearer(METRICS)).body.decode()
+        return sum(
+            float(line.split()[-1]) for line in text.splitlines() if line.startswith('sie_api_key_running{key="slow"}')
+        )
+
+    request = raw_request("/v1/encode/stub/slow", b'{"items":[{"text":"x"}]}', bearer(SLOW))
+    with connect(server.port) as first, connect(server.port) as leaver:
+        first.sendall(request)
+        leaver.sendall(request)
+        eventually(lambda: num_running() == 2, "both run")
+        for _ in range(4):  # whichever frontend hears it
+            refused = encode(server.port, "stub/slow", ["x"], bearer(SLOW))
+            assert (refused.status, refused.code(), refused.headers["retry-after"]) == (429, "RATE_LIMIT", "1")
+        leaver.close()  # gives its place back, too
+        assert read_response(first).status == 200
+    eventually(lambda: num_running() == 0, "both places are free")
+    assert encode(server.port, "stub/slow", ["x"], bearer(SLOW)).status == 200
+
+
+# --- websockets --------------------------------------------------------------------------------------------------------
+
+
+def watch(server: Server, query: str = "", path: str = "/ws/status", **options):
+    return connect_websocket(f"ws://127.0.0.1:{server.port}{path}{query}", open_timeout=10, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"additional_headers": bearer(METRICS)},
+        {"additional_headers": {"x-api-key": BOTH}},
+        {"subprotocols": [f"sie.bearer.{METRICS}"]},
+        {"subprotocols": ["other", f"sie.bearer.{METRICS}"]},
+    ],
+)
+def test_watcher_shows_its_key_in_a_header_or_a_subprotocol(server, options):
+    with watch(server, **options) as socket:
+        assert json.loads(socket.recv(5.0))["ready"]
+
+
+@pytest.mark.parametrize(
+    ("options", "status"),
+    [
+        ({}, 401),
+        ({"additional_headers": bearer("nope")}, 401),
+        ({"subprotocols": ["sie.bearer.nope"]}, 401),
+        ({"additional_headers": bearer(INFER)}, 403),
+        ({"query": "?ticket=nope"}, 401),
+        ({"path": "/ws/other"}, 401),
+        ({"path": "//ws/status"}, 401),
+        ({"path": "/ws/status/"}, 401),
+        ({"path": "/v1/models"}, 401),
+        ({"path": "/ws/other", "additional_headers": bearer(INFER)}, 404),
+    ],
+)
+def test_watcher_without_the_right_key_is_refused_before_the_upgrade(server, options, status):
+    assert set(WEBSOCKETS) == {"/ws/status"}, "walk the new ones, too"
+    with pytest.raises(InvalidStatus) as refused, watch(server, **options):
+        pass
+    assert refused.value.response.status_code == status
+
+
+def test_page_gets_a_ticket_for_its_websocket(server):
+    assert post_json(server.port, "/v1/watch-ticket", {}).status == 401
+    answer = post_json(server.port, "/v1/watch-ticket", {}, bearer(METRICS))
+    assert answer.headers["cache-control"] == "no-store"
+    with watch(server, f"?ticket={answer.json()['ticket']}") as socket:
+        assert json.loads(socket.recv(5.0))["ready"]
+
+
+# --- other origins -----------------------------------------------------------------------------------------------------
+
+
+def test_browser_may_ask_from_a_page_of_a_named_origin(server):
+    headers = {"origin": "https://app.example", "access-control-request-method": "POST"}
+    with Client(server.port) as client:
+        preflight = client.request("OPTIONS", "/v1/embeddings", None, headers)
+        assert (preflight.status, preflight.body) == (204, b"")
+        assert preflight.headers["access-control-allow-origin"] == "https://app.example"
+        assert "authorization" in preflight.headers["access-control-allow-headers"]
+        refused = client.request("OPTIONS", "/v1/embeddings", None, {**headers, "origin": "https://evil.example"})
+        assert refused.status == 401
+        assert "access-control-allow-origin" not in refused.headers
+        # A page can read why it was refused, too.
+        for key, status in ((INFER, 200), ("nope", 401)):
+            answer = client.request("GET", "/v1/models", None, {"origin": "https://app.example", **bearer(key)})
+            assert (answer.status, answer.headers["access-control-allow-origin"]) == (status, "https://app.example")
+
+
+# --- the file ----------------------------------------------------------------------------------------------------------
+
+
+def test_keys_change_while_the_server_runs_and_never_open_it(tmp_path):
+    path = write_keys(tmp_path / "keys.toml")
+    fresh = "sie_test-fresh-0123456789abcdef"
+    with (
+        ServiceManager() as manager,
+        start_server(*STUB, "--api-keys", str(path), "--frontends", "2", env=manager.env) as server,
+    ):
+
+        def status(key: str) -> int:
+            return get(server.port, "/v1/models", bearer(key)).status
+
+        def alarm() -> bool:
+            text = get(server.port, "/metrics", bearer(METRICS)).body.decode()
+            return "\nsie_api_keys_refused 1.0\n" in text
+
+        with watch(server, additional_headers=bearer(BOTH)) as watcher:
+            assert json.loads(watcher.recv(5.0))["keys_error"] is None
+            path.write_text(path.read_text() + entry("fresh", fresh, ["infer"]))
+            eventually(lambda: status(fresh) == 200, "the new key is known", 2.0)
+            path.unlink()
+            eventually(alarm, "the alarm", 2.0)
+            assert (status(INFER), status(fresh), status("nope")) == (200, 200, 401)
+            eventually(lambda: str(path) in (json.loads(watcher.recv(5.0))["keys_error"] or ""), "it says so", 2.0)
+            server.log_line("the API keys in force stay")
+            assert manager.wait_for("STATUS", "API keys not taken over")
+            for pid in server.frontends():  # their successors know the keys that are in force, and ask for them
+                os.kill(pid, signal.SIGKILL)
+        seen = set()
+        eventually(lambda: seen.add(try_status(server)) or (401 in seen), "frontends are back")
+        assert 200 not in seen
+        eventually(lambda: status(fresh) == 200, "and know the keys")
+        write_keys(path)
+        eventually(lambda: not alarm(), "the alarm is over", 2.0)
+        eventually(lambda: status(fresh) == 401, "the key that is gone is gone", 2.0)
+        assert status(INFER) == 200
+
+
+def try_status(server: Server) -> int | None:
+    try:
+        return get(server.port, "/v1/models").status
+    except OSError:
+        return None
+
+
+def read_frames(watcher: ClientConnection, num_frames: int) -> int:
+    return sum(json.loads(watcher.recv(5.0))["ready"] for _ in range(num_frames))
+
+
+def test_watcher_whose_key_is_taken_away_is_cut_off(tmp_path):
+    path = write_keys(tmp_path / "keys.toml", entry("guest", "sie_guest-0123456789abcdef", ["metrics"]))
+    with start_server(*STUB, "--api-keys", str(path), "--status-interval-ms", "20") as server:
+        guest = watch(server, additional_headers=bearer("sie_guest-0123456789abcdef"))
+        with guest, watch(server, additional_headers=bearer(METRICS)) as other:
+            guest.recv(5.0)
+            write_keys(path)
+            with pytest.raises(ConnectionClosed):
+                read_frames(guest, 100)
+            assert read_frames(other, 20) == 20
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "part"),
+    [
+        (None, 0o600, "cannot be read"),
+        ("", 0o600, "key"),
+        ("[[key]]\nname = 1", 0o600, "$.key[0].name"),
+        (entry("a", "x", ["root"]), 0o600, "$.key[0].scopes"),
+        (entry("a", "x", ["infer"]), 0o666, "others than its owner may write"),
+    ],
+)
+def test_start_is_refused_with_a_file_that_says_nothing(tmp_path, text, mode, part):
+    path = tmp_path / "keys.toml"
+    if text is not None:
+        path.write_text(text)
+        path.chmod(mode)
+    status, said = run_to_end(*STUB, "--api-keys", str(path))
+    assert status == EX_CONFIG, said
+    assert all(word in said for word in ("api_keys", str(path), part)), said
+    assert "Traceback" not in said

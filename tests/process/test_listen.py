@@ -1,0 +1,190 @@
+"""Where a server listens, and over what: TLS, client certificates, a Unix socket, and what it says about open doors."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.process.harness import EX_CONFIG, run_to_end, start_server
+from tests.process.keys import INFER, bearer, write_keys
+from tests.process.wire import get, raw_request, read_response
+
+STUB = ("--model", "stub/a=stub:dense=16")
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl to make certificates")
+
+
+def openssl(*args: str, cwd: Path) -> None:
+    subprocess.run(["openssl", *args], cwd=cwd, check=True, capture_output=True, timeout=30)
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory):
+    """Return a directory with an authority, and certificates of it for the server and for a client."""
+    home = tmp_path_factory.mktemp("pki")
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=ca", cwd=home)
+    for name, extension in (
+        ("server", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
+        ("client", "extendedKeyUsage=clientAuth"),
+    ):
+        openssl(
+            "req",
+            *key,
+            "-keyout",
+            f"{name}.key",
+            "-out",
+            f"{name}.csr",
+            "-subj",
+            f"/CN={name}",
+            "-addext",
+            extension,
+            cwd=home,
+        )
+        openssl(
+            "x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-days", "2",
+            "-copy_extensions", "copy", "-out", f"{name}.pem", cwd=home,
+        )  # fmt: skip
+    openssl("ec", "-in", "server.key", "-aes128", "-passout", "pass:x", "-out", "locked.key", cwd=home)
+    return home
+
+
+def client_context(pki: Path, *, shows_certificate: bool = False, offers: tuple[str, ...] = ()) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(pki / "ca.pem"))
+    if shows_certificate:
+        context.load_cert_chain(pki / "client.pem", pki / "client.key")
+    if offers:
+        context.set_alpn_protocols(list(offers))
+    return context
+
+
+def get_tls(port: int, context: ssl.SSLContext, path: str = "/readyz", headers=None) -> int:
+    connection = http.client.HTTPSConnection("localhost", port, timeout=10, context=context)
+    try:
+        connection.request("GET", path, headers=headers or {})
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+@needs_openssl
+def test_tls_serves_http_1_alone_and_to_clients_with_a_certificate_alone(pki, tmp_path):
+    keys = write_keys(tmp_path / "keys.toml")
+    with start_server(
+        *STUB, "--tls-cert", str(pki / "server.pem"), "--tls-key", str(pki / "server.key"),
+        "--tls-client-ca", str(pki / "ca.pem"), "--api-keys", str(keys), "--host", "localhost",
+    ) as server:  # fmt: skip
+        shown = client_context(pki, shows_certificate=True)
+        assert get_tls(server.port, shown) == 200
+        assert get_tls(server.port, shown, "/v1/models") == 401
+        assert get_tls(server.port, shown, "/v1/models", bearer(INFER)) == 200
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            get_tls(server.port, client_context(pki))
+        with pytest.raises((ConnectionError, http.client.HTTPException)):
+            get(server.port, "/readyz")
+        offers = client_context(pki, shows_certificate=True, offers=("h2", "http/1.1"))
+        with (
+            socket.create_connection(("localhost", server.port), 10) as plain,
+            offers.wrap_socket(plain, server_hostname="localhost") as secured,
+        ):
+            assert (secured.selected_alpn_protocol(), secured.version()) == ("http/1.1", "TLSv1.3")
+
+
+@needs_openssl
+@pytest.mark.parametrize(
+    ("cert", "key", "ca", "parts"),
+    [
+        ("server.pem", "", "", ["tls_cert", "tls_key"]),
+        ("", "server.key", "", ["tls_key", "tls_cert"]),
+        ("", "", "ca.pem", ["tls_client_ca", "tls_cert"]),
+        ("none.pem", "server.key", "", ["tls_cert", "none.pem", "cannot be read"]),
+        ("server.pem", "none.key", "", ["tls_key", "none.key", "cannot be read"]),
+        ("server.pem", "client.key", "", ["tls_cert", "tls_key"]),
+        ("server.key", "server.key", "", ["tls_cert", "PEM"]),
+        ("server.pem", "locked.key", "", ["tls_key", "encrypted"]),
+        ("server.pem", "server.key", "server.key", ["tls_client_ca", "PEM"]),
+    ],
+)
+def test_certificate_files_that_cannot_serve_stop_the_start(pki, cert, key, ca, parts):
+    given = {"--tls-cert": cert, "--tls-key": key, "--tls-client-ca": ca}
+    status, said = run_to_end(
+        *STUB, *(word for flag, name in given.items() if name for word in (flag, str(pki / name)))
+    )
+    assert status == EX_CONFIG, said
+    assert all(part in said for part in parts), said
+    assert "Traceback" not in said
+
+
+# --- a Unix socket -----------------------------------------------------------------------------------------------------
+
+
+def ask(path: Path, request: bytes):
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(10.0)
+        sock.connect(str(path))
+        sock.sendall(request)
+        return read_response(sock)
+
+
+@pytest.fixture
+def short_path():
+    """Return a path that fits into a socket's address."""
+    with tempfile.TemporaryDirectory(prefix="sie-") as home:
+        yield Path(home, "sie.sock")
+
+
+def test_unix_socket_is_shared_by_all_frontends_and_is_the_only_way_in(short_path):
+    with start_server(*STUB, "--uds", str(short_path), "--uds-mode", "600", "--frontends", "2") as server:
+        assert short_path.stat().st_mode & 0o777 == 0o600
+        listening = [c for pid in server.pids() for c in psutil.Process(pid).net_connections("inet")]
+        assert not listening
+        seen = {
+            ask(short_path, raw_request("/v1/encode/x", b"{}")).headers["x-sie-runtime-instance"] for _ in range(60)
+        }
+        assert len(seen) == 2
+        body = json.dumps({"model_id": "stub/a"}).encode()
+        fields = {"host": "localhost", "content-type": "application/json"}
+        assert ask(short_path, raw_request("/v1/models/status", body, fields)).status == 200
+        status, said = run_to_end(*STUB, "--uds", str(short_path))
+        assert (status, "another server listens" in said) == (EX_CONFIG, True), said
+        assert ask(short_path, raw_request("/readyz", method="GET")).status == 200
+    assert not short_path.exists()
+
+
+def test_what_a_killed_server_left_is_replaced_and_nothing_else_is(short_path):
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(short_path))
+        dead.listen()
+    with start_server(*STUB, "--uds", str(short_path)):
+        assert ask(short_path, raw_request("/readyz", method="GET")).status == 200
+    short_path.write_text("mine")
+    status, said = run_to_end(*STUB, "--uds", str(short_path))
+    assert (status, "is no socket" in said) == (EX_CONFIG, True), said
+    assert short_path.read_text() == "mine"
+    status, said = run_to_end(*STUB, "--uds", str(short_path.parent / "none" / "s"))
+    assert (status, "uds" in said) == (EX_CONFIG, True), said
+
+
+# --- open doors --------------------------------------------------------------------------------------------------------
+
+
+def test_address_that_others_can_reach_is_warned_of(tmp_path):
+    with start_server(*STUB, "--host", "0.0.0.0", "--api-keys", str(write_keys(tmp_path / "keys.toml"))) as server:
+        server.log_line("there is no tls_cert: API keys and texts cross the network in clear")
+        assert "whoever can reach" not in server.output.text()
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "256.1.1.1", "1.2.3.4:80", "http://localhost", "x" * 300])
+def test_host_that_is_none_is_named(host):
+    status, said = run_to_end(*STUB, "--host", host)
+    assert status == EX_CONFIG, said
+    assert "host: " in said
+    assert "Traceback" not in said

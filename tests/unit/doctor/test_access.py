@@ -1,0 +1,42 @@
+"""What is found about the ways into a server."""
+
+from __future__ import annotations
+
+import pytest
+
+from sie.api_keys import ApiKey, render_entry
+from sie.doctor.access import check_access
+from tests.unit.doctor.test_host import bad, settings
+
+KEY = render_entry(ApiKey(name="a", digest=bytes(32), scopes=("infer",)))
+
+
+def test_loopback_needs_nothing():
+    assert bad(check_access(settings())) == []
+
+
+def test_open_door_is_a_warning_for_each_lack():
+    found = bad(check_access(settings(server={"host": "0.0.0.0"})))
+    assert [level for level, _ in found] == ["warn", "warn"]
+    assert bad(check_access(settings(server={"host": "0.0.0.0"}, access={"uds": "/run/sie/s"}))) == []
+
+
+@pytest.mark.parametrize(("mode", "levels"), [(0o600, []), (0o644, ["warn"]), (0o666, ["error"])])
+def test_file_of_keys_is_read(tmp_path, mode, levels):
+    path = tmp_path / "keys.toml"
+    path.write_text(KEY)
+    path.chmod(mode)
+    assert [level for level, _ in bad(check_access(settings(access={"api_keys": str(path)})))] == levels
+
+
+@pytest.mark.parametrize(
+    "access", [{"api_keys": "/nowhere/keys.toml"}, {"tls_cert": "/nowhere/c.pem", "tls_key": "/nowhere/k.pem"}]
+)
+def test_what_would_stop_the_start_is_an_error(access):
+    found = bad(check_access(settings(access=access)))
+    assert [level for level, _ in found] == ["error"]
+    assert "/nowhere/" in found[0][1]
+
+
+def test_host_that_is_none_is_an_error():
+    assert [level for level, _ in bad(check_access(settings(server={"host": "no.such.host.invalid"})))] == ["error"]
