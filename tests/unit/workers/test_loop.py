@@ -105,7 +105,7 @@ async def test_quick_steps_of_one_model_do_not_shorten_another_s_allowance(rig: 
     await rig.serve(worker)
     await rig.rows(pending)
 
-    assert allowed["n"] == 10**9 + 10 * 2 * 2_000_000  # as of a model of which nothing is known
+    assert allowed["n"] == 250_000_000 + 10 * 2 * 2_000_000  # as of a model of which nothing is known
     assert allowed["m"] < allowed["n"]
 
 
