@@ -101,15 +101,16 @@ def make_calls(  # noqa: PLR0917  # the request's parts in the order of its byte
     calls: list[Call] = []
     for start in range(0, len(texts), num_items):
         own = tuple(texts[start : start + num_items])
-        calls.append(Call(_http_request(host, model, own, encoding), own))
+        value = {"items": [{"text": text} for text in own]}
+        calls.append(Call(http_request(host, f"/v1/encode/{model}", value, encoding), own))
     return calls
 
 
-def _http_request(host: str, model: str, texts: Sequence[str], encoding: str) -> bytes:
-    value = {"items": [{"text": text} for text in texts]}
+def http_request(host: str, path: str, value: Any, encoding: str = "msgpack") -> bytes:
+    """Return the bytes of one POST request; encoding is msgpack or json, of the body and of the wanted answer."""
     body = msgspec.msgpack.encode(value) if encoding == "msgpack" else json.dumps(value).encode()
     head = (
-        f"POST /v1/encode/{model} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/{encoding}\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/{encoding}\r\n"
         f"Accept: application/{encoding}\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body

@@ -176,11 +176,12 @@ class AdapterReport(msgspec.Struct, tag=True, frozen=True):
 
 
 class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One declared adapter of a model as every frontend sees it."""
+    """One declared adapter of a model as every frontend sees it; recovering as for a model."""
 
     state: ModelState
     workers: tuple[int, ...] = ()
     error: WireError | None = None
+    recovering: bool = False
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@
     ├─ DeadlineExceeded           DEADLINE_EXCEEDED     504     ours
     ├─ ClientGone                 CLIENT_GONE           499     nobody reads the answer
     └─ Internal                   INFERENCE_ERROR       500     ours
-       └─ NonFinite               NON_FINITE            500     the model's: NaN or infinity, which is never sent
+       └─ NonFinite               INFERENCE_ERROR       500     the model's: NaN or infinity, which is never sent
 
 Raise where the fault is known; each dialect translates once. Sources: SIE API reference, sections 9 and 12.
 """
@@ -165,9 +165,7 @@ class Internal(SieError):
 
 
 class NonFinite(Internal):
-    """The model produced a value that is not finite; counted against it, whatever code its route gives it."""
-
-    code = "NON_FINITE"
+    """The model produced a value that is not finite, which is never sent; counted against the model."""
 
 
 class WireError(msgspec.Struct, array_like=True, frozen=True):

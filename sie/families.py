@@ -220,6 +220,12 @@ STEP_DURATION = Family(
     labels=("worker",),
     bounds=_STEP_DURATION_BOUNDS,
 )
+MODEL_BUSY = Family(
+    name="sie_model_busy_seconds_total",
+    kind="counter",
+    help="Time of the model's steps; the shares of its growth are those of the workers' time that each model gets.",
+    labels=("model",),
+)
 STEP_TOKENS = Family(
     name="sie_step_tokens",
     kind="histogram",
@@ -347,6 +353,7 @@ FAMILIES: tuple[Family, ...] = (
     CONFIG_RELOADS,
     CONFIG_REFUSED,
     STEP_DURATION,
+    MODEL_BUSY,
     STEP_TOKENS,
     EXTENTS_IN_USE,
     LOOP_LAG,

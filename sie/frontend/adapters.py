@@ -50,7 +50,7 @@ class AdapterTable:
         """Return the model's entry once a worker has this adapter, which is declared; one that is not loaded starts to.
 
         wait_until_ns 0 never waits. Raises Unavailable LORA_LOADING, or why the last load failed: Internal, or BadRequest
-        when the model has no place for the adapter.
+        when the model has no place for the adapter; and as `ModelTable.wait_serving` when the model goes meanwhile.
         """
         while True:
             changed = self._models.changed
@@ -64,7 +64,8 @@ class AdapterTable:
                     await asyncio.wait_for(changed.wait(), left_s)
             else:
                 return entry
-            entry = self._models.find(entry.card.id) or entry
+            # Without its model an adapter would never come.
+            entry = await self._models.wait_serving(self._models.find(entry.card.id) or entry, wait_until_ns)
 
     def _check_serving(self, entry: ModelEntry, adapter: str) -> None:
         key = model_of(entry.card.id), adapter
@@ -72,6 +73,8 @@ class AdapterTable:
         if state.workers:
             self._used.pop(key, None)
             self._used[key] = None
+            return
+        if state.recovering:  # the engine holds its work until a worker has it again
             return
         if state.state != "loading":
             self._ask(key)

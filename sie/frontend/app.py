@@ -13,14 +13,13 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from sie import __version__
 from sie.control_messages import ModelEntry
 from sie.errors import ClientGone, Internal, NotFound, Overloaded, SieError
 from sie.frontend import dashboard, openapi, routes
 from sie.frontend.access import CHALLENGE, Access
 from sie.frontend.admin import check_admin
 from sie.frontend.dialects import models as models_dialect
-from sie.frontend.dialects import openai, sie
+from sie.frontend.dialects import negotiate, openai, sie
 from sie.frontend.html import page_headers
 from sie.frontend.inference import Exchange, Inference
 from sie.frontend.metrics import CONTENT_TYPE, render
@@ -33,6 +32,8 @@ _log = get_logger(__name__)
 _JSON: Final = ("content-type", "application/json")
 _TEXT: Final = ("content-type", "text/plain; charset=utf-8")
 _CLOSE: Final = ("connection", "close")
+_API_VERSION: Final = "0.10.1"
+"""Release of the reference server whose API this one speaks; a version of our own would have SDKs warn their users."""
 _MUST_CLOSE: Final = frozenset({408, 413})
 """After these the rest of a body may still be on its way."""
 _BODY_UNREAD: Final = frozenset({401, 403, 429, 503})
@@ -53,7 +54,7 @@ class App:
     def __init__(self, connect: Callable[[asyncio.AbstractEventLoop], FrontendProcess]) -> None:
         self._connect = connect
         self._identity = (
-            ("x-sie-server-version", __version__),
+            ("x-sie-server-version", _API_VERSION),
             ("x-sie-served-by", "local"),
             ("x-sie-runtime-instance", secrets.token_hex(32)),
         )
@@ -223,7 +224,11 @@ class App:
             self._respond(exchange, 503, [_TEXT], b"not ready")
 
     async def _health(self, exchange: Exchange) -> None:
-        self._respond(exchange, 200, [_TEXT], b"OK")
+        if negotiate.JSON in (exchange.headers.get("accept") or ""):
+            # What sie-sdk asks to tell a cluster's gateway from a server; it reads whatever comes as JSON.
+            self._respond(exchange, 200, [_JSON], b'{"status":"ok","type":"worker"}')
+        else:
+            self._respond(exchange, 200, [_TEXT], b"OK")
 
     async def _metrics(self, exchange: Exchange) -> None:
         self._respond(exchange, 200, [("content-type", CONTENT_TYPE)], render(self._process.pages))

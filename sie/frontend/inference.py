@@ -29,6 +29,8 @@ Headers = list[tuple[str, str]]
 Answer = tuple[Headers, bytes]
 """Headers and body of a 200."""
 _JSON: Final = ("content-type", "application/json")
+_LEAST_SHOWN_MS: Final = 0.005
+"""Anything less is 0.00 in a header."""
 _LARGE_BODY_BYTES: Final = 64 * 1024
 """From here a body is decoded, and a reply of as many bytes as JSON encoded, on a thread."""
 
@@ -277,6 +279,6 @@ def _timing_headers(timing: Timing) -> list[tuple[str, str]]:
         ("x-inference-time", f"{timing.inference_ms:.2f}"),
         ("x-total-time", f"{timing.total_ms:.2f}"),
     ]
-    if timing.postprocessing_ms:
+    if timing.postprocessing_ms >= _LEAST_SHOWN_MS:
         headers.append(("x-postprocessing-time", f"{timing.postprocessing_ms:.2f}"))
     return headers

@@ -10,7 +10,7 @@ import os
 import pwd
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -25,6 +25,13 @@ GPU_STALE_AFTER_S = 5.0
 """A GPU sample older than this is marked stale: the driver's call is stuck, or its worker is."""
 _DEGRADED_SHARE = 0.01
 """A model is degraded when more of its latest sequences than this had values that are not finite."""
+
+_COUNTERS: Final = tuple(
+    family
+    for family in families.FAMILIES
+    if family.kind == "counter" and "model" in family.labels and family.name.startswith("sie_")
+)
+"""What a frame counts by model."""
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,10 +132,7 @@ def build_status(inputs: StatusInputs, now_s: float) -> dict[str, Any]:
         "gpus": gpus,
         "models": _models(inputs.models, metrics),
         "workers": [_worker(entry, metrics) for entry in inputs.workers],
-        "counters": {
-            family.name.removesuffix("_total"): _sum_by(metrics, family, "model")
-            for family in (families.REQUESTS, families.TOKENS_PROCESSED)
-        },
+        "counters": {family.name.removesuffix("_total"): _sum_by(metrics, family, "model") for family in _COUNTERS},
         "histograms": {
             family.name: _histograms(metrics, family) for family in (families.REQUEST_DURATION, families.BATCH_SIZE)
         },

@@ -47,7 +47,7 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
     _check_failpoints(loaded)
     _check_tracing(settings)
     models = _read_models(loaded)
-    adapters = _read_adapters(loaded)
+    adapters = _read_adapters(loaded, models)
     key_file = _open_key_file(settings.access.api_keys)
     check_tls(settings.access)
     with contextlib.closing(open_place(server, settings.access)) as place:
@@ -64,8 +64,9 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
 
             def reread() -> Reading:
                 fresh = reload()
-                _read_adapters(fresh)  # only for what would stop a start: adapters stay as they are
-                return Reading(fresh.settings, _read_models(fresh))
+                found = _read_models(fresh)
+                _read_adapters(fresh, found)  # only for what would stop a start: adapters stay as they are
+                return Reading(fresh.settings, found)
 
             async def serve() -> int:
                 supervisor = Supervisor(
@@ -127,10 +128,20 @@ def _read_models(loaded: Loaded) -> Models:
     return models
 
 
-def _read_adapters(loaded: Loaded) -> list[AdapterSpec]:
-    """Return every adapter that settings name. Raises StartError for one on disk that can never be served."""
+def _read_adapters(loaded: Loaded, models: Models) -> list[AdapterSpec]:
+    """Return every adapter that settings name.
+
+    Raises StartError for one that can never be served, for its own files or for the kind of its model.
+    """
     adapters = check_adapters(loaded)
+    cards = {spec.id: card for spec, _, card in models}
     for spec in adapters:
+        card = cards.get(spec.model)
+        if card is not None and card.kind not in ("encoder", "stub"):
+            raise StartError(
+                f"lora: Adapter '{spec.id}' cannot be loaded: model '{spec.model}' is no text encoder ({card.kind}), "
+                "and only those run with adapters"
+            )
         if spec.directory is None:
             continue
         try:

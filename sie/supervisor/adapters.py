@@ -24,6 +24,8 @@ class AdapterRecord(msgspec.Struct):
     spec: AdapterSpec
     directory: str = ""
     wanted: bool = False
+    was_loaded: bool = False
+    """Since it is wanted."""
     preparing: bool = False
     reports: dict[int, AdapterReport] = {}
     error: WireError | None = None
@@ -66,7 +68,7 @@ class AdapterBook:
         record.last_used = next(self._uses)
         if record.wanted or now_s < record.retry_at_s:
             return None
-        record.wanted, record.error, record.wanted_since_s = True, None, now_s
+        record.wanted, record.was_loaded, record.error, record.wanted_since_s = True, False, None, now_s
         return record
 
     def touch(self, used: tuple[tuple[str, str], ...]) -> None:
@@ -89,7 +91,7 @@ class AdapterBook:
         else:
             record.reports[slot] = report
         if report.state == "loaded":
-            record.num_attempts = 0
+            record.num_attempts, record.was_loaded = 0, True
             return self._make_room(report.model) if record.wanted else [record]
         if report.state == "failed" and report.error is not None and not _is_somewhere(record):
             self.fail(record, report.error, now_s)
@@ -140,7 +142,10 @@ class AdapterBook:
         """Return the adapters of a model as frontends see them, in the order of their declaration."""
         return {
             record.spec.id: AdapterEntry(
-                state=_state(record), workers=record.workers if record.wanted else (), error=record.error
+                state=_state(record),
+                workers=record.workers if record.wanted else (),
+                error=record.error,
+                recovering=record.wanted and record.was_loaded and not record.workers,
             )
             for record in self._records(model)
         }

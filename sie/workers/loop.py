@@ -353,7 +353,6 @@ class Loop:
 
     def _run(self, runner: Runner, card: ModelCard, items: list[Waiting]) -> None:
         num_tokens = sum(item.num_tokens for item in items)
-        self._state.charge(card.id, num_tokens)
         started_ns = time.monotonic_ns()
         try:
             self._forward(runner, card, items, num_tokens)
@@ -381,9 +380,9 @@ class Loop:
         self._answers.put(card, items, outputs, time.monotonic_ns() - started_ns)
 
     def _measure(self, model: str, items: list[Waiting], num_tokens: int, took_ns: int) -> None:
+        self._state.charge(model, took_ns)
         self._metrics.observe_step(took_ns / 1e9, num_tokens)
-        self._metrics.observe_batch(model, len(items), num_tokens)
-        self._metrics.set_queue_depth(model, len(self._state.queues.get(model, ())))
+        self._metrics.observe_batch(model, len(items), num_tokens, took_ns / 1e9)
         if num_tokens:
             known = self._ns_per_token.get(model, took_ns / num_tokens)  # the first step takes the place of the guess
             self._ns_per_token[model] = known + 0.1 * (took_ns / num_tokens - known)
@@ -397,4 +396,5 @@ class Loop:
                 self._metrics.set_model(model, self._host.device, loaded=False, memory_bytes=0)
                 self._adapters.forget(model)
         self._adapters.settle(lambda model: (*self._state.queues.get(model, ()), *self._parked.get(model, ())))
+        self._metrics.set_queue_depths(self._state.queues)
         self._metrics.set_extents_in_use(sum(link.num_leased for link in self._links.values()))

@@ -56,17 +56,19 @@ class Step(msgspec.Struct, frozen=True):
 class State:
     """All waiting items, by model in order of arrival, and how much each model was served.
 
-    num_served counts tokens. A model that starts to wait again begins at least where the last served one stood before
-    its step, so a quiet model does not save up a claim and a busy one, whose queue is often empty while its step runs,
-    loses none. Source: start-time fair queueing, Goyal, Vin and Cheng, SIGCOMM 1996.
+    served_ns is the time of its steps: a token of one model takes a hundred times as long as one of another, and models
+    that got the same number of tokens would leave nearly all of the time to the slowest. A model that starts to wait again
+    begins at least where the last served one stood before its step, so a quiet model does not save up a claim and a busy
+    one, whose queue is often empty while its step runs, loses none. Source: start-time fair queueing, Goyal, Vin and
+    Cheng, SIGCOMM 1996.
     """
 
     def __init__(self) -> None:
         self.queues: dict[str, deque[Waiting]] = {}
-        self.num_served: dict[str, int] = {}
+        self.served_ns: dict[str, int] = {}
         self.ceilings: dict[str, Ceiling] = {}
         """Models whose steps found no memory, with the most tokens that a step of theirs may have."""
-        self._start = 0
+        self._start_ns = 0
 
     def __bool__(self) -> bool:
         return bool(self.queues)
@@ -80,7 +82,7 @@ class State:
         queue.append(item)
 
     def _enter(self, model: str) -> None:
-        self.num_served[model] = max(self.num_served.get(model, 0), self._start)
+        self.served_ns[model] = max(self.served_ns.get(model, 0), self._start_ns)
         self.queues[model] = deque()
 
     def remove(self, step: Step) -> None:
@@ -99,10 +101,10 @@ class State:
         if not queue:
             del self.queues[step.model]
 
-    def charge(self, model: str, num_tokens: int) -> None:
-        """Count what a step ran for a model; items of the step that did not run cost it nothing."""
-        self._start = self.num_served[model]
-        self.num_served[model] += num_tokens
+    def charge(self, model: str, took_ns: int) -> None:
+        """Count the time that a model's step took; items of the step that did not run cost it nothing."""
+        self._start_ns = self.served_ns[model]
+        self.served_ns[model] += took_ns
 
     def put_back(self, model: str, items: list[Waiting]) -> None:
         """Return items that could not run (no room for their reply) to the front, in order."""
@@ -132,7 +134,7 @@ def plan_step(state: State, budget: Budget, now_ns: int) -> Step | None:
     """
     if not state.queues:
         return None
-    model = min(state.queues, key=state.num_served.__getitem__)
+    model = min(state.queues, key=state.served_ns.__getitem__)
     if state.ceilings and model in state.ceilings:
         max_tokens = min(budget.max_tokens, state.ceilings[model].max_tokens(now_ns))
         budget = msgspec.structs.replace(budget, max_tokens=max_tokens)

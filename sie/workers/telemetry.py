@@ -13,7 +13,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sized
 from typing import Any, Protocol
 
 import msgspec
@@ -50,24 +50,26 @@ class WorkerMetrics:
             families.STEP_TOKENS.name, families.STEP_TOKENS.label_pairs(worker), families.STEP_TOKENS.bounds
         )
         self._extents = page.gauge(families.EXTENTS_IN_USE.name, families.EXTENTS_IN_USE.label_pairs("reply"))
-        self._batches: dict[str, tuple[Callable[[float], None], Callable[[float], None]]] = {}
+        self._batches: dict[str, tuple[Callable[[float], None], ...]] = {}
         self._queues: dict[str, Gauge] = {}
         self._spoilt: dict[str, float] = {}
         """Of the models that produced values that are not finite, the share of such sequences of late."""
+        self._depths: dict[str, int] = {}
 
     def observe_step(self, duration_s: float, num_tokens: int) -> None:
         """Count one step of the loop, whatever models it ran."""
         self._step_duration.observe(duration_s)
         self._step_tokens.observe(num_tokens)
 
-    def observe_batch(self, model: str, num_sequences: int, num_tokens: int) -> None:
+    def observe_batch(self, model: str, num_sequences: int, num_tokens: int, duration_s: float) -> None:
         """Count one model's share of a step."""
         handles = self._batches.get(model)
         if handles is None:
             handles = self._batches[model] = self._batch_handles(model)
-        observe_size, add_tokens = handles
+        observe_size, add_tokens, add_time = handles
         observe_size(num_sequences)
         add_tokens(num_tokens)
+        add_time(duration_s)
         if model in self._spoilt:
             self._set_spoilt(model, self._spoilt[model] * _MEMORY**num_sequences)
 
@@ -76,8 +78,18 @@ class WorkerMetrics:
         self._page.counter(families.NON_FINITE.name, families.NON_FINITE.label_pairs(model)).add(num_sequences)
         self._set_spoilt(model, 1 - (1 - self._spoilt.get(model, 0.0)) * _MEMORY**num_sequences)
 
-    def set_queue_depth(self, model: str, num_sequences: int) -> None:
-        """Publish how many sequences of this model wait for a step."""
+    def set_queue_depths(self, queues: Mapping[str, Sized]) -> None:
+        """Publish how many sequences of each model wait for a step; of a model without a queue none do."""
+        shown = self._depths
+        for model, queue in queues.items():
+            if shown.get(model) != len(queue):
+                self._set_queue_depth(model, len(queue))
+        for model, depth in shown.items():
+            if depth and model not in queues:
+                self._set_queue_depth(model, 0)
+
+    def _set_queue_depth(self, model: str, num_sequences: int) -> None:
+        self._depths[model] = num_sequences
         gauge = self._queues.get(model)
         if gauge is None:
             labels = families.QUEUE_DEPTH.label_pairs(model)
@@ -112,11 +124,14 @@ class WorkerMetrics:
         if share < _FORGOTTEN:
             del self._spoilt[model]
 
-    def _batch_handles(self, model: str) -> tuple[Callable[[float], None], Callable[[float], None]]:
+    def _batch_handles(self, model: str) -> tuple[Callable[[float], None], ...]:
+        if model not in self._depths:  # a queue that is empty whenever it is looked at is shown, too
+            self._set_queue_depth(model, 0)
         labels = families.BATCH_SIZE.label_pairs(model)
         size = self._page.histogram(families.BATCH_SIZE.name, labels, families.BATCH_SIZE.bounds)
         tokens = self._page.counter(families.TOKENS_PROCESSED.name, families.TOKENS_PROCESSED.label_pairs(model))
-        return size.observe, tokens.add
+        busy = self._page.counter(families.MODEL_BUSY.name, families.MODEL_BUSY.label_pairs(model))
+        return size.observe, tokens.add, busy.add
 
 
 class GpuIdentity(msgspec.Struct, frozen=True, kw_only=True):

@@ -85,7 +85,7 @@ def test_f11_values_that_are_not_finite_are_never_sent(row: Row):
         degraded = max(sample.value for sample in families(server.port)["sie_non_finite_share"].samples)
         assert get(server.port, "/readyz").status == 200
     assert np.array_equal(good, stub_rows(["fine"], DENSE))
-    assert {(answer.status, answer.code()) for answer in bad} == {(500, "NON_FINITE")}
+    assert {(answer.status, answer.code()) for answer in bad} == {(500, "INFERENCE_ERROR")}
     assert {(score.status, score.code()) for score in scores} == {(500, "INFERENCE_ERROR")}
     sent = [answer for answer in (*bad, *scores) if b"nan" in answer.body.lower().replace(b"finite", b"")]
     row.equals("answers that hold a NaN", len(sent), 0)

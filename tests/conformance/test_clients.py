@@ -200,6 +200,20 @@ def test_sdk_watches_the_status(sdk):
     assert second["timestamp"] > first["timestamp"]
 
 
+def test_sdk_does_not_warn_of_another_version(stub_server, monkeypatch, caplog):
+    """It says so once a process, so it has to forget that it did."""
+    monkeypatch.setattr(SIEClient, "_version_warning_logged", False)
+    with SIEClient(stub_server.url) as client:
+        client.encode("stub/a", {"text": "x"})
+    assert not [record for record in caplog.records if record.name.startswith("sie_sdk")]
+
+
+def test_sdk_is_told_that_this_is_no_gateway(sdk):
+    with pytest.raises(RequestError) as caught:
+        sdk.get_capacity()
+    assert caught.value.code == "not_gateway"
+
+
 def test_async_sdk_encodes_many_at_once(stub_server):
     async def encode_all():
         async with SIEAsyncClient(stub_server.url) as client:

@@ -85,7 +85,7 @@ def client(server: Server) -> SIEClient:
 def test_first_use_is_503_and_the_next_has_the_adapter_s_vectors(server: Server) -> None:
     response = ask(server, "slow")
     assert (response.status, response.code(), response.headers["retry-after"]) == (503, "LORA_LOADING", "1")
-    assert states(server)["slow"] == "loading"
+    eventually(lambda: states(server)["slow"] != "available", "the load began")
     load(server, "slow")
     [item] = ask(server, "slow").json()["items"]
     np.testing.assert_allclose(item["dense"]["values"], stub_row("x", "slow"), rtol=1e-6)

@@ -141,11 +141,17 @@ def test_sdk_gets_what_multi_vector_encoder_says(client: SIEClient, colbert: Pat
     assert scores[int(result["scores"][0]["item_id"].removeprefix("item-"))] == max(scores)
 
 
-def test_score_equals_maxsim_of_the_encoded_vectors(client: SIEClient) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"max_seq_length": 4}, {"query_max_length": 3}, {"max_seq_length": 6, "query_max_length": 2}]
+)
+def test_score_equals_maxsim_of_the_encoded_vectors(client: SIEClient, options: dict[str, int]) -> None:
     documents = _documents(20)
-    (query,) = _vectors(client, "tiny/colbert", [QUERY], "multivector", is_query=True)
-    expected = [(query @ rows.T).max(1).sum() for rows in _vectors(client, "tiny/colbert", documents, "multivector")]
-    result = client.score("tiny/colbert", {"text": QUERY}, [{"text": text} for text in documents])
+    (query,) = _vectors(client, "tiny/colbert", [QUERY], "multivector", is_query=True, **options)
+    rows = _vectors(client, "tiny/colbert", documents, "multivector", **options)
+    expected = [(query @ own.T).max(1).sum() for own in rows]
+    longest = min(options.values(), default=8)
+    assert len(query) == longest, "a query is filled up to its limit and no further"
+    result = client.score("tiny/colbert", {"text": QUERY}, [{"text": text} for text in documents], options=options)
     np.testing.assert_allclose(_in_order(result["scores"]), expected, **TOLERANCE)
 
 

@@ -10,59 +10,33 @@ from typing import Any
 
 import msgpack
 import pytest
-import torch
 import transformers
 from sie_langchain.extractors import SIEExtractor
 from sie_sdk import SIEClient
 from sie_sdk.client import RequestError
 from sie_sdk.client.errors import InputTooLongError
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from tests.process.harness import Server, start_server
 from tests.process.wire import MSGPACK, Client, Response, get, post_json, total, wait_no_extents
+from tests.tiny_models import MAX_TOKENS, WORDS, save_classifier
 
-WORDS = [f"w{number}" for number in range(60)]
-LIMIT = 20
+LIMIT = MAX_TOKENS
 TEXT = "w1 w2  😀 w3"
 LONG = " ".join(WORDS)
 RESULT_KEYS = ["id", "entities", "relations", "classifications", "objects", "data"]
 
 
-def save(directory: Path, auto: type[Any], labels: list[str]) -> Path:
-    """Write a tiny BERT classifier with random weights."""
-    torch.manual_seed(1)
-    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "this", "text", "is", "about", ".", *WORDS]
-    names = dict(enumerate(labels))
-    config = transformers.BertConfig(
-        vocab_size=len(tokens), hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=LIMIT, id2label=names, label2id={label: i for i, label in names.items()},
-    )  # fmt: skip
-    model = auto.from_config(config)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * 0.3)
-    model.save_pretrained(directory)
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_max_length=LIMIT, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",
-        sep_token="[SEP]", model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-    ).save_pretrained(directory)  # fmt: skip
-    return directory
-
-
 @pytest.fixture(scope="module")
 def ner(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("ner"), transformers.AutoModelForTokenClassification, ["O", "B-A", "I-A", "B"])
+    return save_classifier(
+        tmp_path_factory.mktemp("ner"), transformers.AutoModelForTokenClassification, ["O", "B-A", "I-A", "B"]
+    )
 
 
 @pytest.fixture(scope="module")
 def nli(tmp_path_factory: pytest.TempPathFactory) -> Path:
     labels = ["contradiction", "neutral", "entailment"]
-    return save(tmp_path_factory.mktemp("nli"), transformers.AutoModelForSequenceClassification, labels)
+    return save_classifier(tmp_path_factory.mktemp("nli"), transformers.AutoModelForSequenceClassification, labels)
 
 
 @pytest.fixture(scope="module")

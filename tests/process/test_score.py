@@ -12,19 +12,15 @@ from pathlib import Path
 import msgpack
 import numpy as np
 import pytest
-import torch
-import transformers
 from sie_sdk import SIEClient
 from sie_sdk.client import RequestError
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from tests.process.harness import Server, start_server
 from tests.process.wire import MSGPACK, Client, Response, dense_rows, get, post_json, stub_rows, total, wait_no_extents
+from tests.tiny_models import POISON, save_cross_encoder
 
 MAX_CANDIDATES = 40
 DOCUMENTS = ["alpha", "β", "", "the fourth text is a little longer than the others", "alpha"]
-NUM_WORDS = 30_200
-POISON = f"w{NUM_WORDS - 1}"  # beyond the words that a load tries out
 WORDS = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9 w10", "w11 w1 w2"]
 
 
@@ -33,32 +29,6 @@ def stub_score(query: str, document: str) -> float:
     head = query.encode()
     digest = hashlib.shake_256(struct.pack("<I", len(head)) + head + document.encode()).digest(3)
     return int.from_bytes(digest, "little") / 2**24
-
-
-def save_cross_encoder(directory: Path) -> Path:
-    """Write a tiny BERT cross-encoder with random weights, one of whose words is not a number."""
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=NUM_WORDS + 4, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=64, num_labels=1, pad_token_id=1,
-    )  # fmt: skip
-    model = transformers.BertForSequenceClassification(config)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * 0.2)
-        model.bert.embeddings.word_embeddings.weight[-1] = torch.nan
-    model.save_pretrained(directory)
-    words = ["<s>", "<pad>", "</s>", "<unk>", *(f"w{i}" for i in range(NUM_WORDS))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 0), ("</s>", 2)]
-    )
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_max_length=64, pad_token="<pad>", unk_token="<unk>",
-        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-    ).save_pretrained(directory)  # fmt: skip
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +106,7 @@ def test_headers_tell_the_times_and_the_server(server: Server) -> None:
         assert float(headers[name]) >= 0
     assert headers["x-sie-served-by"] == "local"
     assert len(headers["x-sie-runtime-instance"]) == 64
-    assert headers["x-sie-server-version"]
+    assert headers["x-sie-server-version"] == "0.10.1"
 
 
 @pytest.mark.parametrize("fields", [{"instruction": "Find"}, {"options": {"instruction": "Find"}}])

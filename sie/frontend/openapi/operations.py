@@ -78,7 +78,7 @@ _SCHEMA: Final = Fault(
 )
 _FAILED: Final = Fault(
     500,
-    ("INFERENCE_ERROR", "NON_FINITE"),
+    ("INFERENCE_ERROR",),
     "Something of the server's failed, or the model gave a value that is not finite.",
 )
 _NO_LOAD: Final = Fault(502, ("MODEL_LOAD_FAILED",), "The model's last load failed.")
@@ -249,7 +249,11 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         Answer(200, "`ok`: every model named at the start is loaded.", (TEXT,)),
         Answer(503, "`not ready`: it starts or stops.", (TEXT,)),
     ),
-    _text("/health", "Whether the process lives", _OK),
+    _text(
+        "/health",
+        "Whether the process lives, and what it is",
+        Answer(200, "`OK`, or where `Accept` has JSON `type`: `worker`, as this is no gateway.", (TEXT, JSON)),
+    ),
     _text("/metrics", "Counters for Prometheus", Answer(200, "Its text format, version 0.0.4.", (TEXT,))),
     _text("/", "A dashboard for browsers", Answer(200, "The page if `Accept` has it, else `OK`.", (HTML, TEXT))),
     _text("/docs", "This document as a page", Answer(200, "A page that fetches nothing from elsewhere.", (HTML,))),

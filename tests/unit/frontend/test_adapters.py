@@ -5,6 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
 
 from sie.cards import ModelCard
@@ -28,7 +29,7 @@ class Counter:
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
-        self.models = ModelTable(ThreadPoolExecutor(1), lambda _model: None)
+        self.models = ModelTable(ThreadPoolExecutor(1), self.sent.append)
         self.table = AdapterTable(self.models, self.sent.append)
 
     def ask(self, known: ModelEntry, adapter: str = "a", wait_s: float = 0.0) -> ModelEntry:
@@ -67,6 +68,12 @@ def test_load_that_goes_on_is_not_asked_for(counter: Counter) -> None:
     assert counter.sent == []
 
 
+def test_adapter_that_comes_back_with_its_worker_is_neither_asked_for_nor_refused(counter: Counter) -> None:
+    known = entry((), a=AdapterEntry(state="loading", recovering=True))
+    assert counter.ask(known) is known
+    assert counter.sent == []
+
+
 @pytest.mark.parametrize("error", [Internal("it does not fit"), BadRequest("no such layers")])
 def test_failed_load_is_the_answer_and_may_be_tried_again(counter: Counter, error: Any) -> None:
     with pytest.raises(type(error), match=error.message):
@@ -95,6 +102,26 @@ def test_route_that_waits_gets_the_adapter_as_soon_as_it_is_there(counter: Count
         return await waiting
 
     assert asyncio.run(main()).adapters["a"] is LOADED
+
+
+@pytest.mark.parametrize("state", ["available", "unloading"])
+def test_model_that_goes_while_its_adapter_is_waited_for_is_loaded_again_or_told(counter: Counter, state: Any) -> None:
+    async def main() -> ModelEntry:
+        until_ns = time.monotonic_ns() + 5_000_000_000
+        waiting = asyncio.ensure_future(counter.table.serving(entry(a=LOADING), "a", until_ns))
+        gone = msgspec.structs.replace(entry((), a=AVAILABLE), state=state)
+        for known in (gone, entry((), a=AVAILABLE), entry(a=LOADED)):
+            await asyncio.sleep(0.01)
+            counter.models.update(Models((known,), ready=True))
+        return await waiting
+
+    if state == "available":
+        assert asyncio.run(main()).adapters["a"] is LOADED
+        assert "m" in counter.sent, "the model was asked for"
+    else:
+        with pytest.raises(Unavailable, match="is unloading") as caught:
+            asyncio.run(main())
+        assert caught.value.code == "MODEL_NOT_LOADED"
 
 
 def test_route_that_waits_hears_of_the_load_at_its_deadline(counter: Counter) -> None:

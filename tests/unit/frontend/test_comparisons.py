@@ -103,6 +103,20 @@ def test_query_and_documents_are_read_by_their_own_rules(make_tokenizer: Any) ->
     assert found == ["<s> [Q] w1 </s>", "<s> [D] w5 w6 </s>", "<s> [D] </s>", "<s> [D] w1 </s>"]
 
 
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"max_seq_length": 4}, ["<s> [Q] w1 </s>", "<s> [D] w5 </s>"]),
+        ({"query_max_length": 4}, ["<s> [Q] w1 </s>", "<s> [D] w5 w6 </s>"]),
+        ({"max_seq_length": 4, "query_max_length": 3}, ["<s> [Q] </s>", "<s> [D] w5 </s>"]),
+        ({"max_seq_length": 9, "query_max_length": 9}, ["<s> [Q] w1 w2 </s>", "<s> [D] w5 w6 </s>"]),
+    ],
+)
+def test_lengths_of_the_request_only_lower_the_checkpoints(make_tokenizer: Any, options: Any, found: list[str]) -> None:
+    tokenizer = make_tokenizer(query_prefix="[Q] ", document_prefix="[D] ", query_length=5, document_length=5)
+    assert _texts(tokenizer, "w1 w2 w3", ["w5 w6 w7"], options=options) == found
+
+
 def test_checkpoints_prompts_are_used(make_tokenizer: Any) -> None:
     tokenizer = make_tokenizer({"query": "w40 ", "document": "w41 "})
     assert _texts(tokenizer, "w1", ["w2"]) == ["<s> w40 w1 </s>", "<s> w41 w2 </s>"]

@@ -47,6 +47,19 @@ def test_adapter_is_loaded_for_the_first_request_only() -> None:
     assert (adapters.entries("m")["a"].state, adapters.entries("m")["a"].workers) == ("loaded", (0,))
 
 
+def test_adapter_that_was_loaded_when_its_worker_died_is_recovering() -> None:
+    adapters = book()
+    load(adapters, "a")
+    adapters.want("m", "b", 0.0)
+    adapters.forget(0, None, 1.0, is_kept=True)
+    assert [adapters.entries("m")[name].recovering for name in "abc"] == [True, False, False]
+    tell(adapters, "a", "loaded")
+    assert not adapters.entries("m")["a"].recovering
+    adapters.forget(0, "m", 2.0, is_kept=False)
+    adapters.want("m", "a", 3.0)
+    assert not adapters.entries("m")["a"].recovering, "its model had gone for good"
+
+
 def test_undeclared_adapters_and_models_are_nobody_s() -> None:
     adapters = book()
     assert adapters.want("m", "x", 0.0) is None

@@ -69,7 +69,7 @@ def test_vector_that_is_not_finite_is_an_error() -> None:
     outputs = StepOutputs(multivector=[np.array([[np.nan, 1]], np.float32)])
     with pytest.raises(Internal) as caught:
         list(finish_ragged(CARD, [want("multivector")], outputs))
-    assert caught.value.code == "NON_FINITE"
+    assert caught.value.code == "INFERENCE_ERROR"
 
 
 def test_extractions_cross_as_msgpack() -> None:

@@ -10,13 +10,13 @@ import time
 import numpy as np
 import pytest
 
-from sie import control_messages
+from sie import control_messages, families
 from sie.control_messages import PeerFault
-from sie.errors import BadRequest, Internal, Overloaded, Unavailable, WorkerLost
+from sie.errors import BadRequest, DeadlineExceeded, Internal, Overloaded, Unavailable, WorkerLost
 from sie.shm.layout import REPLY
 from sie.shm.messages import Retire, send
 from sie.workers.scheduler import Budget
-from tests.unit.engine_rig import DEADLINE_S, MIB, Rig, SumRunner, card, checksum, in_rig
+from tests.unit.engine_rig import DEADLINE_S, MIB, Rig, SumRunner, Worker, card, checksum, in_rig
 
 TWO_ITEMS = Budget(max_tokens=1000, max_items=2, max_age_ns=10**12)
 WIDTH = 65536
@@ -109,17 +109,43 @@ async def test_quick_steps_of_one_model_do_not_shorten_another_s_allowance(rig: 
     assert allowed["m"] < allowed["n"]
 
 
+def queue_depth(worker: Worker, model: str) -> float:
+    name, labels = families.QUEUE_DEPTH.name, families.QUEUE_DEPTH.label_pairs(model)
+    return sum(record.value for record in worker.counters.records() if (record.name, record.labels) == (name, labels))
+
+
 @in_rig(budget=TWO_ITEMS)
-async def test_models_take_turns(rig: Rig) -> None:
+async def test_queue_depth_follows_what_comes_and_what_is_given_up(rig: Rig) -> None:
+    worker = rig.start_worker("m", "n")
+    first, *late = [rig.submit([1], [2], deadline_ns=time.monotonic_ns() + 50_000_000) for _ in range(3)]
+    other = rig.submit([3], model="n")
+    worker.runners["m"].on_step = lambda: time.sleep(0.06)  # the step itself: the others' deadline passes meanwhile
+    worker.turn()
+    assert (queue_depth(worker, "m"), queue_depth(worker, "n")) == (4, 1)
+    worker.turn(3)
+    assert (queue_depth(worker, "m"), queue_depth(worker, "n")) == (0, 0), "nothing of it ran"
+    await rig.rows(first)
+    await rig.rows(other)
+    for pending in late:
+        assert isinstance(await rig.error(pending), DeadlineExceeded)
+
+
+@in_rig(budget=TWO_ITEMS)
+async def test_models_share_the_time_and_not_the_tokens(rig: Rig) -> None:
     worker = rig.start_worker("m", "n")
     requests = [rig.submit([i], model=model) for model in "mn" for i in range(1, 7)]
     order: list[str] = []
-    for name, runner in worker.runners.items():
-        runner.on_step = lambda name=name: order.append(name)
+
+    def run(name: str, takes_s: float) -> None:
+        order.append(name)
+        time.sleep(takes_s)  # the step itself
+
+    worker.runners["m"].on_step = lambda: run("m", 0.002)
+    worker.runners["n"].on_step = lambda: run("n", 0.05)
     worker.turn(8)
     await rig.settle()
 
-    assert order == ["m", "n"] * 3
+    assert order == ["m", "n", "m", "m", "n", "n"]
     for pending in requests:
         await rig.rows(pending)
 

@@ -22,7 +22,7 @@ def state_of(*items: Waiting, model: str = "m") -> State:
 
 
 def take(state: State, budget: Budget = BUDGET, now_ns: int = 0) -> Step:
-    """Plan a step, apply it and charge for it, as the loop does."""
+    """Plan a step, apply it and charge for it, as the loop does; a token takes a nanosecond."""
     step = plan_step(state, budget, now_ns)
     assert step is not None
     state.remove(step)

@@ -252,9 +252,9 @@ def test_identity_without_uuid_and_bus_is_empty_there():
 def test_worker_counters_use_the_defined_families(page):
     metrics = WorkerMetrics(page, "3")
     metrics.observe_step(0.004, 100)
-    metrics.observe_batch("m", 6, 90)
-    metrics.observe_batch("m", 2, 10)
-    metrics.set_queue_depth("m", 5)
+    metrics.observe_batch("m", 6, 90, 0.003)
+    metrics.observe_batch("m", 2, 10, 0.001)
+    metrics.set_queue_depths({"m": "12345"})
     metrics.set_model("m", "cpu", loaded=True, memory_bytes=1024)
     metrics.set_extents_in_use(7)
     by_name = {record.name: record for record in page.records()}
@@ -265,6 +265,7 @@ def test_worker_counters_use_the_defined_families(page):
     values = {name: (dict(record.labels), record.value) for name, record in by_name.items()}
     assert values == {
         families.STEP_DURATION.name: ({"worker": "3"}, 0.004),
+        families.MODEL_BUSY.name: ({"model": "m"}, 0.004),
         families.STEP_TOKENS.name: ({"worker": "3"}, 100),
         families.BATCH_SIZE.name: ({"model": "m"}, 8),
         families.TOKENS_PROCESSED.name: ({"model": "m"}, 100),
@@ -294,9 +295,9 @@ def test_a_share_of_values_that_are_not_finite_grows_and_is_forgotten_when_the_m
     assert 0 < share() <= 0.01, "one says little"
     for _ in range(2000):
         metrics.count_non_finite("m", 1)
-        metrics.observe_batch("m", 50, 100)
+        metrics.observe_batch("m", 50, 100, 0.1)
     assert 0.015 < share() < 0.025, "one in fifty"
-    metrics.observe_batch("m", 1000, 1000)
+    metrics.observe_batch("m", 1000, 1000, 0.1)
     assert share() < 0.01
-    metrics.observe_batch("m", 10_000, 1000)
+    metrics.observe_batch("m", 10_000, 1000, 0.1)
     assert share() < 1e-4

@@ -179,7 +179,7 @@ def test_value_that_is_not_finite_is_an_error(value: float) -> None:
     weights[1, 3] = value
     with pytest.raises(Internal) as caught:
         splade.take_entries(weights)
-    assert caught.value.code == "NON_FINITE"
+    assert caught.value.code == "INFERENCE_ERROR"
 
 
 def test_step_of_many_texts_never_builds_all_logits() -> None:

@@ -1,0 +1,48 @@
+"""The page of the API names every route, every error and every refused option that there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sie import errors
+from sie.catalog.options import REFUSED
+from sie.frontend.routes import ROUTES, WEBSOCKETS
+
+PAGE = Path(__file__).parents[2].joinpath("docs/sie-api.md").read_text(encoding="utf-8")
+SOURCES = Path(errors.__file__).parent
+_SILENT = {"CLIENT_GONE", "INTERNAL_ERROR"}
+"""Codes of classes that are never sent as such."""
+
+
+def codes() -> set[str]:
+    """Return the codes of all error classes and those that are given where an error is raised."""
+    kinds = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.SieError)]
+    given = {code for path in SOURCES.rglob("*.py") for code in re.findall(r'\bcode="([A-Z_]+)"', path.read_text())}
+    return {kind.code for kind in kinds} | given
+
+
+@pytest.mark.parametrize("path", sorted({route.template for route in ROUTES} | WEBSOCKETS.keys()))
+def test_route_is_there(path: str) -> None:
+    name = path.removeprefix("/v1/models/") if path.startswith("/v1/models/") and "{" not in path else path
+    assert re.search(rf"[` ]{re.escape(name)}`", PAGE)
+
+
+@pytest.mark.parametrize("code", sorted(codes()))
+def test_error_is_in_a_table(code: str) -> None:
+    rows = [line for line in PAGE.splitlines() if line.startswith(f"| `{code}` |")]
+    assert rows or code in _SILENT
+
+
+@pytest.mark.parametrize(
+    "kind", [errors.PoisonInput, errors.DeadlineExceeded, errors.ModelLoadFailed, errors.Overloaded]
+)
+def test_status_is_the_class_s(kind: type[errors.SieError]) -> None:
+    assert f"| `{kind.code}` | {kind.http_status} |" in PAGE
+
+
+@pytest.mark.parametrize("option", sorted(REFUSED))
+def test_refused_option_is_named(option: str) -> None:
+    assert f"`{option}`" in PAGE
