@@ -294,6 +294,14 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     body_idle_timeout_s: Annotated[
         float, Meta(ge=0.1, le=600, description="Longest pause within a request body before its connection is cut.")
     ] = 15.0
+    min_body_bytes_per_s: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=256 * MIB,
+            description="Slowest request body, on average, once it takes longer than `body_idle_timeout_s`; else 408.",
+        ),
+    ] = 1024
 
 
 class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -383,6 +391,19 @@ class Tracing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = field(default=1.0, name="trace_share")
 
 
+class Testing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Breaking this server on purpose. Nothing here belongs on a server that anyone relies on."""
+
+    test: Annotated[bool, Meta(description="Allow failpoints, and stub models that fail on purpose.")] = False
+    failpoints: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Point at which to break a process; repeatable; refused without `test`.",
+            extra={"form": "POINT=kill|stop|spin|raise|exit:STATUS|sleep:MILLISECONDS|leak:KIB[@COUNT]"},
+        ),
+    ] = ()
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole tree. It encodes with msgspec, so that a process can be handed it."""
 
@@ -396,6 +417,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     supervisor: Supervisor = Supervisor()
     status: Status = Status()
     tracing: Tracing = Tracing()
+    testing: Testing = Testing()
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -479,6 +501,7 @@ def _check_together(settings: Settings, sources: Mapping[str, Source]) -> None:
         ("tls_key", bool(access.tls_key) and not access.tls_cert, "needs tls_cert beside it"),
         ("tls_client_ca", bool(access.tls_client_ca) and not access.tls_cert, "needs tls_cert and tls_key beside it"),
         ("uds", bool(access.uds) and bool(access.tls_cert), "a Unix socket takes no TLS; leave tls_cert out"),
+        ("failpoints", bool(settings.testing.failpoints) and not settings.testing.test, "are refused without `test`"),
         (
             "max_queued_images",
             limits.max_queued_images < limits.max_images,

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 from numpy.typing import NDArray
 
+from sie import failpoints
 from sie.control_messages import ModelEntry, PeerFault, Quarantine
 from sie.errors import DeadlineExceeded, Internal, Overloaded, SieError, Unavailable, WireError, WorkerLost, from_wire
 from sie.frontend import admission
@@ -145,8 +146,10 @@ class ShmEngine:
         )
         self._quarantined.check(lease.view[: layout.nbytes])
         link = self._choose(pending)
+        failpoints.reach("frontend.before_commit")
         if link is None or not self._try_submit(link, pending):
             self._hold(pending)
+        failpoints.reach("frontend.after_push")
         lease.hand_over(pending.request_id)
         return pending
 
@@ -178,6 +181,8 @@ class ShmEngine:
         raise self._overloaded("the ring is full")
 
     def _candidates(self, pending: Pending) -> list[WorkerLink]:
+        if pending.num_strikes >= _MAX_STRIKES:
+            return []
         workers = workers_with(self._find_model(pending.model), pending.adapter)
         return [link for slot in workers if (link := self._links.get(slot)) is not None]
 
@@ -250,8 +255,8 @@ class ShmEngine:
                     del self._held[pending.request_id]
 
     def fail_held(self) -> None:
-        """End the wait of requests whose model will not come back."""
-        for pending in list(self._held.values()):
+        """End the wait of requests whose model will not come back; `quarantine` ends that of the others."""
+        for pending in [held for held in self._held.values() if held.num_strikes < _MAX_STRIKES]:
             entry = self._find_model(pending.model)
             if entry is None or not (entry.recovering or entry.workers):
                 self.abandon(pending, WorkerLost(f"Model '{pending.model}' was lost with its worker"))
@@ -313,26 +318,24 @@ class ShmEngine:
         if pending.future.done():
             pending.lease.end()
             return
-        if is_suspect and self._strike(pending):
-            self._end(pending, poison())
-            return
+        if is_suspect:
+            self._strike(pending)
         pending.link = None
         self._held[pending.request_id] = pending
 
-    def _strike(self, pending: Pending) -> bool:
-        """Count a death against a request; return whether that makes it refused everywhere.
+    def _strike(self, pending: Pending) -> None:
+        """Count a death against a request.
 
-        The first time it ran among others, so any of them may be to blame: each goes on alone.
+        The first time it ran among others, so any of them may be to blame: each goes on alone. The second time it is
+        refused, but its client hears so only when all frontends have: it might ask another one at once.
         """
         pending.num_strikes += 1
-        if pending.num_strikes < _MAX_STRIKES:
-            pending.flags |= FLAG_ALONE
-            return False
-        self._send(Quarantine(pending.digest()))
-        return True
+        pending.flags |= FLAG_ALONE
+        if pending.num_strikes >= _MAX_STRIKES:
+            self._send(Quarantine(pending.digest()))
 
     def quarantine(self, digest: bytes) -> None:
-        """Refuse this input from now on: it killed two workers, the second time alone."""
+        """Refuse this input from now on: it killed two workers, the second time alone. The supervisor says so to all."""
         self._quarantined.add(digest)
         for pending in [held for held in self._held.values() if held.num_strikes and held.digest() == digest]:
             self.abandon(pending, poison())

@@ -11,7 +11,7 @@ import select
 import time
 from collections.abc import Callable
 
-from sie import control_messages
+from sie import control_messages, failpoints
 from sie.cards import ModelCard
 from sie.control import Channel, ChannelClosedError
 from sie.errors import BadRequest, Internal, SieError, Unavailable
@@ -35,16 +35,16 @@ from sie.workers.scheduler import Budget, State, Step, Waiting, plan_step
 from sie.workers.telemetry import WorkerMetrics
 
 _log = get_logger(__name__)
-_IDLE_WAIT_S = 1.0
+_IDLE_WAIT_S = 0.2
 _CREDIT_WAIT_S = 0.005
 _SLACK = 10
 """A step may take this many times as long as its tokens usually do before the watchdog's time starts."""
 _FIRST_TOKEN_NS = 2_000_000.0
-_MIN_ALLOWED_NS = 1_000_000_000
-_BEAT_NS = 500_000_000
+_MIN_ALLOWED_NS = 250_000_000
+_BEAT_NS = 200_000_000
 _TEND_NS = 1_000_000_000
-_IDLE_ALLOWED_NS = 2_000_000_000
-"""How long a turn without a step may take: over the idle wait."""
+_IDLE_ALLOWED_NS = 350_000_000
+"""How long a turn without a step may take: over the idle wait, and so little that a hang is found within watchdog_s + 0.5 s."""
 
 
 class Loop:
@@ -375,6 +375,7 @@ class Loop:
         ns_per_token = self._ns_per_token.get(card.id, _FIRST_TOKEN_NS)
         allowed_ns = int(_MIN_ALLOWED_NS + _SLACK * ns_per_token * num_tokens)
         self._page.write(self._num_steps, started_ns, allowed_ns, "step", running.values())
+        failpoints.reach("worker.before_step")
         outputs = forward(runner, items)
         self._answers.put(card, items, outputs, time.monotonic_ns() - started_ns)
 
@@ -383,7 +384,7 @@ class Loop:
         self._metrics.observe_step(took_ns / 1e9, num_tokens)
         self._metrics.observe_batch(model, len(items), num_tokens, took_ns / 1e9)
         if num_tokens:
-            known = self._ns_per_token.get(model, _FIRST_TOKEN_NS)
+            known = self._ns_per_token.get(model, took_ns / num_tokens)  # the first step takes the place of the guess
             self._ns_per_token[model] = known + 0.1 * (took_ns / num_tokens - known)
 
     def _settle(self) -> None:
