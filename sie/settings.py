@@ -257,6 +257,14 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             description="Most windows of words in which GLiNER reads one text; over it is 400 INPUT_TOO_LONG.",
         ),
     ] = 128
+    max_span_candidates: Annotated[
+        int,
+        Meta(
+            ge=256,
+            le=1 << 20,
+            description="Spans of a window over the threshold from which GLiNER may choose its entities; over it is 400.",
+        ),
+    ] = 16384
     max_relation_candidates: Annotated[
         int,
         Meta(
@@ -284,7 +292,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ge=1,
             le=1 << 30,
             description="Most pixels of an image, read before it is decoded; of a request's images together, for a "
-            "model without one size for all. Decoding takes up to 8 bytes a pixel and thread.",
+            "model without one size for all. Decoding takes up to 16 bytes a pixel and thread.",
         ),
     ] = 1 << 25
     max_queued_images: Annotated[

@@ -57,7 +57,6 @@ Recorder = Callable[[Any, int, Headers, SieError | None], Headers]
 
 _log = get_logger(__name__)
 _CONFIGURE_TIMEOUT_S: Final = 10.0
-_ATTACH_TIMEOUT_S: Final = 30.0
 _TICK_S: Final = 0.02
 _WATCH_AFTER_NS: Final = 50_000_000
 """A request that waited this long gets a watcher of its client's connection; most are answered before."""
@@ -92,7 +91,7 @@ class FrontendProcess:
         self.engine = ShmEngine(settings, self._space, self.models.hosted, self._send)
         self._images = ImageReader(settings.limits, settings.server.image_threads)
         self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool, self._images)
-        self.scorer = Scorer(self.engine, self.models, self._pool)
+        self.scorer = Scorer(self.engine, self.models, settings.limits, self._pool)
         self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool, self._images)
         texts = TextTensors(self.encoder, self.scorer, limits=lambda: self.settings.limits)
         self.tensors = Tensors(self.engine, self.models, self.admin, self._pool, texts)
@@ -136,7 +135,8 @@ class FrontendProcess:
         """Take over reloaded settings. Requests that are under way end by the limits they began with."""
         self._derive(settings)
         self.engine.reconfigure(settings.limits)
-        self.extractor.reconfigure(settings.limits)
+        for operation in (self.encoder, self.scorer, self.extractor):
+            operation.reconfigure(settings.limits)
         self.bodies.reconfigure(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
         set_level(settings.server.log_level)
 

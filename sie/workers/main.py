@@ -164,7 +164,7 @@ def _load_library_model(
     dtype = settings.models.dtype
     if isinstance(card.extract, Gliclass):
         return load_gliclass(card, launch.device, dtype, progress)
-    return load_gliner(card, launch.device, dtype, progress, settings.limits.max_relation_candidates)
+    return load_gliner(card, launch.device, dtype, progress, settings.limits)
 
 
 if __name__ == "__main__":
