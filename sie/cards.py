@@ -1,6 +1,6 @@
 """Owns the model card: everything about a model, its adapters and its outputs that is known before its weights are read.
 
-Imports nothing of ours but `sie.extraction`; holds no behaviour beyond construction.
+Imports nothing of ours but `sie.extraction` and `sie.tensors`; holds no behaviour beyond construction.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from sie.extraction import ExtractRule
+from sie.tensors import TensorRule
 
 ModelState = Literal["available", "loading", "loaded", "unloading", "failed"]
 
@@ -43,6 +44,8 @@ class StubOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Whether it also extracts."""
     image: bool = False
     """Whether it also takes images, as they are."""
+    tensor: bool = False
+    """Whether it takes tensors, and nothing else."""
     fail: Literal["", "load", "oom", "sticky", "nan"] = ""
     """What fails, on a server with `test`: its load, its steps (no memory, a lost device) or its values."""
     fail_on: str = ""
@@ -131,7 +134,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: str
-    kind: Literal["encoder", "dual-encoder", "cross-encoder", "causal-reranker", "extractor", "stub"]
+    kind: Literal["encoder", "dual-encoder", "cross-encoder", "causal-reranker", "extractor", "tensor", "stub"]
     directory: str = ""
     """Absolute path of the checkpoint; empty for a stub."""
     revision: str | None = None
@@ -142,7 +145,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     max_sequence_length: int | None = None
     vocab_size: int = 0
     num_weights: int = 0
-    """Numbers in the checkpoint's safetensors; 0 when that is not known."""
+    """Numbers in the checkpoint's safetensors, a fourth of its bytes for a model of tensors; 0 when that is not known."""
     tokenizer_file: str = ""
     """Absolute path of the `tokenizer.json` to use; empty when the worker takes text."""
     lowercase: bool = False
@@ -172,6 +175,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     late: LateInteraction | None = None
     image: ImageRule | None = None
     """How images are read; None for a model that takes none."""
+    tensor: TensorRule | None = None
+    """What tensors it takes and gives; None for a model that has no tensors of its own."""
     missing_outputs: dict[str, str] = {}
     """Outputs that the model is known for and that this checkpoint cannot give, with the reason."""
     profiles: dict[str, dict[str, Any]] = {}

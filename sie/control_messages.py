@@ -127,9 +127,22 @@ class Manage(msgspec.Struct, tag=True, frozen=True):
 
 
 class Managed(msgspec.Struct, tag=True, frozen=True):
-    """Supervisor to frontend: it has begun; the model's new state was in the `Models` just before."""
+    """Supervisor to frontend: it has begun; the model's new state was in the `Models` just before. Or it could not."""
 
     number: int
+    error: WireError | None = None
+
+
+class ManageRepository(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to supervisor: an administrator wants a repository's model loaded (read anew) or unloaded, or all of the
+    repositories read anew (reload; name is empty).
+
+    Answered by `Managed` with its number, and with the error that kept it from beginning.
+    """
+
+    number: int
+    action: Literal["load", "unload", "reload"]
+    name: str = ""
 
 
 class MemoryReport(msgspec.Struct, tag=True, frozen=True):
@@ -281,5 +294,5 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
 Message = (
     Hello | Configure | Attach | Ready | LoadModel | Load | Unload | ModelReport | Models | WorkerDown | Quarantine
     | PeerFault | Spilled | Touch | Ping | Pong | Drain | Manage | Managed | MemoryReport | MemoryShort
-    | WantAdapter | LoadAdapter | UnloadAdapter | AdapterReport | Keys
+    | WantAdapter | LoadAdapter | UnloadAdapter | AdapterReport | ManageRepository | Keys
 )  # fmt: skip

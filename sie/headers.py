@@ -25,13 +25,15 @@ class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
 
     Arrays: `cu_seqlens` int32 (n + 1,), first 0, the cost of each item in tokens as differences; and `token_ids`
     int32 (t,), or for a model that takes text `text` uint8 (bytes,) with `text_offsets` int32 (n + 1,). operation
-    is `encode`, `score` or `extract`. An item of `score` is a pair, with `token_types` uint8 (t,) beside token_ids when
+    is `encode`, `score`, `extract` or `infer`. An item of `score` is a pair, with `token_types` uint8 (t,) beside token_ids when
     the model wants them, and as text the length of the query's UTF-8 in four bytes (little-endian), query, document; with
     `compared` it is one text: item 0 the query, the others documents. One of `extract` is what the card's rule reads, pairs
     with their token_types, too.
     With images there are `pixels` uint8 (bytes,), the RGB rows of all images back to back, `image_sizes` int32 (m, 2),
     height and width of each, `image_offsets` int32 (n + 1,), the images of each item, and, where an item is a text,
     `token_offsets` int32 (n + 1,) beside token_ids: an item is images, or else a text.
+    A request to `infer` is one item with none of these arrays: task is a `TensorTask`, and each of its tensors is an array
+    uint8 (bytes,), in order.
     What a detector looks for in all of them is `query_ids` int32 (t,), token ids, with `query_offsets` int32 (q + 1,).
     """
 
@@ -48,7 +50,7 @@ class WorkHeader(msgspec.Struct, array_like=True, frozen=True):
     compared: tuple[tuple[str, float], ...] = ()
     """Outputs by which item 0 of a score is compared with the others, each with its weight in the sum."""
     task: bytes = b""
-    """An `ExtractTask` as msgpack, for a model whose worker answers with whole extractions or with boxes."""
+    """An `ExtractTask` as msgpack, for a model whose worker answers with whole extractions or with boxes; or a `TensorTask`."""
     expand_to: int | None = None
     """Length that queries are filled up to in place of the card's own; None: the card's."""
     lora: str = ""
@@ -74,3 +76,31 @@ class ReplyHeader(msgspec.Struct, array_like=True, frozen=True):
     """
 
     arrays: tuple[ArrayRef, ...]
+
+
+class TensorForm(msgspec.Struct, array_like=True, frozen=True):
+    """One tensor of an extent, whose bytes are an array of their own: name, protocol datatype, full shape."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+class TensorTask(msgspec.Struct, array_like=True, frozen=True):
+    """What a request to `infer` asks for."""
+
+    inputs: tuple[TensorForm, ...]
+    outputs: tuple[str, ...]
+    """What it wants, in this order; empty: all, in the model's order."""
+    cost: int
+    """In the scheduler's tokens."""
+
+
+class TensorReplyHeader(msgspec.Struct, array_like=True, frozen=True):
+    """The header of the reply to a request to `infer`.
+
+    Arrays: `times` int64 (3,), as in `ReplyHeader`; then for each tensor, in order, one uint8 (bytes,).
+    """
+
+    arrays: tuple[ArrayRef, ...]
+    tensors: tuple[TensorForm, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -10,12 +11,12 @@ from sie.cards import AdapterSpec, ModelCard
 from sie.catalog.cards import make_card
 from sie.catalog.model_file import read_model_file
 from sie.catalog.profiles import DEFAULT_PROFILE, Profiles, entry_ids, fold_default, known_profiles
-from sie.catalog.spec import ModelSpec, parse_adapter_spec, parse_model_spec
+from sie.catalog.spec import ModelSpec, parse_adapter_spec, parse_model_spec, repository_specs
 from sie.config_sources import SettingsError, Source
 from sie.errors import BadRequest, SieError
-from sie.settings import Loaded
+from sie.settings import Loaded, Models
 
-Start = Literal["preload", "lazy"]
+Start = Literal["preload", "lazy", "explicit"]
 _HEADINGS = ("MODEL", "START", "DIMS", "MAX TOKENS", "ARCHITECTURE", "SOURCE")
 
 
@@ -54,6 +55,10 @@ def check_models(loaded: Loaded) -> dict[str, tuple[ModelSpec, Start]]:
                     f"{name} (from {loaded.sources[name]}): {text!r} fails on purpose, which is refused without `test`"
                 )
             specs[spec.id] = (spec, start)
+    for directory in models.repositories:
+        if not Path(directory).is_dir():
+            source = loaded.sources["model_repository"]
+            raise SettingsError(f"model_repository (from {source}): there is no directory {directory}")
     _add_from_file(loaded, specs)
     entries = [entry for spec, _ in specs.values() for entry in entry_ids(spec.id, _profiles(spec))]
     if models.default_model and fold_default(models.default_model) not in entries:
@@ -121,6 +126,7 @@ def check_adapters(loaded: Loaded) -> list[AdapterSpec]:
 def list_models(loaded: Loaded) -> list[ModelRow]:
     """Return one row a model, in the order in which they were named."""
     rows = [_read(spec, start) for spec, start in check_models(loaded).values()]
+    rows += _repository_rows(loaded.settings.models)
     adapters = check_adapters(loaded)
     return [
         msgspec.structs.replace(row, loras=tuple(spec.id for spec in adapters if spec.model == row.id)) for row in rows
@@ -156,10 +162,33 @@ def _read(spec: ModelSpec, start: Start) -> ModelRow:
     if spec.stub is None and spec.directory is None:
         return row
     try:
-        card = make_card(spec, spec.directory or "")
+        card = _read_card(spec)
     except SieError as error:
         return msgspec.structs.replace(row, error=error.message)
     return msgspec.structs.replace(row, card=card, profiles=card.profiles)
+
+
+def _read_card(spec: ModelSpec) -> ModelCard:
+    if spec.tensor is None:
+        return make_card(spec, spec.directory or "")
+    from sie.catalog.tensor_rule import read_tensor_card  # imports protobuf
+
+    return read_tensor_card(spec)
+
+
+def _repository_rows(models: Models) -> list[ModelRow]:
+    """Return a row for each version of each model of the repositories, and for each model without any."""
+    if not models.repositories:
+        return []
+    from sie.catalog.repository import find_models  # imports protobuf
+
+    start: Start = "explicit" if models.repository_control == "explicit" else "preload"
+    rows: list[ModelRow] = []
+    for model in find_models(tuple(str(Path(directory).absolute()) for directory in models.repositories)):
+        if not model.versions:
+            rows.append(ModelRow(model.name, start, f"{model.repository}/{model.name}", error=model.reason))
+        rows += [_read(spec, start) for spec in repository_specs(model, models.default_max_batch_size)]
+    return rows
 
 
 def _source(spec: ModelSpec) -> str:

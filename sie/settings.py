@@ -134,6 +134,26 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     default_model: Annotated[
         str, Meta(description="Model for OpenAI requests that name none; empty takes the only able one.")
     ] = ""
+    repositories: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Directory of tensor models, NAME/VERSION/model.onnx or model.pt2 (docs/tensors.md); repeatable.",
+            extra={"form": "DIR"},
+        ),
+    ] = field(default=(), name="model_repository")
+    repository_control: Annotated[
+        Literal["none", "explicit"],
+        Meta(description="none loads all models of the repositories at the start; explicit only when it is asked to."),
+    ] = "none"
+    default_max_batch_size: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65536,
+            description="Most rows that a tensor model with a batch dimension and no configuration runs at once; 0: it "
+            "has no batch dimension.",
+        ),
+    ] = 64
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="Number format of the weights; auto is bfloat16 where the device computes in it."),
@@ -208,7 +228,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one request may ask for, and how much may wait."""
 
     max_body_bytes: Annotated[
-        int, Meta(ge=1024, le=256 * MIB, description="Largest request body; over it is 413 INPUT_TOO_LONG.")
+        int, Meta(ge=1024, le=1024 * MIB, description="Largest request body; over it is 413 INPUT_TOO_LONG.")
     ] = 34 * MIB
     max_items: Annotated[
         int, Meta(ge=1, le=65536, description="Most items in one request; over it is 400, never retryable.")
@@ -258,6 +278,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_item_text_bytes: Annotated[
         int, Meta(ge=1, le=256 * MIB, description="Largest item, its UTF-8 text and metadata together.")
     ] = 2 * MIB
+    max_tensor_strings: Annotated[
+        int, Meta(ge=1, le=1 << 28, description="Most elements of a request's BYTES tensors together; over it is 400.")
+    ] = 1 << 20
     max_images: Annotated[int, Meta(ge=1, le=65536, description="Most images in one request; over it is 400.")] = 256
     max_item_images: Annotated[int, Meta(ge=1, le=64, description="Most images in one item; over it is 400.")] = 16
     max_image_bytes: Annotated[
@@ -343,6 +366,9 @@ class Scheduler(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_age_ms: Annotated[
         float, Meta(ge=0, le=60000, description="Age from which a sequence runs before any that fit better.")
     ] = 250.0
+    max_tensor_step_ms: Annotated[
+        float, Meta(ge=0, le=60000, description="Longest step that tensor requests are put together for; 0 for any.")
+    ] = 100.0
 
 
 class Supervisor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

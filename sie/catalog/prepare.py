@@ -2,7 +2,8 @@
 
 A process of its own because it may take minutes, use the network and import transformers; the supervisor does none
 of these. REQUEST is a `Request` as JSON. Standard output carries JSON lines: any number of `Report`, then one `Ready`
-(of an adapter `Fetched`) or `Failed`; the exit status is 1 after Failed, else 0. All else that is printed goes to standard error.
+(of an adapter `Fetched`, of model repositories `Found`) or `Failed`; the exit status is 1 after Failed, else 0. All else
+that is printed goes to standard error.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sie.catalog.chat_pairs import read_pair_template
 from sie.catalog.files import open_checkpoint
 from sie.catalog.hub import Progress, fetch
 from sie.catalog.lora import CONFIG_FILE, WEIGHTS_FILE
-from sie.catalog.spec import ModelSpec
+from sie.catalog.spec import ModelSpec, RepositoryModel
 from sie.catalog.tokenizer import convert_tokenizer
 from sie.catalog.weights import with_num_weights
 from sie.errors import Internal, SieError, WireError, to_wire
@@ -33,6 +34,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_dir: str
     is_adapter: bool = False
     """Whether the spec is that of an adapter on the hub, which only has to be fetched."""
+    repositories: tuple[str, ...] = ()
+    """Model repositories to look into, for the model that the spec names or, where its id is empty, for all."""
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
@@ -54,13 +57,19 @@ class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
     directory: str
 
 
+class Found(msgspec.Struct, frozen=True, tag="found"):
+    """The last line of a success with model repositories."""
+
+    models: list[RepositoryModel]
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The last line of a failure. extras hold `error_class`."""
 
     error: WireError
 
 
-Message = Report | Ready | Fetched | Failed
+Message = Report | Ready | Fetched | Found | Failed
 
 
 def prepare(request: Request, on_progress: Progress) -> ModelCard:
@@ -71,6 +80,10 @@ def prepare(request: Request, on_progress: Progress) -> ModelCard:
     spec = request.spec
     if spec.stub is not None:
         return make_card(spec, "")
+    if spec.tensor is not None:
+        from sie.catalog.tensor_rule import read_tensor_card  # imports protobuf
+
+        return read_tensor_card(spec)
     directory = spec.directory or fetch(spec, on_progress)
     card = make_card(spec, directory)
     if "auto_map" in open_checkpoint(card.id, card.directory).read_object("config.json"):
@@ -106,7 +119,11 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _answer(request: Request, on_progress: Progress) -> Ready | Fetched:
+def _answer(request: Request, on_progress: Progress) -> Ready | Fetched | Found:
+    if request.repositories:
+        from sie.catalog.repository import find_models  # imports protobuf
+
+        return Found(find_models(request.repositories, request.spec.id))
     if request.is_adapter:
         return Fetched(fetch(request.spec, on_progress, [CONFIG_FILE, WEIGHTS_FILE]))
     return Ready(prepare(request, on_progress))

@@ -26,11 +26,46 @@ _ID = re.compile(r"[A-Za-z0-9._/-]+")
 _REVISION = re.compile(r"[A-Za-z0-9._/-]+")
 _DEFAULT_STUB = StubOptions()
 _STUB_WIDTHS = ("dense", "sparse", "multivector")
+_NOT_OF_TENSORS = {"dense", "sparse", "multivector", "score", "extract", "image", "max_tokens", "per_token_us"}
 _STUB_MINIMUM = {"dense": 1, "max_tokens": 1}
 
 
+class TensorSource(msgspec.Struct, frozen=True, kw_only=True):
+    """One version of one model of a model repository; version is empty for a model that has none to serve."""
+
+    repository: str
+    """Absolute path of the repository's directory."""
+    name: str
+    version: str
+    default_max_batch_size: int = 0
+    """For a model with a batch dimension and no configuration."""
+    stamp: str = ""
+    """Another text once the model's files have changed."""
+
+    @property
+    def hosted_id(self) -> str:
+        """The id under which this version is a model of the server."""
+        return f"{self.name}/versions/{self.version}" if self.version else f"{self.name}/versions"
+
+    @property
+    def folder(self) -> str:
+        """The model's directory, which holds its versions."""
+        return f"{self.repository}/{self.name}"
+
+
+class RepositoryModel(msgspec.Struct, frozen=True, kw_only=True):
+    """One model of a model repository: the versions to serve by its policy, oldest first, or why it has none."""
+
+    name: str
+    repository: str
+    versions: tuple[str, ...] = ()
+    stamps: tuple[str, ...] = ()
+    """Of each version, as in `TensorSource`."""
+    reason: str = ""
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one served model comes from: a directory, a stub, or (neither set) the hub's repository `id`.
+    """Where one served model comes from: a directory, a stub, a model repository, or (none set) the hub's `id`.
 
     max_sequence_length and profiles are the operator's own, from the file that `sie.catalog.model_file` reads.
     """
@@ -41,6 +76,19 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     stub: StubOptions | None = None
     max_sequence_length: int | None = None
     profiles: dict[str, dict[str, Any]] = {}
+    tensor: TensorSource | None = None
+
+
+def repository_specs(model: RepositoryModel, default_max_batch_size: int) -> list[ModelSpec]:
+    """Return the spec of each version of a repository's model."""
+    sources = [
+        TensorSource(
+            repository=model.repository, name=model.name, version=version, stamp=stamp,
+            default_max_batch_size=default_max_batch_size,
+        )
+        for version, stamp in zip(model.versions, model.stamps, strict=True)
+    ]  # fmt: skip
+    return [ModelSpec(id=source.hosted_id, directory=source.folder, tensor=source) for source in sources]
 
 
 def parse_model_spec(text: str) -> ModelSpec:
@@ -140,6 +188,8 @@ def _parse_stub(options: str, text: str) -> StubOptions:
         value, least = getattr(stub, key), _STUB_MINIMUM.get(key, 0)
         if not isinstance(value, str) and (not math.isfinite(value) or value < least):
             raise BadRequest(f"model spec {text!r}: stub option {key!r} is {value}, but must be at least {least}")
+    if stub.tensor and (others := _NOT_OF_TENSORS & set(pairs)):
+        raise BadRequest(f"model spec {text!r}: a stub that takes tensors has no option {min(others)!r}")
     for key in _STUB_WIDTHS:
         if getattr(stub, key) > MAX_STUB_WIDTH:
             raise BadRequest(

@@ -21,6 +21,8 @@ H(x) = SHAKE-256 of x and `text` the UTF-8 of the text:
                  is D[0:3] over 2**24, its box x = D[3:5] modulo the width, y = D[5:7] modulo the height, 1 + D[7:9]
                  modulo what is left of the width, 1 + D[9:11] modulo what is left of the height, all little-endian
 
+    tensor       input INPUTn, of any datatype and shape, is output OUTPUTn; nothing else is taken then. A token is a KiB
+
 Values are float32. Queries and documents are alike. Options that lower the limit of tokens cut the UTF-8 at four bytes
 for each token left. With an adapter, `text` is "lora", its id in UTF-8, a zero byte and then the text's own bytes; how
 many rows a multivector has follows from that, too.
@@ -32,6 +34,7 @@ from sie.cards import ImageRule, ModelCard
 from sie.catalog.spec import ModelSpec
 from sie.errors import BadRequest
 from sie.extraction import StubExtract
+from sie.tensors import TensorRule, TensorSpec
 
 BYTES_PER_TOKEN = 4
 
@@ -40,6 +43,9 @@ def stub_card(spec: ModelSpec) -> ModelCard:
     """Return the card of a stub. Raises BadRequest when the spec is not one."""
     if spec.stub is None:
         raise BadRequest(f"model {spec.id!r} is not a stub")
+    if spec.stub.tensor:
+        return ModelCard(id=spec.id, kind="stub", architecture="stub", inputs=("tensor",), outputs=(), stub=spec.stub,
+                         tensor=_stub_rule(spec.id))  # fmt: skip
     widths = {"dense": spec.stub.dense, "sparse": spec.stub.sparse, "multivector": spec.stub.multivector}
     flags = {"score": spec.stub.score, "extract": spec.stub.extract}
     dims = {output: width for output, width in widths.items() if width}
@@ -56,6 +62,22 @@ def stub_card(spec: ModelSpec) -> ModelCard:
         stub=spec.stub,
         extract=StubExtract() if spec.stub.extract else None,
     )
+
+
+def _stub_rule(name: str) -> TensorRule:
+    """Return what a stub shows of itself: the first of its inputs, in the plainest form that it may have."""
+    config = {
+        "name": name,
+        "platform": "stub",
+        "max_batch_size": 0,
+        "input": [{"name": "INPUT0", "data_type": "TYPE_FP32", "dims": [-1]}],
+        "output": [{"name": "OUTPUT0", "data_type": "TYPE_FP32", "dims": [-1]}],
+    }
+    return TensorRule(
+        name=name, version="1", platform="stub", config=config,
+        inputs=(TensorSpec(name="INPUT0", datatype="FP32", shape=(-1,)),),
+        outputs=(TensorSpec(name="OUTPUT0", datatype="FP32", shape=(-1,)),),
+    )  # fmt: skip
 
 
 def count_stub_tokens(num_bytes: int, max_tokens: int) -> int:

@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from sie.catalog.profiles import model_of
-from sie.control_messages import Manage, ManageAction, ModelEntry
-from sie.errors import BadRequest, Forbidden, SieError
+from sie.control_messages import Manage, ManageAction, ManageRepository, ModelEntry
+from sie.errors import BadRequest, Forbidden, SieError, WireError, from_wire
 from sie.frontend.models import ModelTable
 
 _STATUS: Final = {"available": "unloaded"}
@@ -84,7 +84,7 @@ def _is_loopback(host: str) -> bool:
 class ModelAdmin:
     """The models of the server, as an administrator handles them from one frontend process."""
 
-    def __init__(self, models: ModelTable, send: Callable[[Manage], None]) -> None:
+    def __init__(self, models: ModelTable, send: Callable[[Manage | ManageRepository], None]) -> None:
         self._models = models
         self._send = send
         self._numbers = itertools.count(1)
@@ -98,21 +98,29 @@ class ModelAdmin:
             return _not_found(asked)
         action = _ACTIONS.get(verb)
         if action is not None:
-            await self._manage(action, model, deadline_ns)
+            await self.ask(lambda number: Manage(number, action, model), deadline_ns)
             await self._settled(model, deadline_ns)
         entry = self._models.hosted(model)
         return _not_found(asked) if entry is None else _status(asked, entry, is_asked=action is not None)
 
-    def on_begun(self, number: int) -> None:
-        """Take the supervisor's word that it has begun."""
+    def on_begun(self, number: int, error: WireError | None = None) -> None:
+        """Take the supervisor's word that it has begun, or why it has not."""
         future = self._begun.pop(number, None)
-        if future is not None and not future.done():
+        if future is None or future.done():
+            return
+        if error is None:
             future.set_result(None)
+        else:
+            future.set_exception(from_wire(error))
 
-    async def _manage(self, action: ManageAction, model: str, deadline_ns: int) -> None:
+    async def ask(self, message: Callable[[int], Manage | ManageRepository], deadline_ns: int) -> None:
+        """Ask the supervisor for something, and return when it has begun.
+
+        message makes the words from a number. Raises what kept it from beginning, or SieError at the deadline.
+        """
         number = next(self._numbers)
         future = self._begun[number] = asyncio.get_running_loop().create_future()
-        self._send(Manage(number, action, model))
+        self._send(message(number))
         try:
             async with asyncio.timeout(_left_s(deadline_ns)):
                 await future

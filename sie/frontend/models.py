@@ -36,7 +36,7 @@ class ModelTable:
     ) -> None:
         """Default `Retry-After` of a model that loads: SIE API reference, section 12."""
         self._pool = pool
-        self._loading_retry_after_s = loading_retry_after_s
+        self.loading_retry_after_s = loading_retry_after_s
         self._ask_load = ask_load
         self._tokenizers: dict[str, tuple[str, asyncio.Future[Tokenizer]]] = {}
         self.entries: dict[str, ModelEntry] = {}
@@ -86,6 +86,11 @@ class ModelTable:
         """Return the entry of a model as workers know it, whether or not it is offered under that id."""
         return self._hosted.get(model)
 
+    @property
+    def hosted_entries(self) -> list[ModelEntry]:
+        """Every model once, as workers know it."""
+        return list(self._hosted.values())
+
     def take_used(self) -> tuple[str, ...]:
         """Return the models that answered since the last call."""
         used = tuple({model_of(entry_id) for entry_id in self.used})
@@ -110,12 +115,14 @@ class ModelTable:
         model = entry.card.id
         if entry.state == "unloading":
             raise Unavailable(f"Model '{model}' is unloading", code="MODEL_NOT_LOADED")
+        if entry.card.kind == "tensor" and entry.state == "available":
+            raise Unavailable(f"Model '{model}' is not loaded", code="MODEL_NOT_LOADED")
         self._ask_load(model_of(model))
         if entry.state == "failed" and entry.error is not None:
             error = from_wire(entry.error)
             reason = error.message.removeprefix(f"Model '{model_of(model)}' cannot be loaded: ")
             raise ModelLoadFailed(f"Model '{model}' failed to load: {reason}", extras=error.extras)
-        wait_s = self._loading_retry_after_s
+        wait_s = self.loading_retry_after_s
         raise Unavailable(f"Model '{model}' is loading; retry in {wait_s} s", retry_after_s=wait_s)
 
     async def wait_serving(self, entry: ModelEntry, deadline_ns: int) -> ModelEntry:

@@ -32,12 +32,14 @@ from sie.frontend.encode import Encoder
 from sie.frontend.engine import ShmEngine
 from sie.frontend.extract import Extractor
 from sie.frontend.image_reader import ImageReader
+from sie.frontend.infer import Tensors
 from sie.frontend.links import Pending
 from sie.frontend.metrics import FrontendMetrics, merge
 from sie.frontend.models import ModelTable
 from sie.frontend.score import Scorer
 from sie.frontend.status import StatusInputs, build_status, encode_frame, server_facts
 from sie.frontend.status_hub import StatusHub
+from sie.frontend.text_tensors import TextTensors
 from sie.logs import get_logger, set_level
 from sie.settings import Settings
 from sie.shm.attach import Attachment, PendingAttachment
@@ -91,6 +93,8 @@ class FrontendProcess:
         self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool, self._images)
         self.scorer = Scorer(self.engine, self.models, settings.limits, self._pool)
         self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool, self._images)
+        texts = TextTensors(self.encoder, self.scorer, limits=lambda: self.settings.limits)
+        self.tensors = Tensors(self.engine, self.models, self.admin, self._pool, texts)
         limits = settings.limits
         self.bodies = BodyReader(limits.max_body_bytes, limits.body_idle_timeout_s, limits.min_body_bytes_per_s)
         self.metrics = FrontendMetrics(pages[0], self.models)
@@ -237,8 +241,8 @@ class FrontendProcess:
                 self.engine.quarantine(digest)
             case control_messages.Configure(settings):
                 self._reconfigure(settings)
-            case control_messages.Managed(number):
-                self.admin.on_begun(number)
+            case control_messages.Managed(number, error):
+                self.admin.on_begun(number, error)
             case control_messages.Keys() if self.access is not None:
                 self.access.replace(message)
             case control_messages.Ping(number):
@@ -352,16 +356,11 @@ class FrontendProcess:
         return False
 
     def _count_watchers(self) -> int:
-        merged = merge(self.pages)
-        return int(sum(values[0] for values in merged["sie_status_watchers"].values()))
+        return int(sum(values[0] for values in merge(self.pages)["sie_status_watchers"].values()))
 
     def _gpu_type(self) -> str:
-        for page in self.pages:
-            for record in page.records():
-                for key, value in record.labels:
-                    if key == "gpu_type":
-                        return value
-        return ""
+        labels = (label for page in self.pages for record in page.records() for label in record.labels)
+        return next((value for key, value in labels if key == "gpu_type"), "")
 
 
 def _start_tracing(settings: Settings, launch: Launch) -> RequestTracing | None:

@@ -44,6 +44,8 @@ def needed_bytes(card: ModelCard, device: str, dtype: str) -> int:
     """
     if card.stub is not None:
         return card.stub.memory_mb * _MIB
+    if card.tensor is not None:
+        return 4 * card.num_weights  # its file's bytes, in whatever format they are
     return card.num_weights * (4 if device == "cpu" or dtype == "float32" else 2)
 
 

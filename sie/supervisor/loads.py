@@ -33,13 +33,15 @@ Spawn = Callable[[Coroutine[Any, Any, None]], None]
 class Loads:
     """The models of one server, as messages to its children."""
 
-    def __init__(self, settings: Settings, book: ModelBook, progress: Progress, spawn: Spawn) -> None:
+    def __init__(
+        self, settings: Settings, book: ModelBook, progress: Progress, spawn: Spawn, preparer: Preparer | None = None
+    ) -> None:
         self._settings = settings.models
         self._idle_s = settings.models.idle_unload_s
         self._timeout_s = settings.models.load_timeout_s
         self._book = book
         self._progress = progress
-        self._preparer = Preparer(settings, progress)
+        self._preparer = preparer or Preparer(settings, progress)
         self._spawn = spawn
         self._is_broadcast_due = False
         self._relieved_s = 0.0
@@ -105,7 +107,8 @@ class Loads:
                 self.want(spec.id)
             elif record.spec != spec:
                 left.append(f"the definition of model {spec.id}")
-        for name in known.keys() - {spec.id for spec, _, _ in models}:
+        from_settings = {name for name, record in known.items() if record.spec.tensor is None}
+        for name in from_settings - {spec.id for spec, _, _ in models}:
             self._book.remove(name)
             self._crew.send_all(self._crew.workers, control_messages.Unload(name))
         self.broadcast()
@@ -138,8 +141,7 @@ class Loads:
         now_s = time.monotonic()
         _log.info("%s is asked to %s", model, action)
         if action == "load":
-            if self._book.demand(record, now_s):
-                self._load(record)
+            self.load(record)
         elif action == "unload":
             self._book.dismiss(record)
             self._crew.send_all(self._crew.workers, control_messages.Unload(model))
@@ -148,6 +150,11 @@ class Loads:
         else:
             self._reload_due()
         self.broadcast()
+
+    def load(self, record: Record) -> None:
+        """Load a model, unless that has begun: earlier failures do not count."""
+        if self._book.demand(record, time.monotonic()):
+            self._load(record)
 
     def touch(self, models: tuple[str, ...]) -> None:
         """Note which models are in use."""

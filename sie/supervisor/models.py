@@ -14,6 +14,7 @@ from sie.catalog.profiles import known_profiles
 from sie.catalog.spec import ModelSpec
 from sie.control_messages import ModelEntry, ModelReport
 from sie.errors import Internal, WireError, to_wire
+from sie.tensors import TensorRule
 
 _MAX_RETRY_S = 1800.0
 _PERMANENT_ATTEMPTS = 8
@@ -30,13 +31,14 @@ class Record(msgspec.Struct):
     for it until it is loaded again. reloads: it is to be loaded again once it has gone everywhere, from files that are
     read anew (is_stale). waits_for_room: its load has not been sent to the workers. asked: the slots of workers that
     were sent it and have not answered. is_released: it was let go and not wanted since, so that a report that crosses
-    its unload does not bring it back.
+    its unload does not bring it back. may_fail: readiness no longer waits for it once a load of it has failed.
     """
 
     spec: ModelSpec
     preload: bool
     card: ModelCard | None = None
     is_pinned: bool = False
+    may_fail: bool = False
     wanted: bool = False
     dismissed: bool = False
     reloads: bool = False
@@ -93,8 +95,8 @@ class ModelBook:
         if record is None:
             return None
         record.last_used_s = now_s
-        if record.wanted or record.reloads or now_s < record.retry_at_s:
-            return None
+        if record.wanted or record.reloads or now_s < record.retry_at_s or record.spec.tensor is not None:
+            return None  # models of a repository follow those who may load and unload, and nobody else
         self._start_to_want(record)
         record.error = None
         return record
@@ -255,7 +257,8 @@ class ModelBook:
         return [
             name
             for name, record in self.records.items()
-            if record.preload and not record.dismissed and not _loaded_on(record)
+            if record.preload
+            and not (record.dismissed or _loaded_on(record) or (record.may_fail and record.num_attempts))
         ]
 
     def entries(self) -> tuple[ModelEntry, ...]:
@@ -293,6 +296,9 @@ def _entry(record: Record) -> ModelEntry:
 
 def _unread_card(spec: ModelSpec) -> ModelCard:
     """Return what is known of a model that was not fetched yet: hardly more than the entries it is offered as."""
+    if spec.tensor is not None:
+        rule = TensorRule(name=spec.tensor.name, version=spec.tensor.version, platform="", inputs=(), outputs=())
+        return ModelCard(id=spec.id, kind="tensor", inputs=("tensor",), outputs=(), tensor=rule)
     profiles = {**known_profiles(spec.id), **spec.profiles}
     return ModelCard(id=spec.id, kind="encoder", revision=spec.revision, profiles=profiles)
 

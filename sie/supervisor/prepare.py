@@ -7,19 +7,22 @@ nothing else with it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 
 import msgspec
 
 from sie.cards import AdapterSpec, ModelCard
 from sie.catalog.lora import reason_of, refuse_adapter
-from sie.catalog.prepare import Failed, Fetched, Message, Ready, Report, Request
-from sie.catalog.spec import ModelSpec
+from sie.catalog.prepare import Failed, Fetched, Found, Message, Ready, Report, Request
+from sie.catalog.spec import ModelSpec, RepositoryModel
 from sie.errors import Internal, WireError, from_wire, to_wire
 from sie.progress import Progress
 from sie.settings import Settings
 
-_MAX_LINE_BYTES = 4 << 20
+_MAX_LINE_BYTES = 16 << 20
+_MAX_READERS = 4
+"""Helpers that read models of a repository at once: there may be many, and each is done in a second."""
 
 
 class Preparer:
@@ -29,6 +32,7 @@ class Preparer:
         self._cache_dir = settings.models.cache_dir
         self._timeout_s = settings.models.load_timeout_s
         self._progress = progress
+        self._readers = asyncio.Semaphore(_MAX_READERS)
 
     def reconfigure(self, settings: Settings) -> None:
         """Take over reloaded settings, for the helpers started from now on."""
@@ -36,9 +40,18 @@ class Preparer:
 
     async def prepare(self, spec: ModelSpec) -> ModelCard | WireError:
         """Return the card of a model that is now on disk, or why it is not."""
-        last = await self._run(Request(spec=spec, cache_dir=self._cache_dir))
+        async with self._readers if spec.tensor is not None else contextlib.nullcontext():
+            last = await self._run(Request(spec=spec, cache_dir=self._cache_dir))
         if isinstance(last, Ready):
             return last.card
+        return last.error if isinstance(last, Failed) else failed(spec, "the prepare helper mixed things up", "ENGINE")
+
+    async def find_models(self, repositories: tuple[str, ...], only: str = "") -> list[RepositoryModel] | WireError:
+        """Return what model repositories hold, all of it or just the model named `only`, or why that is not known."""
+        spec = ModelSpec(id=only)
+        last = await self._run(Request(spec=spec, cache_dir=self._cache_dir, repositories=repositories))
+        if isinstance(last, Found):
+            return last.models
         return last.error if isinstance(last, Failed) else failed(spec, "the prepare helper mixed things up", "ENGINE")
 
     async def fetch_adapter(self, adapter: AdapterSpec) -> str | WireError:
@@ -50,7 +63,7 @@ class Preparer:
         reason = reason_of(from_wire(last.error)) if isinstance(last, Failed) else "the prepare helper mixed things up"
         return to_wire(refuse_adapter(adapter.id, reason))
 
-    async def _run(self, request: Request) -> Ready | Fetched | Failed:
+    async def _run(self, request: Request) -> Ready | Fetched | Found | Failed:
         """Run one helper to its last line."""
         helper = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "sie.catalog.prepare", msgspec.json.encode(request).decode(),
@@ -66,7 +79,7 @@ class Preparer:
                 helper.kill()
             await helper.wait()
 
-    async def _follow(self, helper: asyncio.subprocess.Process, spec: ModelSpec) -> Ready | Fetched | Failed:
+    async def _follow(self, helper: asyncio.subprocess.Process, spec: ModelSpec) -> Ready | Fetched | Found | Failed:
         assert helper.stdout is not None
         async for line in helper.stdout:
             message = msgspec.json.decode(line, type=Message)

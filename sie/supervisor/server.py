@@ -33,7 +33,9 @@ from sie.supervisor.listen import Place
 from sie.supervisor.loads import Loads, Models
 from sie.supervisor.models import ModelBook
 from sie.supervisor.notify import Herald, Notifier, watchdog_interval_s
+from sie.supervisor.prepare import Preparer
 from sie.supervisor.reload import Reading, Reloader
+from sie.supervisor.repository import Repositories
 from sie.supervisor.watch import Watch
 
 _log = get_logger(__name__)
@@ -76,7 +78,10 @@ class Supervisor:
         self._loop = asyncio.get_running_loop()
         self._crew = Crew(settings, places, num_frontends, self._launch(len(places) + num_frontends), self)
         self._adapters = AdapterLoads(settings, adapters, progress, self._spawn)
-        self._loads = Loads(settings, self._book, progress, self._spawn)
+        preparer = Preparer(settings, progress)
+        self._loads = Loads(settings, self._book, progress, self._spawn, preparer)
+        self._repositories = Repositories(settings, self._book, self._loads, preparer, self._spawn)
+        self._repositories.bind(self._crew)
         self._loads.bind(self._crew, self._not_ready_reason, self._announce)
         self._loads.bind_adapters(self._adapters.entries)
         self._adapters.bind(self._crew, self._loads.broadcast)
@@ -98,6 +103,7 @@ class Supervisor:
                 self._spawn(self._watch_keys(self._key_file))
             self._crew.open()
             self._loads.start()
+            self._repositories.start()
             self._spawn(self._tick_forever())
             self._spawn(self._reloader.run(lambda: self._settings, self._on_reloaded))
             await self._stopped.wait()
@@ -174,6 +180,8 @@ class Supervisor:
                 self._loads.manage(action, model)
                 self._crew.send(child, self._loads.message())
                 self._crew.send(child, control_messages.Managed(number))
+            case control_messages.ManageRepository():
+                self._repositories.manage(child, message)
             case control_messages.MemoryReport(total_bytes, available_bytes):
                 self._loads.take_memory(child, Memory(total_bytes, available_bytes))
             case control_messages.MemoryShort(model):
@@ -215,6 +223,8 @@ class Supervisor:
             return "frontends are starting"
         if not any(worker.state == "ready" for worker in self._crew.workers):
             return "no worker is running"
+        if self._repositories.is_reading:
+            return "the model repositories are read"
         return ""
 
     def _announce(self) -> None:

@@ -27,7 +27,8 @@ from sie.workers.answers import NEVER_FITS, Answers
 from sie.workers.ceilings import drop_outgrown
 from sie.workers.hosting import Host
 from sie.workers.links import FrontendLink, JoiningFrontend
-from sie.workers.operations import by_operation, costs_of, forward, row_layout
+from sie.workers.operations import by_operation, forward, row_layout, waiting_items
+from sie.workers.pace import Pace
 from sie.workers.recovery import Recovery
 from sie.workers.requests import Request, send_error
 from sie.workers.runners import Runner
@@ -37,10 +38,6 @@ from sie.workers.telemetry import WorkerMetrics
 _log = get_logger(__name__)
 _IDLE_WAIT_S = 0.2
 _CREDIT_WAIT_S = 0.005
-_SLACK = 10
-"""A step may take this many times as long as its tokens usually do before the watchdog's time starts."""
-_FIRST_TOKEN_NS = 2_000_000.0
-_MIN_ALLOWED_NS = 250_000_000
 _BEAT_NS = 200_000_000
 _TEND_NS = 1_000_000_000
 _IDLE_ALLOWED_NS = 350_000_000
@@ -89,8 +86,7 @@ class Loop:
         self._links: dict[int, FrontendLink] = {}
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
-        self._ns_per_token: dict[str, float] = {}
-        """By model: a token of an image costs a detector a thousand times what one of a text costs a small encoder."""
+        self._pace = Pace(self._state.paces)
         self._num_steps = 0
         self._beat_ns = 0
         self._tended_ns = 0
@@ -290,9 +286,7 @@ class Loop:
             send_error(link, request.request_id, error)
             return
         now_ns = time.monotonic_ns()
-        leader = None if request.comparison is None else 0
-        for index, cost in enumerate(costs_of(request, runner.card)):
-            item = Waiting(request, index, cost, now_ns, request.deadline_ns, request.is_alone, index == leader)
+        for item in waiting_items(request, runner.card, now_ns):
             self._state.add(model, item)
 
     # --- steps ----------------------------------------------------------------------------------------------------
@@ -361,7 +355,7 @@ class Loop:
         # Not when an error ends the worker: the page then says what it was running.
         ended_ns = time.monotonic_ns()
         self._beat(ended_ns)
-        self._measure(card.id, items, num_tokens, ended_ns - started_ns)
+        self._measure(card, items, num_tokens, ended_ns - started_ns)
 
     def _attempt(self, runner: Runner, card: ModelCard, items: list[Waiting]) -> None:
         """Run items of a failed step once more; raises what the runner raises."""
@@ -372,20 +366,18 @@ class Loop:
         self._num_steps += 1
         running = {id(item.request): item.request.inflight_entry for item in items}
         started_ns = time.monotonic_ns()
-        ns_per_token = self._ns_per_token.get(card.id, _FIRST_TOKEN_NS)
-        allowed_ns = int(_MIN_ALLOWED_NS + _SLACK * ns_per_token * num_tokens)
+        allowed_ns = self._pace.allowed_ns(card.id, num_tokens)
         self._page.write(self._num_steps, started_ns, allowed_ns, "step", running.values())
         failpoints.reach("worker.before_step")
         outputs = forward(runner, items)
         self._answers.put(card, items, outputs, time.monotonic_ns() - started_ns)
 
-    def _measure(self, model: str, items: list[Waiting], num_tokens: int, took_ns: int) -> None:
-        self._state.charge(model, took_ns)
+    def _measure(self, card: ModelCard, items: list[Waiting], num_tokens: int, took_ns: int) -> None:
+        self._state.charge(card.id, took_ns)
+        num_rows = len(items) if card.tensor is None else sum(item.num_rows for item in items)
         self._metrics.observe_step(took_ns / 1e9, num_tokens)
-        self._metrics.observe_batch(model, len(items), num_tokens, took_ns / 1e9)
-        if num_tokens:
-            known = self._ns_per_token.get(model, took_ns / num_tokens)  # the first step takes the place of the guess
-            self._ns_per_token[model] = known + 0.1 * (took_ns / num_tokens - known)
+        self._metrics.observe_batch(card.id, num_rows, num_tokens, took_ns / 1e9)
+        self._pace.learn(card.id, num_tokens, took_ns)
 
     def _settle(self) -> None:
         """Free the models that are to go and that nothing waits for, and publish what is in use."""

@@ -107,6 +107,7 @@ def _budget(launch: Launch, settings: Settings) -> Budget:
         max_tokens=scheduler.max_step_tokens or default,
         max_items=scheduler.max_step_items,
         max_age_ns=int(scheduler.max_age_ms * 1e6),
+        max_alike_ns=int(scheduler.max_tensor_step_ms * 1e6),
     )
 
 
@@ -118,6 +119,8 @@ def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callabl
             from sie.workers.runners.stub import StubRunner  # each kind imports only its own
 
             return StubRunner(card)
+        if card.kind == "tensor":
+            return _load_tensor_model(card, launch, settings, progress)
         if isinstance(card.extract, Gliner | Gliclass):
             return _load_library_model(card, launch, settings, progress)
         from sie.workers.loader import (  # imports torch
@@ -139,6 +142,19 @@ def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callabl
         return load_encoder(card, launch.device, settings.models.dtype, progress)
 
     return build
+
+
+def _load_tensor_model(
+    card: ModelCard, launch: Launch, settings: Settings, progress: Callable[[float, str], None]
+) -> Runner:
+    if card.tensor is not None and card.tensor.platform == "pytorch_exported":
+        from sie.workers.runners.exported import load_exported  # imports torch
+
+        return load_exported(card, launch.device, progress)
+    from sie.workers.runners.onnx import load_onnx  # imports onnxruntime, not torch
+
+    num_threads = settings.devices.threads_per_worker or max(1, len(launch.cores))
+    return load_onnx(card, launch.device, num_threads, progress)
 
 
 def _load_library_model(

@@ -18,6 +18,7 @@ from sie.workers.requests import Request
 from sie.workers.runners import Side, StepOutputs
 from sie.workers.runners.quantise import output_layout
 from sie.workers.scheduler import Waiting
+from sie.workers.tensors import grouping
 
 
 def by_operation(items: list[Waiting]) -> list[list[Waiting]]:
@@ -28,7 +29,7 @@ def by_operation(items: list[Waiting]) -> list[list[Waiting]]:
     return list(groups.values())
 
 
-_WORDS = {"encode": "encoding", "score": "scoring", "extract": "extraction"}
+_WORDS = {"encode": "encoding", "score": "scoring", "extract": "extraction", "infer": "inference"}
 _MAX_CACHED_TASK_BYTES = 2048
 _task_decoder = msgspec.msgpack.Decoder(ExtractTask)
 
@@ -48,6 +49,10 @@ def row_layout(header: WorkHeader, card: ModelCard) -> tuple[str, int]:
 
     Raises BadRequest as `output_layout` does, and for an output that the model does not have.
     """
+    if header.operation == "infer":
+        if card.tensor is None:
+            raise BadRequest(f"Model '{card.id}' takes no tensors")
+        return "|u1", 0
     if header.operation == "extract":
         return "<f4", _num_classes(header, card)
     is_score = header.operation == "score"
@@ -78,9 +83,26 @@ def costs_of(request: Request, card: ModelCard) -> list[int]:
     return [max(cost, expand_to) for cost in costs] if request.header.is_query else costs
 
 
+def waiting_items(request: Request, card: ModelCard, now_ns: int) -> list[Waiting]:
+    """Return a request's items as they wait for a step, in the order in which they are queued."""
+    if request.header.operation == "infer":
+        likeness, num_rows, max_rows = grouping(card, request.inputs[0])
+        return [
+            Waiting(request, 0, request.costs[0], now_ns, request.deadline_ns, request.is_alone,
+                    likeness=likeness, num_rows=num_rows, max_rows=max_rows)
+        ]  # fmt: skip
+    leader = None if request.comparison is None else 0
+    return [
+        Waiting(request, index, cost, now_ns, request.deadline_ns, request.is_alone, index == leader)
+        for index, cost in enumerate(costs_of(request, card))
+    ]
+
+
 def forward(runner: Any, items: list[Waiting]) -> StepOutputs:
     """Run one forward pass of one operation. runner is a `sie.workers.runners.Runner`."""
     inputs = [item.request.inputs[item.index] for item in items]
+    if items[0].request.header.operation == "infer":
+        return StepOutputs(tensors=runner.run_tensors(inputs))
     if is_score(items):
         if items[0].request.comparison is not None:
             sides = [Side(item.request.comparison, item.leads) for item in items]

@@ -26,13 +26,14 @@ from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
 from sie.shm.pool import Lease
 from sie.workers.ragged import RAGGED_OUTPUTS, KeptBytes, RaggedReply
 from sie.workers.runners import Comparison, ImageItem, Pair, SearchedImage
+from sie.workers.tensors import KeptTensors, OutputTensor, read_tensors
 
 _decoder = msgspec.msgpack.Decoder(WorkHeader)
 _encoder = msgspec.msgpack.Encoder()
 _TIMES: Final = struct.Struct("<3q")
-_OUTPUTS: Final = frozenset(("dense", "logits", *RAGGED_OUTPUTS))
-_ROWS: Final = {"encode": "dense", "score": "score", "extract": "logits"}
-"""What an operation's rows of a fixed size are called in its reply."""
+_OUTPUTS: Final = frozenset(("dense", "logits", "tensors", *RAGGED_OUTPUTS))
+_ROWS: Final = {"encode": "dense", "score": "score", "extract": "logits", "infer": "tensors"}
+"""What an operation's rows of a fixed size are called in its reply; that of `infer` has none."""
 _PAIR_OUTPUTS: Final = ("logits",)
 
 
@@ -80,7 +81,7 @@ class Request:
     """One submitted extent while this worker has it.
 
     inputs is what the runner takes, one entry for each item: arrays (t_i,) int32, `Pair`s of such, UTF-8 text,
-    `ImageItem`s or `SearchedImage`s, aliasing the extent; costs are their tokens. comparison is there when item 0 is compared with the
+    `ImageItem`s, `SearchedImage`s or `TensorInputs`, aliasing the extent; costs are their tokens. comparison is there when item 0 is compared with the
     others.
     """
 
@@ -107,9 +108,9 @@ class Request:
         ):
             raise ProtocolError(f"a request for outputs {self.header.output_types}")
         self.comparison = Comparison(self.header) if self.header.compared else None
-        self.is_ragged = not RAGGED_OUTPUTS.isdisjoint(self.header.output_types)
+        self.is_ragged = self.header.operation == "infer" or not RAGGED_OUTPUTS.isdisjoint(self.header.output_types)
         self.num_left = self.header.num_items * len(self.header.output_types)
-        self.ragged: RaggedReply | None = None
+        self.ragged: RaggedReply | KeptTensors | None = None
         self.started_ns = self.inference_ns = self.postprocessing_ns = 0
         self.ended = False
         self._lease: Lease | None = None
@@ -140,14 +141,26 @@ class Request:
     def start_ragged(self, kept: KeptBytes, max_reply_bytes: int, now_ns: int) -> None:
         """Begin to keep the outputs of a request whose reply's size nobody knows yet."""
         header = self.header
-        self.ragged = RaggedReply(header.num_items, header.output_types, kept, max_reply_bytes)
+        if header.operation == "infer":
+            self.ragged = KeptTensors(kept, max_reply_bytes)
+        else:
+            self.ragged = RaggedReply(header.num_items, header.output_types, kept, max_reply_bytes)
         self.started_ns = now_ns
 
     def keep(self, output: str, index: int, arrays: tuple[NDArray[Any], ...]) -> None:
         """Keep one item's arrays of one output; a request that gets too large for it ends with an error."""
-        assert self.ragged is not None
+        assert isinstance(self.ragged, RaggedReply)
         try:
             self.ragged.keep(output, index, arrays)
+        except SieError as error:
+            self.fail(error)
+        self.num_left -= 1
+
+    def keep_tensors(self, outputs: tuple[OutputTensor, ...]) -> None:
+        """Keep the outputs of a request to infer; one that is too large ends with an error."""
+        assert isinstance(self.ragged, KeptTensors)
+        try:
+            self.ragged.put(outputs)
         except SieError as error:
             self.fail(error)
         self.num_left -= 1
@@ -171,7 +184,7 @@ class Request:
         self._end(REPLY, self._lease, self._layout.nbytes)
         return True
 
-    def _try_answer_ragged(self, ragged: RaggedReply) -> bool:
+    def _try_answer_ragged(self, ragged: RaggedReply | KeptTensors) -> bool:
         header, plan = ragged.plan()
         nbytes = extent_bytes(len(header), plan.nbytes)
         lease = self.link.lease(nbytes)
@@ -237,6 +250,11 @@ def _try_send_error(link: Link, request_id: int, header: bytes) -> bool:
 
 
 def _read_inputs(header: WorkHeader, payload: memoryview) -> tuple[list[int], Sequence[Any]]:
+    if header.operation == "infer":
+        if header.num_items != 1 or header.output_types != ("tensors",):
+            raise ProtocolError("a request to infer that is not one item")
+        inputs = read_tensors(header, payload)
+        return [inputs.task.cost], [inputs]
     refs = {ref.name: ref for ref in header.arrays}
     costs = _lengths(payload, refs.get("cu_seqlens"), header.num_items)
     if "pixels" in refs:

@@ -6,6 +6,7 @@ item starts at once and batches form by themselves while the device is busy.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
@@ -21,7 +22,8 @@ class Waiting(msgspec.Struct, eq=False):
 
     request is the loop's own record and opaque here; index is the item's row in it. alone: its request was running
     when a worker died, so it shares no step with others. leads: the rest of its request, which is behind it in the
-    queue, needs what it gives, so no step may take one of them and leave it.
+    queue, needs what it gives, so no step may take one of them and leave it. likeness: it shares a step only with items
+    of an equal one, with at most max_rows rows together; None: with any.
     """
 
     request: Any
@@ -31,6 +33,9 @@ class Waiting(msgspec.Struct, eq=False):
     deadline_ns: int
     alone: bool = False
     leads: bool = False
+    likeness: object = None
+    num_rows: int = 1
+    max_rows: int = 1
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +47,8 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     """An item that waited longer goes before every shorter one."""
     window_items: int = 1024
     """Only the oldest so many items of a model are compared, which bounds the cost of a plan."""
+    max_alike_ns: int = 0
+    """Time that a step of items with a likeness may be expected to take, at their model's pace; 0: any."""
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -68,6 +75,8 @@ class State:
         self.served_ns: dict[str, int] = {}
         self.ceilings: dict[str, Ceiling] = {}
         """Models whose steps found no memory, with the most tokens that a step of theirs may have."""
+        self.paces: dict[str, float] = {}
+        """Nanoseconds for each token of a model, as measured; none for a model that has not run."""
         self._start_ns = 0
 
     def __bool__(self) -> bool:
@@ -141,7 +150,10 @@ def plan_step(state: State, budget: Budget, now_ns: int) -> Step | None:
     window = list(islice(state.queues[model], budget.window_items))
     expired = [item for item in window if item.deadline_ns <= now_ns]
     live = [item for item in window if item.deadline_ns > now_ns] if expired else window
-    chosen = _choose(live, budget, now_ns) if live else []
+    if live and live[0].likeness is not None and not live[0].alone:
+        chosen = _choose_alike(live, budget.max_items, _max_alike_tokens(state, budget, model))
+    else:
+        chosen = _choose(live, budget, now_ns) if live else []
     return Step(model, chosen, sum(item.num_tokens for item in chosen), expired)
 
 
@@ -157,6 +169,29 @@ def _choose(live: list[Waiting], budget: Budget, now_ns: int) -> list[Waiting]:
     recent = [item for item in together if item.arrival_ns >= overdue_ns]
     recent.sort(key=_by_length)
     return _fill(overdue + recent, budget)
+
+
+def _max_alike_tokens(state: State, budget: Budget, model: str) -> float:
+    """Return the most tokens of a step of alike items: the token budget, made for texts, does not bind these."""
+    limit = float(budget.max_tokens) if model in state.ceilings else math.inf
+    if budget.max_alike_ns and model in state.paces:
+        limit = min(limit, budget.max_alike_ns / state.paces[model])
+    return limit
+
+
+def _choose_alike(live: list[Waiting], max_items: int, max_tokens: float) -> list[Waiting]:
+    """Take the oldest item, and in order those like it while their rows and tokens fit."""
+    head = live[0]
+    chosen, num_rows, num_tokens = [head], head.num_rows, head.num_tokens
+    for item in live[1:]:
+        if num_rows >= head.max_rows or len(chosen) == max_items:
+            break
+        fits = num_rows + item.num_rows <= head.max_rows and num_tokens + item.num_tokens <= max_tokens
+        if fits and not item.alone and item.likeness == head.likeness:
+            chosen.append(item)
+            num_rows += item.num_rows
+            num_tokens += item.num_tokens
+    return chosen
 
 
 def _by_length(item: Waiting) -> int:

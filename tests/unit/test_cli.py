@@ -15,6 +15,7 @@ import pytest
 import sie
 from sie import bundled, cli
 from sie.settings import Loaded, all_keys
+from tests import onnx_models
 
 EX_CONFIG = 78
 STUB = "a=stub:dense=8"
@@ -143,6 +144,23 @@ def test_help_lists_every_setting_once(capsys):
     assert cli.main(["serve", "--help"]) == 0
     rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
     assert sorted(rows) == sorted(["--config", *(key.flag for key in all_keys())])
+
+
+def test_models_shows_what_repositories_hold(tmp_path: Path, capsys):
+    onnx_models.write(tmp_path, "good", onnx_models.identity(), "3")
+    onnx_models.write(tmp_path, "bad", b"no model")
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["models", "--model-repository", str(tmp_path), "--repository-control", "explicit"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[:2] for line in lines if line[1] == "explicit"] == [
+        ["bad/versions/1", "explicit"], ["empty", "explicit"], ["good/versions/3", "explicit"],
+    ]  # fmt: skip
+    assert sum(line[:3] == ["cannot", "be", "served:"] for line in lines) == 2
+
+
+def test_a_repository_that_is_not_there_stops_the_start(capsys):
+    assert cli.main(["serve", "--model-repository", "/nonexistent"]) == cli.EX_CONFIG
+    assert "model_repository (from flag --model-repository): there is no directory" in capsys.readouterr().err
 
 
 def test_models_shows_cards_as_a_table(capsys):

@@ -15,7 +15,8 @@ import sie
 
 ROOT = Path(sie.__file__).parent
 FOUNDATION = {
-    "sie", "sie.cards", "sie.errors", "sie.extraction", "sie.headers", "sie.spans", "sie.types", "sie.settings",
+    "sie", "sie.cards", "sie.errors", "sie.extraction", "sie.headers", "sie.spans", "sie.types", "sie.tensors",
+    "sie.settings",
     "sie.config_sources",
 }  # fmt: skip
 SLOW = {"torch", "transformers", "sentence_transformers"}
@@ -27,11 +28,13 @@ PURE_FILES = (
     "frontend/admission.py",
     "frontend/placement.py",
     "frontend/prompts.py",
+    "frontend/tensor_checks.py",
     "supervisor/evictions.py",
     "supervisor/restart.py",
     "workers/ceilings.py",
     "workers/scheduler.py",
     "workers/kv.py",
+    "workers/pace.py",
 )
 IMPURE = {"time", "datetime", "asyncio", "threading", "socket", "os", "random", "torch", "transformers", "uvloop"}
 
@@ -82,7 +85,7 @@ def test_shm_imports_only_numpy_msgspec_and_the_foundation():
 
 def test_frontend_never_imports_torch_or_workers():
     loaded = loaded_after_importing(modules_under("sie.frontend"))
-    assert not roots(loaded) & SLOW
+    assert not roots(loaded) & {*SLOW, "onnxruntime"}
     assert not {name for name in loaded if name.startswith(("sie.workers", "sie.supervisor"))}
 
 
@@ -99,12 +102,17 @@ def test_workers_never_import_a_server_or_the_frontend():
 
 def test_supervisor_never_imports_torch_or_http():
     loaded = loaded_after_importing(modules_under("sie.supervisor"))
-    assert not roots(loaded) & {*SLOW, "granian", "tokenizers"}
+    assert not roots(loaded) & {*SLOW, "granian", "tokenizers", "onnxruntime"}
+    assert not {name for name in loaded if name.startswith("google.protobuf")}
     assert not {name for name in loaded if name.startswith(("sie.frontend", "sie.workers"))}
 
 
 def test_a_stub_worker_needs_no_torch():
     assert not roots(loaded_after_importing(["sie.workers.runners.stub"])) & SLOW
+
+
+def test_a_worker_of_onnx_models_needs_no_torch():
+    assert not roots(loaded_after_importing(["sie.workers.runners.onnx"])) & SLOW
 
 
 def test_command_line_imports_nothing_slow():

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from sie.cards import AdapterSpec, ModelCard
 from sie.extraction import Extraction, ExtractTask
 from sie.headers import WorkHeader
+from sie.workers.tensors import OutputTensor, TensorInputs
 
 
 class Pair(NamedTuple):
@@ -152,7 +153,8 @@ class StepOutputs(NamedTuple):
     indices (e,) int32, ascending, and values (e,) float32, positive and finite; multivector its rows (r, d) float32,
     not normalised; both hold None for the others. scores (n, 1) float32 come alone, from pairs or comparisons, and so
     does what an extractor answers with: extract one value an item, token_logits (t_i, classes) float32 for each,
-    boxes (b_i, 5 + k) float32 for each, or logits (n, classes) float32.
+    boxes (b_i, 5 + k) float32 for each, or logits (n, classes) float32. tensors, alone too, holds the wanted outputs of
+    each request to infer.
     """
 
     dense: NDArray[np.float32] | None = None
@@ -162,6 +164,7 @@ class StepOutputs(NamedTuple):
     extract: Sequence[Extraction] | None = None
     token_logits: Sequence[NDArray[np.float32]] | None = None
     logits: NDArray[np.float32] | None = None
+    tensors: Sequence[tuple[OutputTensor, ...]] | None = None
     boxes: Sequence[NDArray[np.float32]] | None = None
 
 
@@ -264,6 +267,21 @@ class PairClassifier(Protocol):
         ...
 
 
+class TensorRunner(Protocol):
+    """A model of tensors."""
+
+    card: ModelCard
+    memory_bytes: int
+
+    def run_tensors(self, requests: Sequence[TensorInputs]) -> Sequence[tuple[OutputTensor, ...]]:
+        """Return each request's outputs, in the order in which it names them, else the card's.
+
+        All of them run at once: they are alike but for their rows, which together are at most the card's
+        max_batch_size (`sie.workers.tensors.grouping`). Raises BadRequest for what the model rejects.
+        """
+        ...
+
+
 Runner = (
     TokenRunner
     | TextRunner
@@ -274,5 +292,6 @@ Runner = (
     | Detector
     | TokenClassifier
     | PairClassifier
+    | TensorRunner
 )
 """What a loaded model is to the loop; its card's outputs say which operations it may be asked for."""

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
+from sie.workers.ceilings import lower_ceiling
 from sie.workers.scheduler import Budget, State, Step, Waiting, plan_step
 
 NEVER_NS = 1 << 62
@@ -258,3 +260,56 @@ def test_items_that_could_not_run_cost_their_model_nothing():
     order = [take(state).model for _ in range(20)]
 
     assert order.count("blocked") == 10
+
+
+def rows(
+    likeness: object, num_rows: int = 1, *, max_rows: int = 4, num_tokens: int = 1, alone: bool = False
+) -> Waiting:
+    return Waiting(object(), 0, num_tokens, 0, NEVER_NS, alone, likeness=likeness, num_rows=num_rows, max_rows=max_rows)
+
+
+def test_only_alike_items_share_a_step_with_the_oldest():
+    a, b, c, d = rows("x"), rows("y"), rows("x"), rows("y")
+    state = state_of(a, b, c, d)
+    assert take(state).items == [a, c]
+    assert take(state).items == [b, d]
+
+
+def test_rows_of_a_step_are_bounded_and_smaller_items_fill_it():
+    a, b, c, d = rows("x", 3), rows("x", 2), rows("x", 1), rows("x", 1)
+    state = state_of(a, b, c, d)
+    assert take(state).items == [a, c]
+    assert take(state).items == [b, d]
+
+
+def test_an_item_of_more_rows_than_a_step_may_have_still_runs():
+    assert take(state_of(rows("x", 9), rows("x"))).num_tokens == 1
+
+
+def test_tokens_do_not_bound_a_step_of_alike_items_but_their_number_does():
+    many = [rows("x", max_rows=100, num_tokens=1000) for _ in range(10)]
+    assert len(take(state_of(*many)).items) == BUDGET.max_items
+
+
+def test_a_step_of_alike_items_is_no_longer_than_it_should_be():
+    budget = msgspec.structs.replace(BUDGET, max_alike_ns=1_000_000)
+    many = [rows("x", max_rows=100, num_tokens=10) for _ in range(10)]
+    state = state_of(*many)
+    state.paces["m"] = 25_000.0  # 40 tokens take 1 ms
+    assert len(take(state, budget).items) == 4
+    state.paces["m"] = 10_000_000.0
+    assert len(take(state, budget).items) == 1
+    assert len(take(state).items) == 5
+
+
+def test_a_model_that_found_no_memory_has_smaller_steps_of_alike_items():
+    state = state_of(*[rows("x", max_rows=100, num_tokens=10) for _ in range(10)])
+    state.ceilings["m"] = lower_ceiling(None, 60, 0)
+    assert len(take(state).items) < 6
+
+
+def test_an_item_that_must_run_alone_shares_no_step_with_those_like_it():
+    first, suspect, last = rows("x"), rows("x", alone=True), rows("x")
+    state = state_of(first, suspect, last)
+    assert take(state).items == [first, last]
+    assert take(state).items == [suspect]

@@ -1,0 +1,128 @@
+"""Owns a tensor model's `config.pbtxt`: how it is read, what in it cannot be done, and its JSON form.
+
+The file is a ModelConfig in protobuf's text format. What would change a model's answers and is not done here is refused
+by name; hints about speed (instance_group, optimization, queue delays, warm-up, metric tags) are read and not followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from google.protobuf import text_format
+from google.protobuf.descriptor import FieldDescriptor
+
+from sie.catalog.files import Checkpoint, refuse
+from sie.proto import message_class
+
+CONFIG_FILE = "config.pbtxt"
+_MAX_BYTES = 4 << 20
+_BACKENDS = {
+    "onnxruntime_onnx": "onnxruntime_onnx",
+    "onnxruntime": "onnxruntime_onnx",
+    "pytorch_exported": "pytorch_exported",
+    "pytorch": "pytorch_exported",
+}
+"""What `platform` or `backend` may say, and our name of that platform."""
+_FORBIDDEN: dict[str, Callable[[Any], bool]] = {
+    "sequence_batching": lambda config: config.HasField("sequence_batching"),
+    "ensemble_scheduling": lambda config: config.HasField("ensemble_scheduling"),
+    "cc_model_filenames": lambda config: bool(config.cc_model_filenames),
+    "model_operations": lambda config: bool(config.model_operations.op_library_filename),
+    "model_transaction_policy.decoupled": lambda config: config.model_transaction_policy.decoupled,
+    "batch_input": lambda config: bool(config.batch_input),
+    "batch_output": lambda config: bool(config.batch_output),
+    "model_repository_agents": lambda config: bool(config.model_repository_agents.agents),
+    "input.reshape": lambda config: any(tensor.HasField("reshape") for tensor in config.input),
+    "output.reshape": lambda config: any(tensor.HasField("reshape") for tensor in config.output),
+    "input.allow_ragged_batch": lambda config: any(tensor.allow_ragged_batch for tensor in config.input),
+    "is_shape_tensor": lambda config: any(tensor.is_shape_tensor for tensor in (*config.input, *config.output)),
+    "is_non_linear_format_io": lambda config: any(
+        tensor.is_non_linear_format_io for tensor in (*config.input, *config.output)
+    ),
+}
+
+
+def read_model_config(model: Checkpoint, name: str) -> Any:
+    """Return the ModelConfig in a model's directory, an empty one without the file.
+
+    Raises ModelLoadFailed, with file and line for what cannot be read, and by name for what cannot be done.
+    """
+    config = message_class("model_config", "inference.ModelConfig")()
+    path = model.find(CONFIG_FILE)
+    if path is None:
+        return config
+    if not path.is_file():
+        raise refuse(model.id, f"{CONFIG_FILE} is not a file")
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise refuse(model.id, f"{CONFIG_FILE}: {error.strerror}", "STORAGE") from error
+    if len(raw) > _MAX_BYTES:
+        raise refuse(model.id, f"{CONFIG_FILE} is over {_MAX_BYTES} bytes")
+    try:
+        text_format.Parse(raw.decode(), config)
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise refuse(model.id, f"{CONFIG_FILE}, line {line}: not UTF-8") from None
+    except text_format.ParseError as error:
+        line = error.GetLine()
+        where = f"{CONFIG_FILE}, line {line}" if line else CONFIG_FILE
+        raise refuse(model.id, f"{where}: {_reason(error)}") from None
+    except RecursionError:
+        raise refuse(model.id, f"{CONFIG_FILE}: nested too deep") from None
+    _check(model, name, config)
+    return config
+
+
+def platform_of(model: Checkpoint, config: Any) -> str:
+    """Return the platform that a configuration names, empty when it leaves that to the model's file."""
+    for field in ("platform", "backend"):
+        value = getattr(config, field)
+        if value and value not in _BACKENDS:
+            raise refuse(model.id, f"{CONFIG_FILE}: {field} {value!r} is none of {', '.join(_BACKENDS)}")
+    return _BACKENDS.get(config.platform or config.backend, "")
+
+
+def to_json(message: Any) -> dict[str, Any]:
+    """Return a message as JSON values, under the proto's own names: enums by name, 64-bit integers as numbers.
+
+    Fields that were left out are there with their defaults, but for messages that are not set.
+    """
+    values: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            of_value = field.message_type.fields_by_name["value"]
+            values[field.name] = {str(key): _value(of_value, value[key]) for key in sorted(value)}
+        elif field.is_repeated:
+            values[field.name] = [_value(field, item) for item in value]
+        elif field.message_type is None or message.HasField(field.name):
+            values[field.name] = _value(field, value)
+    return values
+
+
+def _value(field: FieldDescriptor, value: Any) -> Any:
+    if field.message_type is not None:
+        return to_json(value)
+    if field.enum_type is not None:
+        known = field.enum_type.values_by_number.get(value)
+        return value if known is None else known.name
+    return value
+
+
+def _check(model: Checkpoint, name: str, config: Any) -> None:
+    if config.name and config.name != name:
+        raise refuse(model.id, f"{CONFIG_FILE}: name is {config.name!r}, but its directory is {name!r}")
+    if config.max_batch_size < 0:
+        raise refuse(model.id, f"{CONFIG_FILE}: max_batch_size is {config.max_batch_size}")
+    for field, is_set in _FORBIDDEN.items():
+        if is_set(config):
+            raise refuse(model.id, f"{CONFIG_FILE}: {field} is not supported")
+
+
+def _reason(error: text_format.ParseError) -> str:
+    """Return the parser's message without the position in front."""
+    text = str(error)
+    position = f"{error.GetLine()}:{error.GetColumn()} : "
+    return text.removeprefix(position)

@@ -1,0 +1,121 @@
+"""Owns the layout of a model repository: which models and versions are there, and where their files lie.
+
+    DIR/NAME/config.pbtxt              optional
+    DIR/NAME/VERSION/model.onnx        or model.pt2, or what default_model_filename says
+
+NAME is letters, digits, `.`, `_` and `-`, VERSION a decimal number from 1. A symbolic link may lead elsewhere beneath
+DIR; nothing outside it is ever read. Runs in the prepare helper: it reads files that strangers may have written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+from sie.catalog.files import Checkpoint, refuse
+from sie.catalog.model_config import CONFIG_FILE, platform_of, read_model_config
+from sie.catalog.spec import RepositoryModel, TensorSource
+from sie.errors import ModelLoadFailed
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
+_VERSION = re.compile(r"[1-9][0-9]{0,18}")
+_MAX_VERSION = (1 << 63) - 1
+_MAX_MODELS = 10_000
+_FILES = {"model.onnx": "onnxruntime_onnx", "model.pt2": "pytorch_exported"}
+_SUFFIXES = {".onnx": "onnxruntime_onnx", ".pt2": "pytorch_exported"}
+
+
+def find_models(repositories: tuple[str, ...], only: str = "") -> list[RepositoryModel]:
+    """Return the models of the repositories by name, or just the one named `only`.
+
+    A name that two repositories have is the first one's. What has no name that may be served is left out, hidden
+    folders among it. Raises ModelLoadFailed for a repository that cannot be read.
+    """
+    found: dict[str, RepositoryModel] = {}
+    for repository in repositories:
+        for name in [only] if only else _names(repository):
+            if name not in found and _is_name(name) and (Path(repository) / name).is_dir():
+                found[name] = _find_model(repository, name)
+    return list(found.values())
+
+
+def open_model(source: TensorSource, model_id: str) -> Checkpoint:
+    """Return the directory of a model, beyond whose repository nothing is read. Raises ModelLoadFailed."""
+    root = Path(source.repository).absolute()
+    model = Checkpoint(model_id, root, root.resolve()).folder(source.name)
+    return Checkpoint(model_id, model.root, model.root.resolve())
+
+
+def find_file(model: Checkpoint, version: str, config: Any) -> tuple[Checkpoint, str, str]:
+    """Return a version's directory, the name of its model file, and its platform. Raises ModelLoadFailed."""
+    folder = model.folder(version)
+    platform = platform_of(model, config)
+    named = config.default_model_filename
+    if named and not _is_name(named):
+        raise refuse(model.id, f"{CONFIG_FILE}: default_model_filename {named!r} is not the name of a file")
+    candidates = [named] if named else [name for name, own in _FILES.items() if platform in ("", own)]
+    file = next((name for name in candidates if folder.find(name) is not None), None)
+    if file is None:
+        raise refuse(model.id, f"version {version} has no {' and no '.join(candidates)}", "STORAGE")
+    own = platform or _SUFFIXES.get(Path(file).suffix, "")
+    if not own:
+        raise refuse(model.id, f"{CONFIG_FILE}: neither platform nor {file!r} tells what kind of model it is")
+    return folder, file, own
+
+
+def _names(repository: str) -> list[str]:
+    try:
+        names = sorted(path.name for path in Path(repository).iterdir())
+    except OSError as error:
+        raise ModelLoadFailed(f"model_repository {repository}: {error.strerror}") from error
+    if len(names) > _MAX_MODELS:
+        raise ModelLoadFailed(f"model_repository {repository}: over {_MAX_MODELS} entries")
+    return names
+
+
+def _is_name(name: str) -> bool:
+    return bool(_NAME.fullmatch(name)) and not name.startswith(".")
+
+
+def _find_model(repository: str, name: str) -> RepositoryModel:
+    try:
+        model = open_model(TensorSource(repository=repository, name=name, version=""), name)
+        available = sorted(_versions(model), key=int)
+        chosen = _choose(model, read_model_config(model, name).version_policy, available)
+    except (ModelLoadFailed, OSError) as error:
+        reason = error.message if isinstance(error, ModelLoadFailed) else str(error.strerror)
+        return RepositoryModel(name=name, repository=repository, reason=reason)
+    reason = "" if chosen else f"Model '{name}' cannot be loaded: it has no version to serve"
+    stamps = tuple(_stamp(model, version) for version in chosen)
+    return RepositoryModel(name=name, repository=repository, versions=tuple(chosen), stamps=stamps, reason=reason)
+
+
+def _stamp(model: Checkpoint, version: str) -> str:
+    """Return a text that changes with the files of a version, and with the configuration."""
+    paths = [model.root / CONFIG_FILE, *sorted((model.root / version).iterdir())]
+    stats = [(path.name, path.stat()) for path in paths if path.is_file()]
+    facts = repr([(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+    return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
+
+def _versions(model: Checkpoint) -> list[str]:
+    return [
+        path.name
+        for path in model.root.iterdir()
+        if _VERSION.fullmatch(path.name) and int(path.name) <= _MAX_VERSION and path.is_dir()
+    ]
+
+
+def _choose(model: Checkpoint, policy: Any, available: list[str]) -> list[str]:
+    """Return the versions that a policy serves, of those there are, oldest first; the latest one by default."""
+    choice = policy.WhichOneof("policy_choice")
+    if choice == "all":
+        return available
+    if choice == "specific":
+        wanted = {str(version) for version in policy.specific.versions}
+        if missing := wanted - set(available):
+            raise refuse(model.id, f"{CONFIG_FILE}: there is no version {', '.join(sorted(missing))}", "STORAGE")
+        return [version for version in available if version in wanted]
+    return available[-(policy.latest.num_versions or 1) :]

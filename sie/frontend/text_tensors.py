@@ -1,0 +1,160 @@
+"""Owns models of texts as models of tensors: what they look like to a tensor dialect, and how such a request is run.
+
+One that gives dense vectors takes `text` BYTES [-1] and gives `dense` FP32 [-1, d]; one that only scores takes `query`
+BYTES [1] and `documents` BYTES [-1] and gives `score` FP32 [-1]. Texts are UTF-8; profiles and options are the default
+ones. What they run is what `/v1/encode` and `/v1/score` run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from sie.cards import ModelCard
+from sie.control_messages import ModelEntry
+from sie.errors import BadRequest, InputTooLong
+from sie.frontend.dialects.score import resolve_score
+from sie.frontend.dialects.sie import resolve_encode
+from sie.frontend.encode import Encoder
+from sie.frontend.links import Pending, Reply
+from sie.frontend.replies import read_reply
+from sie.frontend.score import Scorer, read_scores
+from sie.settings import Limits
+from sie.tensor_bytes import split_elements
+from sie.tensors import Tensor, TensorReply, TensorRequest, TensorRule, TensorSpec
+from sie.types import EncodeRequest, ScoreRequest
+
+ENCODER: Final = "sie_encoder"
+SCORER: Final = "sie_scorer"
+_CONFIG_TYPES: Final = {"BYTES": "TYPE_STRING", "FP32": "TYPE_FP32"}
+
+Watch = Callable[[Pending], None]
+
+
+def with_rule(entry: ModelEntry) -> ModelEntry | None:
+    """Return a model's entry with the tensors that it takes and gives; None for one that has none."""
+    if entry.card.tensor is not None:
+        return entry
+    rule = text_rule(entry.card)
+    if rule is None:
+        return None
+    return msgspec.structs.replace(entry, card=msgspec.structs.replace(entry.card, tensor=rule))
+
+
+def text_rule(card: ModelCard) -> TensorRule | None:
+    """Return the tensors of a model of texts; None for one that neither encodes nor scores."""
+    if "dense" in card.outputs:
+        return _rule(card.id, ENCODER, [_texts("text", -1)], _floats("dense", -1, card.dims.get("dense", -1)))
+    if "score" in card.outputs:
+        return _rule(card.id, SCORER, [_texts("query", 1), _texts("documents", -1)], _floats("score", -1))
+    return None
+
+
+def _texts(name: str, size: int) -> TensorSpec:
+    return TensorSpec(name=name, datatype="BYTES", shape=(size,))
+
+
+def _floats(name: str, *shape: int) -> TensorSpec:
+    return TensorSpec(name=name, datatype="FP32", shape=shape)
+
+
+def _rule(name: str, platform: str, inputs: list[TensorSpec], output: TensorSpec) -> TensorRule:
+    config: dict[str, Any] = {
+        "name": name, "platform": platform, "max_batch_size": 0,
+        "input": [_config(spec) for spec in inputs], "output": [_config(output)],
+    }  # fmt: skip
+    return TensorRule(name=name, version="1", platform=platform, inputs=tuple(inputs), outputs=(output,), config=config)
+
+
+def _config(spec: TensorSpec) -> dict[str, Any]:
+    return {"name": spec.name, "data_type": _CONFIG_TYPES[spec.datatype], "dims": list(spec.shape)}
+
+
+class TextTensors:
+    """Run tensor requests to models of texts, which have been checked against their rule."""
+
+    def __init__(self, encoder: Encoder, scorer: Scorer, limits: Callable[[], Limits]) -> None:
+        """Limits returns those in force."""
+        self._encoder = encoder
+        self._scorer = scorer
+        self.limits = limits
+
+    @asynccontextmanager
+    async def run(
+        self, entry: ModelEntry, request: TensorRequest, *, began_ns: int, deadline_ns: int, watch: Watch | None
+    ) -> AsyncGenerator[TensorReply]:
+        """Run a request, and hand its output out for as long as the block lasts. Raises as `Tensors.infer`."""
+        inputs = {tensor.name: tensor for tensor in request.inputs}
+        if "text" in inputs:
+            texts = _decode(inputs["text"], self.limits().max_items, self.limits())
+            async with self._encode(entry, texts, began_ns, deadline_ns, watch) as reply:
+                yield reply
+        else:
+            (query,) = _decode(inputs["query"], 1, self.limits())
+            documents = _decode(inputs["documents"], self.limits().max_candidates, self.limits())
+            yield await self._score(entry, query, documents, began_ns=began_ns, deadline_ns=deadline_ns, watch=watch)
+
+    @asynccontextmanager
+    async def _encode(
+        self, entry: ModelEntry, texts: list[str], began_ns: int, deadline_ns: int, watch: Watch | None
+    ) -> AsyncGenerator[TensorReply]:
+        model = entry.card.id
+        request = EncodeRequest(model=model, texts=texts, output_types=("dense",), output_dtype="float32")
+        request = resolve_encode(request, entry.card)
+        pending, tokenization_ns = await self._encoder.start(entry, request, deadline_ns)
+        raw = await _answer(pending, watch)
+        try:
+            reply = read_reply(raw, entry, request, began_ns, tokenization_ns)
+            output = Tensor("dense", "FP32", (reply.num_items, reply.width), reply.values)
+            yield TensorReply(model=model, outputs=[output], timing=reply.timing)
+        finally:
+            raw.release()
+
+    async def _score(
+        self,
+        entry: ModelEntry,
+        query: str,
+        documents: list[str],
+        *,
+        began_ns: int,
+        deadline_ns: int,
+        watch: Watch | None,
+    ) -> TensorReply:
+        model = entry.card.id
+        request = resolve_score(ScoreRequest(model=model, query=query, documents=documents), entry.card)
+        pending, tokenization_ns = await self._scorer.start(entry, request, deadline_ns)
+        raw = await _answer(pending, watch)
+        try:
+            reply = read_scores(raw, request, began_ns, tokenization_ns)
+        finally:
+            raw.release()
+        values = np.array(reply.scores, "<f4").tobytes()
+        output = Tensor("score", "FP32", (len(documents),), memoryview(values))
+        return TensorReply(model=model, outputs=[output], timing=reply.timing)
+
+
+async def _answer(pending: Pending, watch: Watch | None) -> Reply:
+    if watch is not None:
+        watch(pending)
+    return await pending.future
+
+
+def _decode(tensor: Tensor, max_texts: int, limits: Limits) -> list[str]:
+    """Return the texts of an input. Raises BadRequest for what is none, and for too many or too long ones."""
+    elements = split_elements(tensor.data)
+    if not elements:
+        raise BadRequest(f"input '{tensor.name}' holds no text")
+    if len(elements) > max_texts:
+        raise BadRequest(f"input '{tensor.name}' holds {len(elements)} texts, the most are {max_texts}")
+    if max(map(len, elements)) > limits.max_item_text_bytes:
+        raise InputTooLong(
+            f"input '{tensor.name}' holds a text of over max_item_text_bytes ({limits.max_item_text_bytes})"
+        )
+    try:
+        return [element.decode() for element in elements]
+    except UnicodeDecodeError:
+        raise BadRequest(f"input '{tensor.name}' holds an element that is not UTF-8") from None

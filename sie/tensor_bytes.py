@@ -1,0 +1,49 @@
+"""Owns the elements of a BYTES tensor: each its length, uint32 little-endian, and that many bytes, without padding.
+
+Pure; whoever counts elements counts what is really there.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+_LENGTH: Final = struct.Struct("<I")
+
+
+class FramingError(ValueError):
+    """The bytes are not whole elements; part is what is cut short, as the protocols' servers call it."""
+
+    def __init__(self, part: str, reason: str) -> None:
+        super().__init__(f"incomplete string {part}, {reason}")
+        self.part = part
+        self.reason = reason
+
+
+def frame_elements(elements: Iterable[bytes]) -> bytes:
+    """Return elements behind each other as a BYTES tensor holds them."""
+    pieces: list[bytes] = []
+    for element in elements:
+        pieces.append(_LENGTH.pack(len(element)))
+        pieces.append(element)
+    return b"".join(pieces)
+
+
+def split_elements(data: memoryview | bytes) -> list[bytes]:
+    """Return copies of the elements of a BYTES tensor. Raises FramingError."""
+    return [bytes(data[start:end]) for start, end in element_bounds(data)]
+
+
+def element_bounds(data: memoryview | bytes) -> Iterator[tuple[int, int]]:
+    """Yield where each element of a BYTES tensor starts and ends, without its length. Raises FramingError."""
+    position, size = 0, len(data)
+    while position < size:
+        start = position + _LENGTH.size
+        if start > size:
+            raise FramingError("length indicator", f"expecting 4 bytes but only {size - position} bytes available")
+        length: int = _LENGTH.unpack_from(data, position)[0]
+        position = start + length
+        if position > size:
+            raise FramingError("data", f"expecting string of length {length} but only {size - start} bytes available")
+        yield start, position

@@ -1,0 +1,110 @@
+"""Owns the runner of a program of `torch.export`, built from an archive that was checked and written anew.
+
+Inputs are copied: a program may change them in place, and the extents are read-only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.export.passes import move_to_device_pass
+from torch.utils import _pytree as pytree
+
+from sie.cards import ModelCard
+from sie.catalog.exported import ExportedError, ExportedFile, open_exported
+from sie.catalog.files import refuse
+from sie.errors import BadRequest, Internal
+from sie.workers.device import resolve_device
+from sie.workers.faults import is_out_of_memory, is_sticky
+from sie.workers.runners.tensor_arrays import as_array, as_output, input_of, names_sizes, rows_of
+from sie.workers.tensors import OutputTensor, TensorInputs
+
+_FAULTS = (RuntimeError, ValueError, KeyError, AssertionError, TypeError, AttributeError)
+"""What torch raises for a program that it cannot read; a broken one is no fault of ours."""
+
+
+def load_exported(card: ModelCard, device: str, progress: Callable[[float, str], None]) -> ExportedRunner:
+    """Return the ready runner of a card. Raises ModelLoadFailed for an archive that could run code, or is broken."""
+    assert card.tensor is not None
+    path = Path(card.directory) / card.tensor.config["default_model_filename"]
+    target = resolve_device(device)
+    progress(0.1, "the archive is checked")
+    try:
+        file, archive = open_exported(path)
+    except (ExportedError, OSError) as error:
+        raise refuse(card.id, f"{path.name}: {error}") from error
+    progress(0.3, "torch reads the program")
+    try:
+        program = torch.export.load(archive)
+        if target.type != "cpu":
+            program = move_to_device_pass(program, target)
+        module = program.module(check_guards=False)
+    except _FAULTS as error:
+        raise refuse(card.id, f"torch.export: {type(error).__name__}: {error}") from error
+    return ExportedRunner(card, file, module, program.call_spec.in_spec, target)
+
+
+class ExportedRunner:
+    """A loaded program."""
+
+    def __init__(self, card: ModelCard, file: ExportedFile, module: Any, in_spec: Any, device: torch.device) -> None:
+        assert card.tensor is not None
+        self.card = card
+        self.memory_bytes = 4 * card.num_weights
+        self._rule = card.tensor
+        self._inputs = [value.name for value in file.inputs]
+        self._outputs = {value.name: index for index, value in enumerate(file.outputs)}
+        self._datatypes = {value.name: value.datatype for value in file.outputs}
+        self._module = module
+        self._in_spec = in_spec
+        self._device = device
+
+    def run_tensors(self, requests: Sequence[TensorInputs]) -> list[tuple[OutputTensor, ...]]:
+        """Return each request's outputs. Raises BadRequest for what the program rejects, else Internal."""
+        wanted = requests[0].task.outputs or tuple(spec.name for spec in self._rule.outputs)
+        tensors = [self._input(name, requests) for name in self._inputs]
+        results = self._run(tensors)
+        bounds = rows_of(requests)
+        arrays = [self._array(results, name) for name in wanted]
+        if len(requests) > 1 and any(array.ndim == 0 or len(array) != bounds[-1] for array in arrays):
+            # Each is run by itself then: `sie.workers.recovery`.
+            raise Internal(f"Model '{self.card.id}' gives another number of rows than it was given")
+        return [
+            tuple(
+                as_output(name, self._datatypes[name], array if len(requests) == 1 else array[start:end])
+                for name, array in zip(wanted, arrays, strict=True)
+            )
+            for start, end in itertools.pairwise(bounds)
+        ]
+
+    def _input(self, name: str, requests: Sequence[TensorInputs]) -> torch.Tensor:
+        """Return one input of all requests, on the device; BF16 is its bits on our side."""
+        parts = [as_array(*input_of(request, name)) for request in requests]
+        tensor = torch.from_numpy(np.concatenate(parts) if len(parts) > 1 else parts[0].copy())
+        if input_of(requests[0], name)[0].datatype == "BF16":
+            tensor = tensor.view(torch.bfloat16)
+        return tensor.to(self._device)
+
+    def _run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        try:
+            args, kwargs = pytree.tree_unflatten(tensors, self._in_spec)
+            with torch.inference_mode():
+                results, _ = pytree.tree_flatten(self._module(*args, **kwargs))
+        except (RuntimeError, IndexError, ValueError) as error:
+            if is_out_of_memory(error) or is_sticky(error):
+                raise
+            if isinstance(error, IndexError) or names_sizes(str(error)):
+                reason = " ".join(str(error).split())
+                raise BadRequest(f"Model '{self._rule.name}' rejects these inputs: {reason}") from error
+            raise
+        return results
+
+    def _array(self, results: list[torch.Tensor], name: str) -> NDArray[Any]:
+        tensor = results[self._outputs[name]].detach().cpu().contiguous()
+        return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

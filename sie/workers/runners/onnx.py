@@ -1,0 +1,148 @@
+"""Owns the runner of an ONNX model: onnxruntime's session, fed with views of the requests' extents.
+
+Requests that run together are put behind each other along their first dimension and their outputs cut apart again; one
+alone is run without a copy of its inputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+from onnxruntime.capi import onnxruntime_pybind11_state as states  # pyright: ignore[reportAttributeAccessIssue]
+
+from sie.cards import ModelCard
+from sie.catalog.files import refuse
+from sie.errors import BadRequest, Internal
+from sie.logs import get_logger
+from sie.tensors import TensorRule
+from sie.workers.runners.tensor_arrays import as_array, as_output, input_of, names_sizes, rows_of, without_source
+from sie.workers.tensors import OutputTensor, TensorInputs
+
+_log = get_logger(__name__)
+_TYPES = {
+    "tensor(bool)": "BOOL", "tensor(uint8)": "UINT8", "tensor(uint16)": "UINT16", "tensor(uint32)": "UINT32",
+    "tensor(uint64)": "UINT64", "tensor(int8)": "INT8", "tensor(int16)": "INT16", "tensor(int32)": "INT32",
+    "tensor(int64)": "INT64", "tensor(float16)": "FP16", "tensor(bfloat16)": "BF16", "tensor(float)": "FP32",
+    "tensor(double)": "FP64", "tensor(string)": "BYTES",
+}  # fmt: skip
+_BFLOAT16 = 16
+"""TensorProto.DataType of a type that NumPy has not."""
+_FATAL_ONLY = 4
+
+
+def load_onnx(card: ModelCard, device: str, num_threads: int, progress: Callable[[float, str], None]) -> OnnxRunner:
+    """Return the ready runner of a card. Raises ModelLoadFailed when onnxruntime refuses the file, with its reason."""
+    assert card.tensor is not None
+    path = Path(card.directory) / card.tensor.config["default_model_filename"]
+    progress(0.1, "onnxruntime reads the model")
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = _FATAL_ONLY  # what goes wrong is raised, and told to whom it concerns
+    options.intra_op_num_threads = num_threads
+    options.inter_op_num_threads = 1
+    options.add_session_config_entry("session.load_model_format", "ONNX")
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # other processes need the cores
+    try:
+        session = onnxruntime.InferenceSession(str(path), options, providers=_providers(device))
+    except (states.NoSuchFile, OSError) as error:
+        raise refuse(card.id, without_source(error), "STORAGE") from error
+    except (states.Fail, states.InvalidProtobuf, states.InvalidGraph, states.InvalidArgument, states.NotImplemented,
+            states.RuntimeException) as error:  # fmt: skip
+        raise refuse(card.id, f"onnxruntime: {without_source(error)}") from error
+    _check_session(card, session)
+    return OnnxRunner(card, session)
+
+
+def _providers(device: str) -> list[Any]:
+    kind, _, index = device.partition(":")
+    if kind == "cuda" and "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        return [("CUDAExecutionProvider", {"device_id": int(index or 0)}), "CPUExecutionProvider"]
+    return ["CPUExecutionProvider"]
+
+
+def _check_session(card: ModelCard, session: Any) -> None:
+    """Raise ModelLoadFailed when the file is another one than the card was made from."""
+    assert card.tensor is not None
+    inputs = {value.name: _TYPES.get(value.type) for value in session.get_inputs()}
+    outputs = {value.name: _TYPES.get(value.type) for value in session.get_outputs()}
+    is_same = inputs == {spec.name: spec.datatype for spec in card.tensor.inputs} and all(
+        outputs.get(spec.name) == spec.datatype for spec in card.tensor.outputs
+    )
+    if not is_same:
+        raise refuse(card.id, "its file was replaced while it was loaded", "STORAGE")
+
+
+class OnnxRunner:
+    """A loaded session."""
+
+    def __init__(self, card: ModelCard, session: Any) -> None:
+        assert card.tensor is not None
+        self.card = card
+        self.memory_bytes = 4 * card.num_weights
+        self._rule: TensorRule = card.tensor
+        self._session = session
+        specs = (*self._rule.inputs, *self._rule.outputs)
+        self._has_bfloat16 = any(spec.datatype == "BF16" for spec in specs)
+        self._datatypes = {spec.name: spec.datatype for spec in self._rule.outputs}
+
+    def run_tensors(self, requests: Sequence[TensorInputs]) -> list[tuple[OutputTensor, ...]]:
+        """Return each request's outputs. Raises BadRequest for what the model rejects, else Internal."""
+        first = requests[0].task
+        wanted = list(first.outputs or self._datatypes)
+        feed: dict[str, NDArray[Any]] = {}
+        for form in first.inputs:
+            parts = [as_array(*input_of(request, form.name)) for request in requests]
+            feed[form.name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        arrays = self._run(wanted, feed)
+        bounds = rows_of(requests)
+        if len(requests) > 1 and any(array.ndim == 0 or len(array) != bounds[-1] for array in arrays):
+            # Each is run by itself then: `sie.workers.recovery`.
+            raise Internal(f"Model '{self.card.id}' gives another number of rows than it was given")
+        return [
+            tuple(
+                as_output(name, self._datatypes[name], array if len(requests) == 1 else array[start:end])
+                for name, array in zip(wanted, arrays, strict=True)
+            )
+            for start, end in itertools.pairwise(bounds)
+        ]
+
+    def _run(self, wanted: list[str], feed: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
+        try:
+            if self._has_bfloat16:
+                return self._run_values(wanted, feed)
+            return self._session.run(wanted, feed)
+        except (states.InvalidArgument, states.Fail, states.RuntimeException) as error:
+            text = str(error)
+            if "Failed to allocate memory" in text or "bad_alloc" in text:
+                raise MemoryError(text) from error
+            if isinstance(error, states.InvalidArgument) or ("while running" in text and names_sizes(text)):
+                raise BadRequest(f"Model '{self._rule.name}' rejects these inputs: {without_source(error)}") from error
+            raise
+
+    def _run_values(self, wanted: list[str], feed: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
+        """Run with values that say their own type; BF16 is its bits, uint16, on both sides."""
+        types = {spec.name: spec.datatype for spec in self._rule.inputs}
+        value = onnxruntime.OrtValue
+        values = {
+            name: value.ortvalue_from_numpy_with_onnx_type(array, _BFLOAT16)
+            if types[name] == "BF16"
+            else value.ortvalue_from_numpy(array)
+            for name, array in feed.items()
+        }
+        outputs = self._session.run_with_ort_values(wanted, values)
+        return [_from_value(output) for output in outputs]
+
+
+def _from_value(value: Any) -> NDArray[Any]:
+    if value.data_type() != "tensor(bfloat16)":
+        return value.numpy()
+    shape = tuple(value.shape())
+    bits = ctypes.string_at(value.data_ptr(), 2 * prod(shape))  # a copy: the value's memory goes with it
+    return np.frombuffer(bits, "<u2").reshape(shape)

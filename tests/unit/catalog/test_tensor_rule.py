@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sie.proto
+from sie.catalog.spec import ModelSpec, TensorSource
+from sie.catalog.tensor_rule import read_tensor_card
+from sie.errors import ModelLoadFailed
+from sie.tensors import TensorRule, TensorSpec
+from tests import onnx_models
+
+BOTH = """
+    input { name: "x" data_type: TYPE_FP32 dims: 3 }
+    input { name: "a" data_type: TYPE_FP32 dims: 2 }
+"""
+
+
+def rule_of(tmp_path: Path, content: bytes, config: str = "", files: dict[str, str] | None = None) -> TensorRule:
+    model = onnx_models.write(tmp_path, "m", content, config=config)
+    for name, text in (files or {}).items():
+        (model / name).write_text(text)
+    source = TensorSource(repository=str(tmp_path), name="m", version="1", default_max_batch_size=16)
+    rule = read_tensor_card(ModelSpec(id=source.hosted_id, directory=source.folder, tensor=source)).tensor
+    assert rule is not None
+    return rule
+
+
+def test_without_a_configuration_the_file_tells_all(tmp_path: Path):
+    rule = rule_of(tmp_path, onnx_models.affine())
+    assert (rule.name, rule.version, rule.platform, rule.max_batch_size) == ("m", "1", "onnxruntime_onnx", 16)
+    assert rule.inputs == (
+        TensorSpec(name="x", datatype="FP32", shape=(-1, 3)), TensorSpec(name="a", datatype="FP32", shape=(-1, 2)),
+    )  # fmt: skip
+    assert rule.outputs == (TensorSpec(name="y", datatype="FP32", shape=(-1, 2)),)
+
+
+def test_what_a_configuration_leaves_out_is_completed(tmp_path: Path):
+    config = rule_of(tmp_path, onnx_models.affine(), "version_policy { all { } }").config
+    assert config["platform"] == "onnxruntime_onnx"
+    assert config["max_batch_size"] == 16
+    assert config["version_policy"] == {"all": {}}
+    assert [(tensor["name"], tensor["data_type"], tensor["dims"]) for tensor in config["input"]] == [
+        ("x", "TYPE_FP32", [3]), ("a", "TYPE_FP32", [2]),
+    ]  # fmt: skip
+    assert config["default_model_filename"] == "model.onnx"
+    assert config["dynamic_batching"]["preserve_ordering"] is False
+    assert config["instance_group"][0]["count"] == 1
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "batch"),
+    [
+        ([("batch", 2)], [("batch", 2)], 16),
+        ([(None, 2)], [(None,)], 16),
+        ([("n", 2)], [("m", 2)], 16),
+        ([("n", 2), ("m", 2)], [("n", 2)], 0),
+        ([("n", 2), (2, "n")], [("n", 2)], 0),
+        ([("n", 2), ()], [("n", 2)], 0),
+        ([("n", 2)], [(1, 2)], 0),
+        ([(1, 2)], [(1, 2)], 0),
+        ([("sequence_length", 2)], [("sequence_length", 2)], 0),
+        ([("n", 2)], [("num_tokens", 2)], 0),
+    ],
+)
+def test_a_batch_dimension_is_one_that_all_tensors_begin_with(tmp_path: Path, inputs, outputs, batch: int):
+    content = onnx_models.model(
+        [],
+        [onnx_models.value(f"x{i}", "FP32", shape) for i, shape in enumerate(inputs)],
+        [onnx_models.value(f"y{i}", "FP32", shape) for i, shape in enumerate(outputs)],
+    )
+    assert rule_of(tmp_path, content).max_batch_size == batch
+
+
+@pytest.mark.parametrize("config", ["max_batch_size: 0", 'input { name: "x" data_type: TYPE_FP32 dims: [-1, 2] }'])
+def test_a_configuration_may_say_that_there_is_no_batch(tmp_path: Path, config: str):
+    rule = rule_of(tmp_path, onnx_models.identity(), config)
+    assert rule.max_batch_size == 0
+    assert rule.inputs[0].shape == (-1, 2)
+    assert rule.config["input"][0]["dims"] == [-1, 2]
+
+
+def test_a_configuration_may_be_narrower_than_the_model(tmp_path: Path):
+    config = """
+        max_batch_size: 4
+        input { name: "x" data_type: TYPE_FP32 format: FORMAT_NCHW dims: [3, 8, 9] }
+        output { name: "y" data_type: TYPE_FP32 dims: [-1, -1, 9] label_filename: "labels.txt" }
+    """
+    files = {"labels.txt": "cat\ndog\n"}
+    rule = rule_of(tmp_path, onnx_models.identity(shape=("n", 3, "h", "w")), config, files)
+    assert rule.max_batch_size == 4
+    assert rule.inputs == (TensorSpec(name="x", datatype="FP32", shape=(-1, 3, 8, 9), format="NCHW"),)
+    assert rule.outputs == (TensorSpec(name="y", datatype="FP32", shape=(-1, 3, -1, 9), labels=("cat", "dog")),)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (BOTH.replace("dims: 3", "dims: 4"), r"input 'x' has the shape \[-1, 4\], but in the model \[-1, 3\]"),
+        (BOTH.replace("dims: 3", "dims: [1, 3]"), r"input 'x' has the shape \[-1, 1, 3\], but in the model \[-1, 3\]"),
+        (BOTH.replace("FP32 dims: 3", "INT64 dims: 3"), "input 'x' is TYPE_INT64, but in the model TYPE_FP32"),
+        (BOTH.replace('"x"', '"z"'), "the model has no input 'z'; it has x, a"),
+        (BOTH.replace('"a"', '"x"').replace("dims: 2", "dims: 3"), "input 'x' is there twice"),
+        ('input { name: "x" data_type: TYPE_FP32 dims: 3 }', "the model also needs input 'a'"),
+        ('output { name: "z" data_type: TYPE_FP32 dims: 2 }', "the model has no output 'z'; it has y"),
+        (BOTH.replace("dims: 3", "dims: -2"), "each of at most 32 sizes is -1 or more"),
+        ('output { name: "y" data_type: TYPE_FP32 dims: 2 label_filename: "no.txt" }', "no file no.txt of labels"),
+    ],
+)
+def test_a_configuration_that_contradicts_the_model_is_refused(tmp_path: Path, config: str, reason: str):
+    with pytest.raises(ModelLoadFailed, match=reason):
+        rule_of(tmp_path, onnx_models.affine(), f"max_batch_size: 8 {config}")
+
+
+def test_a_batch_size_for_a_model_of_one_size_is_refused(tmp_path: Path):
+    with pytest.raises(
+        ModelLoadFailed, match=r"has the shape \[1, 2\], which does not begin with a variable dimension"
+    ):
+        rule_of(tmp_path, onnx_models.identity(shape=(1, 2)), "max_batch_size: 8")
+
+
+def test_every_datatype_has_its_name(tmp_path: Path):
+    for datatype in ("BOOL", "UINT8", "INT64", "FP16", "BF16", "FP64", "BYTES"):
+        rule = rule_of(tmp_path, onnx_models.identity(datatype))
+        assert rule.inputs[0].datatype == datatype
+        assert rule.config["input"][0]["data_type"] == f"TYPE_{'STRING' if datatype == 'BYTES' else datatype}"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("grpc_tools") is None, reason="grpcio-tools is not installed")
+@pytest.mark.parametrize("name", ["model_config"])
+def test_the_compiled_messages_are_those_of_the_proto_files(tmp_path: Path, name: str):
+    folder = Path(sie.proto.__file__).parent
+    compiled = tmp_path / "compiled"
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{folder}", f"--descriptor_set_out={compiled}"]
+    subprocess.run([*command, f"{name}.proto"], check=True, timeout=60)
+    assert compiled.read_bytes() == (folder / f"{name}.binpb").read_bytes()

@@ -1,0 +1,258 @@
+"""What the supervisor does with model repositories. The crew is a list of names, the prepare helper two answers."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from sie import control_messages
+from sie.cards import ModelCard
+from sie.catalog.spec import ModelSpec, RepositoryModel
+from sie.control_messages import ManageRepository, ModelReport
+from sie.errors import Internal, WireError, from_wire, to_wire
+from sie.progress import Progress
+from sie.settings import Settings
+from sie.supervisor.loads import Loads
+from sie.supervisor.models import ModelBook
+from sie.supervisor.repository import Repositories
+from tests.unit.supervisor.test_loads import FakeCrew
+
+
+class Office:
+    """A server whose repository holds `found`; `broken` are hosted ids whose card cannot be made."""
+
+    def __init__(self, control: Any = "none") -> None:
+        defaults = Settings()
+        models = msgspec.structs.replace(defaults.models, repositories=("/repository",), repository_control=control)
+        settings = msgspec.structs.replace(defaults, models=models)
+        self.found: list[RepositoryModel] | WireError = [model("a"), model("b", "1", "2")]
+        self.broken: set[str] = set()
+        self.looked_for: list[str] = []
+        self.crew = FakeCrew()
+        self.book = ModelBook(30.0)
+        self.tasks: list[asyncio.Task[None]] = []
+        preparer: Any = SimpleNamespace(prepare=self._prepare, find_models=self._find_models)
+        self.loads = Loads(settings, self.book, Progress(io.StringIO(), "json"), self._spawn, preparer)
+        self.loads.bind(self.crew, str, lambda: None)  # type: ignore[arg-type]
+        self.repositories = Repositories(settings, self.book, self.loads, preparer, self._spawn)
+        self.repositories.bind(self.crew)  # type: ignore[arg-type]
+
+    def _spawn(self, work: Any) -> None:
+        self.tasks.append(asyncio.ensure_future(work))
+
+    async def _prepare(self, spec: ModelSpec) -> ModelCard | WireError:
+        if spec.id in self.broken:
+            return to_wire(Internal(f"{spec.id} is broken", extras={"error_class": "CONFIG"}))
+        return ModelCard(id=spec.id, kind="tensor", directory=str(spec.tensor))
+
+    async def _find_models(self, _directories: Any, only: str = "") -> list[RepositoryModel] | WireError:
+        self.looked_for.append(only)
+        if isinstance(self.found, WireError):
+            return self.found
+        return [found for found in self.found if only in ("", found.name)]
+
+    async def settle(self) -> list[Any]:
+        """Let everything happen; return what workers were told."""
+        while self.tasks:
+            await asyncio.gather(*[self.tasks.pop() for _ in range(len(self.tasks))])
+            await asyncio.sleep(0)
+        self.heard = self.crew.take()
+        return [_short(message) for name, message in self.heard if name == "worker-0"]
+
+    async def manage(self, action: Any, name: str) -> list[Any]:
+        """Ask as an administrator; return what workers were told. `error` is what the answer said."""
+        self.repositories.manage(self.crew.frontends[0], ManageRepository(7, action, name))
+        told = await self.settle()
+        (answer,) = [message for _, message in self.heard if isinstance(message, control_messages.Managed)]
+        assert answer.number == 7
+        self.error = from_wire(answer.error).message if answer.error else ""
+        return told
+
+    def report(self, model_id: str, state: Any) -> None:
+        for worker in self.crew.workers:
+            self.loads.report(worker, ModelReport(model_id, state))
+
+    def loaded(self, *model_ids: str) -> None:
+        for model_id in model_ids:
+            self.report(model_id, "loaded")
+        self.crew.take()
+
+    @property
+    def states(self) -> dict[str, str]:
+        return {entry.card.id: entry.state for entry in self.book.entries()}
+
+
+def _short(message: Any) -> Any:
+    if isinstance(message, control_messages.Load):
+        return ("load", message.card.id)
+    return ("unload", message.model)
+
+
+def model(name: str, *versions: str, stamp: str = "", reason: str = "") -> RepositoryModel:
+    versions = versions or (() if reason else ("1",))
+    return RepositoryModel(
+        name=name, repository="/repository", versions=versions, stamps=tuple(stamp for _ in versions), reason=reason
+    )
+
+
+def in_office(**options: Any) -> Callable[[Callable[[Office], Any]], Callable[[], None]]:
+    def decorate(test: Callable[[Office], Any]) -> Callable[[], None]:
+        async def main() -> None:
+            office = Office(**options)
+            office.repositories.start()
+            assert office.repositories.is_reading
+            await test(office)
+
+        def run() -> None:
+            asyncio.run(main())
+
+        return run
+
+    return decorate
+
+
+@in_office()
+async def test_all_models_are_loaded_at_the_start_and_readiness_waits_for_them(office: Office):
+    assert sorted(await office.settle()) == [
+        ("load", "a/versions/1"), ("load", "b/versions/1"), ("load", "b/versions/2"),
+    ]  # fmt: skip
+    assert not office.repositories.is_reading
+    assert not office.book.is_ready()
+    office.loaded("a/versions/1", "b/versions/1", "b/versions/2")
+    assert office.book.is_ready()
+
+
+@in_office()
+async def test_a_model_that_fails_says_why_and_leaves_the_others_and_readiness_alone(office: Office):
+    office.broken = {"b/versions/2"}
+    await office.settle()
+    office.loaded("a/versions/1", "b/versions/1")
+    assert office.states == {"a/versions/1": "loaded", "b/versions/1": "loaded", "b/versions/2": "failed"}
+    assert office.book.is_ready()
+
+
+@in_office()
+async def test_a_model_without_versions_is_known_with_its_reason(office: Office):
+    office.found = [model("a"), model("e", reason="it has no version to serve")]
+    await office.settle()
+    office.loaded("a/versions/1")
+    assert office.states["e/versions"] == "failed"
+    entry = office.book.entries()[1]
+    assert entry.card.tensor is not None
+    assert (entry.card.tensor.name, entry.card.tensor.version) == ("e", "")
+    assert entry.error is not None
+    assert entry.error.message == "it has no version to serve"
+    assert office.book.is_ready()
+
+
+@in_office()
+async def test_a_repository_that_cannot_be_read_keeps_no_server_from_serving(office: Office):
+    office.found = to_wire(Internal("no permission"))
+    assert await office.settle() == []
+    assert not office.repositories.is_reading
+    assert office.book.is_ready()
+
+
+@in_office()
+async def test_requests_load_no_model_of_a_repository(office: Office):
+    await office.settle()
+    office.loaded("a/versions/1", "b/versions/1", "b/versions/2")
+    await office.settle()
+    office.loads.manage("unload", "a/versions/1")
+    office.report("a/versions/1", "available")
+    await office.settle()
+    office.loads.want("a/versions/1")
+    assert await office.settle() == []
+
+
+@in_office()
+async def test_nothing_is_loaded_on_request_unless_control_is_explicit(office: Office):
+    await office.settle()
+    for action in ("load", "unload"):
+        assert await office.manage(action, "a") == []
+        assert office.error == "explicit model load / unload is not allowed if polling is enabled"
+
+
+@in_office(control="explicit")
+async def test_explicit_control_loads_what_it_is_asked_to(office: Office):
+    assert await office.settle() == []
+    assert office.book.is_ready()
+    assert set(office.states.values()) == {"available"}
+    assert sorted(await office.manage("load", "b")) == [("load", "b/versions/1"), ("load", "b/versions/2")]
+    office.loaded("b/versions/1", "b/versions/2")
+    assert await office.manage("load", "b") == []  # nothing has changed
+    assert office.error == ""
+    assert sorted(await office.manage("unload", "b")) == [("unload", "b/versions/1"), ("unload", "b/versions/2")]
+    assert await office.manage("unload", "nope") == []
+    assert office.error == ""
+    assert office.looked_for == ["", "b", "b"]
+
+
+@in_office(control="explicit")
+async def test_a_load_of_an_unknown_model_says_so(office: Office):
+    await office.settle()
+    assert await office.manage("load", "nope") == []
+    assert office.error == "failed to load 'nope', failed to poll from model repository"
+
+
+@in_office(control="explicit")
+async def test_a_load_reads_the_model_anew(office: Office):
+    await office.settle()
+    await office.manage("load", "b")
+    office.loaded("b/versions/1", "b/versions/2")
+    office.found = [model("b", "2", "3", stamp="new")]
+    told = await office.manage("load", "b")
+    assert sorted(told) == [("load", "b/versions/3"), ("unload", "b/versions/1"), ("unload", "b/versions/2")]
+    for gone in ("b/versions/1", "b/versions/2"):
+        office.report(gone, "available")
+    office.loads.tick(0.0)
+    assert await office.settle() == [("load", "b/versions/2")]
+    card = office.book.records["b/versions/2"].card
+    assert card is not None
+    assert "new" in card.directory
+
+
+@in_office()
+async def test_a_reload_takes_over_what_changed_in_the_repositories(office: Office):
+    await office.settle()
+    office.loaded("a/versions/1", "b/versions/1", "b/versions/2")
+    office.found = [model("b", "1", "2"), model("c")]
+    assert await office.manage("reload", "") == [("unload", "a/versions/1"), ("load", "c/versions/1")]
+    assert office.error == ""
+    assert list(office.states) == ["b/versions/1", "b/versions/2", "c/versions/1"]
+    assert await office.manage("reload", "") == []
+    office.found = to_wire(Internal("no permission"))
+    assert await office.manage("reload", "") == []
+    assert office.error == "no permission"
+
+
+@in_office(control="explicit")
+async def test_a_reload_loads_nothing_new_under_explicit_control(office: Office):
+    await office.settle()
+    await office.manage("load", "a")
+    office.loaded("a/versions/1")
+    office.found = [model("a", "2"), model("b", "1", "2"), model("c")]
+    assert sorted(await office.manage("reload", "")) == [("load", "a/versions/2"), ("unload", "a/versions/1")]
+    assert office.states["c/versions/1"] == "available"
+
+
+@in_office(control="explicit")
+async def test_a_new_model_is_found_when_it_is_asked_for(office: Office):
+    office.found = []
+    await office.settle()
+    office.found = [model("c")]
+    assert await office.manage("load", "c") == [("load", "c/versions/1")]
+
+
+@in_office(control="explicit")
+async def test_a_model_that_had_no_version_is_mended(office: Office):
+    office.found = [model("e", reason="it has no version to serve")]
+    await office.settle()
+    office.found = [model("e")]
+    assert await office.manage("load", "e") == [("load", "e/versions/1")]
+    assert list(office.states) == ["e/versions/1"]
