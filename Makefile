@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 BENCH ?= bench/echo.py
+SECONDS ?= 3600
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
@@ -12,7 +13,7 @@ UNITS := sie.service sie.service.d/gpu.conf sie.sysusers.conf sie.tmpfiles.conf 
 PACKAGED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check fix bench clean
+.PHONY: help serve test check fix bench chaos soak clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -36,6 +37,15 @@ fix: $(VENV)/.check ## format, mend what the linter can mend, write docs/setting
 
 bench: $(VENV)/.test ## measure the path of a request; BENCH=FILE picks another script
 	$(BIN)/python $(BENCH) $(ARGS)
+
+chaos: $(VENV)/.test ## break running servers on purpose, all faults, and write build/chaos/report.html (half an hour)
+	@rm -f build/chaos/rows.jsonl
+	CHAOS=long CHAOS_REPORT=build/chaos $(BIN)/python -m pytest tests/chaos $(ARGS); status=$$?; \
+		CHAOS=long $(BIN)/python tests/chaos/page.py build/chaos && exit $$status
+
+soak: $(VENV)/.test ## keep a server busy for SECONDS (an hour) and see that no process grows; then see a leak caught
+	$(BIN)/python -m tests.chaos.soak --seconds $(SECONDS) --real
+	$(BIN)/python -m tests.chaos.soak --seconds 60 --leak
 
 clean: ## remove what the commands made, .venv included
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

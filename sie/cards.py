@@ -46,6 +46,19 @@ class StubOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Whether it also takes images, as they are."""
     tensor: bool = False
     """Whether it takes tensors, and nothing else."""
+    fail: Literal["", "load", "oom", "sticky", "nan"] = ""
+    """What fails, on a server with `test`: its load, its steps (no memory, a lost device) or its values."""
+    fail_on: str = ""
+    """`fail` concerns only texts, or steps with a text, that hold this."""
+    kill_on: str = ""
+    """A step with a text that holds this aborts the worker, on a server with `test`."""
+    hang_on: str = ""
+    """A step with a text that holds this never ends, on a server with `test`."""
+
+    @property
+    def has_faults(self) -> bool:
+        """Whether it fails on purpose."""
+        return bool(self.fail or self.kill_on or self.hang_on)
 
 
 class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):

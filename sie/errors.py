@@ -16,6 +16,7 @@
     ├─ DeadlineExceeded           DEADLINE_EXCEEDED     504     ours
     ├─ ClientGone                 CLIENT_GONE           499     nobody reads the answer
     └─ Internal                   INFERENCE_ERROR       500     ours
+       └─ NonFinite               INFERENCE_ERROR       500     the model's: NaN or infinity, which is never sent
 
 Raise where the fault is known; each dialect translates once. Sources: SIE API reference, sections 9 and 12.
 """
@@ -163,6 +164,10 @@ class Internal(SieError):
     http_status = 500
 
 
+class NonFinite(Internal):
+    """The model produced a value that is not finite, which is never sent; counted against the model."""
+
+
 class WireError(msgspec.Struct, array_like=True, frozen=True):
     """An error as it crosses a ring or a control channel."""
 
@@ -179,6 +184,7 @@ _KINDS: dict[str, type[SieError]] = {
     for cls in (
         SieError, BadRequest, InputTooLong, PoisonInput, NotFound, Unauthorized, Forbidden, RateLimited, Overloaded,
         Unavailable, WorkerLost, ResourceExhausted, ModelLoadFailed, DeadlineExceeded, ClientGone, Internal,
+        NonFinite,
     )
 }  # fmt: skip
 

@@ -139,6 +139,19 @@ PRESSURE_EVICTIONS = Family(
     help="Times the model was unloaded because memory was short, or another model needed it to load.",
     labels=("model",),
 )
+NON_FINITE = Family(
+    name="sie_non_finite_total",
+    kind="counter",
+    help="Sequences of requests that failed because the model produced a value that is not finite.",
+    labels=("model",),
+)
+NON_FINITE_SHARE = Family(
+    name="sie_non_finite_share",
+    kind="gauge",
+    help="Share of such sequences among the latest of the model, about a thousand, on the worker where it is highest.",
+    labels=("model",),
+    merge="max",
+)
 LORAS_LOADED = Family(
     name="sie_loras_loaded",
     kind="gauge",
@@ -334,6 +347,8 @@ FAMILIES: tuple[Family, ...] = (
     OOM_SPLITS,
     IDLE_EVICTIONS,
     PRESSURE_EVICTIONS,
+    NON_FINITE,
+    NON_FINITE_SHARE,
     LORAS_LOADED,
     LAST_INFERENCE,
     REFUSALS,

@@ -14,6 +14,8 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
+from sie.log_stream import open_stderr
+
 LogFormat = Literal["text", "json"]
 
 LOG_CONFIG: dict[str, Any] = {
@@ -38,9 +40,10 @@ _CLEAR_REST = "\x1b[K"
 def configure(log_format: LogFormat, level: str, process_name: str) -> None:
     """Send this process's log lines of `level` and above to stderr; a second call replaces the first.
 
-    process_name is who speaks (`supervisor`, `frontend-0`, `worker-0`). Lines carry the time in UTC.
+    process_name is who speaks (`supervisor`, `frontend-0`, `worker-0`). Lines carry the time in UTC. A line is dropped
+    and counted when stderr cannot take it (`sie.log_stream`).
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(open_stderr())
     if log_format == "json":
         handler.setFormatter(JsonFormatter(process_name))
     else:

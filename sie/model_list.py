@@ -50,6 +50,10 @@ def check_models(loaded: Loaded) -> dict[str, tuple[ModelSpec, Start]]:
             spec = _parse(text, name, loaded.sources[name])
             if spec.id in specs:
                 raise SettingsError(f"{name} (from {loaded.sources[name]}): {spec.id!r} is named twice")
+            if spec.stub is not None and spec.stub.has_faults and not loaded.settings.testing.test:
+                raise SettingsError(
+                    f"{name} (from {loaded.sources[name]}): {text!r} fails on purpose, which is refused without `test`"
+                )
             specs[spec.id] = (spec, start)
     for directory in models.repositories:
         if not Path(directory).is_dir():

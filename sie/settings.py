@@ -260,6 +260,14 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             description="Most windows of words in which GLiNER reads one text; over it is 400 INPUT_TOO_LONG.",
         ),
     ] = 128
+    max_span_candidates: Annotated[
+        int,
+        Meta(
+            ge=256,
+            le=1 << 20,
+            description="Spans of a window over the threshold from which GLiNER may choose its entities; over it is 400.",
+        ),
+    ] = 16384
     max_relation_candidates: Annotated[
         int,
         Meta(
@@ -287,7 +295,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ge=1,
             le=1 << 30,
             description="Most pixels of an image, read before it is decoded; of a request's images together, for a "
-            "model without one size for all. Decoding takes up to 8 bytes a pixel and thread.",
+            "model without one size for all. Decoding takes up to 16 bytes a pixel and thread.",
         ),
     ] = 1 << 25
     max_queued_images: Annotated[
@@ -319,6 +327,14 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     body_idle_timeout_s: Annotated[
         float, Meta(ge=0.1, le=600, description="Longest pause within a request body before its connection is cut.")
     ] = 15.0
+    min_body_bytes_per_s: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=256 * MIB,
+            description="Slowest request body, on average, once it takes longer than `body_idle_timeout_s`; else 408.",
+        ),
+    ] = 1024
 
 
 class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -411,6 +427,19 @@ class Tracing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = field(default=1.0, name="trace_share")
 
 
+class Testing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Breaking this server on purpose. Nothing here belongs on a server that anyone relies on."""
+
+    test: Annotated[bool, Meta(description="Allow failpoints, and stub models that fail on purpose.")] = False
+    failpoints: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Point at which to break a process; repeatable; refused without `test`.",
+            extra={"form": "POINT=kill|stop|spin|raise|exit:STATUS|sleep:MILLISECONDS|leak:KIB[@COUNT]"},
+        ),
+    ] = ()
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole tree. It encodes with msgspec, so that a process can be handed it."""
 
@@ -424,6 +453,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     supervisor: Supervisor = Supervisor()
     status: Status = Status()
     tracing: Tracing = Tracing()
+    testing: Testing = Testing()
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -507,6 +537,7 @@ def _check_together(settings: Settings, sources: Mapping[str, Source]) -> None:
         ("tls_key", bool(access.tls_key) and not access.tls_cert, "needs tls_cert beside it"),
         ("tls_client_ca", bool(access.tls_client_ca) and not access.tls_cert, "needs tls_cert and tls_key beside it"),
         ("uds", bool(access.uds) and bool(access.tls_cert), "a Unix socket takes no TLS; leave tls_cert out"),
+        ("failpoints", bool(settings.testing.failpoints) and not settings.testing.test, "are refused without `test`"),
         (
             "max_queued_images",
             limits.max_queued_images < limits.max_images,

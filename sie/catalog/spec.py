@@ -186,7 +186,7 @@ def _parse_stub(options: str, text: str) -> StubOptions:
         raise BadRequest(f"model spec {text!r}: {error}") from None
     for key in pairs:
         value, least = getattr(stub, key), _STUB_MINIMUM.get(key, 0)
-        if not math.isfinite(value) or value < least:
+        if not isinstance(value, str) and (not math.isfinite(value) or value < least):
             raise BadRequest(f"model spec {text!r}: stub option {key!r} is {value}, but must be at least {least}")
     if stub.tensor and (others := _NOT_OF_TENSORS & set(pairs)):
         raise BadRequest(f"model spec {text!r}: a stub that takes tensors has no option {min(others)!r}")

@@ -43,7 +43,8 @@ class AdapterTable:
                 f"Model '{model}' has no adapters: none is declared by the setting 'lora' - at `$.params.options.lora_id`"
             )
         raise BadRequest(
-            f"Adapter '{adapter}' of model '{model}' not found; the setting 'lora' declares: {list(entry.adapters)}"
+            f"Adapter '{adapter}' of model '{model}' not found; the setting 'lora' declares: {list(entry.adapters)} "
+            "- at `$.params.options.lora_id`"
         )
 
     async def serving(self, entry: ModelEntry, adapter: str, wait_until_ns: int) -> ModelEntry:

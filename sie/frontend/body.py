@@ -30,13 +30,17 @@ class HttpProtocol(Protocol):
 
 
 class Reading:
-    """One body on its way: the task that waits for it, and when it last moved."""
+    """One body on its way: the task that waits for it, when it last moved, and how much of it is there.
 
-    __slots__ = ("deadline_ns", "last_ns", "task", "timed_out")
+    A body that is taken in one call shows no progress: it has to be whole within the longest pause.
+    """
+
+    __slots__ = ("began_ns", "deadline_ns", "last_ns", "num_bytes", "task", "timed_out")
 
     def __init__(self, task: asyncio.Task[Any], now_ns: int, deadline_ns: int) -> None:
         self.task = task
-        self.last_ns = now_ns
+        self.began_ns = self.last_ns = now_ns
+        self.num_bytes = 0
         self.deadline_ns = deadline_ns
         self.timed_out = False
 
@@ -44,13 +48,14 @@ class Reading:
 class BodyReader:
     """Reads bodies for one process and ends those that stall."""
 
-    def __init__(self, max_body_bytes: int, idle_timeout_s: float) -> None:
+    def __init__(self, max_body_bytes: int, idle_timeout_s: float, min_bytes_per_s: int = 0) -> None:
         self._readings: set[Reading] = set()
-        self.reconfigure(max_body_bytes, idle_timeout_s)
+        self.reconfigure(max_body_bytes, idle_timeout_s, min_bytes_per_s)
 
-    def reconfigure(self, max_body_bytes: int, idle_timeout_s: float) -> None:
+    def reconfigure(self, max_body_bytes: int, idle_timeout_s: float, min_bytes_per_s: int) -> None:
         """Take over reloaded limits, for bodies on their way too."""
         self._max_bytes = max_body_bytes
+        self._min_bytes_per_s = min_bytes_per_s
         self._idle_ns = int(idle_timeout_s * 1e9)
         self._idle_s = idle_timeout_s
 
@@ -58,7 +63,8 @@ class BodyReader:
         """Return the whole body.
 
         Raises InputTooLong (413) over max_body_bytes, BadRequest for a malformed or cut body, SieError 408 when it
-        stalls for body_idle_timeout_s or is not there at the request's deadline, ClientGone when the client left.
+        stalls for body_idle_timeout_s, is slower than min_body_bytes_per_s or is not there at the request's deadline,
+        ClientGone when the client left.
         """
         length = self._announced(headers)
         task = asyncio.current_task()
@@ -74,7 +80,8 @@ class BodyReader:
                 raise
             task.uncancel()
             raise SieError(
-                f"the request body made no progress for {self._idle_s:g} s (body_idle_timeout_s), or missed the deadline",
+                f"the request body made no progress for {self._idle_s:g} s (body_idle_timeout_s), was slower than "
+                f"{self._min_bytes_per_s} bytes/s (min_body_bytes_per_s), or missed the deadline",
                 code="REQUEST_TIMEOUT",
                 http_status=408,
             ) from None
@@ -84,12 +91,17 @@ class BodyReader:
             self._readings.discard(reading)
 
     def end_stalled(self, now_ns: int) -> None:
-        """Cancel the reads that made no progress for too long; called by the process's tick."""
+        """Cancel the reads that made no progress for too long, or too little; called by the process's tick."""
         for reading in self._readings:
-            is_overdue = now_ns - reading.last_ns > self._idle_ns or now_ns > reading.deadline_ns
-            if is_overdue and not reading.timed_out:
+            if not reading.timed_out and self._is_overdue(reading, now_ns):
                 reading.timed_out = True
                 reading.task.cancel()
+
+    def _is_overdue(self, reading: Reading, now_ns: int) -> bool:
+        if now_ns - reading.last_ns > self._idle_ns or now_ns > reading.deadline_ns:
+            return True
+        elapsed_ns = now_ns - reading.began_ns  # judged after the longest pause that a body may begin with
+        return elapsed_ns > self._idle_ns and reading.num_bytes * 10**9 < self._min_bytes_per_s * elapsed_ns
 
     def _announced(self, headers: Headers) -> int | None:
         """Return Content-Length, or None for a chunked body, having refused what is too long or ambiguous."""
@@ -111,6 +123,7 @@ class BodyReader:
             if chunk:
                 reading.last_ns = time.monotonic_ns()
                 body += chunk
+                reading.num_bytes = len(body)
                 if len(body) > self._max_bytes:
                     raise self._too_long()
         if length is not None and len(body) != length:

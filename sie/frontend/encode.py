@@ -23,7 +23,7 @@ from sie.frontend.links import Pending
 from sie.frontend.mixed import mix_items
 from sie.frontend.models import ModelTable
 from sie.frontend.options import shorter_expansion, token_limit
-from sie.frontend.prompts import apply_prompt
+from sie.frontend.prompts import apply_prompt, check_prompted, count_prompted
 from sie.frontend.replies import count_items
 from sie.frontend.tokenize import LONG_TEXT_BYTES, Tokenizer, encode_stub_texts, is_long
 from sie.headers import WorkHeader
@@ -45,6 +45,10 @@ class Encoder:
         self._limits = limits
         self._pool = pool
 
+    def reconfigure(self, limits: Limits) -> None:
+        """Take over reloaded limits for what is submitted from now on."""
+        self._limits = limits
+
     async def start(self, entry: ModelEntry, request: EncodeRequest, deadline_ns: int) -> tuple[Pending, int]:
         """Tokenise and submit a resolved request; return its record and the nanoseconds that reading its items took.
 
@@ -59,13 +63,17 @@ class Encoder:
         if request.options and entry.card.late is not None and header.is_query:
             header = msgspec.structs.replace(header, expand_to=shorter_expansion(entry.card, request.options))
         self._check_reply_size(header, entry)
+        if request.options or request.instruction:
+            check_prompted(_count_chars(request), self._limits.max_body_bytes)
         if request.images is None:
             arrays = self._try_prepare(entry, request) or await self._prepare_later(entry, request)
         else:
             arrays = await self._prepare_mixed(entry, request, request.images, deadline_ns)
         num_tokens = int(arrays[0][1][-1])
         took_ns = time.monotonic_ns() - began_ns
-        return self._engine.submit(header, arrays, num_tokens, deadline_ns), took_ns
+        if request.images is None:
+            return self._engine.submit(header, arrays, num_tokens, deadline_ns), took_ns
+        return await self._engine.submit_large(header, arrays, num_tokens, deadline_ns), took_ns
 
     def _try_prepare(self, entry: ModelEntry, request: EncodeRequest) -> list[tuple[str, NDArray[Any]]] | None:
         """Tokenise here and now; None when that would keep the event loop too long or the tokenizer is not there."""
@@ -73,6 +81,8 @@ class Encoder:
         if entry.card.tokenizer_file:
             tokenizer = self._models.ready_tokenizer(entry)
             if tokenizer is None or (request.texts is not None and is_long(request.texts, LONG_TEXT_BYTES)):
+                return None
+            if (request.options or request.instruction) and _count_chars(request) > LONG_TEXT_BYTES:
                 return None
         return _prepare(entry, request, tokenizer)
 
@@ -105,6 +115,12 @@ class Encoder:
                 f"The reply would hold {nbytes} bytes of vectors, over max_reply_bytes ({self._limits.max_reply_bytes}); "
                 "split the request"
             )
+
+
+def _count_chars(request: EncodeRequest) -> int:
+    """Return how many characters there are to read, prompts included."""
+    is_query = bool(request.options.get("is_query"))
+    return count_prompted(request.texts or (), request.options, request.instruction, is_query)
 
 
 def _wants_normalize(request: EncodeRequest, entry: ModelEntry) -> bool | None:

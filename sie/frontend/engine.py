@@ -12,13 +12,12 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import msgspec
 from numpy.typing import NDArray
 
-from sie.catalog.profiles import model_of
+from sie import failpoints
 from sie.control_messages import ModelEntry, PeerFault, Quarantine
 from sie.errors import DeadlineExceeded, Internal, Overloaded, SieError, Unavailable, WireError, WorkerLost, from_wire
 from sie.frontend import admission
@@ -26,18 +25,21 @@ from sie.frontend.adapters import is_coming, loading, workers_with
 from sie.frontend.links import Pending, Reply, WorkerLink
 from sie.frontend.placement import choose_worker
 from sie.frontend.quarantine import QuarantinedInputs, poison
-from sie.headers import ArrayRef, WorkHeader
+from sie.frontend.request_layout import RequestLayout, lay_out
+from sie.headers import WorkHeader
 from sie.logs import get_logger
 from sie.settings import Limits, Settings
 from sie.shm.attach import Attachment
-from sie.shm.extent import extent_bytes, plan_arrays, read_extent, set_cancelled, write_extent
+from sie.shm.extent import read_extent, set_cancelled, write_extent, write_pieces
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
+from sie.shm.pool import Lease
 from sie.shm.space import OutboundSpace
 
 _log = get_logger(__name__)
-_header_encoder = msgspec.msgpack.Encoder()
 _error_decoder = msgspec.msgpack.Decoder(WireError)
 _MAX_STRIKES = 2
+_PIECE_BYTES = 1 << 20
+"""Of a large payload so much is copied between two turns of the event loop: about a millisecond."""
 _RATE_WEIGHT = 0.2
 
 
@@ -97,42 +99,58 @@ class ShmEngine:
             raise self._overloaded("the queue holds max_queued_tokens")
 
     def submit(
-        self,
-        header: WorkHeader,
-        arrays: Sequence[tuple[str, NDArray[Any]]],
-        num_tokens: int,
-        deadline_ns: int,
+        self, header: WorkHeader, arrays: Sequence[tuple[str, NDArray[Any]]], num_tokens: int, deadline_ns: int
     ) -> Pending:
         """Hand one request to a worker and return its record; await `pending.future` for the Reply.
 
-        arrays are what the header's operation needs, by name; header.arrays is filled in here, and an `id:profile` in
-        header.model becomes the model that workers know. Raises Overloaded when
-        memory or the queue is full, PoisonInput for a quarantined input, Unavailable when no worker has the model.
+        arrays are what the header's operation needs, by name; an `id:profile` in header.model becomes the model that
+        workers know. Raises Overloaded when memory or the queue is full, PoisonInput for a quarantined input, Unavailable
+        when no worker has the model.
         """
-        encoded, refs, nbytes, model = _lay_out(
-            header, tuple([(name, array.dtype.str, array.shape) for name, array in arrays])
-        )
-        lease = self._space.lease(nbytes)
+        layout = lay_out(header, arrays)
+        with self._lease(layout) as lease:
+            write_extent(lease.view, layout.header, layout.refs, [array for _, array in arrays])
+            return self._hand_over(lease, layout, header.lora, num_tokens, deadline_ns)
+
+    async def submit_large(
+        self, header: WorkHeader, arrays: Sequence[tuple[str, NDArray[Any]]], num_tokens: int, deadline_ns: int
+    ) -> Pending:
+        """Do as `submit` does, and let the event loop turn while the arrays, which may be of megabytes, are copied."""
+        layout = lay_out(header, arrays)
+        with self._lease(layout) as lease:
+            own = [array for _, array in arrays]
+            for _ in write_pieces(lease.view, layout.header, layout.refs, own, _PIECE_BYTES):
+                await asyncio.sleep(0)
+            return self._hand_over(lease, layout, header.lora, num_tokens, deadline_ns)
+
+    def _lease(self, layout: RequestLayout) -> Lease:
+        lease = self._space.lease(layout.nbytes)
         if lease is None:
             raise self._overloaded("request memory is full")
-        with lease:
-            length = write_extent(lease.view, encoded, refs, [array for _, array in arrays])
-            pending = Pending(
-                next(self._ids),
-                model,
-                lease=lease,
-                length=length,
-                num_tokens=num_tokens,
-                deadline_ns=deadline_ns,
-                submitted_ns=time.monotonic_ns(),
-                future=asyncio.get_running_loop().create_future(),
-                adapter=header.lora,
-            )
-            self._quarantined.check(lease.view[:length])
-            link = self._choose(pending)
-            if link is None or not self._try_submit(link, pending):
-                self._hold(pending)
-            lease.hand_over(pending.request_id)
+        return lease
+
+    def _hand_over(
+        self, lease: Lease, layout: RequestLayout, adapter: str, num_tokens: int, deadline_ns: int
+    ) -> Pending:
+        """Give a written request to a worker, or hold it until there is one."""
+        pending = Pending(
+            next(self._ids),
+            layout.model,
+            lease=lease,
+            length=layout.nbytes,
+            num_tokens=num_tokens,
+            deadline_ns=deadline_ns,
+            submitted_ns=time.monotonic_ns(),
+            future=asyncio.get_running_loop().create_future(),
+            adapter=adapter,
+        )
+        self._quarantined.check(lease.view[: layout.nbytes])
+        link = self._choose(pending)
+        failpoints.reach("frontend.before_commit")
+        if link is None or not self._try_submit(link, pending):
+            self._hold(pending)
+        failpoints.reach("frontend.after_push")
+        lease.hand_over(pending.request_id)
         return pending
 
     def _choose(self, pending: Pending) -> WorkerLink | None:
@@ -163,6 +181,8 @@ class ShmEngine:
         raise self._overloaded("the ring is full")
 
     def _candidates(self, pending: Pending) -> list[WorkerLink]:
+        if pending.num_strikes >= _MAX_STRIKES:
+            return []
         workers = workers_with(self._find_model(pending.model), pending.adapter)
         return [link for slot in workers if (link := self._links.get(slot)) is not None]
 
@@ -235,8 +255,8 @@ class ShmEngine:
                     del self._held[pending.request_id]
 
     def fail_held(self) -> None:
-        """End the wait of requests whose model will not come back."""
-        for pending in list(self._held.values()):
+        """End the wait of requests whose model will not come back; `quarantine` ends that of the others."""
+        for pending in [held for held in self._held.values() if held.num_strikes < _MAX_STRIKES]:
             entry = self._find_model(pending.model)
             if entry is None or not (entry.recovering or entry.workers):
                 self.abandon(pending, WorkerLost(f"Model '{pending.model}' was lost with its worker"))
@@ -298,26 +318,24 @@ class ShmEngine:
         if pending.future.done():
             pending.lease.end()
             return
-        if is_suspect and self._strike(pending):
-            self._end(pending, poison())
-            return
+        if is_suspect:
+            self._strike(pending)
         pending.link = None
         self._held[pending.request_id] = pending
 
-    def _strike(self, pending: Pending) -> bool:
-        """Count a death against a request; return whether that makes it refused everywhere.
+    def _strike(self, pending: Pending) -> None:
+        """Count a death against a request.
 
-        The first time it ran among others, so any of them may be to blame: each goes on alone.
+        The first time it ran among others, so any of them may be to blame: each goes on alone. The second time it is
+        refused, but its client hears so only when all frontends have: it might ask another one at once.
         """
         pending.num_strikes += 1
-        if pending.num_strikes < _MAX_STRIKES:
-            pending.flags |= FLAG_ALONE
-            return False
-        self._send(Quarantine(pending.digest()))
-        return True
+        pending.flags |= FLAG_ALONE
+        if pending.num_strikes >= _MAX_STRIKES:
+            self._send(Quarantine(pending.digest()))
 
     def quarantine(self, digest: bytes) -> None:
-        """Refuse this input from now on: it killed two workers, the second time alone."""
+        """Refuse this input from now on: it killed two workers, the second time alone. The supervisor says so to all."""
         self._quarantined.add(digest)
         for pending in [held for held in self._held.values() if held.num_strikes and held.digest() == digest]:
             self.abandon(pending, poison())
@@ -372,19 +390,6 @@ class ShmEngine:
         pending.lease.end()
         if not pending.future.done():
             pending.future.set_exception(error)
-
-
-@lru_cache(maxsize=4096)
-def _lay_out(
-    header: WorkHeader, shapes: tuple[tuple[str, str, tuple[int, ...]], ...]
-) -> tuple[bytes, tuple[ArrayRef, ...], int, str]:
-    """Return the encoded header, the arrays' places, the extent's size and the model; the same for all requests of one
-    shape.
-    """
-    plan = plan_arrays(shapes)
-    model = model_of(header.model)
-    encoded = _header_encoder.encode(msgspec.structs.replace(header, model=model, arrays=plan.refs))
-    return encoded, plan.refs, extent_bytes(len(encoded), plan.nbytes), model
 
 
 def _read_error(reply: Reply) -> SieError:

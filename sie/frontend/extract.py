@@ -45,10 +45,12 @@ from sie.frontend.replies import read_pieces, timing_of
 from sie.frontend.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
 from sie.headers import WorkHeader
 from sie.settings import Limits
+from sie.shm.extent import MAX_HEADER_BYTES
 from sie.types import ExtractReply, ExtractRequest
 
 _to_msgpack: Final = msgspec.msgpack.Encoder().encode
-_LOGIT_BYTES: Final = 4
+_MAX_TASK_BYTES: Final = MAX_HEADER_BYTES // 2
+"""The rest of the header is for the model's name and the arrays."""
 
 
 class Reading(Protocol):
@@ -95,13 +97,14 @@ class Extractor:
     async def start(self, entry: ModelEntry, request: ExtractRequest, deadline_ns: int) -> Submitted:
         """Tokenise and submit a resolved request.
 
-        Raises what admission, the tokenizer and `ImageReader.read` raise, and BadRequest for more pairs or a larger
-        reply than are allowed.
+        Raises what admission, the family's reading and `ImageReader.read` raise, and BadRequest for more pairs than are
+        allowed.
         """
         began_ns = time.monotonic_ns()
         card, task, rule = entry.card, request.task, entry.card.extract
         assert rule is not None
         self._check_pairs(len(request.texts) * _num_rows(rule, task))
+        told = _task_bytes(rule, task)
         tokenizer = await self._models.tokenizer(entry) if card.tokenizer_file else None
         reading = _reading(card, task, tokenizer, self._limits)
         if request.images is None:
@@ -111,14 +114,12 @@ class Extractor:
             arrays, input_tokens = await self._prepare_images(reading, request, card, request.images, deadline_ns)
         cu_seqlens = arrays[0][1]
         num_tokens = int(cu_seqlens[-1])
-        if isinstance(rule, TokenClassification):
-            self._check_reply_size(num_tokens * len(rule.labels) * _LOGIT_BYTES)
         took_ns = time.monotonic_ns() - began_ns
-        header = WorkHeader(
-            card.id, "extract", len(cu_seqlens) - 1, (), output_types=(rule.gives,),
-            task=_worker_task(rule, task),
-        )  # fmt: skip
-        pending = self._engine.submit(header, arrays, num_tokens, deadline_ns)
+        header = WorkHeader(card.id, "extract", len(cu_seqlens) - 1, (), output_types=(rule.gives,), task=told)
+        if request.images is None:
+            pending = self._engine.submit(header, arrays, num_tokens, deadline_ns)
+        else:
+            pending = await self._engine.submit_large(header, arrays, num_tokens, deadline_ns)
         return Submitted(pending, reading, rule.gives, header.num_items, took_ns, input_tokens)
 
     async def _prepare_images(
@@ -146,11 +147,7 @@ class Extractor:
 
     async def _prepare(self, reading: Reading, texts: list[str], task: ExtractTask, rule: ExtractRule) -> Arrays:
         """Tokenise here and now, or on a thread when that would keep the event loop too long."""
-        read = texts
-        if isinstance(rule, ZeroShot | Gliclass):
-            # each text is put together with each label, or with the labels of each group
-            read = [*texts, *task.labels] * _num_rows(rule, task)
-        if not is_long(read, LONG_TEXT_BYTES):
+        if not is_long_work(rule, task, texts):
             return reading.prepare(texts)
         return await asyncio.get_running_loop().run_in_executor(self._pool, reading.prepare, texts)
 
@@ -159,13 +156,6 @@ class Extractor:
         if num_pairs > limit:
             raise BadRequest(
                 f"Items times labels (or label groups) are {num_pairs}, over max_label_pairs ({limit}); split the request"
-            )
-
-    def _check_reply_size(self, nbytes: int) -> None:
-        limit = self._limits.max_reply_bytes
-        if nbytes > limit:
-            raise BadRequest(
-                f"The reply would hold {nbytes} bytes of logits, over max_reply_bytes ({limit}); split the request"
             )
 
 
@@ -186,18 +176,34 @@ def check_task(card: ModelCard, task: ExtractTask) -> None:
             pass
 
 
-def _num_rows(rule: ExtractRule, task: ExtractTask) -> int:
-    """Return how many sequences a text is part of, windows not counted."""
-    if isinstance(rule, ZeroShot):
-        return len(task.labels)
-    return len(task.label_groups) or 1
+def is_long_work(rule: ExtractRule, task: ExtractTask, texts: Sequence[str]) -> bool:
+    """Tell whether preparing a request should leave the event loop: every row of work is a text beside labels."""
+    labels = [*task.labels, *task.relation_labels, *(label for group in task.label_groups for label in group.labels)]
+    examples = [example.text for example in task.examples]
+    return is_long([*texts, *labels, *examples], LONG_TEXT_BYTES // _num_rows(rule, task))
 
 
-def _worker_task(rule: ExtractRule, task: ExtractTask) -> bytes:
-    """Return what the worker is told of the task; of a detector's only which boxes to answer with."""
+def _task_bytes(rule: ExtractRule, task: ExtractTask) -> bytes:
+    """Return what the worker is told of the task; of a detector's only which boxes to answer with.
+
+    Raises BadRequest when its labels do not fit into the header.
+    """
     if isinstance(rule, Detection):
         return _to_msgpack(ExtractTask(threshold=extract_boxes.box_threshold(rule, task)))
-    return _to_msgpack(task) if rule.gives == "extract" else b""
+    if rule.gives != "extract":
+        return b""
+    encoded = _to_msgpack(task)
+    if len(encoded) > _MAX_TASK_BYTES:
+        raise BadRequest(
+            f"The labels and options take {len(encoded)} bytes, and a model that reads them itself takes at most "
+            f"{_MAX_TASK_BYTES} - at `$.params`"
+        )
+    return encoded
+
+
+def _num_rows(rule: ExtractRule, task: ExtractTask) -> int:
+    """Return how many sequences a text is part of, windows not counted."""
+    return len(task.labels if isinstance(rule, ZeroShot) else task.label_groups) or 1
 
 
 def _reading(card: ModelCard, task: ExtractTask, tokenizer: Tokenizer | None, limits: Limits) -> Reading:
@@ -205,9 +211,9 @@ def _reading(card: ModelCard, task: ExtractTask, tokenizer: Tokenizer | None, li
     if isinstance(rule, Gliner) and tokenizer is not None:
         return WindowReading(rule, task, tokenizer, limits)
     if isinstance(rule, Gliclass) and tokenizer is not None:
-        return LabelReading(rule, task, tokenizer)
+        return LabelReading(rule, task, tokenizer, limits)
     if isinstance(rule, TokenClassification) and tokenizer is not None:
-        return TokenReading(rule, task, tokenizer)
+        return TokenReading(rule, task, tokenizer, limits)
     if isinstance(rule, ZeroShot) and tokenizer is not None:
         return PairReading(rule, task, tokenizer)
     if isinstance(rule, Detection) and tokenizer is not None:

@@ -158,7 +158,7 @@ class BoxReading:
                 f"- at `$.params.labels[{label}]`"
             )
         library = self._tokenizer.library
-        short = library.encode(text, add_special_tokens=False)
+        (short,) = library.encode_batch([text], add_special_tokens=False)  # `encode` would stop the event loop
         short.truncate(limit - library.num_special_tokens_to_add(False))
         return library.post_process(short)
 

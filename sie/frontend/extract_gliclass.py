@@ -19,6 +19,7 @@ from sie.errors import BadRequest, InputTooLong, Internal
 from sie.extraction import Classification, Extraction, ExtractTask, Gliclass, LabelGroup
 from sie.frontend.pairs import Arrays
 from sie.frontend.tokenize import Tokenizer, pack_ids, unicode_error
+from sie.settings import Limits
 
 _LABEL: Final = "<<LABEL>>"
 _SEPARATOR: Final = "<<SEP>>"
@@ -38,15 +39,20 @@ def check_task(rule: Gliclass, task: ExtractTask) -> None:
         raise BadRequest("Labels and 'label_groups' exclude each other")
     for group in task.label_groups:
         _check_group(group, is_single=task.classification_type != "multi-label")
-    groups = task.label_groups or (LabelGroup("", task.labels),)
+    groups = _groups_of(task)
     for group in groups:
         if rule.max_labels is not None and len(group.labels) > rule.max_labels:
-            raise BadRequest(f"The model reads at most {rule.max_labels} labels at once")
+            raise BadRequest(f"The model reads at most {rule.max_labels} labels at once, got {len(group.labels)}")
     _check_examples(task, groups)
     fixed = [label for group in groups for label in group.labels]
     fixed += [task.instruction or "", *(example.text for example in task.examples)]
     if any(marker in text for text in fixed for marker in _MARKERS):
         raise BadRequest(f"Labels, instruction and examples must not hold any of {', '.join(_MARKERS)}")
+
+
+def _groups_of(task: ExtractTask) -> tuple[LabelGroup, ...]:
+    """Return the request's groups, or one without a name that holds its labels, each once."""
+    return task.label_groups or (LabelGroup("", tuple(dict.fromkeys(task.labels))),)
 
 
 def _check_group(group: LabelGroup, *, is_single: bool) -> None:
@@ -77,23 +83,28 @@ def _example_names(group: LabelGroup) -> dict[str, str]:
 class LabelReading:
     """How one request's texts stand beside its labels; its work has one item for each text and group."""
 
-    def __init__(self, rule: Gliclass, task: ExtractTask, tokenizer: Tokenizer) -> None:
+    def __init__(self, rule: Gliclass, task: ExtractTask, tokenizer: Tokenizer, limits: Limits) -> None:
         self._rule = rule
         self._task = task
         self._tokenizer = tokenizer
-        self._groups = task.label_groups or (LabelGroup("", task.labels),)
+        self._groups = _groups_of(task)
+        self._max_chars = limits.max_body_bytes
         self._max_tokens = tokenizer.card.max_sequence_length
 
     def prepare(self, texts: Sequence[str]) -> Arrays:
         """Return the arrays of the request's extent.
 
-        Raises BadRequest for a blank text or one that holds a mark of the model's; InputTooLong for labels that do not
-        all fit in a sequence, and for what overflow_policy `error` does not allow.
+        Raises BadRequest for a blank text or one that holds a mark of the model's, and for texts and labels that are too
+        much together; InputTooLong for labels that do not all fit in a sequence, and for what overflow_policy `error`
+        does not allow.
         """
         for index, text in enumerate(texts):
             if not text.strip():
                 raise BadRequest(f"A text must not be blank - at `$.items[{index}].text`")
+            if _LABEL in text:
+                raise BadRequest(f"A text must not hold {_LABEL} - at `$.items[{index}].text`")
         frames = [self._frame(group) for group in self._groups]
+        self._check_size(texts, frames)
         try:
             encodings = self._tokenizer.library.encode_batch(
                 [before + text + behind for text in texts for before, behind in frames]
@@ -126,6 +137,16 @@ class LabelReading:
         examples += _SEPARATOR if examples else ""
         return (labels, examples) if self._rule.prompt_first else ("", labels + examples)
 
+    def _check_size(self, texts: Sequence[str], frames: Sequence[tuple[str, str]]) -> None:
+        """Refuse what would be more text than any body holds: each text is put together with each group."""
+        frame_chars = sum(len(before) + len(behind) for before, behind in frames)
+        num_chars = len(frames) * sum(map(len, texts)) + len(texts) * frame_chars
+        if num_chars > self._max_chars:
+            raise BadRequest(
+                f"Each text with its labels, and with those of each group, are {num_chars} characters to read, over "
+                f"max_body_bytes ({self._max_chars}); split the request"
+            )
+
     def _fit(self, index: int, encoding: tokenizers.Encoding, start: int, end: int) -> list[int]:
         """Return the token ids of a sequence, cut as the policy says. The text is its code points start .. end."""
         ids, limit = encoding.ids, self._max_tokens
@@ -146,7 +167,7 @@ class LabelReading:
 
     def _check_labels(self, index: int, ids: list[int], num_labels: int) -> None:
         found = ids.count(self._rule.label_token_id)
-        if found > num_labels:
+        if found > num_labels:  # a normaliser made the mark of other characters
             raise BadRequest(f"A text must not hold {_LABEL} - at `$.items[{index}].text`")
         if found < num_labels:
             raise InputTooLong(

@@ -131,9 +131,9 @@ class WindowReading:
             raise _too_long(index, f"{len(words)} words need over {max_windows} windows of {rule.max_words}")
         if policy == "truncate_text":
             words = words[: rule.max_words]
-        windows = plan_windows(
-            words, self._count_words(text, words), max_words=rule.max_words, max_tokens=self._room(prompt_tokens)
-        )
+        room = self._room(prompt_tokens)
+        words, costs = self._fit_words(index, text, words, room)
+        windows = plan_windows(words, costs, max_words=rule.max_words, max_tokens=room)
         if policy == "truncate_text":
             return windows[:1]
         if policy == "error" and len(windows) > 1:
@@ -156,11 +156,34 @@ class WindowReading:
             )
         return min(most, limit - taken)
 
+    def _fit_words(
+        self, index: int, text: str, words: list[tuple[int, int]], room: int
+    ) -> tuple[list[tuple[int, int]], list[int]]:
+        """Return the words and their tokens, one that takes more than room in pieces. Raises InputTooLong.
+
+        Scripts without spaces make words of any length, and what is over the model's positions it cannot run.
+        """
+        while max(costs := self._count_words(text, words)) > room:
+            pieces: list[tuple[int, int]] = []
+            for (start, end), cost in zip(words, costs, strict=True):
+                middle = (start + end) // 2
+                if cost <= room:
+                    pieces.append((start, end))
+                elif middle > start:
+                    pieces += [(start, middle), (middle, end)]
+                else:
+                    raise InputTooLong(
+                        f"A character takes {cost} tokens, and the labels leave room for {room} "
+                        f"- at `$.items[{index}].text`"
+                    )
+            words = pieces
+        return words, costs
+
     def _count_words(self, text: str, words: Sequence[tuple[int, int]]) -> list[int]:
         """Return how many tokens each word has by itself, as the library tokenises words."""
-        encoding = self._tokenizer.library.encode(
-            [text[start:end] for start, end in words], is_pretokenized=True, add_special_tokens=False
-        )
+        pieces = [text[start:end] for start, end in words]
+        # As a batch of one: `encode` would keep the event loop from turning.
+        (encoding,) = self._tokenizer.library.encode_batch([pieces], is_pretokenized=True, add_special_tokens=False)
         numbers = np.array([number for number in encoding.word_ids if number is not None], np.intp)
         return np.bincount(numbers, minlength=len(words)).tolist()
 

@@ -43,16 +43,18 @@ class PairReading:
         template = self._task.hypothesis_template or _DEFAULT_TEMPLATE
         premises = self._encode(texts)
         hypotheses = self._encode([template.replace(_PLACE, label) for label in self._task.labels])
-        pairs = [
-            self._join(premise, hypothesis, item, place)
-            for item, premise in enumerate(premises)
-            for place, hypothesis in enumerate(hypotheses)
-        ]
-        token_ids, cu_seqlens = pack_ids([pair.ids for pair in pairs])
+        rows: list[list[int]] = []
+        types: list[list[int]] = []
+        for item, premise in enumerate(premises):
+            for place, hypothesis in enumerate(hypotheses):
+                pair = self._join(premise, hypothesis, item, place)
+                rows.append(pair.ids)  # and nothing else of it: an encoding takes 100 bytes and more for each token
+                if self._rule.token_types:
+                    types.append(pair.type_ids)
+        token_ids, cu_seqlens = pack_ids(rows)
         arrays: Arrays = [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]
         if self._rule.token_types:
-            types = chain.from_iterable(pair.type_ids for pair in pairs)
-            arrays.append(("token_types", np.fromiter(types, np.uint8, len(token_ids))))
+            arrays.append(("token_types", np.fromiter(chain.from_iterable(types), np.uint8, len(token_ids))))
         return arrays
 
     def read(self, pieces: Sequence[NDArray[Any]]) -> list[Extraction]:

@@ -17,11 +17,13 @@ from sie.errors import BadRequest, InputTooLong
 from sie.extraction import AGGREGATION_STRATEGIES, Entity, Extraction, ExtractTask, TokenClassification
 from sie.frontend.entities import OUTSIDE, Window, group_name, merge_windows, needs_words, read_window
 from sie.frontend.pairs import Arrays
-from sie.frontend.tokenize import Tokenizer, pack_ids, unicode_error
+from sie.frontend.tokenize import LONG_TEXT_BYTES, Tokenizer, pack_ids, unicode_error
+from sie.settings import Limits
 
 _DEFAULT_STRATEGY: Final = "simple"
 _STRIDE_PART: Final = 4
 """Without a stride of the request's own windows overlap by one part in four."""
+_LOGIT_BYTES: Final = 4
 
 
 def check_task(model_id: str, rule: TokenClassification, task: ExtractTask) -> None:
@@ -38,20 +40,26 @@ def check_task(model_id: str, rule: TokenClassification, task: ExtractTask) -> N
 class TokenReading:
     """How one request's texts lie in windows; its work has one item for each window."""
 
-    def __init__(self, rule: TokenClassification, task: ExtractTask, tokenizer: Tokenizer) -> None:
+    def __init__(self, rule: TokenClassification, task: ExtractTask, tokenizer: Tokenizer, limits: Limits) -> None:
         self._rule = rule
         self._task = task
+        self._max_bytes = limits.max_reply_bytes
+        self._num_tokens = 0
         self._strategy = task.aggregation_strategy or _DEFAULT_STRATEGY
         self._tokenizer = tokenizer
         self._windows: list[list[Window]] = []
         """Of each text."""
 
     def prepare(self, texts: Sequence[str]) -> Arrays:
-        """Return the arrays of the request's extent. Raises BadRequest, InputTooLong with overflow_policy `error`."""
+        """Return the arrays of the request's extent.
+
+        Raises BadRequest, also for more logits than a reply may hold, and InputTooLong with overflow_policy `error`.
+        """
         try:
-            # Alone, a text starts no thread pool; the faster batch call would leave out the offsets.
-            library = self._tokenizer.library
-            encodings = [library.encode(texts[0])] if len(texts) == 1 else library.encode_batch(texts)
+            # Alone, a short text starts no thread pool (`Tokenizer.encode_texts` says why only a short one); the faster
+            # batch call would leave out the offsets.
+            library, is_short = self._tokenizer.library, len(texts) == 1 and len(texts[0]) <= LONG_TEXT_BYTES
+            encodings = [library.encode(texts[0])] if is_short else library.encode_batch(texts)
         except TypeError as error:
             raise unicode_error(texts, error) from None
         rows: list[list[int]] = []
@@ -85,28 +93,41 @@ class TokenReading:
         """Note a text's windows and return their token ids, each between the special tokens of the whole."""
         ids, is_special = encoding.ids, encoding.special_tokens_mask
         first, last = _text_bounds(is_special)
+        num_special = len(ids) - (last - first)
         limit = self._tokenizer.card.max_sequence_length
-        room = last - first if limit is None else limit - (len(ids) - (last - first))
-        bounds = self._window_bounds(index, last - first, room)
+        room = last - first if limit is None else limit - num_special
+        starts = self._window_starts(index, last - first, room)
+        in_last = min(room, last - first - starts[-1])
+        self._check_size((len(starts) - 1) * room + in_last + len(starts) * num_special)
+        bounds = [(start, min(start + room, last - first)) for start in starts]
         spans = encoding.offsets[first:last]
         continues = self._continues(text, encoding)[first:last] if needs_words(self._strategy) else []
         self._windows.append([Window(first, spans[start:end], continues[start:end]) for start, end in bounds])
         return [[*ids[:first], *ids[first + start : first + end], *ids[last:]] for start, end in bounds]
 
-    def _window_bounds(self, index: int, num_tokens: int, room: int) -> list[tuple[int, int]]:
-        """Return where windows of at most room tokens begin and end."""
+    def _window_starts(self, index: int, num_tokens: int, room: int) -> range:
+        """Return where windows of at most room tokens begin."""
         if num_tokens <= room:
-            return [(0, num_tokens)]
+            return range(1)
         policy = self._task.overflow_policy
         if policy == "error":
             raise InputTooLong(f"{num_tokens} tokens, and the model reads at most {room} - at `$.items[{index}].text`")
         if policy == "truncate_text":
-            return [(0, room)]
+            return range(1)
         stride = room // _STRIDE_PART if self._task.stride is None else self._task.stride
         if stride >= room:
             raise BadRequest(f"Option 'stride' must be under the {room} tokens that the model reads at once")
-        starts = range(0, num_tokens - stride, room - stride)
-        return [(start, min(start + room, num_tokens)) for start in starts]
+        return range(0, num_tokens - stride, room - stride)
+
+    def _check_size(self, num_tokens: int) -> None:
+        """Count tokens whose logits are to come, before they are copied: a stride may repeat each hundreds of times."""
+        self._num_tokens += num_tokens
+        nbytes = self._num_tokens * len(self._rule.labels) * _LOGIT_BYTES
+        if nbytes > self._max_bytes:
+            raise BadRequest(
+                f"The reply would hold {nbytes} bytes of logits or more, over max_reply_bytes ({self._max_bytes}); "
+                "split the request, or lower 'stride'"
+            )
 
     def _continues(self, text: str, encoding: tokenizers.Encoding) -> list[bool]:
         """Tell of each token whether it goes on with a word.

@@ -1,15 +1,15 @@
 """Owns one image: from the bytes a client sent to the uint8 RGB rows that a worker reads.
 
 Pillow decodes, six formats and no other; the size is read from the header and judged before a pixel is decoded. What
-the header does not tell is bounded too: the first frame only, no more than a usual number of JPEG scans, and of a
-resize only the part that stays. Pure but for Pillow; slow, so called on threads, where Pillow lets the interpreter go.
+the header does not tell is bounded too: the first frame only, no more than a usual number of JPEG scans, no tile of a
+TIFF larger than an image may be, and of a resize only the part that stays. Pure but for Pillow; slow, so called on threads, where Pillow lets the interpreter go.
 Source of every step after decoding: transformers 5.23 image_processing_backends.py (PilBackend), image_transforms.py.
 """
 
 from __future__ import annotations
 
 import io
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,8 @@ _MAX_JPEG_SCANS: Final = 100
 """Every scan passes over the whole image, however few bytes it has; encoders write about ten."""
 _UNBOUNDED_MODES: Final = frozenset(("I", "F"))
 """32-bit integers and floats: nothing says which value is white."""
+_TILE_SIZE: Final = (322, 323)
+"""Tags of a TIFF: width and height of its tiles."""
 _MAX_SLIVER: Final = 32
 """From this ratio of its sides on an image is a sliver."""
 _MAX_REDUCTION: Final = 8
@@ -57,12 +59,24 @@ def open_image(data: memoryview, path: str, max_pixels: int) -> Image.Image:
     width, height = image.size
     if width * height > max_pixels:
         raise BadRequest(f"image has {width} x {height} pixels, over max_image_pixels ({max_pixels}) - at `{path}`")
+    tile_width, tile_height = _tile_size(image)
+    if tile_width * tile_height > max_pixels:
+        raise BadRequest(
+            f"image has tiles of {tile_width} x {tile_height} pixels, over max_image_pixels ({max_pixels}) - at `{path}`"
+        )
     if image.mode in _UNBOUNDED_MODES:
         raise BadRequest(f"image has 32 bits a channel, which has no defined white - at `{path}`")
     is_jpeg = image.format in ("JPEG", "MPO")
     if not width * height or (is_jpeg and encoded.count(_SCAN_MARKER) > _MAX_JPEG_SCANS):
         raise _undecodable(path)
     return image
+
+
+def _tile_size(image: Image.Image) -> tuple[int, int]:
+    """Return (width, height) of a TIFF's tiles, which are decoded whole however small the image is; else (0, 0)."""
+    tags: Any = getattr(image, "tag_v2", {})
+    width, height = (tags.get(tag) for tag in _TILE_SIZE)
+    return (width, height) if isinstance(width, int) and isinstance(height, int) else (0, 0)
 
 
 def decode_image(image: Image.Image, path: str) -> Image.Image:

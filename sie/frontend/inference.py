@@ -120,10 +120,13 @@ class Inference:
         if not entry.is_read:
             entry = await self._serving(exchange, entry)
         request = extract.resolve_extract(request, entry.card)
-        reply = await self._run_extract(exchange, entry, request)
+        reply, is_large = await self._run_extract(exchange, entry, request)
         wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
         content_type = ("content-type", negotiate.content_type(wants_msgpack))
-        answer = extract.encode_extractions(request, reply, wants_msgpack)
+        if is_large:
+            answer = await self._on_thread(extract.encode_extractions, request, reply, wants_msgpack)
+        else:
+            answer = extract.encode_extractions(request, reply, wants_msgpack)
         return [content_type, *_timing_headers(reply.timing), *self._extract_identity], answer
 
     async def rerank(self, exchange: Exchange) -> Answer:
@@ -234,23 +237,27 @@ class Inference:
         exchange.num_items = len(request.documents)
         return reply
 
-    async def _run_extract(self, exchange: Exchange, entry: ModelEntry, request: ExtractRequest) -> ExtractReply:
+    async def _run_extract(
+        self, exchange: Exchange, entry: ModelEntry, request: ExtractRequest
+    ) -> tuple[ExtractReply, bool]:
+        """Return what was found, and whether that is so much that it is read and encoded on a thread."""
         process = self._process
         entry = await self._serving(exchange, entry)
         submitted = await process.extractor.start(entry, request, exchange.deadline_ns)
         process.watch_client(submitted.pending, exchange.protocol)
         raw: Reply = await submitted.pending.future
         arguments = (raw, submitted, request, exchange.began_ns)
+        is_large = len(raw.view) >= _LARGE_BODY_BYTES
         try:
-            if len(raw.view) < _LARGE_BODY_BYTES:
-                reply = read_extractions(*arguments)
-            else:
+            if is_large:
                 reply = await self._on_thread(read_extractions, *arguments)
+            else:
+                reply = read_extractions(*arguments)
         finally:
             raw.release()
         exchange.timing = reply.timing
         exchange.num_items = len(request.texts)
-        return reply
+        return reply, is_large
 
     @property
     def _limits(self) -> Limits:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
+from sie import failpoints
 from sie.frontend.quarantine import digest_of
 from sie.shm.attach import Attachment
 from sie.shm.layout import SUBMIT
@@ -67,6 +68,7 @@ class Reply:
 
     def release(self) -> None:
         """Let the worker use the extent again."""
+        failpoints.reach("frontend.before_release")
         self.view = _EMPTY
         self._link.release(self._address)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
-from sie import control, control_messages, process
+from sie import control, control_messages, failpoints, process
 from sie.catalog.profiles import fold_default
 from sie.control import Channel, ChannelClosedError
 from sie.control_messages import Launch, Models
@@ -57,7 +57,6 @@ Recorder = Callable[[Any, int, Headers, SieError | None], Headers]
 
 _log = get_logger(__name__)
 _CONFIGURE_TIMEOUT_S: Final = 10.0
-_ATTACH_TIMEOUT_S: Final = 30.0
 _TICK_S: Final = 0.02
 _WATCH_AFTER_NS: Final = 50_000_000
 """A request that waited this long gets a watcher of its client's connection; most are answered before."""
@@ -93,11 +92,12 @@ class FrontendProcess:
         self.engine = ShmEngine(settings, self._space, self.models.hosted, self._send)
         self._images = ImageReader(settings.limits, settings.server.image_threads)
         self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool, self._images)
-        self.scorer = Scorer(self.engine, self.models, self._pool)
+        self.scorer = Scorer(self.engine, self.models, settings.limits, self._pool)
         self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool, self._images)
         texts = TextTensors(self.encoder, self.scorer, limits=lambda: self.settings.limits)
         self.tensors = Tensors(self.engine, self.models, self.admin, self._pool, texts)
-        self.bodies = BodyReader(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
+        limits = settings.limits
+        self.bodies = BodyReader(limits.max_body_bytes, limits.body_idle_timeout_s, limits.min_body_bytes_per_s)
         self.metrics = FrontendMetrics(pages[0], self.models)
         self.access = open_access(settings.access, pages, self.metrics.record_auth_failure)
         self.cors = Cors(settings.access.cors_origins) if settings.access.cors_origins else None
@@ -137,8 +137,10 @@ class FrontendProcess:
         """Take over reloaded settings. Requests that are under way end by the limits they began with."""
         self._derive(settings)
         self.engine.reconfigure(settings.limits)
-        self.extractor.reconfigure(settings.limits)
-        self.bodies.reconfigure(settings.limits.max_body_bytes, settings.limits.body_idle_timeout_s)
+        for operation in (self.encoder, self.scorer, self.extractor):
+            operation.reconfigure(settings.limits)
+        limits = settings.limits
+        self.bodies.reconfigure(limits.max_body_bytes, limits.body_idle_timeout_s, limits.min_body_bytes_per_s)
         set_level(settings.server.log_level)
 
     # --- what handlers ask ----------------------------------------------------------------------------------------
@@ -381,6 +383,7 @@ def connect(launch: Launch) -> Callable[[asyncio.AbstractEventLoop], FrontendPro
         message, fds = channel.receive(_CONFIGURE_TIMEOUT_S)
         if not isinstance(message, control_messages.Configure):
             raise ChannelClosedError(f"expected Configure, got {type(message).__name__}")
+        failpoints.arm(message.settings.testing.failpoints)
         pages = [CounterPage.open(fd, writable=index == 0) for index, fd in enumerate(fds)]
         frontend = FrontendProcess(launch, message.settings, channel, pages, loop)
         if frontend.access is not None:

@@ -25,6 +25,27 @@ from sie.errors import BadRequest
 _DOCUMENT_PROMPTS = ("document", "passage")
 
 
+def count_prompted(texts: Sequence[str], options: dict[str, Any], instruction: str | None, is_query: bool) -> int:
+    """Return how many characters templates and instructions make of these texts, or a few more; builds nothing.
+
+    A template may hold a text, and a request an instruction for each text, so often that no memory would suffice.
+    """
+    num_chars, added = sum(map(len, texts)), len(instruction or options.get("default_instruction") or "")
+    template = options.get("query_template" if is_query else "doc_template")
+    if not isinstance(template, str):
+        return num_chars + len(texts) * (added + 1)
+    return num_chars * template.count("{text}") + len(texts) * (len(template) + template.count("{instruction}") * added)
+
+
+def check_prompted(num_chars: int, max_body_bytes: int) -> None:
+    """Raise BadRequest for more text than a body could hold."""
+    if num_chars > max_body_bytes:
+        raise BadRequest(
+            f"Templates, instruction and query make {num_chars} characters of the texts, over max_body_bytes "
+            f"({max_body_bytes}); split the request"
+        )
+
+
 def apply_prompt(
     card: ModelCard, texts: Sequence[str], options: dict[str, Any], instruction: str | None, is_query: bool
 ) -> list[str]:

@@ -23,9 +23,11 @@ from sie.frontend.links import Pending, Reply
 from sie.frontend.models import ModelTable
 from sie.frontend.options import shorter_expansion
 from sie.frontend.pairs import Arrays, pair_arrays
+from sie.frontend.prompts import check_prompted, count_prompted
 from sie.frontend.replies import timing_of
 from sie.frontend.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
 from sie.headers import ReplyHeader, WorkHeader
+from sie.settings import Limits
 from sie.shm.extent import array_view, read_extent
 from sie.shm.layout import ProtocolError
 from sie.types import ScoreReply, ScoreRequest
@@ -48,10 +50,15 @@ def resolve_score(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
 class Scorer:
     """Run score requests on the engine."""
 
-    def __init__(self, engine: ShmEngine, models: ModelTable, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, engine: ShmEngine, models: ModelTable, limits: Limits, pool: ThreadPoolExecutor) -> None:
         self._engine = engine
         self._models = models
+        self._limits = limits
         self._pool = pool
+
+    def reconfigure(self, limits: Limits) -> None:
+        """Take over reloaded limits for what is submitted from now on."""
+        self._limits = limits
 
     async def start(self, entry: ModelEntry, request: ScoreRequest, deadline_ns: int) -> tuple[Pending, int]:
         """Tokenise and submit a resolved request; return its record and the nanoseconds that tokenising took.
@@ -71,12 +78,23 @@ class Scorer:
 
     async def _prepare(self, entry: ModelEntry, request: ScoreRequest) -> Arrays:
         """Tokenise here and now, or on a thread when that would keep the event loop too long."""
+        num_chars = _count_chars(entry.card, request)
+        check_prompted(num_chars, self._limits.max_body_bytes)
         tokenizer = await self._models.tokenizer(entry) if entry.card.tokenizer_file else None
         # In pairs the query is tokenised with every document.
         texts = [*request.documents, *[request.query] * (1 if request.compared else len(request.documents))]
-        if tokenizer is None or not is_long(texts, LONG_TEXT_BYTES):
+        if tokenizer is None or (num_chars <= LONG_TEXT_BYTES and not is_long(texts, LONG_TEXT_BYTES)):
             return _arrays(entry.card, tokenizer, request)
         return await asyncio.get_running_loop().run_in_executor(self._pool, _arrays, entry.card, tokenizer, request)
+
+
+def _count_chars(card: ModelCard, request: ScoreRequest) -> int:
+    """Return how many characters there are to read, prompts included; in pairs the query stands beside every document."""
+    options, instruction = request.options, request.instruction
+    query = count_prompted([request.query], options, instruction, is_query=True)
+    is_read_once = request.compared or (card.score is not None and card.score.template is not None)
+    num_queries = 1 if is_read_once else len(request.documents)
+    return query * num_queries + count_prompted(request.documents, options, None, is_query=False)
 
 
 def _arrays(card: ModelCard, tokenizer: Tokenizer | None, request: ScoreRequest) -> Arrays:

@@ -23,6 +23,8 @@ from sie.shm.pages import Labels
 
 GPU_STALE_AFTER_S = 5.0
 """A GPU sample older than this is marked stale: the driver's call is stuck, or its worker is."""
+_DEGRADED_SHARE = 0.01
+"""A model is degraded when more of its latest sequences than this had values that are not finite."""
 
 _COUNTERS: Final = tuple(
     family
@@ -98,8 +100,8 @@ def build_status(inputs: StatusInputs, now_s: float) -> dict[str, Any]:
     """Return one frame. now_s is Unix time.
 
     Beyond the reference's fields: `reason`, `config_error`, `keys_error`, `workers`, `outcomes` (requests by status),
-    `refusals` (by reason), `worker_restarts`, `extents_in_use`, `event_loop_lag_s`, and `uuid`, `healthy`, `stale` of
-    each GPU.
+    `refusals` (by reason), `worker_restarts`, `extents_in_use`, `event_loop_lag_s`, `degraded` of each model, and `uuid`,
+    `healthy`, `stale` of each GPU.
     """
     server, metrics = inputs.server, inputs.metrics
     gpus = _gpus(metrics, server.memory_threshold_pct, now_s)
@@ -185,11 +187,12 @@ def _whole(value: float | None) -> int | None:
 
 def _models(entries: tuple[ModelEntry, ...], metrics: Merged) -> list[dict[str, Any]]:
     waiting = _sum_by(metrics, families.QUEUE_DEPTH, "model")
+    spoilt = _sum_by(metrics, families.NON_FINITE_SHARE, "model")
     counted: set[str] = set()
     models: list[dict[str, Any]] = []
     for entry in entries:
         shared = model_of(entry.card.id)
-        model = _model(entry, int(waiting.get(shared, 0)))
+        model = _model(entry, int(waiting.get(shared, 0)), spoilt.get(shared, 0.0) > _DEGRADED_SHARE)
         if shared in counted:  # its profiles share one memory and one queue, which readers add up
             model.update(memory_bytes=0, queue_depth=0, queue_pending_items=0)
         counted.add(shared)
@@ -197,7 +200,7 @@ def _models(entries: tuple[ModelEntry, ...], metrics: Merged) -> list[dict[str, 
     return sorted(models, key=lambda model: (-model["memory_bytes"], model["name"]))
 
 
-def _model(entry: ModelEntry, num_waiting: int) -> dict[str, Any]:
+def _model(entry: ModelEntry, num_waiting: int, is_degraded: bool) -> dict[str, Any]:
     card = entry.card
     return {
         "name": card.id,
@@ -216,6 +219,7 @@ def _model(entry: ModelEntry, num_waiting: int) -> dict[str, Any]:
         "queue_depth": num_waiting,
         "queue_pending_items": num_waiting,
         "recovering": entry.recovering,
+        "degraded": is_degraded,
         "preload": entry.preload,
         "loras": {name: adapter.state for name, adapter in entry.adapters.items()},
         "error": entry.error.message if entry.error else None,

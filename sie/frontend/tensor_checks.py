@@ -21,7 +21,7 @@ from sie.tensors import DATATYPES, Tensor, TensorRequest, TensorRule, TensorSpec
 MAX_RANK: Final = 32
 _ITEM_BYTES: Final = {name: np.dtype(code).itemsize for name, code in DATATYPES.items()}
 _MAX_SIZE: Final = (1 << 63) - 1
-_STUB_INPUT: Final = re.compile(r"INPUT[0-9]{1,4}")
+_STUB_INPUT: Final = re.compile(r"INPUT[0-9]{1,2}")
 
 
 def check_request(rule: TensorRule, request: TensorRequest, max_strings: int) -> None:

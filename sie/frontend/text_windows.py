@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from sie.extraction import Entity
+from sie.spans import choose_spans
 
 _WORD: Final = re.compile(r"\w+(?:[-_]\w+)*|\S")  # gliner 0.2.29, WhitespaceTokenSplitter
 _MAX_WORD_CHARS: Final = 256
@@ -69,25 +70,23 @@ def merge_windows(
 
     Of one window they stay as they are. Of several: one at an edge that a neighbour reads past gives way to the
     neighbour's of that label; the same found twice counts once, with its higher score; and what overlaps is settled
-    as the library does it within a window (`greedy_search`): the higher score stays, unless one holds the other and
-    flat is off, or both are the same words and multi_label is on. In order of position.
+    as within a window, by `choose_spans`. In order of position.
     """
     placed = [
         [_moved(entity, window.start) for entity in own] for window, own in zip(windows, found, strict=True)
     ]  # fmt: skip
     if len(placed) == 1:
         return placed[0]
+    by_label = [_by_label(own) for own in placed]
     best: dict[tuple[int, int, str], Entity] = {}
     for number, own in enumerate(placed):
         for entity in own:
             key = (*_span(entity), entity.label)
-            if (key not in best or entity.score > best[key].score) and not _is_cut(entity, number, windows, placed):
+            if (key not in best or entity.score > best[key].score) and not _is_cut(entity, number, windows, by_label):
                 best[key] = entity
-    kept: list[Entity] = []
-    for entity in sorted(best.values(), key=lambda entity: -entity.score):
-        if not any(_excludes(entity, other, flat=flat, multi_label=multi_label) for other in kept):
-            kept.append(entity)
-    return sorted(kept, key=_span)
+    best_first = sorted(best.values(), key=lambda entity: -entity.score)
+    kept = choose_spans([_span(entity) for entity in best_first], flat=flat, multi_label=multi_label)
+    return sorted((best_first[place] for place in kept), key=_span)
 
 
 def merge_adjacent(entities: Sequence[Entity]) -> list[Entity]:
@@ -117,7 +116,16 @@ def _moved(entity: Entity, offset: int) -> Entity:
     return msgspec.structs.replace(entity, start=start + offset, end=end + offset)
 
 
-def _is_cut(entity: Entity, number: int, windows: Sequence[Window], placed: Sequence[Sequence[Entity]]) -> bool:
+def _by_label(entities: Sequence[Entity]) -> dict[str, list[Entity]]:
+    groups: dict[str, list[Entity]] = {}
+    for entity in entities:
+        groups.setdefault(entity.label, []).append(entity)
+    return groups
+
+
+def _is_cut(
+    entity: Entity, number: int, windows: Sequence[Window], by_label: Sequence[dict[str, list[Entity]]]
+) -> bool:
     """Tell whether a neighbour reads on where the entity's window ends, and has an entity of the label there."""
     start, end = _span(entity)
     neighbours: list[int] = []
@@ -128,7 +136,7 @@ def _is_cut(entity: Entity, number: int, windows: Sequence[Window], placed: Sequ
     return any(
         windows[other].start <= start
         and end <= windows[other].end
-        and any(_overlap(entity, rival) and rival.label == entity.label for rival in placed[other])
+        and any(_overlap(entity, rival) for rival in by_label[other].get(entity.label, ()))
         for other in neighbours
     )
 
@@ -136,13 +144,3 @@ def _is_cut(entity: Entity, number: int, windows: Sequence[Window], placed: Sequ
 def _overlap(entity: Entity, other: Entity) -> bool:
     (start, end), (other_start, other_end) = _span(entity), _span(other)
     return start < other_end and other_start < end
-
-
-def _excludes(entity: Entity, other: Entity, *, flat: bool, multi_label: bool) -> bool:
-    (start, end), (other_start, other_end) = _span(entity), _span(other)
-    if (start, end) == (other_start, other_end):
-        return not multi_label
-    if not _overlap(entity, other):
-        return False
-    is_nested = (start <= other_start and other_end <= end) or (other_start <= start and end <= other_end)
-    return flat or not is_nested

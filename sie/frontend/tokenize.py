@@ -48,7 +48,10 @@ class _Reader(NamedTuple):
             return None
         num_special = self.tokenizer.num_special_tokens_to_add(pair) if self.add_special_tokens else 0
         if max_tokens <= num_special:
-            raise BadRequest(f"A limit of {max_tokens} tokens leaves no room beside the {num_special} special ones")
+            raise BadRequest(
+                f"A limit of {max_tokens} tokens leaves no room beside the {num_special} special ones "
+                "(options 'max_seq_length', 'query_max_length')"
+            )
         return max_tokens - num_special
 
 
@@ -107,8 +110,9 @@ class Tokenizer:
         try:
             if max_tokens is not None and (room := reader.room(max_tokens)) is not None:
                 return pack_ids(self._filled(_encode_short(reader, texts, room)))
-            if len(texts) == 1 and self._filler is None:
-                # `encode` and the batch call cost the same for one text, but this one starts no thread pool
+            if len(texts) == 1 and self._filler is None and len(texts[0]) <= LONG_TEXT_BYTES:
+                # `encode` and the batch call cost the same for one text, and this one starts no thread pool; but it
+                # keeps the interpreter to itself, so that a long text on a thread would stop the event loop as well
                 ids = tokenizer.encode(texts[0], None, False, add_special_tokens).ids
                 return np.array(ids, np.int32), np.array((0, len(ids)), np.int32)
             rows = [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]

@@ -13,7 +13,7 @@ header that decides where the payload begins. What a peer wrote is checked here,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -88,6 +88,20 @@ def write_extent(view: memoryview, header: bytes, refs: Sequence[ArrayRef], arra
         if array.nbytes:
             payload[ref.offset : end] = array.data.cast("B")
     return len(view) - len(payload) + end
+
+
+def write_pieces(
+    view: memoryview, header: bytes, refs: Sequence[ArrayRef], arrays: Sequence[NDArray[Any]], piece_bytes: int
+) -> Iterator[None]:
+    """Write a whole extent as `write_extent` does; yield behind each piece of at most piece_bytes."""
+    payload = begin_extent(view, header)
+    for ref, array in zip(refs, arrays, strict=True):
+        assert (array.shape, array.dtype.str) == (ref.shape, ref.dtype)
+        data = array.reshape(-1).view(np.uint8).data
+        for start in range(0, array.nbytes, piece_bytes):
+            part = data[start : start + piece_bytes]
+            payload[ref.offset + start : ref.offset + start + len(part)] = part
+            yield
 
 
 def read_extent(view: memoryview, decoder: msgspec.msgpack.Decoder[HeaderT]) -> tuple[HeaderT, memoryview]:

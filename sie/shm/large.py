@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 from sie.shm.layout import MAX_SEGMENT_NUMBER, SEGMENT_SHIFT
-from sie.shm.pool import Lease
+from sie.shm.pool import Lease, drop_views
 from sie.shm.segment import ReservationError, Segment
 
 MAX_IDLE: Final = 4
@@ -104,6 +104,7 @@ class LargePool:
 
     def close(self) -> None:
         """Give up all segments without telling anybody; for an owner that ends."""
+        drop_views(self)
         for segment in self._segments.values():
             self._budget.refund(segment.nbytes)
             segment.close()

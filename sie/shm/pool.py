@@ -96,6 +96,15 @@ def end_released(owner: LeaseOwner, address: int) -> Lease:
     return lease
 
 
+def drop_views(owner: LeaseOwner) -> None:
+    """Let go of the memory of leases that no peer will give back.
+
+    They and their owner refer to each other, so that their views would keep it mapped until the collector runs.
+    """
+    for lease in owner.handed_over.values():
+        lease.view = _NO_VIEW
+
+
 class ExtentPool:
     """The free and leased extents of one block of memory."""
 
@@ -153,7 +162,8 @@ class ExtentPool:
 
     def close(self) -> None:
         """Forget the memory, so that it can be unmapped; no lease can be had or ended afterwards."""
-        self._view = memoryview(b"")
+        self._view = _NO_VIEW
+        drop_views(self)
 
     def _cut(self, size: int) -> int:
         """Take size bytes from the smallest suitable free block; return their start, or -1."""

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from sie import failpoints
 from sie.api_keys import KeyFileError
 from sie.cards import AdapterSpec, ModelCard
 from sie.catalog.cards import make_card
@@ -43,6 +44,7 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
     server = settings.server
     configure(server.log_format, server.log_level, "supervisor")
     dump_stacks_on_abort()  # what systemd's watchdog sends
+    _check_failpoints(loaded)
     _check_tracing(settings)
     models = _read_models(loaded)
     adapters = _read_adapters(loaded, models)
@@ -100,6 +102,14 @@ def _check_tracing(settings: Settings) -> None:
         is_there = False
     if not is_there:
         raise StartError("tracing: OpenTelemetry is not installed; pip install 'sie[otel]'")
+
+
+def _check_failpoints(loaded: Loaded) -> None:
+    for text in loaded.settings.testing.failpoints:
+        try:
+            failpoints.parse(text)
+        except SieError as error:
+            raise StartError(f"failpoints (from {loaded.sources['failpoints']}): {error.message}") from error
 
 
 def _read_models(loaded: Loaded) -> Models:

@@ -98,7 +98,8 @@ class AdapterLoads:
 
     def tick(self, now_s: float) -> None:
         """Give up the loads that take too long."""
-        late = self._book.overdue(self._timeout_s, now_s)
+        hosted = {model for model, places in self._places.items() if places}
+        late = self._book.overdue(self._timeout_s, now_s, hosted)
         for record in late:
             _log.error("%s", record.error.message if record.error is not None else "")
         if late:

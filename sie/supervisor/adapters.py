@@ -7,6 +7,7 @@ counted, not timed: what was used last has the highest number.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Container
 
 import msgspec
 
@@ -114,14 +115,18 @@ class AdapterBook:
         record.error = error
         record.wanted = record.preparing = False
 
-    def overdue(self, timeout_s: float, now_s: float) -> list[AdapterRecord]:
-        """Return the adapters that no worker has and whose load takes longer than timeout_s, as failed."""
-        late = [
-            record
-            for model in self._by_model
-            for record in self.wanted_of(model)
-            if not record.workers and now_s - record.wanted_since_s > timeout_s
-        ]
+    def overdue(self, timeout_s: float, now_s: float, hosted: Container[str]) -> list[AdapterRecord]:
+        """Return the adapters that no worker has and whose load takes longer than timeout_s, as failed.
+
+        hosted are the models that a worker has: the time of an adapter begins with its model's.
+        """
+        late: list[AdapterRecord] = []
+        for model in self._by_model:
+            for record in self.wanted_of(model):
+                if model not in hosted and not record.preparing:
+                    record.wanted_since_s = now_s
+                elif not record.workers and now_s - record.wanted_since_s > timeout_s:
+                    late.append(record)
         for record in late:
             reason = f"Adapter '{record.spec.id}' cannot be loaded: not there within load_timeout_s ({timeout_s:g} s)"
             self.fail(record, to_wire(Internal(reason)), now_s)

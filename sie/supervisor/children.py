@@ -42,6 +42,7 @@ class Child:
         self.peer_pidfd = -1
         self.started_s = 0.0
         self.pong_s = 0.0
+        self.is_condemned = False
 
     @property
     def name(self) -> str:
@@ -53,6 +54,7 @@ class Child:
         self.incarnation = launch.incarnation
         self.state = "starting"
         self.started_s = now_s
+        self.is_condemned = False
         command = [sys.executable, "-m", _MODULES[self.role], msgspec.json.encode(launch).decode()]
         inherited = (launch.listen_fd,) if self.role == "frontend" and launch.listen_fd >= 0 else ()
         self.process = subprocess.Popen(  # noqa: S603  # our own interpreter, module and launch record
@@ -77,6 +79,11 @@ class Child:
             if pidfd >= 0:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+    def condemn(self) -> None:
+        """Kill it for what it did, so that its death counts as its own."""
+        self.is_condemned = True
+        self.kill()
 
     def reap(self) -> int:
         """Collect the dead process, close what stood for it, and return its exit status (negative: a signal)."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterable
@@ -26,6 +27,7 @@ from sie.shm.pages import CounterPage
 from sie.supervisor.children import Child
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.restart import RestartPolicy, plan_restart
+from sie.supervisor.watch import count_oom_kills
 
 _log = get_logger(__name__)
 _HELLO_TIMEOUT_S = 1.0
@@ -81,6 +83,7 @@ class Crew:
         self._loop = asyncio.get_running_loop()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._death = asyncio.Event()
+        self._num_oom_kills = count_oom_kills()
         self._keys: control_messages.Keys | None = None
         self.is_draining = False
         """Once set, no frontend is started again; workers are, since accepted requests wait for them."""
@@ -113,7 +116,7 @@ class Crew:
         peers = self.frontends if accuser.role == "worker" else self.workers
         for peer in peers[slot : slot + 1]:
             _log.error("%s says that %s broke the protocol; killing it", accuser.name, peer.name)
-            peer.kill()
+            peer.condemn()
 
     def reconfigure(self, settings: Settings) -> None:
         """Tell every child the settings that are in force from now on; those started later hear them, too."""
@@ -275,7 +278,7 @@ class Crew:
             self._bury(child, status)
         if not is_final:
             _log.warning("%s ended with status %d", child.name, status)
-            self._plan_restart(child, was_ready)
+            self._plan_restart(child, was_ready, self._was_killed(child, status))
         self._death.set()
         self._events.on_changed()
 
@@ -290,10 +293,16 @@ class Crew:
                 ids = tuple(request_id for slot, request_id in suspects if slot == frontend.slot)
                 self.send(frontend, control_messages.WorkerDown(worker.slot, generation, ids))
 
-    def _plan_restart(self, child: Child, was_ready: bool) -> None:
+    def _was_killed(self, child: Child, status: int) -> bool:
+        """Return whether a SIGKILL came neither from us nor from the kernel for want of memory."""
+        num_oom_kills, before = count_oom_kills(), self._num_oom_kills
+        self._num_oom_kills = num_oom_kills
+        return status == -signal.SIGKILL and not child.is_condemned and num_oom_kills == before
+
+    def _plan_restart(self, child: Child, was_ready: bool, was_killed: bool) -> None:
         s = self._settings.supervisor
         policy = RestartPolicy(budget=s.restart_budget, window_s=s.restart_window_s, backoff_s=s.restart_backoff_s)
-        delay_s = plan_restart(policy, child.history, was_ready, time.monotonic())
+        delay_s = plan_restart(policy, child.history, was_ready, time.monotonic(), was_killed=was_killed)
         if delay_s is None:
             child.state = "gone"
             _log.error("%s failed to start %d times in a row: given up (restart_budget)", child.name, policy.budget + 1)

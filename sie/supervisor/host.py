@@ -58,8 +58,22 @@ def take_lock(directory: Path, port: int) -> int:
     return fd
 
 
-def reserve_port(host: str, port: int) -> socket.socket:
+def _holder(directory: Path, port: int) -> str:
+    """Return words that name the server which holds a port's lock; none when no server does."""
+    try:
+        with (directory / f"sie-{port}.lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return ""
+    except BlockingIOError:
+        return f"; another sie server (pid {(directory / f'sie-{port}.lock').read_text().strip()}) has it"
+    except OSError:
+        return ""
+
+
+def reserve_port(host: str, port: int, runtime_dir: Path | None = None) -> socket.socket:
     """Return a bound socket that keeps `port` ours (port 0: a free one) without ever accepting a connection.
+
+    runtime_dir is where servers hold their locks, for the message when another one has the port.
 
     The frontends listen beside it with SO_REUSEPORT, which would also let a second server share the traffic in
     silence; so first the address must be free for an exclusive listener. Raises StartError when it is not.
@@ -78,7 +92,9 @@ def reserve_port(host: str, port: int) -> socket.socket:
         # From here no exclusive listener fits beside us, so a second server is refused before our frontends listen.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
-        raise StartError(f"host/port: cannot listen on {host}:{port}: {error.strerror or error}") from error
+        reason = error.strerror or error
+        holder = "" if runtime_dir is None else _holder(runtime_dir, port)
+        raise StartError(f"host/port: cannot listen on {host}:{port}: {reason}{holder}") from error
     return held
 
 

@@ -100,7 +100,7 @@ def open_place(server: Server, access: Access) -> Place:
         listener = UnixListener(access.uds, int(access.uds_mode, 8), server.backlog)
         return Place("", 0, f"unix:{access.uds}", listener)
     address = resolve_host(server.host)
-    held = reserve_port(address, server.port)
+    held = reserve_port(address, server.port, Path(server.runtime_dir))
     port: int = held.getsockname()[1]
     scheme = "https" if access.tls_cert else "http"
     return Place(address, port, f"{scheme}://{f'[{address}]' if ':' in address else address}:{port}", held)

@@ -124,7 +124,7 @@ class Loads:
             if record.card is None or not record.wanted or record.waits_for_room or record.preparing:
                 continue
             if record.error is None or now_s >= record.retry_at_s:  # else it would fail here again, and perhaps kill
-                self._crew.send(child, control_messages.Load(record.card))
+                self._send_load(record, record.card, [child])
 
     def want(self, model: str) -> None:
         """Start a load that a request asked for, if it is time for one."""
@@ -279,9 +279,16 @@ class Loads:
         if room.refusal:
             self._refuse(record, failed(record.spec, room.refusal, "PLACEMENT"))
         elif not room.must_wait:
-            self._crew.send_all(self._crew.workers, control_messages.Load(record.card))
+            self._send_load(record, record.card, self._crew.workers)
         for model in room.victims:
             self._evict(model, families.PRESSURE_EVICTIONS, f"{record.spec.id} needs its memory")
+
+    def _send_load(self, record: Record, card: ModelCard, workers: list[Child]) -> None:
+        """Tell workers to load a model; from here on it counts as loading, since what is free cannot be known."""
+        record.asked.update(
+            worker.slot for worker in workers if worker.channel is not None and not record.is_on(worker.slot)
+        )
+        self._crew.send_all(workers, control_messages.Load(card))
 
     async def _prepare(self, record: Record) -> None:
         prepared = await self._preparer.prepare(record.spec)

@@ -29,8 +29,9 @@ class Record(msgspec.Struct):
 
     is_pinned: only a request to unload it takes it away. dismissed: such a request did, and readiness does not wait
     for it until it is loaded again. reloads: it is to be loaded again once it has gone everywhere, from files that are
-    read anew (is_stale). waits_for_room: its load has not been sent to the workers. may_fail: readiness no longer waits for
-    it once a load of it has failed.
+    read anew (is_stale). waits_for_room: its load has not been sent to the workers. asked: the slots of workers that
+    were sent it and have not answered. is_released: it was let go and not wanted since, so that a report that crosses
+    its unload does not bring it back. may_fail: readiness no longer waits for it once a load of it has failed.
     """
 
     spec: ModelSpec
@@ -43,6 +44,8 @@ class Record(msgspec.Struct):
     reloads: bool = False
     is_stale: bool = False
     waits_for_room: bool = False
+    asked: set[int] = set()
+    is_released: bool = False
     preparing: bool = False
     was_loaded: bool = False
     reports: dict[int, ModelReport] = {}
@@ -55,13 +58,14 @@ class Record(msgspec.Struct):
     def is_on(self, slot: int) -> bool:
         """Tell whether a worker has it, or is about to."""
         report = self.reports.get(slot)
-        return report is not None and report.state != "failed"
+        return slot in self.asked or (report is not None and report.state != "failed")
 
     def is_moving(self, slot: int) -> bool:
         """Tell whether it is on its way into a worker or out of it."""
         report = self.reports.get(slot)
-        return report is not None and (
-            report.state in ("loading", "unloading") or (report.state == "loaded" and not self.wanted)
+        return slot in self.asked or (
+            report is not None
+            and (report.state in ("loading", "unloading") or (report.state == "loaded" and not self.wanted))
         )
 
 
@@ -93,7 +97,7 @@ class ModelBook:
         record.last_used_s = now_s
         if record.wanted or record.reloads or now_s < record.retry_at_s or record.spec.tensor is not None:
             return None  # models of a repository follow those who may load and unload, and nobody else
-        record.wanted = True
+        self._start_to_want(record)
         record.error = None
         return record
 
@@ -102,7 +106,7 @@ class ModelBook:
         record.last_used_s = now_s
         if record.wanted or record.reloads:
             return False
-        record.wanted = True
+        self._start_to_want(record)
         self._forgive(record)
         return True
 
@@ -119,18 +123,22 @@ class ModelBook:
         self._forgive(record)
         self.release(record)
         record.reloads = True
-        return any(record.is_moving(slot) for slot in record.reports)
+        return _is_moving(record)
 
     def due_reloads(self) -> list[Record]:
         """Return the models that have gone everywhere and are to be loaded again; now wanted."""
         due = [
             record
             for record in self.records.values()
-            if record.reloads and not record.preparing and not any(record.is_moving(slot) for slot in record.reports)
+            if record.reloads and not record.preparing and not _is_moving(record)
         ]
         for record in due:
-            record.reloads, record.wanted = False, True
+            record.reloads = False
+            self._start_to_want(record)
         return due
+
+    def _start_to_want(self, record: Record) -> None:
+        record.wanted, record.is_released = True, False
 
     def _forgive(self, record: Record) -> None:
         record.error, record.num_attempts, record.retry_at_s = None, 0, 0.0
@@ -149,7 +157,8 @@ class ModelBook:
             and now_s >= record.retry_at_s
         ]
         for record in due:
-            record.wanted, record.error = True, None
+            self._start_to_want(record)
+            record.error = None
         return due
 
     def overdue(self, timeout_s: float, now_s: float) -> list[tuple[Record, int]]:
@@ -172,6 +181,8 @@ class ModelBook:
         record = self.records.get(report.model)
         if record is None:
             return
+        if report.state not in ("unloading", "available"):  # those may answer what was said before the load
+            record.asked.discard(slot)
         if report.state != "loading":
             record.loading_since_s.pop(slot, None)
         elif report.progress is not None:  # a worker loads one model at a time; without progress this one still waits
@@ -180,7 +191,7 @@ class ModelBook:
             record.reports.pop(slot, None)
         else:
             record.reports[slot] = report
-        if report.state == "loaded" and not record.reloads and (record.wanted or not record.dismissed):
+        if report.state == "loaded" and not record.reloads and not record.is_released:
             record.wanted = record.was_loaded = True
             record.dismissed = False
             record.error, record.num_attempts = None, 0
@@ -218,6 +229,7 @@ class ModelBook:
         for record in self.records.values():
             record.reports.pop(slot, None)
             record.loading_since_s.pop(slot, None)
+            record.asked.discard(slot)
 
     def idle(self, idle_s: float, now_s: float) -> list[Record]:
         """Return the models that are loaded, not pinned, load nowhere else and were not used for idle_s."""
@@ -234,6 +246,7 @@ class ModelBook:
     def release(self, record: Record) -> None:
         """Stop wanting a model: it is about to be unloaded."""
         record.wanted = record.was_loaded = record.waits_for_room = False
+        record.is_released = True
 
     def is_ready(self) -> bool:
         """Return whether every model to load before readiness is loaded on a live worker."""
@@ -255,6 +268,10 @@ class ModelBook:
 
 def _loaded_on(record: Record) -> tuple[int, ...]:
     return tuple(sorted(slot for slot, report in record.reports.items() if report.state == "loaded"))
+
+
+def _is_moving(record: Record) -> bool:
+    return any(record.is_moving(slot) for slot in (*record.reports, *record.asked))
 
 
 def _is_loading(record: Record) -> bool:

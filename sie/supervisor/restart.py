@@ -20,15 +20,20 @@ class StartHistory(msgspec.Struct):
     failed_at_s: list[float] = []
 
 
-def plan_restart(policy: RestartPolicy, history: StartHistory, was_ready: bool, now_s: float) -> float | None:
+def plan_restart(
+    policy: RestartPolicy, history: StartHistory, was_ready: bool, now_s: float, *, was_killed: bool = False
+) -> float | None:
     """Return the seconds to wait before the next start, or None to give the slot up.
 
     A death in service restarts at once and forgets earlier failures. Only starts that died before they were ready
-    count against the budget, and each doubles the wait.
+    count against the budget, and each doubles the wait; but not when somebody else killed it, which says nothing about
+    whether it would have started.
     """
     if was_ready:
         history.failed_at_s.clear()
         return 0.0
+    if was_killed:
+        return policy.backoff_s
     history.failed_at_s[:] = [at for at in history.failed_at_s if at > now_s - policy.window_s]
     history.failed_at_s.append(now_s)
     num_failed = len(history.failed_at_s)

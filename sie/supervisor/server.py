@@ -194,7 +194,8 @@ class Supervisor:
             case control_messages.Pong():
                 child.pong_s = time.monotonic()
             case control_messages.Quarantine():
-                self._crew.send_all(self._crew.frontends, message)
+                # The one that asks comes last: it answers its client when it hears this.
+                self._crew.send_all(sorted(self._crew.frontends, key=lambda frontend: frontend is child), message)
             case _:
                 _log.warning("%s sent an unexpected %s", child.name, type(message).__name__)
 
@@ -336,7 +337,7 @@ class Supervisor:
     def _check_start(self, child: Child, now_s: float) -> None:
         if now_s - child.started_s > self._settings.supervisor.start_timeout_s:
             _log.error("%s did not start within start_timeout_s; killing it", child.name)
-            child.kill()
+            child.condemn()
 
     # --- stopping -------------------------------------------------------------------------------------------------
 

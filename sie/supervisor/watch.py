@@ -1,7 +1,8 @@
 """Judges who hangs and whose fault a death was. Pure but for one kernel counter, read when a worker dies.
 
-Hung means: now > started + allowed + watchdog, from what the worker publishes before each step, and between steps twice
-a second; `allowed` grows with the step's size. Intervals in which the supervisor's own tick came late are forgiven, so a starved machine kills nobody.
+Hung means: now > started + allowed + watchdog, from what the worker publishes before each step, and five times a second
+between steps; `allowed` grows with the step's size. Intervals in which the supervisor's own tick came late are
+forgiven, so a starved machine kills nobody.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from sie.control_messages import AdapterReport, LoadAdapter, UnloadAdapter
 from sie.errors import BadRequest, Internal, SieError, Unavailable, to_wire
 from sie.logs import get_logger
 from sie.workers.hosting import Host
+from sie.workers.memory import free_model
 from sie.workers.runners import Adapters, Runner
 from sie.workers.scheduler import Waiting
 
@@ -50,6 +51,7 @@ class AdapterHost:
         self._loading: set[tuple[str, str]] = set()
         self._unloading: set[tuple[str, str]] = set()
         self._is_reading = False
+        self._reader = threading.Thread()
         self._news: queue.SimpleQueue[_Read] = queue.SimpleQueue()
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -121,9 +123,13 @@ class AdapterHost:
         while not self._news.empty():
             news = self._news.get()
             self._is_reading = False
-            self._loading.discard((news.spec.model, news.spec.id))
-            if self._host.runner(news.spec.model) is not news.runner:
-                self.load(news.spec)  # for the model as it is now, or to say that it has gone
+            spec = news.spec
+            self._loading.discard((spec.model, spec.id))
+            if self._host.runner(spec.model) is not news.runner:
+                del news
+                self._reader.join()  # it has nothing left to do but let go of the model, which it kept while that went
+                free_model()
+                self.load(spec)  # for the model as it is now, or to say that it has gone
             elif news.error is not None:
                 self._fail(news.spec, news.error)
             else:
@@ -161,7 +167,8 @@ class AdapterHost:
             self._start_next()
             return
         self._is_reading = True
-        threading.Thread(target=self._read, args=(spec, runner, found), name="load-adapter", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, args=(spec, runner, found), name="load-adapter", daemon=True)
+        self._reader.start()
 
     def _read(self, spec: AdapterSpec, runner: Runner, found: Adapters) -> None:
         weights, failed = None, None

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie.cards import ModelCard
-from sie.errors import Internal
+from sie.errors import NonFinite
 from sie.headers import WorkHeader
 from sie.workers.runners import StepOutputs
 from sie.workers.runners.quantise import check_scores, finish_rows
@@ -29,7 +29,7 @@ class Finished(NamedTuple):
 
 
 def finish_rows_of(card: ModelCard, wants: Sequence[WorkHeader], outputs: StepOutputs) -> list[Finished]:
-    """Finish what has rows of a fixed size: scores, or dense vectors. Raises Internal when a value is not finite."""
+    """Finish what has rows of a fixed size: scores, or dense vectors. Raises NonFinite."""
     if outputs.logits is not None:
         _check_finite(card, outputs.logits)
         return [Finished(list(range(len(wants))), outputs.logits)]
@@ -73,7 +73,7 @@ def finish_ragged(
 
 def _check_finite(card: ModelCard, logits: NDArray[np.float32]) -> None:
     if not np.isfinite(logits).all():
-        raise Internal(f"Model '{card.id}' produced non-finite logits")
+        raise NonFinite(f"Model '{card.id}' produced non-finite logits")
 
 
 def finish_sparse(

@@ -28,6 +28,7 @@ from sie.catalog.gli import GLINER_CONFIG, LABELS_TOKENIZER
 from sie.errors import ModelLoadFailed
 from sie.extraction import ExtractTask, Gliclass, Gliner
 from sie.logs import get_logger
+from sie.settings import Limits
 from sie.workers.device import DtypeSetting, choose_dtype, resolve_device
 from sie.workers.runners.gliclass import GliclassRunner
 from sie.workers.runners.gliner import GlinerRunner
@@ -47,12 +48,12 @@ Progress = Callable[[float, str], None]
 
 
 def load_gliner(
-    card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress, max_candidates: int
+    card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress, limits: Limits
 ) -> GlinerRunner:
     """Return a GLiNER model that is ready for its first step.
 
     Arguments and errors as in `loader.load_encoder`; error_class DEPENDENCY when the library is not installed.
-    max_candidates bounds the entities of a window between which relations are looked for.
+    limits bound the spans of a window, and the entities between which relations are looked for.
     """
     assert isinstance(card.extract, Gliner)
     device, dtype = resolve_device(device_name), choose_dtype(dtype_setting, resolve_device(device_name))
@@ -65,7 +66,7 @@ def load_gliner(
 
     def build(chosen: torch.dtype) -> GlinerRunner:
         model.model.to(device, chosen)
-        return GlinerRunner(card, model, _name(chosen), max_candidates)
+        return GlinerRunner(card, model, _name(chosen), limits)
 
     def probe(runner: GlinerRunner) -> bool:
         task = ExtractTask(labels=("a",), threshold=0.5)

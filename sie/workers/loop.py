@@ -11,7 +11,7 @@ import select
 import time
 from collections.abc import Callable
 
-from sie import control_messages
+from sie import control_messages, failpoints
 from sie.cards import ModelCard
 from sie.control import Channel, ChannelClosedError
 from sie.errors import BadRequest, Internal, SieError, Unavailable
@@ -36,12 +36,12 @@ from sie.workers.scheduler import Budget, State, Step, Waiting, plan_step
 from sie.workers.telemetry import WorkerMetrics
 
 _log = get_logger(__name__)
-_IDLE_WAIT_S = 1.0
+_IDLE_WAIT_S = 0.2
 _CREDIT_WAIT_S = 0.005
-_BEAT_NS = 500_000_000
+_BEAT_NS = 200_000_000
 _TEND_NS = 1_000_000_000
-_IDLE_ALLOWED_NS = 2_000_000_000
-"""How long a turn without a step may take: over the idle wait."""
+_IDLE_ALLOWED_NS = 350_000_000
+"""How long a turn without a step may take: over the idle wait, and so little that a hang is found within watchdog_s + 0.5 s."""
 
 
 class Loop:
@@ -368,6 +368,7 @@ class Loop:
         started_ns = time.monotonic_ns()
         allowed_ns = self._pace.allowed_ns(card.id, num_tokens)
         self._page.write(self._num_steps, started_ns, allowed_ns, "step", running.values())
+        failpoints.reach("worker.before_step")
         outputs = forward(runner, items)
         self._answers.put(card, items, outputs, time.monotonic_ns() - started_ns)
 

@@ -10,7 +10,7 @@ from types import FrameType
 
 import msgspec
 
-from sie import control, process
+from sie import control, failpoints, process
 from sie.cards import ModelCard
 from sie.control import ChannelClosedError
 from sie.control_messages import Configure, Launch, Ready
@@ -52,6 +52,7 @@ def main() -> int:
         return 1
     assert isinstance(message, Configure)
     settings = message.settings
+    failpoints.arm(settings.testing.failpoints)
     counters = CounterPage.open(fds[0], writable=True)
     metrics = WorkerMetrics(counters, str(launch.slot))
     host = Host(launch.device, _builder(launch, settings), channel.send)
@@ -164,7 +165,7 @@ def _load_library_model(
     dtype = settings.models.dtype
     if isinstance(card.extract, Gliclass):
         return load_gliclass(card, launch.device, dtype, progress)
-    return load_gliner(card, launch.device, dtype, progress, settings.limits.max_relation_candidates)
+    return load_gliner(card, launch.device, dtype, progress, settings.limits)
 
 
 if __name__ == "__main__":

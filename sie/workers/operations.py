@@ -30,6 +30,7 @@ def by_operation(items: list[Waiting]) -> list[list[Waiting]]:
 
 
 _WORDS = {"encode": "encoding", "score": "scoring", "extract": "extraction", "infer": "inference"}
+_MAX_CACHED_TASK_BYTES = 2048
 _task_decoder = msgspec.msgpack.Decoder(ExtractTask)
 
 
@@ -135,7 +136,11 @@ def _extract(runner: Any, items: list[Waiting], inputs: list[Any]) -> StepOutput
     return StepOutputs(extract=runner.run_extract(inputs, tasks))
 
 
-@lru_cache(maxsize=1024)
 def _task_of(task: bytes) -> ExtractTask:
-    """Return the task in a header; equal headers give the same object, once decoded."""
+    """Return the task in a header; equal headers give the same object, once decoded, unless it is a long one."""
+    return _short_task(task) if len(task) <= _MAX_CACHED_TASK_BYTES else _task_decoder.decode(task)
+
+
+@lru_cache(maxsize=1024)
+def _short_task(task: bytes) -> ExtractTask:
     return _task_decoder.decode(task)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 _FIRST_TOKEN_NS: Final = 2_000_000.0
-_MIN_ALLOWED_NS: Final = 1_000_000_000
+_MIN_ALLOWED_NS: Final = 250_000_000
 _SLACK: Final = 10
 """A step may take this many times as long as its tokens usually do before the watchdog's time starts."""
 _WEIGHT: Final = 0.1
@@ -28,5 +28,5 @@ class Pace:
     def learn(self, model: str, num_tokens: int, took_ns: int) -> None:
         """Take a step into account."""
         if num_tokens:
-            known = self._ns_per_token.get(model, _FIRST_TOKEN_NS)
+            known = self._ns_per_token.get(model, took_ns / num_tokens)  # the first step takes the place of the guess
             self._ns_per_token[model] = known + _WEIGHT * (took_ns / num_tokens - known)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from sie import families
 from sie.cards import ModelCard
-from sie.errors import Internal, ResourceExhausted, SieError
+from sie.errors import Internal, NonFinite, ResourceExhausted, SieError
 from sie.logs import get_logger
 from sie.workers.ceilings import Ceiling, lower_ceiling
 from sie.workers.faults import DeviceLostError, forget_frames, is_out_of_memory, is_sticky
@@ -63,6 +63,8 @@ class Recovery:
             if not isinstance(error, SieError):
                 _log.error("a step of %s failed", card.id, exc_info=error)
                 error = Internal(f"internal error during {words_of(items)}")
+            if isinstance(error, NonFinite):
+                self._metrics.count_non_finite(card.id, len(items))
             for request in alive:
                 request.fail(error)
             return

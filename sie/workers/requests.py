@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from sie import failpoints
 from sie.errors import SieError, to_wire
 from sie.headers import ArrayRef, ReplyHeader, WorkHeader
 from sie.shm.extent import array_view, begin_extent, extent_bytes, is_cancelled, plan_arrays, read_extent
@@ -170,6 +171,7 @@ class Request:
         row_bytes = self._layout.row_bytes
         start = self._layout.rows_offset + index * row_bytes
         self._payload[start : start + row_bytes] = row
+        failpoints.reach("worker.mid_write")
         self.num_left -= 1
 
     def try_answer(self) -> bool:
@@ -226,7 +228,9 @@ class Request:
         self._lease = None
         self._payload = memoryview(b"")
         self._let_go()
+        failpoints.reach("worker.before_reply")
         self.link.reply(kind, self.request_id, lease, length)
+        failpoints.reach("worker.after_reply")
 
 
 def send_error(link: Link, request_id: int, error: SieError) -> None:

@@ -31,6 +31,9 @@ _OOM_FAMILIES = (
     families.OOM_ATTEMPTED, families.OOM_SUCCEEDED, families.OOM_FAILED, families.OOM_CACHE_CLEARS, families.OOM_SPLITS,
 )  # fmt: skip
 _GIB = 1 << 30
+_MEMORY = 0.999
+"""What a sequence that was fine leaves of a model's share of those that were not."""
+_FORGOTTEN = 1e-4
 _DOWN_INTERVALS = 10
 """A lost device is asked again this many intervals later: each question to it can cost the driver seconds."""
 
@@ -49,6 +52,8 @@ class WorkerMetrics:
         self._extents = page.gauge(families.EXTENTS_IN_USE.name, families.EXTENTS_IN_USE.label_pairs("reply"))
         self._batches: dict[str, tuple[Callable[[float], None], ...]] = {}
         self._queues: dict[str, Gauge] = {}
+        self._spoilt: dict[str, float] = {}
+        """Of the models that produced values that are not finite, the share of such sequences of late."""
         self._depths: dict[str, int] = {}
 
     def observe_step(self, duration_s: float, num_tokens: int) -> None:
@@ -65,6 +70,13 @@ class WorkerMetrics:
         observe_size(num_sequences)
         add_tokens(num_tokens)
         add_time(duration_s)
+        if model in self._spoilt:
+            self._set_spoilt(model, self._spoilt[model] * _MEMORY**num_sequences)
+
+    def count_non_finite(self, model: str, num_sequences: int) -> None:
+        """Count sequences whose values were not finite."""
+        self._page.counter(families.NON_FINITE.name, families.NON_FINITE.label_pairs(model)).add(num_sequences)
+        self._set_spoilt(model, 1 - (1 - self._spoilt.get(model, 0.0)) * _MEMORY**num_sequences)
 
     def set_queue_depths(self, queues: Mapping[str, Sized]) -> None:
         """Publish how many sequences of each model wait for a step; of a model without a queue none do."""
@@ -105,6 +117,12 @@ class WorkerMetrics:
     def set_extents_in_use(self, num_extents: int) -> None:
         """Publish how many reply extents are under a lease, over all frontends."""
         self._extents.set(num_extents)
+
+    def _set_spoilt(self, model: str, share: float) -> None:
+        self._spoilt[model] = share
+        self._page.gauge(families.NON_FINITE_SHARE.name, families.NON_FINITE_SHARE.label_pairs(model)).set(share)
+        if share < _FORGOTTEN:
+            del self._spoilt[model]
 
     def _batch_handles(self, model: str) -> tuple[Callable[[float], None], ...]:
         if model not in self._depths:  # a queue that is empty whenever it is looked at is shown, too

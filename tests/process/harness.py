@@ -176,13 +176,16 @@ class Server:
         self.output.close()
 
 
-def launch(*args: str, runtime_dir: str, env: dict[str, str] | None = None) -> Server:
-    """Start `sie serve` with these flags; port 0, JSON logs and a CPU worker unless they say otherwise."""
+def launch(*args: str, runtime_dir: str, env: dict[str, str] | None = None, prefix: tuple[str, ...] = ()) -> Server:
+    """Start `sie serve` with these flags; port 0, JSON logs and a CPU worker unless they say otherwise.
+
+    prefix is a command that becomes the one behind it, such as `prlimit`.
+    """
     mark = uuid.uuid4().hex
     base = {"--port": "0", "--log-format": "json", "--devices": "cpu", "--runtime-dir": runtime_dir}
     defaults = [word for flag, value in base.items() if flag not in args for word in (flag, value)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "sie", "serve", *defaults, *args],
+        [*prefix, sys.executable, "-m", "sie", "serve", *defaults, *args],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -195,13 +198,15 @@ def launch(*args: str, runtime_dir: str, env: dict[str, str] | None = None) -> S
 
 
 @contextlib.contextmanager
-def start_server(*args: str, env: dict[str, str] | None = None, is_stopped: bool = False) -> Iterator[Server]:
+def start_server(
+    *args: str, env: dict[str, str] | None = None, is_stopped: bool = False, prefix: tuple[str, ...] = ()
+) -> Iterator[Server]:
     """Yield a ready server; at the end stop it, unless the test has (is_stopped), and assert that nothing is left.
 
     When the test fails, the server's log is shown.
     """
     with tempfile.TemporaryDirectory(prefix="sie-test-") as runtime_dir:
-        server = launch(*args, runtime_dir=runtime_dir, env=env)
+        server = launch(*args, runtime_dir=runtime_dir, env=env, prefix=prefix)
         try:
             server.wait_ready()
             yield server

@@ -134,6 +134,7 @@ def test_requests_are_counted_under_their_endpoint(server: Server) -> None:
         ("tiny/nli", {}, "Model 'tiny/nli' needs labels"),
         ("tiny/nli", {"labels": [f"l{i}" for i in range(31)]}, "over max_label_pairs (30)"),
         ("stub/all", {"labels": ["l"] * 1001}, "must hold at most 1000 labels"),
+        ("stub/all", {"labels": ["l" * 2000] * 600}, "at most 524288 - at `$.params`"),
     ],
 )
 def test_what_cannot_be_served_is_a_400_with_its_name(server: Server, model: str, params: Any, message: str) -> None:

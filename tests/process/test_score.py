@@ -196,6 +196,13 @@ def test_bad_request_is_named(server: Server, fields: dict[str, object], part: s
     assert response.code() == "INVALID_INPUT"
 
 
+def test_query_beside_every_document_counts_as_often(server: Server) -> None:
+    body = {"query": {"text": "q"}, "instruction": "i" * 1_000_000, "items": [{"text": "x"}] * MAX_CANDIDATES}
+    response = post_json(server.port, "/v1/score/stub/both", body)
+    assert (response.status, response.code()) == (400, "INVALID_INPUT")
+    assert "characters of the texts, over max_body_bytes" in response.json()["detail"]["message"]
+
+
 def test_missing_fields_are_named(server: Server) -> None:
     assert "query" in message(post_json(server.port, "/v1/score/stub/both", {"items": [{"text": "a"}]}))
     assert "items" in message(post_json(server.port, "/v1/score/stub/both", {"query": {"text": "a"}}))

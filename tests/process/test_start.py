@@ -47,6 +47,8 @@ def test_a_port_that_a_stranger_shares_is_refused():
         (("--watchdog-s", "0"), {}, ["--watchdog-s", "1 to 3600"]),
         ((), {"SIE_MAX_BODY_BYTE": "9"}, ["SIE_MAX_BODY_BYTE", "SIE_MAX_BODY_BYTES"]),
         ((), {"SIE_PORT": "http"}, ["SIE_PORT", "http"]),
+        (("--failpoints", "worker.after_reply=kill"), {}, ["failpoints", "--failpoints", "test"]),
+        (("--test", "--failpoints", "worker.afer_reply=kill"), {}, ["failpoints", "did you mean 'worker.after_reply'"]),
         (("--host", "203.0.113.1"), {}, ["host", "203.0.113.1"]),
         (("--request-segment-bytes", str(1 << 36)), {}, ["shared memory", "bytes"]),
     ],
@@ -74,6 +76,8 @@ def test_an_unknown_toml_key_names_file_key_and_nearest(tmp_path):
         ("m=stub:dense=x", ["dense"]),
         ("m=stub:dens=16", ["dens"]),
         ("m=stub:dense=0", ["dense"]),
+        ("m=stub:fail=oom", ["fail=oom", "refused without `test`"]),
+        ("m=stub:kill_on=x", ["kill_on=x", "refused without `test`"]),
         ("=stub:", ["model"]),
     ],
 )

@@ -125,7 +125,7 @@ def test_a_worker_that_is_stopped_while_idle_is_found_when_work_comes():
 
 
 def test_a_long_step_that_was_allowed_is_not_taken_for_a_hang():
-    with start_server("--model", "stub/a=stub:dense=16,latency_ms=1500", "--watchdog-s", "1") as server:
+    with start_server("--model", "stub/a=stub:dense=16,latency_ms=1100", "--watchdog-s", "1") as server:
         worker = server.worker()
         assert np.array_equal(dense_rows(encode(server.port, "stub/a", ["x"])), stub_rows(["x"], 16))
         assert server.worker() == worker

@@ -15,7 +15,8 @@ import sie
 
 ROOT = Path(sie.__file__).parent
 FOUNDATION = {
-    "sie", "sie.cards", "sie.errors", "sie.extraction", "sie.headers", "sie.types", "sie.tensors", "sie.settings",
+    "sie", "sie.cards", "sie.errors", "sie.extraction", "sie.headers", "sie.spans", "sie.types", "sie.tensors",
+    "sie.settings",
     "sie.config_sources",
 }  # fmt: skip
 SLOW = {"torch", "transformers", "sentence_transformers"}

@@ -39,7 +39,11 @@ _POISON: Final = Fault(422, ("POISON_INPUT",), "This input was running each time
 _SCHEMA: Final = Fault(
     422, ("INVALID_INPUT", "POISON_INPUT"), "The body breaks the schema; or the input was running when workers died."
 )
-_FAILED: Final = Fault(500, ("INFERENCE_ERROR",), "Something of the server's failed.")
+_FAILED: Final = Fault(
+    500,
+    ("INFERENCE_ERROR",),
+    "Something of the server's failed, or the model gave a value that is not finite.",
+)
 _NO_LOAD: Final = Fault(502, ("MODEL_LOAD_FAILED",), "The model's last load failed.")
 _NOT_NOW: Final = Fault(
     503,

@@ -1,7 +1,7 @@
 """Owns the runner of a GLiNER model: windows of texts in, entities and relations out.
 
-The library's collator, model and decoder do the work; its data loader and its progress bars are not used. Windows of
-one task run together, in order of length, so that little of a batch is padding.
+The library's collator, model and decoder do the work; its data loader, its progress bars and its comparison of every two
+spans are not used. Windows of one task run together, in order of length, so that little of a batch is padding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import torch
 from numpy.typing import NDArray
 
 from sie.cards import ModelCard
+from sie.errors import BadRequest
 from sie.extraction import Entity, Extraction, ExtractTask, Gliner, Relation
+from sie.settings import Limits
+from sie.spans import choose_spans
 from sie.workers.runners.encode import weight_bytes
 
 _DEFAULT_THRESHOLD = 0.5
@@ -30,7 +33,7 @@ Words = list[tuple[str, int, int]]
 class GlinerRunner:
     """A loaded GLiNER model. Built by `sie.workers.libraries`; used by one thread at a time."""
 
-    def __init__(self, card: ModelCard, model: Any, dtype: str, max_candidates: int) -> None:
+    def __init__(self, card: ModelCard, model: Any, dtype: str, limits: Limits) -> None:
         assert isinstance(card.extract, Gliner)
         self.card = card
         self.dtype = dtype
@@ -40,11 +43,17 @@ class GlinerRunner:
         self._model = model
         self._collator = model.create_collator()
         self._split = model.data_processor.words_splitter
+        self._finds_ends = model.config.span_mode == "token_level"
+        self._max_spans = limits.max_span_candidates
+        model.decoder.greedy_search = _choose_best
         if self._relations:
-            _limit_candidates(model.model, max_candidates)
+            _limit_candidates(model.model, limits.max_relation_candidates)
 
     def run_extract(self, inputs: Sequence[NDArray[np.uint8]], tasks: Sequence[ExtractTask]) -> list[Extraction]:
-        """Return what each window holds; inputs are UTF-8, positions are code points of their own window."""
+        """Return what each window holds; inputs are UTF-8, positions are code points of their own window.
+
+        Raises BadRequest for a threshold that lets more spans of a window pass than are looked at.
+        """
         found = [Extraction()] * len(inputs)
         texts = [bytes(window).decode() for window in inputs]
         words: list[Words] = [list(self._split(text)) for text in texts]
@@ -74,12 +83,40 @@ class GlinerRunner:
         if not self._relations:
             batch = model.collate_batch(rows, labels, self._collator)
             output = _in_float32(model.run_batch(batch, threshold=threshold))
+            self._check_spans(output.logits, [len(words) for words in windows], threshold)
             return [(spans, []) for spans in model.decode_batch(output, batch, **choice)]
         batch = model.collate_batch(rows, labels, self._collator, list(dict.fromkeys(task.relation_labels)))
         adjacency = max(threshold, _LEAST_ADJACENCY_THRESHOLD)
         output = _in_float32(model.run_batch(batch, threshold=threshold, adjacency_threshold=adjacency))
+        self._check_spans(output.logits, [len(words) for words in windows], threshold)
         spans, relations = model.decode_batch(output, batch, relation_threshold=task.relation_threshold, **choice)
         return list(zip(spans, relations if task.relation_labels else [[]] * len(windows), strict=True))
+
+    def _check_spans(self, logits: torch.Tensor, lengths: Sequence[int], threshold: float) -> None:
+        """Refuse a threshold that leaves the decoder, which is Python, too many spans.
+
+        logits (n, words, widths, labels), or of a model that finds ends (n, words, labels, start | end | inside), whose
+        decoder tries every start with every end.
+        """
+        is_word = torch.arange(logits.shape[1])[None] < torch.tensor(lengths)[:, None]
+        passes = (torch.sigmoid(logits) > threshold) & is_word.to(logits.device)[:, :, None, None]
+        if self._finds_ends:
+            num_starts, num_ends = passes[..., 0].flatten(1).sum(1), passes[..., 1].flatten(1).sum(1)
+            counts: list[int] = (num_starts * num_ends).tolist()
+        else:
+            counts = passes.flatten(1).sum(1).tolist()
+        if max(counts) > self._max_spans:
+            raise BadRequest(
+                f"A threshold of {threshold:g} leaves {max(counts)} spans of a text to choose from, over "
+                f"max_span_candidates ({self._max_spans}); raise it, or send fewer labels - at `$.params.options.threshold`"
+            )
+
+
+def _choose_best(spans: list[Any], flat_ner: bool = True, multi_label: bool = False) -> list[Any]:
+    """Return what the library's `greedy_search` returns, in the order of the words."""
+    best_first = sorted(spans, key=lambda span: -span.score)
+    kept = choose_spans([(span.start, span.end + 1) for span in best_first], flat=flat_ner, multi_label=multi_label)
+    return sorted((best_first[place] for place in kept), key=lambda span: span.start)
 
 
 def _batches(members: list[int], lengths: list[int]) -> Iterator[list[int]]:

@@ -61,7 +61,7 @@ class OutputsRunner:
 
         loras names each item's adapter, empty for none; it is empty itself when no item has one.
 
-        Raises what `Backbone.check` raises, and Internal when a value is not finite.
+        Raises what `Backbone.check` raises, and NonFinite.
         """
         table, filled = self._heads.static_queries, self._filled(inputs, wants)
         looked_up = [item for item, want in enumerate(wants) if table is not None and want.is_query]

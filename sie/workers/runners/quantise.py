@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.errors import BadRequest, Internal
+from sie.errors import BadRequest, NonFinite
 from sie.types import OUTPUT_DTYPES
 
 _DTYPE_CODES = {"float32": "<f4", "float16": "<f2", "int8": "|i1", "uint8": "|u1", "binary": "|u1", "ubinary": "|u1"}
@@ -40,7 +40,7 @@ def finish_rows(
 
     rows (n, d) float32, left as they are. normalize is the request's choice, or the card's when it made none.
     Returns (n, width) of the type that `output_layout` names: `out` when given (C order, that shape and type), else
-    a new array. Raises Internal when a value is not finite.
+    a new array. Raises NonFinite.
     """
     code, width = output_layout(rows.shape[1], truncate_dim, output_dtype)
     if out is None:
@@ -56,15 +56,15 @@ def finish_rows(
 
 
 def check_scores(model_id: str, scores: NDArray[np.float32]) -> None:
-    """Raise Internal when a score is not finite. Source: SIE API reference, section 6."""
+    """Raise NonFinite when a score is not finite. Source: SIE API reference, section 6."""
     if not np.isfinite(scores).all():
-        raise Internal(f"Model '{model_id}' produced non-finite scores")
+        raise NonFinite(f"Model '{model_id}' produced non-finite scores")
 
 
 def _check_finite(rows: NDArray[np.generic]) -> None:
     # Which row it was is not told: the rows are a step's, and their numbers mean nothing to a client.
     if not np.isfinite(rows).all():
-        raise Internal("the model produced a value that is not finite")
+        raise NonFinite("the model produced a value that is not finite")
 
 
 def _normalized(rows: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from sie.cards import SparseOutput
 from sie.catalog.files import refuse
-from sie.errors import Internal
+from sie.errors import NonFinite
 from sie.workers.batch import PackedBatch
 from sie.workers.runners.stand_in import ModelHead
 
@@ -41,7 +41,7 @@ class SparseHead(Protocol):
     def __call__(self, hidden: Tensor, batch: PackedBatch) -> list[Entries]:
         """Return the vectors of the batch's sequences, in the batch's order; hidden is (t, d).
 
-        Raises Internal when a value is not finite.
+        Raises NonFinite.
         """
         ...
 
@@ -170,7 +170,7 @@ class StaticTable:
         self.memory_bytes = self._weights.nbytes
 
     def __call__(self, token_ids: NDArray[np.int32]) -> Entries:
-        """Return the weights of the token ids (t,), each once. Raises Internal when a value is not finite."""
+        """Return the weights of the token ids (t,), each once. Raises NonFinite."""
         indices = np.unique(token_ids)
         values = self._weights[indices]
         if not np.isfinite(values).all():
@@ -180,7 +180,7 @@ class StaticTable:
 
 
 def take_entries(weights: Tensor) -> list[Entries]:
-    """Return the positive entries of each row of (k, vocabulary) float32. Raises Internal when a value is not finite."""
+    """Return the positive entries of each row of (k, vocabulary) float32. Raises NonFinite."""
     if not bool(torch.isfinite(weights).all()):
         raise _non_finite()
     rows, columns = (weights > 0).nonzero(as_tuple=True)
@@ -209,5 +209,5 @@ def _by_length(logits: Tensor, bounds: list[int]) -> Iterator[Tensor]:
         start += count * length
 
 
-def _non_finite() -> Internal:
-    return Internal("the model produced a value that is not finite")
+def _non_finite() -> NonFinite:
+    return NonFinite("the model produced a value that is not finite")

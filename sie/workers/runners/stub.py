@@ -23,6 +23,7 @@ from sie.errors import Internal
 from sie.extraction import Classification, DetectedObject, Entity, Extraction, ExtractTask
 from sie.headers import TensorForm
 from sie.workers.runners import ImageItem, StepOutputs, Want
+from sie.workers.runners.stub_faults import StubFaults
 from sie.workers.tensors import OutputTensor, TensorInputs
 
 _NUM_ENTRIES = 16
@@ -45,7 +46,10 @@ class StubRunner:
         is_plain = set(card.outputs) <= {"dense", "score", "extract"} and card.image is None
         self.takes: Literal["text", "wants"] = "text" if is_plain else "wants"
         self.adapters = StubAdapters()
+        self._faults = StubFaults(card.stub) if card.stub.has_faults else None
         time.sleep(card.stub.load_ms / 1e3)
+        if self._faults is not None:
+            self._faults.load()
 
     def run_texts(self, texts: Sequence[bytes | memoryview], loras: Sequence[str] = ()) -> NDArray[np.float32]:
         """Return (n, dense) float32 rows; sleeps `latency_ms` and `per_token_us` for each token of the step."""
@@ -56,13 +60,15 @@ class StubRunner:
         width = self._options.dense
         digests = b"".join([hashlib.shake_256(text).digest(width) for text in texts])
         rows = np.frombuffer(digests, dtype=np.int8).reshape(len(texts), width)
-        return np.true_divide(rows, np.float32(127), dtype=np.float32)
+        values = np.true_divide(rows, np.float32(127), dtype=np.float32)
+        return values if self._faults is None else self._faults.spoil(values, texts)
 
     def run_pairs(self, pairs: Sequence[bytes | memoryview]) -> NDArray[np.float32]:
         """Return (n, 1) float32 scores, 0 to 1; takes as long as `run_texts`."""
         self._take_time(pairs)
         scores = [int.from_bytes(hashlib.shake_256(pair).digest(3), "little") / 2**24 for pair in pairs]
-        return np.array(scores, dtype=np.float32)[:, None]
+        values = np.array(scores, dtype=np.float32)[:, None]
+        return values if self._faults is None else self._faults.spoil(values, pairs)
 
     def run_extract(
         self, inputs: Sequence[bytes | NDArray[np.uint8] | ImageItem], tasks: Sequence[ExtractTask]
@@ -81,6 +87,8 @@ class StubRunner:
 
     def _take_time(self, texts: Sequence[bytes | memoryview | NDArray[np.uint8]]) -> None:
         options = self._options
+        if self._faults is not None:
+            self._faults.step(texts)
         if options.latency_ms or options.per_token_us or options.oom_tokens or options.lost_tokens:
             self._spend(sum(count_stub_tokens(len(text), options.max_tokens) for text in texts))
 

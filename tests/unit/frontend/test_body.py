@@ -133,6 +133,28 @@ def test_body_that_still_has_time_is_waited_for():
         asyncio.run(_read_ending_at(time.monotonic_ns() + int(1e9 * (IDLE_S - 1)), CHUNKED))
 
 
+@pytest.mark.parametrize(("num_bytes", "is_late"), [(1000, True), (3000, False)])
+def test_body_that_is_slower_than_the_least_rate_is_a_408(num_bytes, is_late):
+    """Judged only after the longest pause: 11 s at 100 bytes a second are 1,100 bytes."""
+
+    async def run() -> None:
+        reader = BodyReader(MAX_BYTES, IDLE_S, 100)
+        task = asyncio.ensure_future(reader.read(CHUNKED, Body(b"x" * num_bytes, stalls=True), NEVER_NS))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        (reading,) = reader._readings
+        reader.end_stalled(reading.began_ns + int(1e9 * (IDLE_S - 1)))
+        assert not reading.timed_out
+        reading.last_ns = reading.began_ns + int(1e9 * (IDLE_S + 1))
+        reader.end_stalled(reading.last_ns)
+        assert reading.timed_out is is_late
+        task.cancel()
+        with pytest.raises(SieError if is_late else asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+
+
 def test_each_chunk_begins_the_idle_time_anew():
     async def run() -> bytes:
         reader = BodyReader(MAX_BYTES, 0.0)

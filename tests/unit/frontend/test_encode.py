@@ -251,3 +251,15 @@ def test_a_lower_limit_of_queries_is_also_what_they_are_filled_up_to(tmp_path, o
 
     asyncio.run(encode())
     assert (desk.header.expand_to, desk.num_tokens) == (expand_to, num_tokens)
+
+
+@in_rig()
+async def test_what_prompts_make_of_the_texts_is_bounded_as_a_body_is(rig: Rig) -> None:
+    encoding = Encoding(rig, STUB, max_body_bytes=2048)
+    many, long = {"doc_template": "{text}" * 100}, "x" * 30
+    await encoding.run(request("x" * 10, options=many))
+    assert "max_body_bytes (2048)" in await encoding.refusal(request(long, options=many))
+    await encoding.run(request("x", instruction="i" * 1000))
+    assert "max_body_bytes (2048)" in await encoding.refusal(request("x", "y", "z", instruction="i" * 1000))
+    templated = {"doc_template": "{instruction}{instruction}{text}", "default_instruction": "d"}
+    assert "max_body_bytes (2048)" in await encoding.refusal(request("x", instruction="i" * 1100, options=templated))

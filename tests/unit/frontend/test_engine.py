@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -253,3 +254,47 @@ async def test_full_queue_is_overloaded_but_an_empty_one_takes_any_request(rig: 
 
     rig.engine.check_open()
     await rig.rows(large)
+
+
+@in_rig()
+async def test_long_lists_of_labels_are_not_kept(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    tracemalloc.start()
+    for number in range(40):
+        pending = rig.submit([1], task=number.to_bytes() * 250_000)
+        await rig.serve(worker)
+        await rig.rows(pending)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 2 * MIB, "every layout of 20 MB of tasks was kept"
+
+
+def large(num_tokens: int) -> list[tuple[str, np.ndarray]]:
+    return [("cu_seqlens", np.array([0, num_tokens], np.int32)), ("token_ids", np.arange(num_tokens, dtype=np.int32))]
+
+
+@in_rig(request_segment_bytes=8 * MIB, large_extent_bytes=8 * MIB)
+async def test_event_loop_turns_while_a_large_request_is_copied(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    num_tokens = MIB  # of four bytes
+    header = WorkHeader("m", "encode", 1, ())
+    copying = asyncio.ensure_future(rig.engine.submit_large(header, large(num_tokens), num_tokens, 1 << 62))
+    num_turns = 0
+    while not copying.done():
+        await asyncio.sleep(0)
+        num_turns += 1
+    assert num_turns >= 4
+    await rig.serve(worker)
+    assert await rig.rows(copying.result()) == [checksum(range(num_tokens))]
+
+
+@in_rig(request_segment_bytes=8 * MIB, large_extent_bytes=8 * MIB)
+async def test_large_request_that_is_cancelled_while_it_is_copied_gives_its_memory_back(rig: Rig) -> None:
+    rig.start_worker("m")
+    copying = asyncio.ensure_future(rig.engine.submit_large(WorkHeader("m", "encode", 1, ()), large(MIB), MIB, 1 << 62))
+    await asyncio.sleep(0)
+    assert rig.engine.num_extents == 1
+    copying.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await copying
+    assert rig.engine.num_extents == 0

@@ -176,11 +176,32 @@ async def test_input_that_kills_twice_is_refused_and_quarantined_for_all(rig: Ri
     second = rig.start_worker("m", slot=0)
     rig.die(second, suspects=(poison.request_id,))
 
-    assert isinstance(await rig.error(poison), PoisonInput)
     (message,) = rig.sent
     assert isinstance(message, Quarantine)
     rig.engine.quarantine(message.digest)
+    assert isinstance(await rig.error(poison), PoisonInput)
     assert isinstance(await rig.error(same), PoisonInput), "it waits with a strike and holds the same input"
+    assert rig.engine.num_extents == 0
+
+
+@in_rig()
+async def test_client_of_a_refused_input_hears_so_only_when_all_frontends_have(rig: Rig) -> None:
+    """It might ask another one at once, and cost a third worker."""
+    poison = None
+    for _ in range(2):
+        worker = rig.start_worker("m", slot=0)
+        poison = poison or rig.submit([6, 6, 6])
+        rig.die(worker, suspects=(poison.request_id,))
+    assert poison is not None
+    third = rig.start_worker("m", slot=0)
+    other = rig.submit([7])
+    await rig.serve(third)
+    await rig.rows(other)
+    rig.engine.fail_held()
+    assert third.ran == [[[7]]]
+    assert not poison.future.done()
+    rig.engine.quarantine(poison.digest())
+    assert isinstance(await rig.error(poison), PoisonInput)
     assert rig.engine.num_extents == 0
 
 

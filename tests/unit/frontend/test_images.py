@@ -55,6 +55,16 @@ def png_claiming(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
+def tiled_tiff(width: int, height: int, tile: int) -> bytes:
+    """Return a TIFF of black pixels in one tile."""
+    data = zlib.compress(bytes(3 * tile * tile))
+    end = 8 + 2 + 12 * 9 + 4
+    entries = [(256, 1, width), (257, 1, height), (258, 3, end), (259, 1, 8), (262, 1, 2), (277, 1, 3), (322, 1, tile),
+               (323, 1, tile), (324, 1, end + 6)]  # fmt: skip
+    fields = b"".join(struct.pack("<HHII", tag, 3 if tag == 258 else 4, count, value) for tag, count, value in entries)
+    return b"II*\0\x08\0\0\0\x09\0" + fields + bytes(4) + struct.pack("<3H", 8, 8, 8) + data
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_every_listed_format_is_decoded_by_content(kind: str):
     grey = Image.fromarray(np.repeat(noise(9, 7, 1) // 16 * 16, 3, axis=2))  # few colours: a GIF has 256
@@ -95,6 +105,12 @@ def test_the_cap_counts_pixels_exactly():
     data = encoded(Image.new("RGB", (20, 10)), "PNG")
     assert decode(data, max_pixels=200).shape == (10, 20, 3)
     assert "over max_image_pixels (199)" in refusal(data, max_pixels=199)
+
+
+def test_tiles_of_a_tiff_count_as_pixels_however_small_the_image():
+    assert decode(tiled_tiff(5, 3, 32), max_pixels=1024).shape == (3, 5, 3)
+    message = refusal(tiled_tiff(5, 3, 32), max_pixels=1023)
+    assert message == f"image has tiles of 32 x 32 pixels, over max_image_pixels (1023) - at `{PATH}`"
 
 
 def test_an_image_without_pixels_is_refused():

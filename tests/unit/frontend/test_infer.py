@@ -74,7 +74,7 @@ class Office:
         limits = limits or Limits()
         images = ImageReader(limits, 1)
         encoder = Encoder(self.rig.engine, self.models, limits, self._pool, images)
-        texts = TextTensors(encoder, Scorer(self.rig.engine, self.models, self._pool), limits=lambda: limits)
+        texts = TextTensors(encoder, Scorer(self.rig.engine, self.models, limits, self._pool), limits=lambda: limits)
         self.tensors = Tensors(self.rig.engine, self.models, self.admin, self._pool, texts)
         self.table = self.tensors.table
         self.worker = self.start_worker()

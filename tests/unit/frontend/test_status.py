@@ -87,6 +87,13 @@ def test_a_failed_model_says_why(page):
     assert frame["models"][0]["error"] == "no config.json"
 
 
+@pytest.mark.parametrize(("share", "is_degraded"), [(0.0, False), (0.01, False), (0.011, True)])
+def test_a_model_is_degraded_when_over_one_percent_of_its_values_are_not_finite(page, share, is_degraded):
+    page.gauge(families.NON_FINITE_SHARE.name, families.NON_FINITE_SHARE.label_pairs("m")).set(share)
+    first, other = frame_of(page, entry("m", memory_bytes=1), entry("n"))["models"]
+    assert (first["degraded"], other["degraded"]) == (is_degraded, False)
+
+
 def test_queue_depth_is_given_under_both_names(page):
     page.gauge(families.QUEUE_DEPTH.name, families.QUEUE_DEPTH.label_pairs("m")).set(11)
     model = frame_of(page, entry("m"))["models"][0]

@@ -17,6 +17,7 @@ from sie.shm.extent import (
     read_extent,
     set_cancelled,
     write_extent,
+    write_pieces,
 )
 from sie.shm.layout import ProtocolError
 from sie.shm.segment import Segment
@@ -48,6 +49,18 @@ def test_arrays_come_out_as_they_went_in_whatever_the_header_length(name_length:
     assert (len(view) - len(_view()) + length - len(payload)) % 64 == 0
     for ref, array in zip(decoded.arrays, arrays, strict=True):
         np.testing.assert_array_equal(array_view(payload, ref), array)
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, 24, 10_000])
+def test_piece_by_piece_the_same_bytes_are_written(piece_bytes: int) -> None:
+    arrays = [np.arange(7, dtype="<i4"), np.empty(0, "|u1"), np.arange(6, dtype="<f2").reshape(2, 3)]
+    plan = plan_arrays((name, array.dtype.str, array.shape) for name, array in zip("abc", arrays, strict=True))
+    header = _header(*plan.refs)
+    whole, pieces = _view(), _view()
+    length = write_extent(whole, header, plan.refs, arrays)
+    num_pieces = sum(1 for _ in write_pieces(pieces, header, plan.refs, arrays, piece_bytes))
+    assert bytes(pieces[:length]) == bytes(whole[:length])
+    assert num_pieces == sum(-(-array.nbytes // piece_bytes) for array in arrays)
 
 
 def test_arrays_are_aligned_in_a_real_segment() -> None:

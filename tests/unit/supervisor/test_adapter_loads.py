@@ -178,6 +178,19 @@ async def test_load_that_takes_too_long_is_given_up(desk: Desk) -> None:
 
 
 @at_desk
+async def test_adapter_whose_model_is_gone_is_not_late_and_loads_behind_it(desk: Desk) -> None:
+    desk.loads.want("m", "a")  # the request and the model's eviction crossed
+    desk.loads.tick(asyncio.get_running_loop().time() + 101.0)
+    assert desk.states()["a"] == "loading"
+    desk.model("loaded", 0)
+    assert desk.take() == [(0, LoadAdapter(LOCAL))]
+    desk.loads.tick(asyncio.get_running_loop().time() + 200.0)
+    assert desk.states()["a"] == "loading", "its time begins with the model's"
+    desk.loads.tick(asyncio.get_running_loop().time() + 202.0)
+    assert desk.states()["a"] == "failed"
+
+
+@at_desk
 async def test_models_without_adapters_are_passed_on_as_they_are(desk: Desk) -> None:
     entry = control_messages.ModelEntry(card=ModelCard(id="n", kind="encoder"), state="loaded")
     assert desk.loads.entries((entry,))[0] is entry

@@ -137,8 +137,8 @@ def test_load_over_its_time_has_failed() -> None:
     adapters = book()
     load(adapters, "b")
     adapters.want("m", "a", 10.0)
-    assert adapters.overdue(60.0, 70.0) == []
-    assert ids(adapters.overdue(60.0, 70.1)) == ["a"]
+    assert adapters.overdue(60.0, 70.0, {"m"}) == []
+    assert ids(adapters.overdue(60.0, 70.1, {"m"})) == ["a"]
     entry = adapters.entries("m")["a"]
     assert entry.state == "failed"
     assert entry.error is not None

@@ -29,6 +29,8 @@ from sie.supervisor.models import ModelBook
 class FakeCrew:
     def __init__(self) -> None:
         self.workers = [Child("worker", slot, WorkerSlot("cpu")) for slot in range(2)]
+        for worker in self.workers:
+            worker.channel = object()  # type: ignore[assignment]  # connected, and more is not asked
         self.frontends = [Child("frontend", 0, WorkerSlot(""))]
         self.heard: list[tuple[str, Any]] = []
         self.counted: list[tuple[str, ...]] = []
@@ -401,6 +403,19 @@ async def test_reload_of_a_model_whose_worker_dies_meanwhile_goes_on(office: Off
 
 
 @in_office()
+async def test_reload_of_a_model_whose_load_is_unanswered_waits_for_the_unload(office: Office) -> None:
+    office.loads.start()
+    sent(office)
+    office.loads.manage("reload", "p")
+    office.loads.tick(0.0)
+    assert sent(office) == everywhere(control_messages.Unload("p")), "a load now would be taken for the first one"
+    loaded_everywhere(office, "p")
+    gone_everywhere(office, "p")
+    office.loads.tick(0.0)
+    assert sent(office) == everywhere(control_messages.Load(card("p")))
+
+
+@in_office()
 async def test_reload_of_a_directory_reads_its_files_anew(office: Office) -> None:
     office.book.add(ModelSpec(id="d", directory="/somewhere"), False, card("d"))
     office.prepared = msgspec.structs.replace(card("d"), vocab_size=9)
@@ -466,6 +481,7 @@ async def test_load_waits_until_the_models_that_make_room_have_gone_and_memory_w
     office.loads.take_memory(office.crew.workers[0], EMPTY)
     office.loads.greet(office.crew.workers[0])
     assert control_messages.Load(new) not in [message for _, message in sent(office)]
+    loaded_everywhere(office, "p")
     gone_everywhere(office, "old")
     office.loads.take_memory(office.crew.workers[0], EMPTY)
     assert sent(office) == everywhere(control_messages.Load(new))
@@ -482,6 +498,37 @@ async def test_load_beside_another_one_waits_for_that_to_end(office: Office) -> 
     loaded_everywhere(office, "first", 20 << 20)
     office.loads.take_memory(office.crew.workers[0], EMPTY)
     assert sent(office) == everywhere(control_messages.Load(new))
+
+
+@in_office(max_model_bytes=100 << 20)
+async def test_load_that_no_worker_has_answered_yet_counts_as_one_that_goes_on(office: Office) -> None:
+    first, second = add_stub(office, "first", 30), add_stub(office, "second", 30)
+    office.loads.want("first")
+    office.loads.want("second")
+    office.loads.take_memory(office.crew.workers[0], EMPTY)
+    assert sent(office) == everywhere(control_messages.Load(first)), "60 + 60 > 100 MiB"
+    loaded_everywhere(office, "first", 30 << 20)
+    office.loads.take_memory(office.crew.workers[0], EMPTY)
+    assert sent(office) == everywhere(control_messages.Unload("first"))
+    gone_everywhere(office, "first")
+    office.loads.take_memory(office.crew.workers[0], EMPTY)
+    assert sent(office) == everywhere(control_messages.Load(second))
+
+
+@in_office(max_model_bytes=100 << 20)
+async def test_worker_that_dies_with_an_unanswered_load_does_not_hold_others_up(office: Office) -> None:
+    add_stub(office, "first", 20)
+    second = add_stub(office, "second", 20)
+    office.loads.want("first")
+    for worker in office.crew.workers:
+        worker.channel = None
+        office.loads.forget_worker(worker.slot, blame=True)
+    office.loads.manage("unload", "first")
+    office.loads.manage("load", "first")
+    office.loads.manage("unload", "first")
+    sent(office)
+    office.loads.want("second")
+    assert sent(office) == everywhere(control_messages.Load(second))
 
 
 @in_office(max_model_bytes=100 << 20)

@@ -323,3 +323,25 @@ def test_a_model_that_was_not_fetched_yet_is_offered_with_its_profiles_and_not_j
     record.card = ModelCard(id="BAAI/bge-m3", kind="encoder")
     (entry,) = book.entries()
     assert entry.is_read
+
+
+def test_model_that_was_let_go_is_not_brought_back_by_a_report_that_crossed(lazy):
+    lazy.report("loaded", 0)
+    lazy.report("loading", 1)
+    lazy.book.release(lazy.record)  # to make room on the first worker's device
+    lazy.report("loaded", 1)
+    for slot in range(2):
+        lazy.report("unloading", slot)
+        lazy.report("available", slot)
+    assert lazy.view == ("available", (), False)
+    assert lazy.book.want("m", 2.0) is lazy.record, "it can be loaded again"
+
+
+def test_model_that_is_wanted_again_after_an_unload_on_request_serves_where_it_loaded(lazy):
+    lazy.book.dismiss(lazy.record)
+    assert lazy.book.want("m", 1.0) is lazy.record
+    lazy.report("loading", 0, progress=0.0)
+    lazy.report("loading", 1, progress=0.0)
+    lazy.book.forget_worker(0, 2.0, blame=True)
+    lazy.report("loaded", 1, 3.0)
+    assert lazy.view == ("loaded", (1,), False)

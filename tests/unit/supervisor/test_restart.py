@@ -39,3 +39,9 @@ def test_no_budget_means_no_second_try():
 def test_histories_are_not_shared():
     plan_restart(POLICY, StartHistory(), False, 0)
     assert StartHistory().failed_at_s == []
+
+
+def test_a_start_that_somebody_killed_counts_for_nothing():
+    history = StartHistory()
+    assert [plan_restart(POLICY, history, False, now_s, was_killed=True) for now_s in range(20)] == [0.5] * 20
+    assert plan_restart(POLICY, history, False, 20) == 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -224,3 +225,21 @@ async def test_adapter_read_for_a_model_that_was_loaded_anew_is_read_again(rig: 
     worker.turn_until(lambda: "late" in worker.runners["m"].adapters)
     assert worker.runners["m"] is not old
     assert not old.adapters
+
+
+@in_rig()
+async def test_model_that_goes_while_an_adapter_is_read_is_freed_when_that_has_ended(rig: Rig) -> None:
+    worker, runner = start(rig)
+    runner.itself = runner  # type: ignore[attr-defined]  # a cycle, as modules of torch have them
+    gone = weakref.ref(runner)
+    gate = runner.adapters.gate
+    gate.clear()
+    load(worker, "late")
+    worker.supervisor.send(control_messages.Unload("m"))
+    worker.turn_until(lambda: "m" not in worker.host.models)
+    del runner
+    worker.runners.clear()
+    assert gone() is not None, "the thread that reads has it"
+    gate.set()
+    until_reports(worker, "loading", "available")
+    assert gone() is None

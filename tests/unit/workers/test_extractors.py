@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import tracemalloc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from sie.extraction import Extraction, ExtractTask
 from sie.frontend.extract_pairs import PairReading
 from sie.frontend.extract_tokens import TokenReading
 from sie.frontend.tokenize import Tokenizer
+from sie.settings import Limits
 from sie.workers.loader import load_extractor
 from sie.workers.runners import Pair
 from tests.unit.workers.packed_weights import write_checkpoint
@@ -121,7 +123,7 @@ def split(arrays: list[tuple[str, Any]], name: str = "token_ids") -> list[Any]:
 def extract_tokens(loaded: tuple[ModelCard, Tokenizer, Any], texts: list[str], **options: Any) -> list[Extraction]:
     """Go the way of a request, without processes."""
     card, tokenizer, runner = loaded
-    reading = TokenReading(card.extract, ExtractTask(**options), tokenizer)  # type: ignore[arg-type]
+    reading = TokenReading(card.extract, ExtractTask(**options), tokenizer, Limits())  # type: ignore[arg-type]
     return reading.read(runner.run_token_logits(split(reading.prepare(texts))))
 
 
@@ -183,8 +185,8 @@ def test_any_logits_give_the_entities_of_the_pipeline(make, family: str, strateg
     oracle = pipeline("token-classification", directory)
     random = np.random.default_rng(7)
     for text in [*TEXTS, *TEXTS[-3:]] * 3:
-        reading = TokenReading(card.extract, ExtractTask(aggregation_strategy=strategy, overflow_policy="truncate_text"),
-                               tokenizer)  # fmt: skip
+        task = ExtractTask(aggregation_strategy=strategy, overflow_policy="truncate_text")
+        reading = TokenReading(card.extract, task, tokenizer, Limits())
         (ids,) = split(reading.prepare([text]))
         logits = random.normal(0, 2, (len(ids), len(LABELS))).astype(np.float32)
         (prepared,) = oracle.preprocess(text, is_split_into_words=False)
@@ -206,6 +208,29 @@ def test_long_text_is_read_in_windows_as_the_pipeline_does(make, family: str, st
     (found,) = extract_tokens(loaded, [LONG], aggregation_strategy="simple", stride=stride)
     assert max(entity["end"] for entity in expected) > 100
     assert_same_entities(found, expected)
+
+
+@pytest.mark.parametrize("policy", ["default", "truncate_text"])
+def test_size_of_the_logits_is_known_before_windows_are_made(make, policy: str):
+    _, (card, tokenizer, _) = make("bert", "tokens")
+    task = ExtractTask(stride=LIMIT - 3, overflow_policy=policy)
+    texts = ["x", LONG, ""]
+    tokens = sum(map(len, split(TokenReading(card.extract, task, tokenizer, Limits()).prepare(texts))))
+    nbytes = tokens * len(LABELS) * 4
+    assert TokenReading(card.extract, task, tokenizer, Limits(max_reply_bytes=nbytes)).prepare(texts)
+    with pytest.raises(BadRequest, match=rf"max_reply_bytes \({nbytes - 1}\)"):
+        TokenReading(card.extract, task, tokenizer, Limits(max_reply_bytes=nbytes - 1)).prepare(texts)
+
+
+def test_overlapping_windows_of_a_long_text_are_refused_before_they_are_made(make):
+    _, (card, tokenizer, _) = make("bert", "tokens")
+    reading = TokenReading(card.extract, ExtractTask(stride=LIMIT - 3), tokenizer, Limits())
+    tracemalloc.start()
+    with pytest.raises(BadRequest, match="lower 'stride'"):
+        reading.prepare(["x " * 200_000])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 150 << 20, "200,000 windows of 22 tokens are many times as much"
 
 
 def test_offsets_are_code_points_of_the_text_as_it_was_sent(make):

@@ -45,11 +45,11 @@ class Served:
 
     def __init__(self, directory: Path, dtype: str = "float32", limits: Limits | None = None) -> None:
         self.card = read_card(ModelSpec(id="test/model"), str(directory))
-        self.limits = limits or Limits()
+        self.limits = limits or Limits(max_relation_candidates=4096)
         self.tokenizer = Tokenizer.load(self.card)
         self.is_gliner = self.card.architecture == "GLiNER"
         self.runner: Any = (
-            load_gliner(self.card, "cpu", dtype, _no_progress, 4096)
+            load_gliner(self.card, "cpu", dtype, _no_progress, self.limits)
             if self.is_gliner
             else load_gliclass(self.card, "cpu", dtype, _no_progress)
         )
@@ -59,7 +59,7 @@ class Served:
         if self.is_gliner:
             return WindowReading(rule, task, self.tokenizer, self.limits)
         extract_gliclass.check_task(rule, task)
-        return LabelReading(rule, task, self.tokenizer)
+        return LabelReading(rule, task, self.tokenizer, self.limits)
 
     def extract(self, texts: Sequence[str], task: ExtractTask) -> list[Extraction]:
         return self.extract_all([(texts, task)])[0]
@@ -191,11 +191,34 @@ def test_few_relation_candidates_keep_all_entities(tmp_path: Path) -> None:
     directory = save_gliner(tmp_path / "model", "modernbert", "relations")
     task = ExtractTask(labels=LABELS, threshold=0.1, relation_labels=RELATIONS, relation_threshold=0.0)
     whole = Served(directory)
-    few = Served(directory)
-    few.runner = load_gliner(few.card, "cpu", "float32", _no_progress, 2)
+    few = Served(directory, limits=Limits(max_relation_candidates=2))
     (all_found,), (found,) = whole.extract(TEXTS[:1], task), few.extract(TEXTS[:1], task)
     assert found.entities == all_found.entities
     assert len(found.relations) < len(all_found.relations)
+
+
+@pytest.mark.parametrize("variant", ["span", "token", "relations"])
+def test_threshold_that_almost_all_spans_pass_is_refused(tmp_path: Path, variant: str) -> None:
+    served = Served(save_gliner(tmp_path / "model", "modernbert", variant), limits=Limits(max_span_candidates=256))
+    low, high = (ExtractTask(labels=tuple("abcdefghij"), threshold=threshold) for threshold in (0.1, 0.999))
+    text = " ".join(WORDS)
+    with pytest.raises(BadRequest, match=r"max_span_candidates \(256\).*options\.threshold"):
+        served.extract([text], low)
+    assert served.extract([text], high)[0].entities == []
+    assert served.extract([text[:12]], ExtractTask(labels=("a",), threshold=0.1))
+    with pytest.raises(BadRequest, match="max_span_candidates"):
+        served.extract(["Bob left", text], low)
+
+
+@pytest.mark.parametrize("variant", ["span", "token"])
+def test_lowest_threshold_chooses_as_the_library_does(tmp_path: Path, variant: str) -> None:
+    directory = save_gliner(tmp_path / "model", "deberta-v2", variant)
+    served, library = Served(directory), _gliner(directory)
+    for flat, multi in itertools.product((True, False), repeat=2):
+        task = ExtractTask(labels=LABELS, threshold=0.01, flat_ner=flat, multi_label=multi)
+        (found,) = served.extract(TEXTS[:1], task)
+        expected = library.predict_entities(TEXTS[0], list(LABELS), threshold=0.01, flat_ner=flat, multi_label=multi)
+        assert _same_entities(found, expected)
 
 
 def test_long_text_is_read_in_windows(tmp_path: Path) -> None:
@@ -276,7 +299,20 @@ def test_long_word_takes_no_more_than_a_window(tmp_path: Path) -> None:
     arrays = served.reading(ExtractTask(labels=LABELS)).prepare(["a1" * 5000])
     named = dict(arrays)
     assert np.diff(named["text_offsets"]).max() <= 24 * 256
-    assert np.diff(named["cu_seqlens"]).max() <= 24 * 8 + 256 + 20
+    assert np.diff(named["cu_seqlens"]).max() <= 24 * 8 + 20
+
+
+@pytest.mark.parametrize("max_length", [128, None])
+def test_script_without_spaces_keeps_within_the_encoders_positions(tmp_path: Path, max_length: int | None) -> None:
+    directory = save_gliner(tmp_path / "model")  # BERT with 128 positions
+    change_json(directory / "tokenizer_config.json", model_max_length=max_length)
+    served = Served(directory)
+    text = "Bob 日" + "本" * 600
+    named = dict(served.reading(ExtractTask(labels=LABELS)).prepare([text]))
+    assert np.diff(named["cu_seqlens"]).max() <= 128
+    windows = np.split(named["text"], named["text_offsets"][1:-1])
+    assert b"".join(map(bytes, windows)).decode().count("本") >= 600, "each is read"
+    served.extract([text], ExtractTask(labels=LABELS))
 
 
 # --- GLiClass ---------------------------------------------------------------------------------------------------------
@@ -358,6 +394,13 @@ def test_single_label_has_a_sigmoid(tmp_path: Path) -> None:
     pipeline = _pipeline(directory, "multi-label")
     for text, found in zip(TEXTS, Served(directory).extract(TEXTS, ExtractTask(labels=("city",))), strict=True):
         _assert_scores(found, [("city", pipeline(text, ["city"], threshold=0.0)[0][0]["score"])])
+
+
+def test_label_that_is_named_twice_counts_once(tmp_path: Path) -> None:
+    served = Served(save_gliclass(tmp_path / "model"))
+    once, twice = (served.extract(TEXTS, ExtractTask(labels=labels)) for labels in (LABELS, (*LABELS, LABELS[0])))
+    _assert_alike(twice, once)
+    assert sum(one.score for one in twice[0].classifications) == pytest.approx(1)
 
 
 def test_threshold_leaves_out_what_is_below(tmp_path: Path) -> None:
@@ -445,6 +488,24 @@ def test_marks_of_the_model_are_refused_in_what_a_client_sends(tmp_path: Path) -
         served.extract(["Bob", "Bob <<LABEL>> city"], ExtractTask(labels=LABELS))
     with pytest.raises(BadRequest, match="<<LABEL>>"):
         served.extract(["Bob"], ExtractTask(labels=("a<<LABEL>>b",)))
+
+
+def test_mark_in_a_text_does_not_stand_for_a_label_that_was_cut(tmp_path: Path) -> None:
+    served = Served(save_gliclass(tmp_path / "model", prompt_first=False))
+    room = (served.card.max_sequence_length or 0) - 2 - 2 * (len(LABELS) - 1)  # the last label finds none
+    words = ["<<LABEL>>", *("Bob" for _ in range(room - 1))]
+    with pytest.raises(BadRequest, match=r"must not hold <<LABEL>>.*items\[0\]"):
+        served.extract([" ".join(words)], ExtractTask(labels=LABELS))
+
+
+def test_texts_times_groups_are_bounded_as_a_body_is(tmp_path: Path) -> None:
+    served = Served(save_gliclass(tmp_path / "model"), limits=Limits(max_body_bytes=2048))
+    groups = tuple(LabelGroup(f"g{number}", ("a", "b")) for number in range(20))
+    assert served.extract(["Bob " * 20] * 12, ExtractTask(labels=LABELS))
+    with pytest.raises(BadRequest, match=r"max_body_bytes \(2048\)"):
+        served.extract(["Bob " * 20] * 12, ExtractTask(label_groups=groups))
+    with pytest.raises(BadRequest, match=r"max_body_bytes \(2048\)"):
+        served.extract(["Bob"] * 12, ExtractTask(labels=("a" * 200,)))
     with pytest.raises(BadRequest, match=r"blank.*items\[0\]"):
         served.extract([" "], ExtractTask(labels=LABELS))
 
@@ -474,7 +535,7 @@ def test_missing_library_is_named_with_its_command(
 ) -> None:
     card = read_card(ModelSpec(id="test/model"), str(save(tmp_path / "model")))
     monkeypatch.setitem(sys.modules, name, None)  # what makes Python say that there is no such module
-    load = load_gliclass if name == "gliclass" else partial(load_gliner, max_candidates=100)
+    load = load_gliclass if name == "gliclass" else partial(load_gliner, limits=Limits())
     with pytest.raises(ModelLoadFailed, match=f"pip install.* {name}") as caught:
         load(card, "cpu", "float32", _no_progress)
     assert caught.value.extras["error_class"] == "DEPENDENCY"

@@ -284,3 +284,20 @@ def test_an_unloaded_model_is_published_as_zero(page):
     metrics.set_model("m", "cpu", loaded=False, memory_bytes=0)
     loaded = [record.value for record in page.records() if record.name == families.MODEL_LOADED.name]
     assert loaded == [0]
+
+
+def test_a_share_of_values_that_are_not_finite_grows_and_is_forgotten_when_the_model_is_well_again(page):
+    def share() -> float:
+        return next(record.value for record in page.records() if record.name == families.NON_FINITE_SHARE.name)
+
+    metrics = WorkerMetrics(page, "0")
+    metrics.count_non_finite("m", 1)
+    assert 0 < share() <= 0.01, "one says little"
+    for _ in range(2000):
+        metrics.count_non_finite("m", 1)
+        metrics.observe_batch("m", 50, 100, 0.1)
+    assert 0.015 < share() < 0.025, "one in fifty"
+    metrics.observe_batch("m", 1000, 1000, 0.1)
+    assert share() < 0.01
+    metrics.observe_batch("m", 10_000, 1000, 0.1)
+    assert share() < 1e-4

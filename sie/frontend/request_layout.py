@@ -1,0 +1,41 @@
+"""Owns how a request's arrays lie in its extent: the header's bytes, each array's place, and the bytes to lease."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from numpy.typing import NDArray
+
+from sie.catalog.profiles import model_of
+from sie.headers import ArrayRef, WorkHeader
+from sie.shm.extent import extent_bytes, plan_arrays
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_MAX_KEPT_TASK_BYTES: Final = 2048
+"""A longer task is a client's long list of labels; layouts are kept by the thousand, and such a list by itself never."""
+
+
+class RequestLayout(NamedTuple):
+    """What is the same for all requests of one shape. model is the one that workers know, whatever entry was asked."""
+
+    header: bytes
+    refs: tuple[ArrayRef, ...]
+    nbytes: int
+    model: str
+
+
+def lay_out(header: WorkHeader, arrays: Sequence[tuple[str, NDArray[Any]]]) -> RequestLayout:
+    """Return the layout of a request with these arrays, by name; header.arrays is filled in here."""
+    shapes = tuple([(name, array.dtype.str, array.shape) for name, array in arrays])
+    return (_lay_out if len(header.task) <= _MAX_KEPT_TASK_BYTES else _lay_out.__wrapped__)(header, shapes)
+
+
+@lru_cache(maxsize=4096)
+def _lay_out(header: WorkHeader, shapes: tuple[tuple[str, str, tuple[int, ...]], ...]) -> RequestLayout:
+    plan = plan_arrays(shapes)
+    model = model_of(header.model)
+    encoded = _encoder.encode(msgspec.structs.replace(header, model=model, arrays=plan.refs))
+    return RequestLayout(encoded, plan.refs, extent_bytes(len(encoded), plan.nbytes), model)

@@ -1,0 +1,60 @@
+"""Owns how a stub model fails on purpose, so that each failure can be seen from outside without breaking a device.
+
+Settings refuse such a stub without `test`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sie.cards import StubOptions
+
+Text = bytes | memoryview | NDArray[np.uint8]
+
+
+class StubFaults:
+    """The faults that one stub's options ask for."""
+
+    def __init__(self, options: StubOptions) -> None:
+        self._fail = options.fail
+        self._fail_on = options.fail_on.encode()
+        self._kill_on = options.kill_on.encode()
+        self._hang_on = options.hang_on.encode()
+
+    def load(self) -> None:
+        """Fail a load, with an error that says nothing of its kind to whoever loads. Raises OSError."""
+        if self._fail == "load":
+            raise OSError("a stub's load fails (fail=load)")
+
+    def step(self, texts: Sequence[Text]) -> None:
+        """Fail the step that is about to run these texts, end the worker, or never return.
+
+        Raises MemoryError, or RuntimeError with the words of a lost CUDA device, as PyTorch would.
+        """
+        contents = [bytes(text) for text in texts]
+        if self._kill_on and any(self._kill_on in text for text in contents):
+            os.abort()  # a crash in native code: SIGKILL would look like an operator's, which blames no input
+        if self._hang_on and any(self._hang_on in text for text in contents):
+            _hang()
+        if self._fail in ("oom", "sticky") and any(self._fail_on in text for text in contents):
+            if self._fail == "oom":
+                raise MemoryError("a stub's step finds no memory (fail=oom)")
+            raise RuntimeError("CUDA error: device-side assert triggered (a stub's step, fail=sticky)")
+
+    def spoil(self, values: NDArray[np.float32], texts: Sequence[Text]) -> NDArray[np.float32]:
+        """Return the rows (n, d), one for each text, with NaN at the start of those that `fail=nan` concerns."""
+        if self._fail == "nan":
+            for row, text in zip(values, texts, strict=True):
+                if self._fail_on in bytes(text):
+                    row[0] = np.nan
+        return values
+
+
+def _hang() -> None:
+    while True:
+        time.sleep(1)

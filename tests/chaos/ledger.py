@@ -1,0 +1,73 @@
+"""Owns the figures of the chaos rows: each with what is demanded of it, asserted, and kept for the report.
+
+CI runs each row short: a tenth of the faults, and times may be `SLACK` times as long, since its machines are slow and
+shared. `CHAOS=long` runs the whole of it and allows no slack; `make chaos` does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+IS_LONG = os.environ.get("CHAOS") == "long"
+SEED = int(os.environ.get("CHAOS_SEED", "20260"))
+SLACK = 1.0 if IS_LONG else 4.0
+REPORT_DIR = os.environ.get("CHAOS_REPORT", "")
+
+_T = TypeVar("_T")
+
+
+def pick(short: _T, long: _T) -> _T:
+    """Return what a run of this length uses."""
+    return long if IS_LONG else short
+
+
+class Row:
+    """One row of the fault table while it runs."""
+
+    def __init__(self, row_id: str, fault: str) -> None:
+        self.row_id = row_id
+        self.fault = fault
+        self.figures: list[dict[str, Any]] = []
+        self.plots: list[dict[str, Any]] = []
+
+    def equals(self, name: str, value: float, wanted: float) -> None:
+        """Assert a figure that has only one right value."""
+        self._note(name, value, f"= {wanted:g}", "", value == wanted)
+
+    def at_most(self, name: str, value: float, limit: float, unit: str, slack: float = SLACK) -> None:
+        """Assert a figure that must not be over its limit; slack is what CI allows."""
+        self._note(name, value, f"<= {limit:g} {unit}", unit, value <= limit * pick(slack, 1.0))
+
+    def at_least(self, name: str, value: float, limit: float, unit: str, slack: float = 1.0) -> None:
+        """Assert a figure that must not be under its limit; slack is what CI allows."""
+        self._note(name, value, f">= {limit:g} {unit}", unit, value >= limit / pick(slack, 1.0))
+
+    def tell(self, name: str, value: float, unit: str) -> None:
+        """Keep a figure of which nothing is demanded."""
+        self._note(name, value, "", unit, is_met=True)
+
+    def plot(self, title: str, points: list[tuple[float, float]], marks: list[float], axes: tuple[str, str]) -> None:
+        """Keep points (x, y) and the times of faults for the report."""
+        self.plots.append({"title": title, "points": points, "marks": marks, "axes": axes})
+
+    def _note(self, name: str, value: float, demand: str, unit: str, is_met: bool) -> None:
+        figure = {"name": name, "value": value, "unit": unit, "demand": demand, "is_met": is_met}
+        self.figures.append(figure)
+        print(f"{self.row_id} {name}: {value:g} {unit} {f'(demanded {demand})' if demand else ''}")
+        assert is_met, f"{self.row_id} {name}: {value:g} {unit}, demanded {demand}"
+
+    def save(self, outcome: str, reason: str, took_s: float) -> None:
+        """Write what is known to the report's folder, if there is to be one."""
+        if not REPORT_DIR:
+            return
+        folder = Path(REPORT_DIR)
+        folder.mkdir(parents=True, exist_ok=True)
+        entry = {
+            "row": self.row_id, "fault": self.fault, "outcome": outcome, "reason": reason, "took_s": took_s,
+            "figures": self.figures, "plots": self.plots,
+        }  # fmt: skip
+        with (folder / "rows.jsonl").open("a") as out:
+            out.write(json.dumps(entry) + "\n")

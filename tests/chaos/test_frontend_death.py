@@ -1,0 +1,145 @@
+"""F1, F2, F25, F57: a frontend that dies takes its connections along and nothing else; a client that leaves, nothing."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+
+import msgpack
+import pytest
+
+from tests.chaos.cluster import MODEL, Leaks, cluster, kill, logged
+from tests.chaos.history import Ask, History, open_loop, quantile
+from tests.chaos.ledger import SEED, Row, pick
+from tests.process.harness import eventually, running
+from tests.process.mutants import ENCODE, PACKED
+from tests.process.wire import connect, raw_request, samples, total
+
+EXCUSED_S = 0.5
+"""After a kill, connects may be refused for so long: the kernel gives the dead listener's share until it is gone."""
+
+
+def failed_elsewhere(history: History, faults_s: list[float]) -> int:
+    """Count the failures that no death of a frontend explains.
+
+    Explained are a connect that failed just after a kill, and a connection cut then whose frontend never spoke again.
+    """
+    last_words_s: dict[str, float] = {}
+    for ask in history.asks:
+        if ask.outcome == "right":
+            last_words_s[ask.instance] = max(ask.ended_s, last_words_s.get(ask.instance, 0.0))
+
+    def is_explained(ask: Ask) -> bool:
+        near_s = [fault_s for fault_s in faults_s if fault_s - 0.05 <= ask.ended_s <= fault_s + EXCUSED_S]
+        return bool(near_s) and (not ask.instance or last_words_s.get(ask.instance, 0.0) <= near_s[-1] + 0.05)
+
+    return sum(not is_explained(ask) for ask in history.failed())
+
+
+@pytest.mark.row("F1", "a frontend is killed while it serves; another one lives")
+@pytest.mark.timeout(600)
+def test_f1_a_killed_frontend_fails_only_its_own_connections(row: Row):
+    rng = random.Random(SEED)
+    faults_s: list[float] = []
+    respawns_s: list[float] = []
+    extents_s: list[float] = []
+    with cluster(stub="latency_ms=30") as server:
+        leaks = Leaks(server)
+        with open_loop(server, 100, seed=SEED) as load:
+            for _ in range(pick(3, 30)):
+                time.sleep(0.5 + rng.random() * 0.2)
+                victim = rng.choice(server.frontends())
+                num_lines = len(server.output.lines)
+                faults_s.append(time.monotonic())
+                kill(victim)
+                eventually(lambda victim=victim: not running(victim), "its end")
+                eventually(lambda: len(server.frontends()) == 2, "two frontends again")
+                respawns_s.append(time.monotonic() - faults_s[-1])
+                assert logged(server, "ended with status", num_lines)
+        began_s = time.monotonic()
+        leaks.check()
+        extents_s.append(time.monotonic() - began_s)
+    history = load.history
+    kinds = Counter(ask.outcome.split(":")[0] for ask in history.failed())
+    assert set(kinds) <= {"closed", "refused"}, kinds
+    row.equals("kills", len(faults_s), pick(3, 30))
+    row.equals("failures that no kill explains", failed_elsewhere(history, faults_s), 0)
+    row.tell("requests on the connections of the killed", kinds.total(), "")
+    row.at_most("slowest replacement", max(respawns_s), 2.0, "s")
+    row.at_most("everything given back", max(extents_s), 1.0, "s")
+
+
+@pytest.mark.row("F2", "a frontend is killed between the payload and its descriptor")
+@pytest.mark.timeout(900)
+def test_f2_a_request_half_made_is_never_run(row: Row):
+    num_kills = pick(10, 500)
+    with cluster("--failpoints", "frontend.before_commit=kill@40", is_warm=False) as server:
+        with open_loop(server, 200, seed=SEED, timeout_s=5.0) as load:
+            eventually(
+                lambda: sum("ended with status -9" in line for line in server.output.lines) >= num_kills,
+                f"{num_kills} kills",
+                pick(30.0, 600.0),
+            )
+        kills = sum("ended with status -9" in line for line in server.output.lines)
+        eventually(lambda: len(server.frontends()) == 2, "two frontends again")
+        eventually(lambda: reply_extents(server.port) == 0, "every reply given back", 5.0)
+    outcomes = load.history.outcomes()
+    row.at_least("kills", kills, num_kills, "")
+    row.equals("wrong answers", outcomes["wrong"], 0)
+    row.tell("right answers", outcomes["right"], "")
+    assert outcomes["right"] > kills
+
+
+def reply_extents(port: int) -> float:
+    try:
+        return total(port, "sie_extents_in_use", segment="reply")
+    except OSError:
+        return -1
+
+
+@pytest.mark.row("F25", "clients leave while their requests wait")
+def test_f25_queued_work_of_clients_that_left_never_runs(row: Row):
+    num_clients = pick(50, 500)
+    with cluster("--max-step-items", "1", stub="latency_ms=200", workers=1, frontends=1) as server:
+        leaks = Leaks(server)
+        before = total(server.port, "sie_tokens_processed_total")
+        body = raw_request(ENCODE, msgpack.packb({"items": [{"text": "x" * 400}]}), PACKED)
+        sockets = [connect(server.port) for _ in range(num_clients)]
+        for sock in sockets:
+            sock.sendall(body)
+        eventually(
+            lambda: total(server.port, "sie_extents_in_use", segment="request") >= num_clients, "all in the queue"
+        )
+        for sock in sockets:
+            sock.close()
+        leaks.check()
+        tokens = total(server.port, "sie_tokens_processed_total") - before
+    row.equals("clients that left", num_clients, num_clients)
+    # Those whose step had begun when they left cannot be taken back: a step of 200 ms, and the time they take to leave.
+    row.at_most("requests that ran all the same", tokens / 100, 5, "", slack=1.0)
+
+
+@pytest.mark.row("F57", "a frontend's event loop is held up under load")
+@pytest.mark.timeout(120)
+def test_f57_the_event_loop_answers_the_control_plane_under_load(row: Row):
+    with cluster() as server:
+        with open_loop(server, pick(200, 500), seed=SEED, max_items=8, num_chars=400) as load:
+            time.sleep(pick(3.0, 20.0))
+        lag_s = bucket_quantile(server.port, "sie_event_loop_lag_seconds", 0.99)
+    history = load.history
+    took_s = sorted(probe.ended_s - probe.due_s for probe in history.probes)
+    assert {probe.status for probe in history.probes} == {200}, f"no answer of the control plane under {MODEL}"
+    row.at_most("p99 of /healthz and /readyz", quantile(took_s, 0.99) * 1e3, 100, "ms")
+    row.at_most("p99 of the loop's lag", lag_s * 1e3, 25, "ms")  # 20 ms lies inside this bucket
+    row.equals("failed requests", len(history.failed()), 0)
+
+
+def bucket_quantile(port: int, name: str, share: float) -> float:
+    """Return the upper bound of the bucket of a histogram that holds this share of its values."""
+    counts = {
+        float(dict(labels)["le"]): value
+        for (sample, labels), value in samples(port).items()
+        if sample == f"{name}_bucket"
+    }
+    return min(bound for bound, count in counts.items() if count >= share * max(counts.values()))

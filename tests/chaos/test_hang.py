@@ -1,0 +1,116 @@
+"""F5, F6, F36, F56: a worker that stands still is found in time, and one that is merely slow is left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.chaos.cluster import MODEL, Leaks, cluster, kill, logged
+from tests.chaos.history import open_loop
+from tests.chaos.ledger import SEED, Row, pick
+from tests.process.harness import Server, eventually, running
+from tests.process.wire import dense_rows, encode, total
+
+WATCHDOG_S = 1.0
+FOUND_S = WATCHDOG_S + 0.5
+
+
+def num_restarts(server: Server) -> float:
+    return total(server.port, "sie_worker_restarts_total")
+
+
+def hang_and_find(server: Server, victim: int) -> float:
+    """Stop a worker; return the seconds until it was found. Its successor serves on return."""
+    num_lines = len(server.output.lines)
+    began_s = time.monotonic()
+    kill(victim, signal.SIGSTOP)
+    eventually(lambda: logged(server, "hangs: over", num_lines), "a hang to be found")
+    found_s = time.monotonic() - began_s
+    eventually(lambda: not running(victim), "the end of the stopped worker", 5.0)
+    eventually(lambda: logged(server, "loaded: cpu", num_lines), "a successor that serves", 10.0)
+    return found_s
+
+
+@pytest.mark.row("F5", "a worker hangs: it is stopped, or spins in a step")
+@pytest.mark.timeout(600)
+def test_f5_a_hung_worker_is_found_within_its_watchdog(row: Row):
+    with cluster("--watchdog-s", f"{WATCHDOG_S:g}") as server:
+        leaks = Leaks(server)
+        with open_loop(server, 50, seed=SEED) as load:
+            found_s = [hang_and_find(server, server.pids("worker")[n % 2]) for n in range(pick(2, 20))]
+        leaks.check()
+    row.at_most("slowest finding", max(found_s), FOUND_S, "s", slack=1.3)
+    row.equals("failed requests", len(load.history.failed()), 0)
+    row.at_most("slowest answer", max(load.history.latencies_s()), FOUND_S + 2.0, "s")
+
+
+@pytest.mark.row("F5", "a step never ends: its worker dumps its stacks, and the input is refused the second time")
+def test_f5_an_input_that_hangs_every_worker_is_refused(row: Row):
+    with cluster("--watchdog-s", f"{WATCHDOG_S:g}", stub="latency_ms=2,hang_on=HANG") as server:
+        with open_loop(server, 50, seed=SEED) as load:
+            began_s = time.monotonic()
+            refusal = encode(server.port, MODEL, ["please HANG"])
+            took_s = time.monotonic() - began_s
+        restarts = num_restarts(server)
+        assert (refusal.status, refusal.code()) == (422, "POISON_INPUT")
+        assert any("stub_faults.py" in line and "_hang" in line for line in server.output.lines), (
+            "no dump of the stacks"
+        )
+    row.equals("workers lost", restarts, 2)
+    row.equals("failed requests of others", len(load.history.failed()), 0)
+    row.at_most("time to the refusal", took_s, 2 * FOUND_S + 2.0, "s")
+
+
+@pytest.mark.row("F6", "a step is long, and within what its tokens allow")
+@pytest.mark.timeout(200)
+def test_f6_a_long_legal_step_kills_nobody(row: Row):
+    """A token takes 2 ms: the step takes several times as long as the watchdog alone would let it."""
+    num_tokens = pick(2000, 30_000)
+    flags = ("--watchdog-s", f"{WATCHDOG_S:g}", "--request-timeout-s", "120", "--max-item-text-bytes", "1000000")
+    with cluster(*flags, stub=f"per_token_us=2000,max_tokens={num_tokens}", frontends=1, workers=1) as server:
+        began_s = time.monotonic()
+        dense_rows(encode(server.port, MODEL, ["x" * 4 * num_tokens]))
+        took_s = time.monotonic() - began_s
+        restarts = num_restarts(server)
+    row.equals("workers killed", restarts, 0)
+    row.at_least("length of the step", took_s, pick(4.0, 60.0), "s")
+
+
+@pytest.mark.row("F36", "everything is stopped for a while, as in a suspend, and goes on")
+def test_f36_a_gap_in_time_kills_nobody(row: Row):
+    with cluster("--watchdog-s", f"{WATCHDOG_S:g}", "--tick-timeout-s", "1") as server:
+        before = sorted(server.pids())
+        for _ in range(pick(1, 5)):
+            for pid in before:
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(3 * WATCHDOG_S)
+            for pid in before:
+                os.kill(pid, signal.SIGCONT)
+            with open_loop(server, 50, seed=SEED) as load:
+                time.sleep(1.5 * WATCHDOG_S)
+            row.equals("failed requests afterwards", len(load.history.failed()), 0)
+        after = sorted(server.pids())
+    row.equals("processes replaced", len(set(before) ^ set(after)), 0)
+
+
+@pytest.mark.row("F56", "other programs take all processors")
+@pytest.mark.timeout(200)
+def test_f56_starved_of_processors_it_kills_nobody(row: Row):
+    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        with cluster("--watchdog-s", f"{WATCHDOG_S:g}", "--tick-timeout-s", "2") as server:
+            before = sorted(server.pids())
+            with open_loop(server, 20, seed=SEED) as load:
+                time.sleep(pick(4.0, 60.0))
+            after = sorted(server.pids())
+    finally:
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
+    row.equals("processes replaced", len(set(before) ^ set(after)), 0)
+    row.equals("failed requests", len(load.history.failed()), 0)

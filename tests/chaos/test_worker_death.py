@@ -1,0 +1,96 @@
+"""F3, F4, F8: a worker that dies costs time, and never an answer."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from tests.chaos.cluster import Leaks, cluster, kill, logged
+from tests.chaos.history import History, open_loop, quantile
+from tests.chaos.ledger import SEED, Row, pick
+from tests.process.harness import Server, eventually
+
+QUIET_S = pick(1.0, 5.0)
+
+
+def kill_one(server: Server, victim: int) -> float:
+    """Kill a worker; return when. Its successor serves when this returns."""
+    num_lines, killed_s = len(server.output.lines), time.monotonic()
+    kill(victim)
+    eventually(lambda: logged(server, "loaded: cpu", num_lines), "a successor that serves", 15.0)
+    return killed_s
+
+
+def added_p99_s(history: History, first_fault_s: float) -> float:
+    """Return by how much the 99th percentile is over that of the time before the first fault."""
+    before = history.latencies_s(ask for ask in history.asks if ask.due_s < first_fault_s - 0.5)
+    after = history.latencies_s(ask for ask in history.asks if ask.due_s >= first_fault_s - 0.5)
+    return quantile(after, 0.99) - quantile(before, 0.99)
+
+
+@pytest.mark.row("F3", "a worker is killed while it runs a batch; another one lives")
+@pytest.mark.timeout(1200)
+def test_f3_kills_of_one_of_two_workers_cost_no_answer(row: Row):
+    rng = random.Random(SEED)
+    faults_s: list[float] = []
+    with cluster(stub="latency_ms=5") as server:
+        leaks = Leaks(server)
+        with open_loop(server, 100, seed=SEED) as load:
+            time.sleep(QUIET_S)
+            for _ in range(pick(20, 200)):
+                time.sleep(rng.random() * 0.1)
+                faults_s.append(kill_one(server, rng.choice(server.pids("worker"))))
+        history = load.history
+        leaks.check()
+    row.equals("kills", len(faults_s), pick(20, 200))
+    row.at_least("requests", len(history.asks), pick(500, 5000), "")
+    row.equals("failed requests", len(history.failed()), 0)
+    row.equals("wrong answers", history.outcomes()["wrong"], 0)
+    row.at_most("p99 added", added_p99_s(history, faults_s[0]), 1.0, "s")
+    began_s = history.asks[0].due_s
+    row.plot(
+        "latency of each request; lines are kills",
+        [(ask.due_s - began_s, ask.took_s * 1e3) for ask in history.asks],
+        [fault_s - began_s for fault_s in faults_s],
+        ("s", "ms"),
+    )
+
+
+@pytest.mark.row("F3", "workers are killed whenever, also while both are starting")
+@pytest.mark.timeout(600)
+def test_f3_kills_at_any_moment_cost_no_answer(row: Row):
+    rng = random.Random(SEED)
+    kills = pick(6, 100)
+    with cluster(stub="latency_ms=5") as server, open_loop(server, 100, seed=SEED) as load:
+        for _ in range(kills):
+            time.sleep(rng.random() * 1.5)
+            eventually(lambda: server.pids("worker"), "somebody to kill", 5.0)
+            for victim in server.pids("worker")[: rng.randint(1, 2)]:
+                kill(victim)
+    row.equals("rounds", kills, kills)
+    row.equals("failed requests", len(load.history.failed()), 0)
+    row.tell("slowest answer", max(load.history.latencies_s()), "s")
+
+
+@pytest.mark.row("F4", "the only worker is killed")
+@pytest.mark.timeout(600)
+def test_f4_the_only_worker_is_back_within_two_seconds(row: Row):
+    recoveries_s: list[float] = []
+    faults_s: list[float] = []
+    with cluster(workers=1) as server:
+        leaks = Leaks(server)
+        with open_loop(server, 100, seed=SEED) as load:
+            for _ in range(pick(5, 50)):
+                time.sleep(0.3)
+                faults_s.append(kill_one(server, server.worker()))
+        history = load.history
+        leaks.check()
+    for fault_s in faults_s:
+        answers_s = [ask.ended_s for ask in history.asks if ask.outcome == "right" and ask.due_s >= fault_s]
+        recoveries_s.append(min(answers_s) - fault_s)
+    row.equals("kills", len(faults_s), pick(5, 50))
+    row.equals("failed requests", len(history.failed()), 0)
+    row.at_most("slowest kill to first good answer", max(recoveries_s), 2.0, "s", slack=2.0)
+    row.tell("median of them", quantile(sorted(recoveries_s), 0.5), "s")
