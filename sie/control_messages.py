@@ -15,6 +15,7 @@ from sie.errors import WireError
 from sie.settings import Settings
 
 Role = Literal["frontend", "worker"]
+Protocol = Literal["http", "grpc"]
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +26,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     slot: int
     incarnation: int
+    protocol: Protocol = "http"
+    """What a frontend serves."""
     host: str = ""
     port: int = 0
     listen_fd: int = -1

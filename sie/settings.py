@@ -41,6 +41,10 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one and logs it.")] = 8080
+    grpc_port: Annotated[
+        int, Meta(ge=0, le=65535, description="Port of the gRPC listener (docs/tensors.md); 0 has none.")
+    ] = 0
+    grpc_host: Annotated[str, Meta(description="Address of the gRPC listener; empty takes `host`.")] = ""
     frontends: Annotated[
         int, Meta(ge=0, le=256, description="HTTP processes; 0 takes one for every four usable cores.")
     ] = 0
@@ -233,6 +237,10 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_body_bytes: Annotated[
         int, Meta(ge=1024, le=1024 * MIB, description="Largest request body; over it is 413 INPUT_TOO_LONG.")
     ] = 34 * MIB
+    max_grpc_message_bytes: Annotated[
+        int,
+        Meta(ge=1024, le=1024 * MIB, description="Largest message that a gRPC client may send; over it is an error."),
+    ] = 34 * MIB
     max_items: Annotated[
         int, Meta(ge=1, le=65536, description="Most items in one request; over it is 400, never retryable.")
     ] = 2048
@@ -310,7 +318,10 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(ge=1, le=100_000, description="Most times a compressed body may grow beyond 1 MiB (tensor routes alone)."),
     ] = 100
     max_tensor_values: Annotated[
-        int, Meta(ge=1, le=1 << 30, description="Most elements of a request's tensors that come as JSON.")
+        int,
+        Meta(
+            ge=1, le=1 << 30, description="Most elements of a request's tensors that come as JSON, or typed over gRPC."
+        ),
     ] = 1 << 22
     max_reply_bytes: Annotated[
         int, Meta(ge=4096, le=1024 * MIB, description="Largest reply, counted as the bytes of its vectors.")

@@ -46,7 +46,11 @@ def _check_limit(name: str, number: int, enough: int, least: int, fix: str) -> F
 def check_memory(settings: Settings) -> Iterator[Finding]:
     """Look whether the shared memory that a start reserves is there, and what may come on top of it."""
     memory = settings.memory
-    needed = reserved_bytes(memory, count_frontends(settings.server.frontends), gpu.count_workers(settings))
+    needed = reserved_bytes(
+        memory,
+        count_frontends(settings.server.frontends) + bool(settings.server.grpc_port),
+        gpu.count_workers(settings),
+    )
     try:
         check_reservation(needed)
     except ReservationError as error:

@@ -84,13 +84,15 @@ class KServe:
         if path.action == "ready":
             if is_servable(entry):
                 return Response(200, [JSON], b"")
-            raise Unavailable(f"Model '{path.name}' version {_rule(entry).version} is not ready")
+            raise Unavailable(f"Model '{path.name}' version {rule_of(entry).version} is not ready")
         if path.action == "config":
-            return Response(200, [JSON], kserve_models.model_config_body(_rule(entry)))
+            return Response(200, [JSON], kserve_models.model_config_body(rule_of(entry)))
         if path.action == "stats":
             return self._statistics([entry] if path.version else self._versions(path.name))
-        versions = [_rule(entry).version] if path.version else [_rule(one).version for one in self._versions(path.name)]
-        return Response(200, [JSON], kserve_models.model_metadata_body(_rule(entry), versions))
+        versions = (
+            [rule_of(entry).version] if path.version else [rule_of(one).version for one in self._versions(path.name)]
+        )
+        return Response(200, [JSON], kserve_models.model_metadata_body(rule_of(entry), versions))
 
     def _versions(self, name: str) -> list[ModelEntry]:
         return list(self._tensors.table.versions(name).values())
@@ -100,7 +102,7 @@ class KServe:
         return Response(200, [JSON], kserve_models.statistics_body(figures))
 
     async def _infer(self, exchange: Exchange, entry: ModelEntry) -> Response:
-        process, headers, rule = self._process, exchange.headers, _rule(entry)
+        process, headers, rule = self._process, exchange.headers, rule_of(entry)
         exchange.deadline_ns = exchange.began_ns + process.timeout_ns(headers.get("x-sie-timeout-ms"))
         if process.is_draining:
             raise Unavailable("The server is stopping", code="SHUTTING_DOWN", retry_after_s=1)
@@ -196,7 +198,7 @@ class KServe:
         states: list[VersionState] = []
         for name in table.names:
             entries = self._versions(name)
-            states += [VersionState(name, _rule(entry).version, entry.state, _reason(entry)) for entry in entries]
+            states += [VersionState(name, rule_of(entry).version, entry.state, _reason(entry)) for entry in entries]
             if not entries:
                 states.append(VersionState(name, "", "failed", table.reason(name)))
         return states
@@ -208,7 +210,8 @@ class KServe:
         return body
 
 
-def _rule(entry: ModelEntry) -> TensorRule:
+def rule_of(entry: ModelEntry) -> TensorRule:
+    """Return what a model takes and gives. Raises NotFound for one that takes no tensors."""
     rule = entry.card.tensor
     if rule is None:
         raise NotFound(f"Request for unknown model: '{entry.card.id}' is not found")
@@ -222,13 +225,18 @@ def _reason(entry: ModelEntry) -> str:
 
 
 def _encode(call: InferCall, reply: TensorReply, rule: TensorRule) -> tuple[bytes, int | None]:
-    """Return the body of a reply, outputs that were asked for as classes ranked first."""
+    """Return the body of a reply, and the bytes of its JSON when tensors follow it."""
+    return kserve.encode_infer(call, ranked(call, reply, rule), rule)
+
+
+def ranked(call: InferCall, reply: TensorReply, rule: TensorRule) -> TensorReply:
+    """Return a reply in which outputs that were asked for as classes have become BYTES."""
     wanted = {one.name: one.num_classes for one in call.wanted if one.num_classes}
-    if wanted:
-        specs = {spec.name: spec for spec in rule.outputs}
-        outputs = [_classified(output, specs, wanted.get(output.name, 0), rule) for output in reply.outputs]
-        reply = TensorReply(model=reply.model, outputs=outputs, timing=reply.timing)
-    return kserve.encode_infer(call, reply, rule)
+    if not wanted:
+        return reply
+    specs = {spec.name: spec for spec in rule.outputs}
+    outputs = [_classified(output, specs, wanted.get(output.name, 0), rule) for output in reply.outputs]
+    return TensorReply(model=reply.model, outputs=outputs, timing=reply.timing)
 
 
 def _classified(output: Tensor, specs: dict[str, TensorSpec], num_classes: int, rule: TensorRule) -> Tensor:

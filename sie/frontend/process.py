@@ -287,8 +287,8 @@ class FrontendProcess:
             found[1].close()
 
     async def _say_ready(self) -> None:
-        """Tell the supervisor once our listener answers; Granian opens it at about the time the loop starts."""
-        while not self.settings.access.uds:  # there the supervisor listens already
+        """Tell the supervisor once our listener answers; a server opens it at about the time the loop starts."""
+        while self._launch.listen_fd < 0:  # else the supervisor listens already
             try:
                 _, writer = await asyncio.open_connection(self._launch.host, self._launch.port)
             except OSError:

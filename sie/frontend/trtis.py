@@ -49,9 +49,10 @@ class Trtis:
         """Answer `GET /api/health/ready`; with strict_readiness every version has to be loaded, or unloaded on request."""
         process = self._process
         is_strict = process.settings.models.strict_readiness
-        return self._health(is_well=process.is_ready and not (is_strict and self._has_unready()))
+        return self._health(is_well=process.is_ready and not (is_strict and self.has_unready()))
 
-    def _has_unready(self) -> bool:
+    def has_unready(self) -> bool:
+        """Tell whether a version is neither loaded nor unloaded on request."""
         return any(state.state != "loaded" and state.reason != "unloaded" for state in self._kserve.states())
 
     def _health(self, *, is_well: bool) -> Response:

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from sie import failpoints
 from sie.api_keys import KeyFileError
 from sie.cards import AdapterSpec, ModelCard
@@ -22,12 +24,12 @@ from sie.logs import configure, get_logger
 from sie.model_list import check_adapters, check_models
 from sie.process import dump_stacks_on_abort
 from sie.progress import Progress
-from sie.settings import Loaded, Settings
+from sie.settings import Access, Loaded, Settings
 from sie.shm.segment import ReservationError, check_reservation
 from sie.supervisor.devices import resolve_devices
 from sie.supervisor.host import StartError, count_frontends, make_runtime_dir, reserved_bytes, take_lock
 from sie.supervisor.key_file import KeyFileWatch
-from sie.supervisor.listen import check_tls, exposure_warnings, open_place
+from sie.supervisor.listen import Place, check_tls, exposure_warnings, open_grpc_place, open_place
 from sie.supervisor.loads import Models
 from sie.supervisor.reload import Reading
 from sie.supervisor.server import Supervisor
@@ -50,8 +52,12 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
     adapters = _read_adapters(loaded, models)
     key_file = _open_key_file(settings.access.api_keys)
     check_tls(settings.access)
-    with contextlib.closing(open_place(server, settings.access)) as place:
-        for warning in exposure_warnings(place.address, settings.access):
+    with contextlib.ExitStack() as held:
+        place = held.enter_context(contextlib.closing(open_place(server, settings.access)))
+        grpc_place = open_grpc_place(server, settings.access)
+        if grpc_place is not None:
+            held.enter_context(contextlib.closing(grpc_place))
+        for warning in _exposure(place, grpc_place, settings.access):
             _log.warning("%s", warning)
         base = Path(server.runtime_dir)
         runtime_dir = make_runtime_dir(base)
@@ -59,7 +65,7 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
         try:
             places = resolve_devices(settings.devices.devices, settings.devices.resolve_timeout_s)
             num_frontends = count_frontends(server.frontends)
-            check_reservation(reserved_bytes(settings.memory, num_frontends, len(places)))
+            check_reservation(reserved_bytes(settings.memory, num_frontends + (grpc_place is not None), len(places)))
             progress = Progress(sys.stderr, server.log_format)
 
             def reread() -> Reading:
@@ -77,6 +83,7 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
                     num_frontends=num_frontends,
                     runtime_dir=runtime_dir,
                     place=place,
+                    grpc_place=grpc_place,
                     progress=progress,
                     key_file=key_file,
                     reread=reread,
@@ -89,6 +96,14 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
         finally:
             if lock is not None:
                 os.close(lock)
+
+
+def _exposure(place: Place, grpc_place: Place | None, access: Access) -> list[str]:
+    """Return what an operator should hear about the addresses that other hosts can reach."""
+    warnings = exposure_warnings(place.address, access)
+    if grpc_place is not None and (access.uds or grpc_place.address != place.address):
+        warnings += exposure_warnings(grpc_place.address, msgspec.structs.replace(access, uds=""))
+    return warnings
 
 
 def _check_tracing(settings: Settings) -> None:

@@ -12,12 +12,13 @@ from typing import Literal
 import msgspec
 
 from sie.control import Channel
-from sie.control_messages import Launch, Role
+from sie.control_messages import Launch, Protocol, Role
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.restart import StartHistory
 
 ChildState = Literal["waiting", "starting", "ready", "gone"]
 _MODULES = {"frontend": "sie.frontend.main", "worker": "sie.workers.main"}
+_GRPC_MODULE = "sie.frontend.rpc.main"
 
 
 class Child:
@@ -27,9 +28,11 @@ class Child:
     peer_pid and peer_pidfd name the process that shares memory: a frontend's Granian child, else the process itself.
     """
 
-    def __init__(self, role: Role, slot: int, place: WorkerSlot) -> None:
+    def __init__(self, role: Role, slot: int, place: WorkerSlot, protocol: Protocol = "http") -> None:
         self.role: Role = role
         self.slot = slot
+        self.protocol: Protocol = protocol
+        """What a frontend serves."""
         self.place = place
         self.state: ChildState = "waiting"
         self.incarnation = 0
@@ -55,8 +58,9 @@ class Child:
         self.state = "starting"
         self.started_s = now_s
         self.is_condemned = False
-        command = [sys.executable, "-m", _MODULES[self.role], msgspec.json.encode(launch).decode()]
-        inherited = (launch.listen_fd,) if self.role == "frontend" and launch.listen_fd >= 0 else ()
+        module = _GRPC_MODULE if self.protocol == "grpc" else _MODULES[self.role]
+        command = [sys.executable, "-m", module, msgspec.json.encode(launch).decode()]
+        inherited = (launch.listen_fd,) if module == _MODULES["frontend"] and launch.listen_fd >= 0 else ()
         self.process = subprocess.Popen(  # noqa: S603  # our own interpreter, module and launch record
             command, stdin=subprocess.DEVNULL, env=_environment(num_threads), process_group=0, pass_fds=inherited
         )

@@ -67,13 +67,18 @@ class Crew:
         num_frontends: int,
         launch: control_messages.Launch,
         events: CrewEvents,
+        *,
+        grpc: tuple[str, int] | None = None,
     ) -> None:
-        """Launch is what every child is told, but for who it is."""
+        """Launch is what every child is told, but for who it is; grpc: where one more frontend listens for gRPC."""
+        self._grpc = grpc
         self._settings = settings
         self._events = events
         self._launch = launch
         self.workers = [Child("worker", slot, place) for slot, place in enumerate(places)]
         self.frontends = [Child("frontend", slot, WorkerSlot("")) for slot in range(num_frontends)]
+        if grpc is not None:
+            self.frontends.append(Child("frontend", num_frontends, WorkerSlot(""), "grpc"))
         page_bytes = settings.memory.counter_page_bytes
         self._page = CounterPage.create(page_bytes)
         self._pages = {child.name: CounterPage.create(page_bytes) for child in self.all}
@@ -182,6 +187,9 @@ class Crew:
             device=child.place.device,
             cores=child.place.cores,
         )
+        if child.protocol == "grpc" and self._grpc is not None:
+            host, port = self._grpc
+            launch = msgspec.structs.replace(launch, protocol="grpc", host=host, port=port, listen_fd=-1)
         if child.role == "worker":  # shown as 0: a scraper sees an increase only of what was there before
             self._page.counter(families.WORKER_RESTARTS.name, families.WORKER_RESTARTS.label_pairs(str(child.slot)))
         child.start(launch, self._num_threads(child), time.monotonic())
@@ -306,7 +314,8 @@ class Crew:
         if delay_s is None:
             child.state = "gone"
             _log.error("%s failed to start %d times in a row: given up (restart_budget)", child.name, policy.budget + 1)
-            if all(sibling.state == "gone" for sibling in self.all if sibling.role == child.role):
+            siblings = [one for one in self.all if (one.role, one.protocol) == (child.role, child.protocol)]
+            if all(sibling.state == "gone" for sibling in siblings):
                 self._events.on_given_up(child.role)
             return
         child.num_restarts += 1

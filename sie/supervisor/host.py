@@ -70,10 +70,10 @@ def _holder(directory: Path, port: int) -> str:
         return ""
 
 
-def reserve_port(host: str, port: int, runtime_dir: Path | None = None) -> socket.socket:
+def reserve_port(host: str, port: int, runtime_dir: Path | None = None, *, setting: str = "host/port") -> socket.socket:
     """Return a bound socket that keeps `port` ours (port 0: a free one) without ever accepting a connection.
 
-    runtime_dir is where servers hold their locks, for the message when another one has the port.
+    runtime_dir is where servers hold their locks, for the message when another one has the port; setting is what the message names.
 
     The frontends listen beside it with SO_REUSEPORT, which would also let a second server share the traffic in
     silence; so first the address must be free for an exclusive listener. Raises StartError when it is not.
@@ -94,7 +94,7 @@ def reserve_port(host: str, port: int, runtime_dir: Path | None = None) -> socke
     except OSError as error:
         reason = error.strerror or error
         holder = "" if runtime_dir is None else _holder(runtime_dir, port)
-        raise StartError(f"host/port: cannot listen on {host}:{port}: {reason}{holder}") from error
+        raise StartError(f"{setting}: cannot listen on {host}:{port}: {reason}{holder}") from error
     return held
 
 

@@ -22,13 +22,13 @@ from sie.settings import Access, Server
 from sie.supervisor.host import StartError, reserve_port
 
 
-def resolve_host(host: str) -> str:
+def resolve_host(host: str, setting: str = "host") -> str:
     """Return the IP address that `host` is, or names; of several the first IPv4 one."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or "no name of a host"
-        raise StartError(f"host: {host!r} is neither an address nor a name of this host: {reason}") from error
+        raise StartError(f"{setting}: {host!r} is neither an address nor a name of this host: {reason}") from error
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)
     return str(found[0][4][0])
 
@@ -104,6 +104,17 @@ def open_place(server: Server, access: Access) -> Place:
     port: int = held.getsockname()[1]
     scheme = "https" if access.tls_cert else "http"
     return Place(address, port, f"{scheme}://{f'[{address}]' if ':' in address else address}:{port}", held)
+
+
+def open_grpc_place(server: Server, access: Access) -> Place | None:
+    """Return where the gRPC listener is, having made sure that nobody else is there; None when there is to be none."""
+    if not server.grpc_port:
+        return None
+    address = resolve_host(server.grpc_host or server.host, "grpc_host")
+    held = reserve_port(address, server.grpc_port, setting="grpc_host/grpc_port")
+    scheme = "grpcs" if access.tls_cert else "grpc"
+    shown = f"[{address}]" if ":" in address else address
+    return Place(address, server.grpc_port, f"{scheme}://{shown}:{server.grpc_port}", held)
 
 
 class UnixListener:

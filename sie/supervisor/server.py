@@ -61,6 +61,7 @@ class Supervisor:
         num_frontends: int,
         runtime_dir: Path,
         place: Place,
+        grpc_place: Place | None = None,
         progress: Progress,
         reread: Callable[[], Reading],
         key_file: KeyFileWatch | None = None,
@@ -69,6 +70,7 @@ class Supervisor:
         self._settings = settings
         self._runtime_dir = runtime_dir
         self._place = place
+        self._grpc_place = grpc_place
         self._progress = progress
         self._book = ModelBook(settings.models.load_retry_s)
         for spec, preload, card in models:
@@ -76,7 +78,9 @@ class Supervisor:
         self._key_file = key_file
         self._started_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
-        self._crew = Crew(settings, places, num_frontends, self._launch(len(places) + num_frontends), self)
+        grpc = (grpc_place.address, grpc_place.port) if grpc_place is not None else None
+        num_children = len(places) + num_frontends + (grpc is not None)
+        self._crew = Crew(settings, places, num_frontends, self._launch(num_children), self, grpc=grpc)
         self._adapters = AdapterLoads(settings, adapters, progress, self._spawn)
         preparer = Preparer(settings, progress)
         self._loads = Loads(settings, self._book, progress, self._spawn, preparer)
@@ -231,10 +235,11 @@ class Supervisor:
         workers = ", ".join(worker.place.device for worker in self._crew.workers)
         took_s = time.monotonic() - self._started_s
         _log.info(
-            "ready on %s after %.1f s (frontends: %d, workers: %s)",
+            "ready on %s%s after %.1f s (frontends: %d, workers: %s)",
             self._place.url,
+            f" and {self._grpc_place.url}" if self._grpc_place is not None else "",
             took_s,
-            len(self._crew.frontends),
+            sum(frontend.protocol == "http" for frontend in self._crew.frontends),
             workers,
         )
         self._herald.ready(self._status())

@@ -95,15 +95,15 @@ def decode_infer(body: bytes, header_length: str | None, model: str, rule: Tenso
     text = body[:split] if split < len(body) else body
     check_json(text, limits.max_depth, limits.max_tensor_values + _MAX_TENSORS, limits.max_tensor_values + _MAX_TENSORS)
     parsed = decode_typed(_BODY, text)
-    parameters = _checked_parameters(parsed.parameters)
+    parameters = checked_parameters(parsed.parameters)
     reader = _TensorReader(memoryview(body)[split:], rule.name, limits.max_tensor_values)
     inputs = [reader.read(item, is_only=len(parsed.inputs) == 1) for item in parsed.inputs]
     reader.check_end()
-    is_binary = _flag(parameters, "binary_data_output")
+    is_binary = flag(parameters, "binary_data_output")
     wanted = _wanted(parsed.outputs or (), is_binary=is_binary)
     request = TensorRequest(
         model=model, inputs=inputs, outputs=tuple(output.name for output in wanted), id=parsed.id or "",
-        priority=_unsigned(parameters, "priority"), timeout_us=_unsigned(parameters, "timeout"),
+        priority=unsigned(parameters, "priority"), timeout_us=unsigned(parameters, "timeout"),
     )  # fmt: skip
     return InferCall(request=request, wanted=wanted, is_binary=is_binary)
 
@@ -121,7 +121,7 @@ class _TensorReader:
         code = DATATYPES.get(item.datatype)
         if code is None:
             raise BadRequest(f"invalid datatype '{item.datatype}' for input {item.name}")
-        parameters = _checked_parameters(item.parameters)
+        parameters = checked_parameters(item.parameters)
         if "shared_memory_region" in parameters:
             raise BadRequest(f"input '{item.name}': shared memory is not supported by this server")
         num_elements = prod(item.shape)
@@ -132,7 +132,7 @@ class _TensorReader:
                 raise BadRequest(f"{_MIXED} But set 'data' 'binary_data_size' for input '{item.name}'")
             data = memoryview(self._from_json(item, num_elements))
         elif has_size:
-            data = self._take(item.name, _unsigned(parameters, "binary_data_size"))
+            data = self._take(item.name, unsigned(parameters, "binary_data_size"))
         elif not len(self._tail):
             raise BadRequest(f"{_MIXED} But no field is set for input '{item.name}'")
         elif item.datatype != "BYTES":
@@ -216,16 +216,17 @@ def _wanted(outputs: Sequence[InferOutput], *, is_binary: bool) -> tuple[Wanted,
     """Return each output that is asked for, once."""
     wanted: dict[str, Wanted] = {}
     for output in outputs:
-        parameters = _checked_parameters(output.parameters)
+        parameters = checked_parameters(output.parameters)
         if "shared_memory_region" in parameters:
             raise BadRequest(f"output '{output.name}': shared memory is not supported by this server")
-        binary = _flag(parameters, "binary_data", default=is_binary)
-        num_classes = _unsigned(parameters, "classification")
+        binary = flag(parameters, "binary_data", default=is_binary)
+        num_classes = unsigned(parameters, "classification")
         wanted.setdefault(output.name, Wanted(output.name, binary, num_classes))
     return tuple(wanted.values())
 
 
-def _checked_parameters(parameters: _Parameters) -> dict[str, Any]:
+def checked_parameters(parameters: _Parameters) -> dict[str, Any]:
+    """Return parameters whose types and names are allowed. Raises BadRequest."""
     for name, value in (parameters or {}).items():
         if not isinstance(value, bool | int | float | str):
             raise BadRequest(f"parameter '{name}' has invalid type. It should be either 'int', 'bool', or 'string'.")
@@ -234,14 +235,16 @@ def _checked_parameters(parameters: _Parameters) -> dict[str, Any]:
     return parameters or {}
 
 
-def _flag(parameters: dict[str, Any], name: str, *, default: bool = False) -> bool:
+def flag(parameters: dict[str, Any], name: str, *, default: bool = False) -> bool:
+    """Return a parameter that is a flag. Raises BadRequest."""
     value = parameters.get(name, default)
     if not isinstance(value, bool):
         raise BadRequest(f"parameter '{name}' must be a bool")
     return value
 
 
-def _unsigned(parameters: dict[str, Any], name: str) -> int:
+def unsigned(parameters: dict[str, Any], name: str) -> int:
+    """Return a parameter that is a number, 0 without it. Raises BadRequest."""
     value = parameters.get(name, 0)
     if type(value) is not int or not 0 <= value < _SIZE_LIMIT:
         raise BadRequest(f"parameter '{name}' must be an integer that is not negative")

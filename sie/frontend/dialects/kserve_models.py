@@ -19,7 +19,7 @@ from sie.tensors import TensorRule, TensorSpec
 
 EXTENSIONS: Final = ("classification", "model_repository", "model_configuration", "binary_tensor_data", "parameters",
                      "statistics")  # fmt: skip
-_INDEX_STATES: Final[dict[ModelState, str]] = {
+INDEX_STATES: Final[dict[ModelState, str]] = {
     "loaded": "READY", "loading": "LOADING", "unloading": "UNLOADING", "failed": "UNAVAILABLE", "available": "UNAVAILABLE",
 }  # fmt: skip
 _CONFIG_STATES: Final[dict[ModelState, str]] = {
@@ -94,7 +94,7 @@ def index_body(states: Iterable[VersionState], *, only_ready: bool) -> bytes:
     """Return the body of `POST /v2/repository/index`; a version that was never loaded has only its name and number."""
     entries: list[dict[str, str]] = []
     for found in states:
-        state = _INDEX_STATES[found.state]
+        state = INDEX_STATES[found.state]
         if only_ready and state != "READY":
             continue
         entry = {"name": found.name, "version": found.version}
@@ -123,10 +123,11 @@ def check_manage(body: bytes) -> None:
 
 def statistics_body(figures: Mapping[tuple[str, str], Figures]) -> bytes:
     """Return the body of `GET /v2/models/stats`, by (name, version)."""
-    return msgspec.json.encode({"model_stats": [_statistics(*key, found) for key, found in figures.items()]})
+    return msgspec.json.encode({"model_stats": [statistics(*key, found) for key, found in figures.items()]})
 
 
-def _statistics(name: str, version: str, found: Figures) -> dict[str, Any]:
+def statistics(name: str, version: str, found: Figures) -> dict[str, Any]:
+    """Return the protocol's ModelStatistics of one version."""
     return {
         "name": name,
         "version": version,

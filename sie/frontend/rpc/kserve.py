@@ -1,0 +1,220 @@
+"""Serves `inference.GRPCInferenceService`: what each of its methods asks of models, repositories and counters.
+
+Source: KServe v2 sheet, section 13. What HTTP serves under the same names is `sie.frontend.kserve`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from google.protobuf import json_format
+
+from sie import __version__
+from sie.control_messages import ModelEntry
+from sie.errors import BadRequest, NotFound, SieError, Unavailable
+from sie.frontend.dialects import kserve_grpc
+from sie.frontend.dialects.kserve_grpc import InferMessage
+from sie.frontend.dialects.kserve_models import EXTENSIONS, INDEX_STATES, statistics
+from sie.frontend.inference import Exchange
+from sie.frontend.kserve import KServe, ranked, rule_of
+from sie.frontend.process import FrontendProcess
+from sie.frontend.rpc.codes import details
+from sie.frontend.rpc.service import Watched
+from sie.frontend.tensor_figures import read_figures
+from sie.frontend.tensor_table import is_servable
+from sie.proto import message_class
+
+_LARGE_BYTES: Final = 64 * 1024
+"""From here typed elements are read, and replies written, on a thread."""
+
+
+class KServeGrpc:
+    """The KServe v2 dialect of the gRPC process. Handlers return encoded replies."""
+
+    def __init__(self, process: FrontendProcess, kserve: KServe, pool: ThreadPoolExecutor) -> None:
+        self._process = process
+        self._tensors = process.tensors
+        self._kserve = kserve
+        self._pool = pool
+
+    def fail(self, exchange: Exchange, message: bytes, error: SieError, *, is_stream: bool) -> bytes | None:
+        """Return the reply of a stream to a bad request, which does not end it; None for everything else."""
+        if not is_stream or error.http_status in (401, 403, 429):
+            return None
+        try:
+            request_id = kserve_grpc.parse_infer(message).message.id
+        except BadRequest:
+            request_id = ""
+        return kserve_grpc.stream_error(details(error), request_id)
+
+    # --- the server -----------------------------------------------------------------------------------------------
+
+    async def server_live(self, _exchange: Exchange, _message: Any) -> bytes:
+        """Answer `ServerLive`."""
+        return _encoded("ServerLiveResponse", live=True)
+
+    async def server_ready(self, _exchange: Exchange, _message: Any) -> bytes:
+        """Answer `ServerReady`: as `/readyz`."""
+        return _encoded("ServerReadyResponse", ready=self._process.is_ready)
+
+    async def server_metadata(self, _exchange: Exchange, _message: Any) -> bytes:
+        """Answer `ServerMetadata`."""
+        return _encoded("ServerMetadataResponse", name="sie", version=__version__, extensions=EXTENSIONS)
+
+    # --- a model --------------------------------------------------------------------------------------------------
+
+    async def model_ready(self, _exchange: Exchange, message: Any) -> bytes:
+        """Answer `ModelReady`; a model that is not known is not ready, which is no error."""
+        try:
+            ready = is_servable(self._find(message.name, message.version))
+        except NotFound:
+            ready = False
+        return _encoded("ModelReadyResponse", ready=ready)
+
+    async def model_metadata(self, exchange: Exchange, message: Any) -> bytes:
+        """Answer `ModelMetadata`."""
+        entry = self._known(exchange, message)
+        rule = rule_of(entry)
+        versions = [rule.version] if message.version else list(self._tensors.table.versions(message.name))
+        tensors = {
+            kind: [{"name": spec.name, "datatype": spec.datatype, "shape": spec.shape} for spec in specs]
+            for kind, specs in (("inputs", rule.inputs), ("outputs", rule.outputs))
+        }
+        return _encoded("ModelMetadataResponse", name=rule.name, versions=versions, platform=rule.platform, **tensors)
+
+    async def model_config(self, exchange: Exchange, message: Any) -> bytes:
+        """Answer `ModelConfig`."""
+        rule = rule_of(self._known(exchange, message))
+        reply = message_class("kserve", "inference.ModelConfigResponse")()
+        json_format.ParseDict(rule.config, reply.config, ignore_unknown_fields=True)
+        return reply.SerializeToString()
+
+    async def model_statistics(self, exchange: Exchange, message: Any) -> bytes:
+        """Answer `ModelStatistics`; without a name for every model, without a version for all of it."""
+        table = self._tensors.table
+        if message.version and message.name:
+            entries = [self._known(exchange, message)]
+        else:
+            if message.name:
+                self._known(exchange, message)
+            names = [message.name] if message.name else table.names
+            entries = [entry for name in names for entry in table.versions(name).values()]
+        figures = read_figures(self._process.pages, entries)
+        return _encoded("ModelStatisticsResponse", model_stats=[statistics(*key, one) for key, one in figures.items()])
+
+    def _known(self, exchange: Exchange, message: Any) -> ModelEntry:
+        entry = self._find(message.name, message.version)
+        exchange.known_model = entry.card.id
+        return entry
+
+    def _find(self, name: str, version: str) -> ModelEntry:
+        if version and not (version.isascii() and version.isdigit()):
+            raise BadRequest(f"invalid model version '{version[:32]}': it must be a number")
+        return self._tensors.table.resolve(name, version)
+
+    # --- inference ------------------------------------------------------------------------------------------------
+
+    async def infer(self, exchange: Exchange, message: bytes) -> bytes:
+        """Answer `ModelInfer`."""
+        parsed = kserve_grpc.parse_infer(message)
+        return await self._infer(exchange, parsed, _typed_bytes(parsed, message), is_final=False)
+
+    async def stream_infer(self, exchange: Exchange, message: bytes) -> bytes:
+        """Answer one request of `ModelStreamInfer`."""
+        parsed = kserve_grpc.parse_infer(message)
+        is_final = kserve_grpc.wants_final_response(parsed.message)
+        reply = await self._infer(exchange, parsed, _typed_bytes(parsed, message), is_final=is_final)
+        return kserve_grpc.stream_reply(reply)
+
+    async def _infer(self, exchange: Exchange, parsed: InferMessage, typed_bytes: int, *, is_final: bool) -> bytes:
+        process, message = self._process, parsed.message
+        entry = self._find(message.model_name, message.model_version)
+        exchange.known_model = entry.card.id
+        if process.is_draining:
+            raise Unavailable("The server is stopping", code="SHUTTING_DOWN", retry_after_s=1)
+        self._tensors.serving(entry.card.id)
+        process.engine.check_open()
+        rule, max_values = rule_of(entry), process.settings.limits.max_tensor_values
+        call = await self._on_pool(
+            typed_bytes, lambda: kserve_grpc.decode_infer(parsed, entry.card.id, rule, max_values)
+        )
+        watched = Watched(process)
+        try:
+            async with self._tensors.infer(
+                call.request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns, watch=watched.watch
+            ) as reply:
+                exchange.timing = reply.timing
+                nbytes = sum(len(output.data) for output in reply.outputs)
+                answer = await self._on_pool(
+                    nbytes,
+                    lambda: kserve_grpc.encode_infer(call, ranked(call, reply, rule), rule, is_final=is_final),
+                )
+        except asyncio.CancelledError:
+            watched.give_up()
+            raise
+        process.metrics.record_last_inference(entry.card.id)
+        return answer
+
+    async def _on_pool(self, nbytes: int, work: Any) -> Any:
+        """Do work on so many bytes here and now, or on a thread when they are many."""
+        if nbytes < _LARGE_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    # --- repositories ---------------------------------------------------------------------------------------------
+
+    async def repository_index(self, _exchange: Exchange, message: Any) -> bytes:
+        """Answer `RepositoryIndex`."""
+        models: list[dict[str, str]] = []
+        for found in self._kserve.states():
+            state = INDEX_STATES[found.state]
+            if message.ready and state != "READY":
+                continue
+            is_untouched = found.state == "available" and not found.reason
+            models.append(
+                {
+                    "name": found.name, "version": found.version,
+                    "state": "" if is_untouched else state, "reason": found.reason,
+                }
+            )  # fmt: skip
+        return _encoded("RepositoryIndexResponse", models=models)
+
+    async def load(self, exchange: Exchange, message: Any) -> bytes:
+        """Answer `RepositoryModelLoad`, when the model has loaded."""
+        for name in message.parameters:
+            if name == "config" or name.startswith("file:"):
+                raise BadRequest(
+                    f"parameter '{name}' is not supported: models come from the directory model_repository alone"
+                )
+            raise BadRequest(f"unrecognized parameter '{name}'")
+        await self._tensors.repository.load(message.model_name, exchange.deadline_ns)
+        return b""
+
+    async def unload(self, exchange: Exchange, message: Any) -> bytes:
+        """Answer `RepositoryModelUnload`."""
+        for name in message.parameters:
+            if name != "unload_dependents":
+                raise BadRequest(f"unrecognized parameter '{name}'")
+        await self._tensors.repository.unload(message.model_name, exchange.deadline_ns)
+        return b""
+
+    # --- shared memory --------------------------------------------------------------------------------------------
+
+    async def no_regions(self, _exchange: Exchange, _message: Any) -> bytes:
+        """Answer that no region is registered, or that one is not any more: none ever is."""
+        return b""
+
+    async def refuse_region(self, _exchange: Exchange, _message: Any) -> bytes:
+        """Refuse a region of a client's shared memory."""
+        raise BadRequest("shared memory is not supported by this server; send tensors in raw_input_contents")
+
+
+def _typed_bytes(parsed: InferMessage, message: bytes) -> int:
+    return len(message) - sum(len(view) for view in parsed.raw)
+
+
+def _encoded(name: str, /, **fields: Any) -> bytes:
+    encoded: bytes = message_class("kserve", f"inference.{name}")(**fields).SerializeToString()
+    return encoded

@@ -1,0 +1,77 @@
+"""Owns the table of gRPC methods: what each is called, asks of a client where there are API keys, and is answered by. Pure."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from sie.frontend.routes import Need, Route
+
+KSERVE: Final = "inference.GRPCInferenceService"
+TRTIS: Final = "nvidia.inferenceserver.GRPCService"
+HEALTH: Final = "grpc.health.v1.Health"
+REFLECTION: Final = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
+
+
+class Method(NamedTuple):
+    """One method. route.handler names a method of its dialect's class; request is the name of a message of `file`.
+
+    An empty request means that the handler reads the bytes itself.
+    """
+
+    service: str
+    name: str
+    route: Route
+    file: str = ""
+    request: str = ""
+    is_stream: bool = False
+
+
+def _method(
+    service: str, name: str, handler: str, file: str, request: str, *, need: Need = "infer", endpoint: str = ""
+) -> Method:
+    envelope = "trtis" if service == TRTIS else "kserve"
+    route = Route(f"/{service}/{name}", "POST", handler, envelope, endpoint, need)
+    return Method(service, name, route, file, request, is_stream=handler.startswith("stream"))
+
+
+def _kserve(name: str, handler: str, *, request: str | None = None, need: Need = "infer") -> Method:
+    wanted = f"inference.{name}Request" if request is None else request
+    return _method(KSERVE, name, handler, "kserve", wanted, need=need, endpoint="" if wanted else "infer")
+
+
+def _trtis(name: str, handler: str, *, request: str | None = None, need: Need = "infer") -> Method:
+    wanted = f"nvidia.inferenceserver.{name}Request" if request is None else request
+    return _method(TRTIS, name, handler, "trtis", wanted, need=need, endpoint="" if wanted else "infer")
+
+
+_REGION: Final = "inference.SharedMemoryRequest"
+
+METHODS: Final = (
+    _kserve("ServerLive", "server_live", need="open"),
+    _kserve("ServerReady", "server_ready", need="open"),
+    _kserve("ModelReady", "model_ready"),
+    _kserve("ServerMetadata", "server_metadata"),
+    _kserve("ModelMetadata", "model_metadata"),
+    _kserve("ModelInfer", "infer", request=""),
+    _kserve("ModelStreamInfer", "stream_infer", request=""),
+    _kserve("ModelConfig", "model_config"),
+    _kserve("ModelStatistics", "model_statistics"),
+    _kserve("RepositoryIndex", "repository_index"),
+    _kserve("RepositoryModelLoad", "load", need="admin"),
+    _kserve("RepositoryModelUnload", "unload", need="admin"),
+    _kserve("SystemSharedMemoryStatus", "no_regions", request=_REGION),
+    _kserve("SystemSharedMemoryRegister", "refuse_region", request=_REGION),
+    _kserve("SystemSharedMemoryUnregister", "no_regions", request=_REGION),
+    _kserve("CudaSharedMemoryStatus", "no_regions", request=_REGION),
+    _kserve("CudaSharedMemoryRegister", "refuse_region", request=_REGION),
+    _kserve("CudaSharedMemoryUnregister", "no_regions", request=_REGION),
+    _trtis("Status", "status"),
+    _trtis("Health", "health", need="open"),
+    _trtis("Infer", "infer", request=""),
+    _trtis("StreamInfer", "stream_infer", request=""),
+    _trtis("ModelControl", "control", need="admin"),
+    _trtis("SharedMemoryControl", "refuse_region"),
+    _trtis("Repository", "repository"),
+    _method(HEALTH, "Check", "check", "health", "grpc.health.v1.HealthCheckRequest", need="open"),
+)
+"""What is not here is UNIMPLEMENTED: tracing and log settings among it."""

@@ -1,0 +1,146 @@
+"""Serves `nvidia.inferenceserver.GRPCService`, the v1 API: failures are told in its replies, with gRPC's status OK.
+
+Source: TRTIS v1 sheet, section 7. What HTTP serves is `sie.frontend.trtis`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from sie.control_messages import ModelEntry
+from sie.errors import BadRequest, NotFound, SieError, Unavailable
+from sie.frontend.dialects import trtis, trtis_grpc, trtis_status
+from sie.frontend.dialects.protobuf_wire import MalformedMessage
+from sie.frontend.dialects.trtis_grpc import InferMessage
+from sie.frontend.inference import Exchange
+from sie.frontend.kserve import rule_of
+from sie.frontend.process import FrontendProcess
+from sie.frontend.rpc.service import Watched
+from sie.frontend.trtis import Trtis, answered
+from sie.proto import message_class
+
+_LARGE_BYTES: Final = 64 * 1024
+_STATUS_CODES: Final = (401, 403, 429)
+_LOAD: Final = 1
+
+
+class TrtisGrpc:
+    """The v1 dialect of the gRPC process. Handlers return encoded replies."""
+
+    def __init__(self, process: FrontendProcess, http: Trtis, pool: ThreadPoolExecutor) -> None:
+        self._process = process
+        self._tensors = process.tensors
+        self._http = http
+        self._pool = pool
+
+    def fail(self, exchange: Exchange, message: bytes, error: SieError, *, is_stream: bool) -> bytes | None:
+        """Return the reply that tells of a failure; None where a key is refused, or a message is no message."""
+        assert exchange.route is not None
+        if error.http_status in _STATUS_CODES:
+            return None
+        handler = exchange.route.handler
+        if handler in ("infer", "stream_infer"):
+            try:
+                header = trtis_grpc.parse_infer(message).header
+            except BadRequest:
+                return trtis_grpc.encode_failure(trtis_status.status_of(error), 0) if is_stream else None
+            return trtis_grpc.encode_failure(trtis_status.status_of(error), trtis_grpc.id_of(header))
+        if isinstance(error, MalformedMessage):
+            return None
+        name = exchange.route.template.rpartition("/")[2]
+        return _encoded(f"{name}Response", request_status=trtis_status.status_of(error))
+
+    # --- health and status ----------------------------------------------------------------------------------------
+
+    async def health(self, _exchange: Exchange, message: Any) -> bytes:
+        """Answer `Health`."""
+        if message.mode not in ("live", "ready"):
+            raise SieError(f"unknown health mode '{message.mode[:64]}'", code="UNKNOWN", http_status=400)
+        process = self._process
+        if process.is_draining:
+            raise Unavailable("Server exiting")
+        is_strict = process.settings.models.strict_readiness
+        is_well = message.mode == "live" or (process.is_ready and not (is_strict and self._http.has_unready()))
+        return _encoded("HealthResponse", request_status=trtis_status.request_status(), health=is_well)
+
+    async def status(self, _exchange: Exchange, message: Any) -> bytes:
+        """Answer `Status`; without a name for every model."""
+        table, name = self._tensors.table, message.model_name
+        if name and name not in table.names:
+            raise BadRequest(f"no status available for unknown model '{name}'")
+        found = self._http.server_status([name] if name else table.names)
+        return _encoded("StatusResponse", request_status=trtis_status.request_status(), server_status=found)
+
+    async def repository(self, _exchange: Exchange, message: Any) -> bytes:
+        """Answer `Repository`: the names of all models."""
+        if not message.index:
+            raise BadRequest("the request asks for nothing: 'index' is not set")
+        index = trtis_status.repository_index(self._tensors.table.names)
+        return _encoded("RepositoryResponse", request_status=trtis_status.request_status(), index=index)
+
+    # --- control --------------------------------------------------------------------------------------------------
+
+    async def control(self, exchange: Exchange, message: Any) -> bytes:
+        """Answer `ModelControl`."""
+        repository = self._tensors.repository
+        await (repository.load if message.type == _LOAD else repository.unload)(
+            message.model_name, exchange.deadline_ns
+        )
+        return _encoded("ModelControlResponse", request_status=trtis_status.request_status())
+
+    async def refuse_region(self, _exchange: Exchange, _message: Any) -> bytes:
+        """Refuse what is about a client's shared memory."""
+        raise SieError("shared memory is not supported", code="UNSUPPORTED", http_status=400)
+
+    # --- inference ------------------------------------------------------------------------------------------------
+
+    async def infer(self, exchange: Exchange, message: bytes) -> bytes:
+        """Answer `Infer`."""
+        process, parsed = self._process, trtis_grpc.parse_infer(message)
+        head = trtis_grpc.parse_head(parsed.header)
+        entry = self._find(exchange, parsed)
+        rule = rule_of(entry)
+        request = trtis.decode_raw_inputs(head, parsed.raw, entry.card.id, rule)
+        watched = Watched(process)
+        try:
+            async with self._tensors.infer(
+                request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns, watch=watched.watch
+            ) as reply:
+                exchange.timing = reply.timing
+
+                def encode() -> bytes:
+                    outputs = answered(head, reply, rule)
+                    header = trtis.response_header(head, rule, outputs)
+                    raw = [tensor.data for tensor, classes in outputs if classes is None]
+                    return trtis_grpc.encode_infer(trtis_status.request_status(), header, raw)
+
+                if sum(len(output.data) for output in reply.outputs) < _LARGE_BYTES:
+                    answer = encode()
+                else:
+                    answer = await asyncio.get_running_loop().run_in_executor(self._pool, encode)
+        except asyncio.CancelledError:
+            watched.give_up()
+            raise
+        process.metrics.record_last_inference(entry.card.id)
+        return answer
+
+    stream_infer = infer
+    """Each request of `StreamInfer`."""
+
+    def _find(self, exchange: Exchange, parsed: InferMessage) -> ModelEntry:
+        if self._process.is_draining:
+            raise Unavailable("Server exiting")
+        try:
+            entry = self._tensors.table.resolve(parsed.model, parsed.version)
+            exchange.known_model = entry.card.id
+            self._tensors.serving(entry.card.id)
+        except NotFound as error:
+            raise Unavailable(error.message) from None  # the API has no "not found" here
+        self._process.engine.check_open()
+        return entry
+
+
+def _encoded(name: str, /, **fields: Any) -> bytes:
+    return message_class("trtis", f"nvidia.inferenceserver.{name}")(**fields).SerializeToString()
