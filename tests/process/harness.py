@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,9 +27,14 @@ START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 40.0
 EX_CONFIG = 78
 _MARK = "TEST_SERVER_MARK"
-_MODULES = {"worker": "sie.workers.main", "frontend": "sie.frontend.main", "supervisor": "serve"}
+_MODULES = {
+    "worker": "sie.workers.main",
+    "frontend": "sie.frontend.main",
+    "grpc": "sie.frontend.rpc.main",
+    "supervisor": "serve",
+}
 
-Role = Literal["worker", "frontend", "supervisor"]
+Role = Literal["worker", "frontend", "grpc", "supervisor"]
 
 
 def eventually(condition: Callable[[], Any], what: str, timeout_s: float = 10.0) -> Any:
@@ -100,6 +106,7 @@ class Server:
         self.process = process
         self.output = Output(process.stderr)
         self.port = 0
+        self.grpc_port = 0
         self._mark = f"{_MARK}={mark}".encode()
 
     @property
@@ -108,9 +115,12 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait for the log line that says where it answers, and remember the port (0 of a Unix socket)."""
+        """Wait for the log line that says where it answers, and remember the port (0 of a Unix socket), and gRPC's."""
         line = self.output.find("ready on ", timeout_s, lambda: self.process.poll() is not None)
         url = json.loads(line)["message"].split("ready on ")[1].split()[0]
+        self.grpc_port = (
+            int(line.partition("grpc")[2].partition(" ")[0].rpartition(":")[2]) if " and grpc" in line else 0
+        )
         self.port = 0 if url.startswith("unix:") else int(url.rpartition(":")[2])
 
     def log_line(self, part: str, timeout_s: float = 10.0) -> str:
@@ -219,6 +229,13 @@ def start_server(
             raise
         finally:
             server.discard()
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on, for a server that cannot take port 0."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def run_to_end(*args: str, env: dict[str, str] | None = None, timeout_s: float = 30.0) -> tuple[int, str]:
