@@ -27,8 +27,9 @@ from sie.frontend.placement import choose_worker
 from sie.frontend.quarantine import QuarantinedInputs, poison
 from sie.frontend.request_layout import RequestLayout, lay_out
 from sie.headers import WorkHeader
+from sie.limits import Limits
 from sie.logs import get_logger
-from sie.settings import Limits, Settings
+from sie.settings import Settings
 from sie.shm.attach import Attachment
 from sie.shm.extent import read_extent, set_cancelled, write_extent, write_pieces
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError

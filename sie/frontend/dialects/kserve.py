@@ -19,7 +19,7 @@ from msgspec import Meta
 from sie.errors import BadRequest
 from sie.frontend.body_limits import check_json, decode_typed
 from sie.frontend.dialects.tensor_json import elements_from_json, elements_to_json
-from sie.settings import Limits
+from sie.limits import Limits
 from sie.tensor_bytes import frame_elements
 from sie.tensors import DATATYPES, Tensor, TensorReply, TensorRequest, TensorRule
 
