@@ -231,9 +231,7 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = 256 * MIB
     ring_capacity: Annotated[int, Meta(ge=8, le=65536, description="Descriptors in each ring; a power of two.")] = 4096
-    counter_page_bytes: Annotated[int, Meta(ge=16384, le=64 * MIB, description="Metrics page of each process.")] = (
-        256 * 1024
-    )
+    counter_page_bytes: Annotated[int, Meta(ge=16384, le=64 * MIB, description="Metrics page of each process.")] = MIB
 
 
 class Scheduler(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -88,7 +88,7 @@ def decode_infer(body: bytes, header_length: str | None, model: str, rule: Tenso
     was read from its JSON. Raises BadRequest with the field at fault.
     """
     split = len(body) if header_length is None else _json_bytes(header_length, len(body))
-    if split == 0:
+    if split == 0 and header_length is not None:
         return InferCall(
             request=TensorRequest(model=model, inputs=[_raw_input(memoryview(body), rule)]), is_binary=True
         )

@@ -171,6 +171,10 @@ def test_a_length_of_the_json_that_lies_is_refused(length: str):
     assert "nference" in refusal(with_tail({"inputs": [BINARY]}, A.tobytes())[0], length)
 
 
+def test_no_body_is_no_raw_body():
+    assert "truncated" in refusal(b"")
+
+
 def test_no_data_at_all_is_refused():
     assert "But no field is set for input 'A'" in refusal({"inputs": [{"name": "A", "shape": [1], "datatype": "FP32"}]})
 
