@@ -14,7 +14,8 @@ from sie.catalog.profiles import DEFAULT_PROFILE, Profiles, entry_ids, fold_defa
 from sie.catalog.spec import ModelSpec, parse_adapter_spec, parse_model_spec, repository_specs
 from sie.config_sources import SettingsError, Source
 from sie.errors import BadRequest, SieError
-from sie.settings import Loaded, Models
+from sie.setting_sections import Models
+from sie.settings import Loaded
 
 Start = Literal["preload", "lazy", "explicit"]
 _HEADINGS = ("MODEL", "START", "DIMS", "MAX TOKENS", "ARCHITECTURE", "SOURCE")

@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args, get_origin
 import click
 
 from sie.config_sources import CONFIG_VARIABLE, Key, SettingsError, did_you_mean
-from sie.settings import MIB, all_keys
+from sie.limits import MIB
+from sie.settings import all_keys
 from sie.settings_page import section_doc
 
 _MAX_FLAG_CHARS = 34

@@ -62,7 +62,7 @@ RENDERERS: dict[str, Callable[[Loaded], str]] = {
 def _page() -> Iterator[str]:
     yield "# Settings"
     yield ""
-    yield "Written by `sie config --format markdown` from `sie/settings.py`; `make fix` brings it up to date."
+    yield "Written by `sie config --format markdown` from `sie/setting_sections.py` and `sie/limits.py`; `make fix` brings it up to date."
     yield ""
     yield "The key `max_body_bytes` under `[limits]` in a TOML file is the flag `--max-body-bytes` and the variable"
     yield "`SIE_MAX_BODY_BYTES`. A flag beats a variable, a variable beats the file, and the file beats the default."

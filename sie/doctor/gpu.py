@@ -17,7 +17,8 @@ from typing import Any
 
 from sie.doctor import Finding
 from sie.doctor.software import torch_cuda
-from sie.settings import MIB, Settings
+from sie.limits import MIB
+from sie.settings import Settings
 
 _TIMEOUT_S = 5.0
 _HOT_C = 90

@@ -14,7 +14,8 @@ from pathlib import Path
 from sie.catalog.spec import ModelSpec
 from sie.doctor import Finding, gpu
 from sie.errors import SieError
-from sie.settings import MIB, Settings
+from sie.limits import MIB
+from sie.settings import Settings
 from sie.shm.segment import ReservationError, check_reservation
 from sie.supervisor.host import StartError, check_private, count_frontends, reserve_port, reserved_bytes
 

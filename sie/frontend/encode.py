@@ -27,7 +27,7 @@ from sie.frontend.prompts import apply_prompt, check_prompted, count_prompted
 from sie.frontend.replies import count_items
 from sie.frontend.tokenize import LONG_TEXT_BYTES, Tokenizer, encode_stub_texts, is_long
 from sie.headers import WorkHeader
-from sie.settings import Limits
+from sie.limits import Limits
 from sie.types import EncodeRequest
 
 _ITEM_BYTES: Final = {"float32": 4, "float16": 2, "int8": 1, "uint8": 1, "binary": 0.125, "ubinary": 0.125}

@@ -14,29 +14,28 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 from numpy.typing import NDArray
 
 from sie import failpoints
 from sie.control_messages import ModelEntry, PeerFault, Quarantine
-from sie.errors import DeadlineExceeded, Internal, Overloaded, SieError, Unavailable, WireError, WorkerLost, from_wire
+from sie.errors import DeadlineExceeded, Overloaded, SieError, Unavailable, WorkerLost
 from sie.frontend import admission
 from sie.frontend.adapters import is_coming, loading, workers_with
-from sie.frontend.links import Pending, Reply, WorkerLink
+from sie.frontend.links import Pending, Reply, WorkerLink, read_error
 from sie.frontend.placement import choose_worker
 from sie.frontend.quarantine import QuarantinedInputs, poison
 from sie.frontend.request_layout import RequestLayout, lay_out
 from sie.headers import WorkHeader
+from sie.limits import Limits
 from sie.logs import get_logger
-from sie.settings import Limits, Settings
+from sie.settings import Settings
 from sie.shm.attach import Attachment
-from sie.shm.extent import read_extent, set_cancelled, write_extent, write_pieces
+from sie.shm.extent import set_cancelled, write_extent, write_pieces
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
 from sie.shm.pool import Lease
 from sie.shm.space import OutboundSpace
 
 _log = get_logger(__name__)
-_error_decoder = msgspec.msgpack.Decoder(WireError)
 _MAX_STRIKES = 2
 _PIECE_BYTES = 1 << 20
 """Of a large payload so much is copied between two turns of the event loop: about a millisecond."""
@@ -369,7 +368,7 @@ class ShmEngine:
             return
         reply = Reply(link, pending, descriptor.offset, view)
         if descriptor.kind == ERROR:
-            self._on_error(pending, _read_error(reply))
+            self._on_error(pending, read_error(reply))
         elif pending.future.done():
             reply.release()
             pending.lease.end()
@@ -390,13 +389,3 @@ class ShmEngine:
         pending.lease.end()
         if not pending.future.done():
             pending.future.set_exception(error)
-
-
-def _read_error(reply: Reply) -> SieError:
-    try:
-        wire, _ = read_extent(reply.view, _error_decoder)
-        return from_wire(wire)
-    except ProtocolError:
-        return Internal("the worker's error could not be read")
-    finally:
-        reply.release()

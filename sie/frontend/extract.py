@@ -44,7 +44,7 @@ from sie.frontend.pairs import Arrays
 from sie.frontend.replies import read_pieces, timing_of
 from sie.frontend.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
 from sie.headers import WorkHeader
-from sie.settings import Limits
+from sie.limits import Limits
 from sie.shm.extent import MAX_HEADER_BYTES
 from sie.types import ExtractReply, ExtractRequest
 

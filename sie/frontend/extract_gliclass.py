@@ -19,7 +19,7 @@ from sie.errors import BadRequest, InputTooLong, Internal
 from sie.extraction import Classification, Extraction, ExtractTask, Gliclass, LabelGroup
 from sie.frontend.pairs import Arrays
 from sie.frontend.tokenize import Tokenizer, pack_ids, unicode_error
-from sie.settings import Limits
+from sie.limits import Limits
 
 _LABEL: Final = "<<LABEL>>"
 _SEPARATOR: Final = "<<SEP>>"

@@ -17,7 +17,7 @@ from sie.frontend.extract_texts import read_whole
 from sie.frontend.pairs import Arrays
 from sie.frontend.text_windows import Window, merge_adjacent, merge_windows, plan_windows, split_words
 from sie.frontend.tokenize import Tokenizer, bounds_of, unicode_error
-from sie.settings import Limits
+from sie.limits import Limits
 
 _LEAST_RELEX_THRESHOLD: Final = 0.1
 """Each span over the threshold is a candidate of every relation, and near zero every span is one."""

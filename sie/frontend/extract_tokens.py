@@ -18,7 +18,7 @@ from sie.extraction import AGGREGATION_STRATEGIES, Entity, Extraction, ExtractTa
 from sie.frontend.entities import OUTSIDE, Window, group_name, merge_windows, needs_words, read_window
 from sie.frontend.pairs import Arrays
 from sie.frontend.tokenize import LONG_TEXT_BYTES, Tokenizer, pack_ids, unicode_error
-from sie.settings import Limits
+from sie.limits import Limits
 
 _DEFAULT_STRATEGY: Final = "simple"
 _STRIDE_PART: Final = 4

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from sie.cards import ImageRule
 from sie.errors import BadRequest, DeadlineExceeded, Overloaded, SieError
 from sie.frontend.images import decode_image, fitted_size, open_image, prepare_image
-from sie.settings import Limits
+from sie.limits import Limits
 
 
 class ReadImages(NamedTuple):

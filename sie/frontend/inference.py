@@ -22,7 +22,7 @@ from sie.frontend.links import Reply
 from sie.frontend.process import FrontendProcess
 from sie.frontend.replies import read_reply
 from sie.frontend.score import read_scores
-from sie.settings import Limits
+from sie.limits import Limits
 from sie.types import EncodeReply, EncodeRequest, ExtractReply, ExtractRequest, ScoreReply, ScoreRequest, Timing
 
 Headers = list[tuple[str, str]]

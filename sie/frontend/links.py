@@ -5,11 +5,17 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
+import msgspec
+
 from sie import failpoints
+from sie.errors import Internal, SieError, WireError, from_wire
 from sie.frontend.quarantine import digest_of
 from sie.shm.attach import Attachment
-from sie.shm.layout import SUBMIT
+from sie.shm.extent import read_extent
+from sie.shm.layout import SUBMIT, ProtocolError
 from sie.shm.pool import Lease
+
+_error_decoder: Final = msgspec.msgpack.Decoder(WireError)
 
 
 class Pending:
@@ -124,3 +130,14 @@ class WorkerLink:
 
 
 _EMPTY: Final = memoryview(b"")
+
+
+def read_error(reply: Reply) -> SieError:
+    """Return the error that a worker answered with, and give its extent back."""
+    try:
+        wire, _ = read_extent(reply.view, _error_decoder)
+        return from_wire(wire)
+    except ProtocolError:
+        return Internal("the worker's error could not be read")
+    finally:
+        reply.release()

@@ -27,7 +27,7 @@ from sie.frontend.prompts import check_prompted, count_prompted
 from sie.frontend.replies import timing_of
 from sie.frontend.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
 from sie.headers import ReplyHeader, WorkHeader
-from sie.settings import Limits
+from sie.limits import Limits
 from sie.shm.extent import array_view, read_extent
 from sie.shm.layout import ProtocolError
 from sie.types import ScoreReply, ScoreRequest

@@ -23,7 +23,7 @@ from sie.frontend.encode import Encoder
 from sie.frontend.links import Pending, Reply
 from sie.frontend.replies import read_reply
 from sie.frontend.score import Scorer, read_scores
-from sie.settings import Limits
+from sie.limits import Limits
 from sie.tensor_bytes import split_elements
 from sie.tensors import Tensor, TensorReply, TensorRequest, TensorRule, TensorSpec
 from sie.types import EncodeRequest, ScoreRequest

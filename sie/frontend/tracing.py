@@ -25,7 +25,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from sie import __version__
 from sie.errors import SieError
 from sie.frontend.routes import Route
-from sie.settings import Tracing
+from sie.setting_sections import Tracing
 from sie.types import Timing
 
 Headers = list[tuple[str, str]]

@@ -8,7 +8,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-from sie.settings import Memory
+from sie.setting_sections import Memory
 
 _CORES_PER_FRONTEND = 4
 

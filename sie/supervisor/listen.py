@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from sie.settings import Access, Server
+from sie.setting_sections import Access, Server
 from sie.supervisor.host import StartError, reserve_port
 
 

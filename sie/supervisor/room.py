@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from sie.settings import Models
+from sie.setting_sections import Models
 from sie.supervisor.evictions import (
     Memory,
     Policy,

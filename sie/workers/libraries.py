@@ -27,8 +27,8 @@ from sie.catalog.files import refuse
 from sie.catalog.gli import GLINER_CONFIG, LABELS_TOKENIZER
 from sie.errors import ModelLoadFailed
 from sie.extraction import ExtractTask, Gliclass, Gliner
+from sie.limits import Limits
 from sie.logs import get_logger
-from sie.settings import Limits
 from sie.workers.device import DtypeSetting, choose_dtype, resolve_device
 from sie.workers.runners.gliclass import GliclassRunner
 from sie.workers.runners.gliner import GlinerRunner

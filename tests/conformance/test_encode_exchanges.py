@@ -13,7 +13,7 @@ import pytest
 
 from sie.cards import ModelCard
 from sie.frontend.dialects import openai, sie
-from sie.settings import Limits
+from sie.limits import Limits
 from sie.types import EncodeReply, Timing
 
 LIMITS = Limits()

@@ -150,7 +150,7 @@ MODEL: dict[str, type | tuple[type, ...]] = {
     "queue_pending_items": int,
 }  # fmt: skip
 COUNTERS = {
-    "sie_requests", "sie_tokens_processed", "sie_model_busy_seconds", "sie_oom_recoveries_attempted",
+    "sie_requests", "sie_tokens_processed", "sie_model_busy_seconds", "sie_non_finite", "sie_oom_recoveries_attempted",
     "sie_oom_recoveries_succeeded", "sie_oom_terminal_failures", "sie_oom_cache_clears", "sie_oom_evictions_triggered",
     "sie_oom_batch_splits", "sie_idle_evictions", "sie_pressure_evictions",
 }  # fmt: skip

@@ -23,7 +23,8 @@ from sie.control_messages import ModelEntry
 from sie.frontend.engine import ShmEngine
 from sie.frontend.links import Pending, Reply
 from sie.headers import ReplyHeader, WorkHeader
-from sie.settings import Memory, Scheduler, Settings
+from sie.setting_sections import Memory, Scheduler
+from sie.settings import Settings
 from sie.shm.attach import PendingAttachment
 from sie.shm.extent import array_view, read_extent
 from sie.shm.inflight import InflightPage

@@ -15,9 +15,8 @@ import sie
 
 ROOT = Path(sie.__file__).parent
 FOUNDATION = {
-    "sie", "sie.cards", "sie.errors", "sie.extraction", "sie.headers", "sie.spans", "sie.types", "sie.tensors",
-    "sie.settings",
-    "sie.config_sources",
+    "sie", "sie.cards", "sie.config_sources", "sie.errors", "sie.extraction", "sie.headers", "sie.limits",
+    "sie.setting_sections", "sie.settings", "sie.spans", "sie.tensors", "sie.types",
 }  # fmt: skip
 SLOW = {"torch", "transformers", "sentence_transformers"}
 SERVERS = {"granian", "nats", "uvloop"}

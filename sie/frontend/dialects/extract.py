@@ -18,7 +18,7 @@ from sie.frontend.dialects.arrays import pack
 from sie.frontend.dialects.sie import Item, check_count, check_items, check_media, find_non_text, read_media
 from sie.frontend.extract import check_task
 from sie.frontend.options import merge_options, refuse_adapter
-from sie.settings import Limits
+from sie.limits import Limits
 from sie.types import ExtractReply, ExtractRequest
 
 _MOST_ITEMS = 65_536  # the most that settings allow; the setting itself is checked after decoding

@@ -19,7 +19,7 @@ from msgspec import Meta
 from sie.errors import BadRequest
 from sie.frontend.body_limits import check_json, decode_typed
 from sie.frontend.dialects.tensor_json import elements_from_json, elements_to_json
-from sie.settings import Limits
+from sie.limits import Limits
 from sie.tensor_bytes import frame_elements
 from sie.tensors import DATATYPES, Tensor, TensorReply, TensorRequest, TensorRule
 
@@ -88,7 +88,7 @@ def decode_infer(body: bytes, header_length: str | None, model: str, rule: Tenso
     was read from its JSON. Raises BadRequest with the field at fault.
     """
     split = len(body) if header_length is None else _json_bytes(header_length, len(body))
-    if split == 0:
+    if split == 0 and header_length is not None:
         return InferCall(
             request=TensorRequest(model=model, inputs=[_raw_input(memoryview(body), rule)]), is_binary=True
         )

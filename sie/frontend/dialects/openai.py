@@ -18,7 +18,7 @@ from sie.cards import ModelCard
 from sie.errors import BadRequest, InputTooLong, SieError
 from sie.frontend.body_limits import check_json, decode_typed
 from sie.frontend.options import gives, merge_options
-from sie.settings import Limits
+from sie.limits import Limits
 from sie.types import EncodeReply, EncodeRequest
 
 DEFAULT_MODEL = "default"

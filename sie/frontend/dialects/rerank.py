@@ -16,7 +16,7 @@ from sie.frontend.comparisons import resolve_compared
 from sie.frontend.dialects.openai import DEFAULT_MODEL
 from sie.frontend.options import merge_options, refuse_adapter
 from sie.frontend.score import resolve_score
-from sie.settings import Limits
+from sie.limits import Limits
 from sie.types import ScoreReply, ScoreRequest
 
 _MOST_DOCUMENTS = 65_536  # the most that settings allow; the setting itself is checked after decoding

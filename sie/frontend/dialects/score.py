@@ -16,7 +16,7 @@ from sie.frontend.comparisons import resolve_compared
 from sie.frontend.dialects.arrays import pack
 from sie.frontend.dialects.sie import Item, check_count, check_items, find_non_text
 from sie.frontend.options import merge_options, refuse_adapter
-from sie.settings import Limits
+from sie.limits import Limits
 from sie.types import ScoreReply, ScoreRequest
 
 _MOST_ITEMS = 65_536  # the most that settings allow; the setting itself is checked after decoding

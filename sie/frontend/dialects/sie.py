@@ -22,7 +22,7 @@ from sie.frontend.body_limits import check_json, decode_free_form, decode_typed
 from sie.frontend.dialects import outputs
 from sie.frontend.dialects.arrays import array_header, pack
 from sie.frontend.options import merge_options
-from sie.settings import Limits
+from sie.limits import Limits
 from sie.types import OUTPUT_DTYPES, EncodeReply, EncodeRequest, MediaItems, Timing
 
 _MOST_ITEMS = 65_536  # the most that settings allow; the setting itself is checked after decoding

@@ -15,7 +15,7 @@ from sie.frontend.openapi import replies, schemas
 from sie.frontend.openapi.operations import ACCESS, OPERATIONS, TAGS
 from sie.frontend.openapi.rows import Answer, Fault, Operation
 from sie.frontend.routes import Route
-from sie.settings import Limits
+from sie.limits import Limits
 
 Document = dict[str, Any]
 

@@ -13,7 +13,7 @@ from importlib import resources
 from typing import Any, Final
 
 from sie.frontend.openapi import document
-from sie.settings import Limits
+from sie.limits import Limits
 
 _Json = dict[str, Any]
 _BOUNDS: Final = (

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Union, cast, get_args, get_origin
 import msgspec
 
 from sie.frontend.openapi.wire_types import TYPES, bounds
-from sie.settings import Limits
+from sie.limits import Limits
 
 Schema = dict[str, Any]
 REF = "#/components/schemas/{name}"

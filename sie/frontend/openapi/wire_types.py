@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from sie.frontend.dialects.extract import ExtractOptions
-from sie.settings import Limits
+from sie.limits import Limits
 
 _TOKEN_ID: Final = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 _Text = str | None

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from sie.cards import ModelCard
 from sie.errors import BadRequest
 from sie.extraction import Entity, Extraction, ExtractTask, Gliner, Relation
-from sie.settings import Limits
+from sie.limits import Limits
 from sie.spans import choose_spans
 from sie.workers.runners.encode import weight_bytes
 

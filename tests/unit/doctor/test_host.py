@@ -15,7 +15,8 @@ import msgspec
 import pytest
 
 from sie.doctor import Finding, host, kernel, software
-from sie.settings import MIB, Settings
+from sie.limits import MIB
+from sie.settings import Settings
 
 
 def settings(**sections: dict[str, Any]) -> Settings:

@@ -26,7 +26,7 @@ from sie.frontend.links import Reply
 from sie.frontend.models import ModelTable
 from sie.frontend.replies import read_reply
 from sie.headers import ReplyHeader
-from sie.settings import Limits
+from sie.limits import Limits
 from sie.shm.extent import extent_bytes, plan_arrays, write_extent
 from sie.types import EncodeReply, EncodeRequest
 from sie.workers.runners.stub import StubRunner

@@ -16,7 +16,7 @@ from sie.extraction import ExtractTask, Gliclass, Gliner, LabelGroup, LabelledEx
 from sie.frontend.extract import is_long_work
 from sie.frontend.extract_gliner import WindowReading
 from sie.frontend.tokenize import Tokenizer
-from sie.settings import Limits
+from sie.limits import Limits
 
 NER = TokenClassification(labels=("O", "A"))
 NLI = ZeroShot(labels=("c", "n", "e"), entailment=2, contradiction=0)

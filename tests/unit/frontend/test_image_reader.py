@@ -15,7 +15,7 @@ from sie.cards import ImageRule
 from sie.errors import BadRequest, DeadlineExceeded, Overloaded
 from sie.frontend import image_reader
 from sie.frontend.image_reader import ImageReader, ReadImages
-from sie.settings import Limits
+from sie.limits import Limits
 from tests.unit.frontend.test_images import encoded, noise
 
 NEVER_NS = 1 << 62

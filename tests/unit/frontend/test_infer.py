@@ -40,7 +40,7 @@ from sie.frontend.infer import Tensors
 from sie.frontend.models import ModelTable
 from sie.frontend.score import Scorer
 from sie.frontend.text_tensors import TextTensors
-from sie.settings import Limits
+from sie.limits import Limits
 from sie.tensor_bytes import frame_elements, split_elements
 from sie.tensors import DATATYPES, Tensor, TensorRequest
 from sie.workers.runners.exported import load_exported

@@ -16,7 +16,7 @@ from sie.frontend import routes
 from sie.frontend.dialects import openai
 from sie.frontend.html import page_headers
 from sie.frontend.openapi import document, document_json, page, schemas
-from sie.settings import Limits
+from sie.limits import Limits
 
 LIMITS = Limits(max_items=7, max_candidates=8, max_labels=9)
 INFERENCE = [route for route in routes.ROUTES if route.endpoint]

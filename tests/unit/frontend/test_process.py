@@ -17,7 +17,8 @@ from sie.control import Channel
 from sie.control_messages import Launch, ModelEntry, Models
 from sie.errors import BadRequest, SieError
 from sie.frontend.process import FrontendProcess
-from sie.settings import Memory, Settings
+from sie.setting_sections import Memory
+from sie.settings import Settings
 from sie.shm.attach import Attachment
 from sie.shm.large import LargeBudget
 from sie.shm.pages import CounterPage

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sie.settings import Access
+from sie.setting_sections import Access
 from sie.supervisor.host import StartError
 from sie.supervisor.listen import exposure_warnings, resolve_host
 

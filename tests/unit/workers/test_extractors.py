@@ -25,7 +25,7 @@ from sie.extraction import Extraction, ExtractTask
 from sie.frontend.extract_pairs import PairReading
 from sie.frontend.extract_tokens import TokenReading
 from sie.frontend.tokenize import Tokenizer
-from sie.settings import Limits
+from sie.limits import Limits
 from sie.workers.loader import load_extractor
 from sie.workers.runners import Pair
 from tests.unit.workers.packed_weights import write_checkpoint

@@ -24,7 +24,7 @@ from sie.frontend import extract_gliclass
 from sie.frontend.extract_gliclass import LabelReading
 from sie.frontend.extract_gliner import WindowReading
 from sie.frontend.tokenize import Tokenizer
-from sie.settings import Limits
+from sie.limits import Limits
 from sie.workers.libraries import load_gliclass, load_gliner
 from tests.library_models import GLINER_VARIANTS, WORDS, change_json, save_gliclass, save_gliner
 

@@ -19,7 +19,7 @@ from sie.extraction import (
     ZeroShot,
 )
 from sie.frontend.dialects.extract import decode_extract, encode_extractions, resolve_extract
-from sie.settings import Limits
+from sie.limits import Limits
 from sie.types import ExtractReply, ExtractRequest, Timing
 
 LIMITS = Limits(max_labels=3, max_schema_depth=5, max_schema_values=10, max_depth=20)

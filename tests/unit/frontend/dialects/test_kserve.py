@@ -12,7 +12,7 @@ import tritonclient.http as triton
 from sie.errors import BadRequest
 from sie.frontend.classification import as_class_tensor
 from sie.frontend.dialects.kserve import InferCall, decode_infer, encode_infer
-from sie.settings import Limits
+from sie.limits import Limits
 from sie.tensor_bytes import frame_elements, split_elements
 from sie.tensors import Tensor, TensorReply, TensorRule, TensorSpec
 from sie.types import Timing
@@ -169,6 +169,10 @@ def test_a_size_that_lies_is_refused(size: Any, tail: bytes, message: str):
 @pytest.mark.parametrize("length", ["-1", "99999", "1e3", "abc", "", "9" * 60, "\N{ARABIC-INDIC DIGIT ONE}", "--3"])
 def test_a_length_of_the_json_that_lies_is_refused(length: str):
     assert "nference" in refusal(with_tail({"inputs": [BINARY]}, A.tobytes())[0], length)
+
+
+def test_no_body_is_no_raw_body():
+    assert "truncated" in refusal(b"")
 
 
 def test_no_data_at_all_is_refused():

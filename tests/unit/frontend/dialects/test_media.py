@@ -13,7 +13,7 @@ from sie.catalog.spec import parse_model_spec
 from sie.catalog.stub import stub_card
 from sie.errors import BadRequest
 from sie.frontend.dialects.sie import decode_encode, resolve_encode
-from sie.settings import Limits
+from sie.limits import Limits
 from sie.types import EncodeRequest
 
 TEXTS = stub_card(parse_model_spec("t=stub:"))

@@ -20,7 +20,7 @@ from sie.errors import (
     Unavailable,
 )
 from sie.frontend.dialects.openai import decode_embeddings, encode_embeddings, error_body, resolve_embeddings
-from sie.settings import Limits
+from sie.limits import Limits
 from sie.types import EncodeReply, Timing
 
 LIMITS = Limits()

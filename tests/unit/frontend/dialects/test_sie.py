@@ -22,7 +22,7 @@ from sie.frontend.dialects.sie import (
     not_found_body,
     resolve_encode,
 )
-from sie.settings import Limits
+from sie.limits import Limits
 from sie.types import EncodeReply, EncodeRequest, Timing
 
 LIMITS = Limits()
