@@ -97,7 +97,10 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(ge=1, le=100_000, description="Most times a compressed body may grow beyond 1 MiB (tensor routes alone)."),
     ] = 100
     max_tensor_values: Annotated[
-        int, Meta(ge=1, le=1 << 30, description="Most elements of a request's tensors that come as JSON, or typed over gRPC.")
+        int,
+        Meta(
+            ge=1, le=1 << 30, description="Most elements of a request's tensors that come as JSON, or typed over gRPC."
+        ),
     ] = 1 << 22
     max_reply_bytes: Annotated[
         int, Meta(ge=4096, le=1024 * MIB, description="Largest reply, counted as the bytes of its vectors.")
