@@ -28,3 +28,23 @@ def _pool(file: str) -> descriptor_pool.DescriptorPool:
     for described in files.file:
         pool.Add(described)
     return pool
+
+
+def described_by_name(file: str, name: str) -> list[bytes] | None:
+    """Return the encoded descriptor of the file `name` of the compiled `FILE.binpb`, and of what it imports."""
+    try:
+        return _with_imports(_pool(file).FindFileByName(name))
+    except KeyError:
+        return None
+
+
+def described_by_symbol(file: str, symbol: str) -> list[bytes] | None:
+    """Return the encoded descriptor of the file with `symbol` (a service, message or enum), and of what it imports."""
+    try:
+        return _with_imports(_pool(file).FindFileContainingSymbol(symbol))
+    except KeyError:
+        return None
+
+
+def _with_imports(described: Any) -> list[bytes]:
+    return [described.serialized_pb, *(found.serialized_pb for found in described.dependencies)]

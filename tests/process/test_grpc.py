@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
+from google.protobuf import descriptor_pool
 from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
@@ -405,3 +406,29 @@ def test_the_health_service_knows_its_services(channel: grpc.Channel, service: s
     with pytest.raises(grpc.RpcError) as caught:
         call(channel, "/grpc.health.v1.Health/Check", request.SerializeToString())
     assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+def test_reflection_describes_every_service_with_its_methods(channel: grpc.Channel, version: str):
+    request = message_class("reflection", "grpc.reflection.v1.ServerReflectionRequest")
+    stream = channel.stream_stream(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")
+    read = message_class("reflection", "grpc.reflection.v1.ServerReflectionResponse").FromString
+
+    def ask(**asked: str) -> Any:
+        (data,) = stream(iter([request(**asked).SerializeToString()]), timeout=10)
+        return read(data)
+
+    services = [service.name for service in ask(list_services="*").list_services_response.service]
+    assert {KSERVE, TRTIS, "grpc.health.v1.Health"} <= set(services)
+    pool = descriptor_pool.DescriptorPool()
+    for service in services:
+        files = ask(
+            file_containing_symbol=service.replace("v1alpha", "v1")
+        ).file_descriptor_response.file_descriptor_proto
+        for file in reversed(files):
+            pool.AddSerializedFile(file)
+    for method in METHODS:
+        assert method.name in pool.FindServiceByName(method.service.replace("v1alpha", "v1")).methods_by_name
+    assert ask(file_containing_symbol="nobody").error_response.error_code == 5
+    assert ask(file_by_filename="model_config.proto").file_descriptor_response.file_descriptor_proto
+    assert ask(all_extension_numbers_of_type="x").error_response.error_code == 12

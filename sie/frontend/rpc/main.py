@@ -12,6 +12,7 @@ from typing import Final
 import grpc
 import grpc.aio
 import msgspec
+import uvloop
 
 from sie import process
 from sie.control_messages import Launch
@@ -19,8 +20,9 @@ from sie.frontend.kserve import KServe
 from sie.frontend.process import FrontendProcess, connect
 from sie.frontend.rpc.health import Health
 from sie.frontend.rpc.kserve import KServeGrpc
-from sie.frontend.rpc.methods import HEALTH, KSERVE, METHODS, TRTIS
-from sie.frontend.rpc.service import Service
+from sie.frontend.rpc.methods import HEALTH, KSERVE, METHODS, REFLECTION, TRTIS
+from sie.frontend.rpc.reflection import Reflection
+from sie.frontend.rpc.service import Dialect, Service
 from sie.frontend.rpc.trtis import TrtisGrpc
 from sie.frontend.trtis import Trtis
 from sie.logs import configure
@@ -33,10 +35,12 @@ def make_service(frontend: FrontendProcess) -> Service:
     pool = ThreadPoolExecutor(2, "decode")
     kserve = KServe(frontend, pool)
     trtis = Trtis(frontend, kserve, pool)
-    return Service(
-        frontend,
-        {KSERVE: KServeGrpc(frontend, kserve, pool), TRTIS: TrtisGrpc(frontend, trtis, pool), HEALTH: Health(frontend)},
-    )
+    dialects: dict[str, Dialect] = {
+        KSERVE: KServeGrpc(frontend, kserve, pool),
+        TRTIS: TrtisGrpc(frontend, trtis, pool),
+        HEALTH: Health(frontend),
+    }
+    return Service(frontend, dialects | dict.fromkeys(REFLECTION, Reflection()))
 
 
 def open_server(launch: Launch, frontend: FrontendProcess, service: Service) -> grpc.aio.Server:
@@ -84,7 +88,7 @@ def main() -> int:
     launch = msgspec.json.decode(sys.argv[1], type=Launch)
     process.die_with_parent(launch.supervisor_pid)
     configure(launch.log_format, launch.log_level, "grpc")  # type: ignore[arg-type]
-    asyncio.run(serve(launch))
+    uvloop.run(serve(launch))
     return 0
 
 

@@ -73,5 +73,6 @@ METHODS: Final = (
     _trtis("SharedMemoryControl", "refuse_region"),
     _trtis("Repository", "repository"),
     _method(HEALTH, "Check", "check", "health", "grpc.health.v1.HealthCheckRequest", need="open"),
+    *(_method(service, "ServerReflectionInfo", "stream_reflect", "", "", need="any") for service in REFLECTION),
 )
 """What is not here is UNIMPLEMENTED: tracing and log settings among it."""

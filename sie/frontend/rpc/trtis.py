@@ -57,7 +57,7 @@ class TrtisGrpc:
     async def health(self, _exchange: Exchange, message: Any) -> bytes:
         """Answer `Health`."""
         if message.mode not in ("live", "ready"):
-            raise SieError(f"unknown health mode '{message.mode[:64]}'", code="UNKNOWN", http_status=400)
+            raise SieError(f"unknown health mode '{message.mode[:64]}'", http_status=400)  # the API's UNKNOWN
         process = self._process
         if process.is_draining:
             raise Unavailable("Server exiting")
