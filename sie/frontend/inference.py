@@ -195,9 +195,12 @@ class Inference:
         return entry
 
     async def _serving(self, exchange: Exchange, entry: ModelEntry) -> ModelEntry:
-        """Return a model's entry as soon as it can be served; whether one that loads is waited for is the route's."""
+        """Return a model's entry as soon as it can be served; whether one that loads is waited for is the route's.
+
+        One that is loaded anew is always waited for: the request is tokenised for the new one.
+        """
         models = self._process.models
-        if exchange.waits:
+        if exchange.waits or entry.reloading:
             return await models.wait_serving(entry, exchange.deadline_ns)
         models.check_serving(entry)
         return entry
@@ -211,9 +214,12 @@ class Inference:
         entry = await self._serving(exchange, entry)
         if adapter is not None:
             entry = await process.adapters.serving(entry, adapter, exchange.deadline_ns if exchange.waits else 0)
-        pending, tokenization_ns = await process.encoder.start(entry, request, exchange.deadline_ns)
-        process.watch_client(pending, exchange.protocol)
-        raw: Reply = await pending.future
+        try:
+            pending, tokenization_ns = await process.encoder.start(entry, request, exchange.deadline_ns)
+            process.watch_client(pending, exchange.protocol)
+            raw: Reply = await pending.future
+        except Unavailable as error:
+            return await self._run(exchange, process.models.reloaded(entry, error), request)
         try:
             reply = read_reply(raw, entry, request, exchange.began_ns, tokenization_ns)
         except BaseException:
@@ -226,9 +232,12 @@ class Inference:
     async def _run_score(self, exchange: Exchange, entry: ModelEntry, request: ScoreRequest) -> ScoreReply:
         process = self._process
         entry = await self._serving(exchange, entry)
-        pending, tokenization_ns = await process.scorer.start(entry, request, exchange.deadline_ns)
-        process.watch_client(pending, exchange.protocol)
-        raw: Reply = await pending.future
+        try:
+            pending, tokenization_ns = await process.scorer.start(entry, request, exchange.deadline_ns)
+            process.watch_client(pending, exchange.protocol)
+            raw: Reply = await pending.future
+        except Unavailable as error:
+            return await self._run_score(exchange, process.models.reloaded(entry, error), request)
         try:
             reply = read_scores(raw, request, exchange.began_ns, tokenization_ns)
         finally:
@@ -243,9 +252,12 @@ class Inference:
         """Return what was found, and whether that is so much that it is read and encoded on a thread."""
         process = self._process
         entry = await self._serving(exchange, entry)
-        submitted = await process.extractor.start(entry, request, exchange.deadline_ns)
-        process.watch_client(submitted.pending, exchange.protocol)
-        raw: Reply = await submitted.pending.future
+        try:
+            submitted = await process.extractor.start(entry, request, exchange.deadline_ns)
+            process.watch_client(submitted.pending, exchange.protocol)
+            raw: Reply = await submitted.pending.future
+        except Unavailable as error:
+            return await self._run_extract(exchange, process.models.reloaded(entry, error), request)
         arguments = (raw, submitted, request, exchange.began_ns)
         is_large = len(raw.view) >= _LARGE_BODY_BYTES
         try:

@@ -126,7 +126,7 @@ class ModelTable:
         raise Unavailable(f"Model '{model}' is loading; retry in {wait_s} s", retry_after_s=wait_s)
 
     async def wait_serving(self, entry: ModelEntry, deadline_ns: int) -> ModelEntry:
-        """Return a model's entry once it can be served: what `check_serving` refuses as loading waits here.
+        """Return a model's entry once it can be served: what `check_serving` refuses as loading, or gone to be reloaded, waits.
 
         Raises as `check_serving` does: at once for a failed load, at the deadline for one that goes on.
         """
@@ -136,13 +136,20 @@ class ModelTable:
                 self.check_serving(entry)
             except Unavailable as error:
                 left_s = (deadline_ns - time.monotonic_ns()) / 1e9
-                if error.code != Unavailable.code or left_s <= 0:
+                if (error.code != Unavailable.code and not entry.reloading) or left_s <= 0:
                     raise
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(changed.wait(), left_s)
             else:
                 return entry
             entry = self.entries.get(entry.card.id, entry)
+
+    def reloaded(self, entry: ModelEntry, error: Unavailable) -> ModelEntry:
+        """Return a model's entry now, for a request that met it on its way out of a reload; else raise the error."""
+        now = self.find(entry.card.id)
+        if error.code != "MODEL_NOT_LOADED" or now is None or not (now.reloading or now.workers):
+            raise error
+        return now
 
     async def wait_changed(self) -> None:
         """Wait for the supervisor's next word on any model."""

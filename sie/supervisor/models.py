@@ -31,7 +31,7 @@ class Record(msgspec.Struct):
     for it until it is loaded again. reloads: it is to be loaded again once it has gone everywhere, from files that are
     read anew (is_stale). waits_for_room: its load has not been sent to the workers. asked: the slots of workers that
     were sent it and have not answered. is_released: it was let go and not wanted since, so that a report that crosses
-    its unload does not bring it back. may_fail: readiness no longer waits for it once a load of it has failed.
+    its unload does not bring it back. reloading: it was loaded when a reload began that has not ended. may_fail: readiness no longer waits for it once a load of it has failed.
     """
 
     spec: ModelSpec
@@ -42,6 +42,7 @@ class Record(msgspec.Struct):
     wanted: bool = False
     dismissed: bool = False
     reloads: bool = False
+    reloading: bool = False
     is_stale: bool = False
     waits_for_room: bool = False
     asked: set[int] = set()
@@ -114,13 +115,14 @@ class ModelBook:
         """Note that somebody who may asked for an unload."""
         self.release(record)
         self._forgive(record)
-        record.reloads, record.dismissed = False, True
+        record.reloads, record.reloading, record.dismissed = False, False, True
 
     def reload(self, record: Record, now_s: float) -> bool:
         """Note that somebody who may asked for a reload; return whether the model has to go first."""
         record.is_stale = record.spec.directory is not None
         record.last_used_s = now_s
         self._forgive(record)
+        record.reloading = record.reloading or bool(_loaded_on(record))
         self.release(record)
         record.reloads = True
         return _is_moving(record)
@@ -193,7 +195,7 @@ class ModelBook:
             record.reports[slot] = report
         if report.state == "loaded" and not record.reloads and not record.is_released:
             record.wanted = record.was_loaded = True
-            record.dismissed = False
+            record.dismissed = record.reloading = False
             record.error, record.num_attempts = None, 0
             record.last_used_s = max(record.last_used_s, now_s)
         elif report.state == "failed" and report.error is not None and not _is_loading(record):
@@ -211,7 +213,7 @@ class ModelBook:
         base_s = self._retry_s * _COOL_DOWNS.get(error_class, 1)
         cooldown_s = min(base_s * 2 ** (record.num_attempts - 1), _MAX_RETRY_S)
         record.retry_at_s = float("inf") if permanent else now_s + cooldown_s
-        record.preparing = record.waits_for_room = False
+        record.preparing = record.waits_for_room = record.reloading = False
         if not _loaded_on(record):
             record.wanted = record.was_loaded = False
 
@@ -286,6 +288,7 @@ def _entry(record: Record) -> ModelEntry:
         state=_state(record, bool(workers)),
         is_read=record.card is not None,
         recovering=record.wanted and record.was_loaded and not workers,
+        reloading=record.reloading,
         preload=record.preload,
         workers=workers,
         device=next((report.device for report in reports if report.state == "loaded"), ""),

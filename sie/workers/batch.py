@@ -69,6 +69,31 @@ def pack_sequences(
     return PackedBatch(input_ids, position_ids, cu_seqlens, order, runs, int(lengths[-1]), types, attended)
 
 
+def with_filler(batch: PackedBatch, num_tokens: int) -> PackedBatch:
+    """Return the batch with one more sequence of so many tokens behind the others; `order` stays that of the others."""
+    t = len(batch.input_ids)
+    return batch._replace(
+        input_ids=np.concatenate((batch.input_ids, np.full(num_tokens, batch.input_ids[0]))),
+        position_ids=np.concatenate((batch.position_ids, np.arange(num_tokens))),
+        cu_seqlens=np.append(batch.cu_seqlens, np.int32(t + num_tokens)),
+        runs=(*batch.runs, Run(t, 1, num_tokens)),
+        max_length=max(batch.max_length, num_tokens),
+        token_types=None if batch.token_types is None else np.pad(batch.token_types, (0, num_tokens)),
+        attended=None if batch.attended is None else np.append(batch.attended, np.int32(num_tokens)),
+    )
+
+
+def rounded_tokens(num_tokens: int) -> int:
+    """Return the width that a step of so many tokens gets where every width costs memory: at most 33 % more, mostly 3 %.
+
+    44 widths up to 1,024 tokens: multiples of 8, 16 and 32, which are also what matrix units work on.
+    """
+    for limit, multiple in ((64, 8), (256, 16), (1024, 32), (8192, 128)):
+        if num_tokens <= limit:
+            return -(-num_tokens // multiple) * multiple
+    return -(-num_tokens // 512) * 512
+
+
 def _runs(lengths: list[int]) -> tuple[Run, ...]:
     runs: list[Run] = []
     start = 0

@@ -80,6 +80,10 @@ class StepRows:
                 everywhere = len(rows) == len(owners)
                 self.parts.append((name, None if everywhere else torch.from_numpy(rows).to(self._device)))
 
+    def fill(self, num_rows: int) -> None:
+        """Say that so many rows that belong to nobody stand behind the step's; an adapter of all rows changes them, too."""
+        self.num_rows += num_rows
+
 
 class LoraLayer(nn.Module):
     """A linear layer with the updates of any number of adapters beside it."""

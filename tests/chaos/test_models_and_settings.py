@@ -81,15 +81,12 @@ def test_f42_a_broken_reload_changes_nothing(row: Row, tmp_path: Path):
 
 @pytest.mark.row("F43", "a model is reloaded again and again under load")
 @pytest.mark.timeout(200)
-def test_f43_a_reload_fails_no_request_but_tells_some_to_come_back(row: Row):
+def test_f43_a_reload_fails_no_request(row: Row):
     swaps = pick(5, 50)
     with cluster() as server, open_loop(server, 100, seed=SEED) as load:
         for _ in range(swaps):
             answer = post_json(server.port, "/v1/models/reload", {"model_id": MODEL})
             assert (answer.status, answer.json()["status"]) == (200, "loaded"), answer
             time.sleep(0.3)
-    outcomes = load.history.outcomes()
-    again = outcomes["503 MODEL_LOADING"] + outcomes["503 MODEL_NOT_LOADED"]
     row.equals("swaps", swaps, swaps)
-    row.equals("failed requests", len(load.history.failed()) - again, 0)
-    row.tell("requests told to come back", again / len(load.history.asks) * 100, "%")
+    row.equals("failed requests", len(load.history.failed()), 0)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from sie.cards import ModelCard
 from sie.errors import BadRequest, InputTooLong
 from sie.workers.attention import Boundaries, packed_step
-from sie.workers.batch import PackedBatch, pack_sequences
+from sie.workers.batch import PackedBatch, pack_sequences, rounded_tokens, with_filler
 from sie.workers.lora import LoraAdapters, StepRows
 from sie.workers.runners.head import Head
 
@@ -48,7 +48,16 @@ class Backbone:
         return self.run_packed(batch, execution.position_offset)[0] if execution.packed else self.run_rectangles(batch)
 
     def run_packed(self, batch: PackedBatch, position_offset: int) -> tuple[Tensor, int]:
-        """Run the step as one row; return (t, d) and how often a layer attended."""
+        """Run the step as one row; return (t, d) and how often a layer attended.
+
+        On a CPU oneDNN keeps code for every width of the row that it has seen, about a MiB for a small model. So the
+        row is filled up to one of few widths, with a sequence that nobody reads.
+        """
+        num_tokens = len(batch.input_ids)
+        filler = rounded_tokens(num_tokens) - num_tokens if self.device.type == "cpu" else 0
+        if filler and (self.max_positions is None or filler <= self.max_positions):
+            batch = with_filler(batch, filler)
+            self.lora_rows.fill(filler)
         attended = None if batch.attended is None else self.move(batch.attended)
         boundaries = Boundaries(self.move(batch.cu_seqlens), batch.runs, batch.max_length, attended)
         positions = batch.position_ids + position_offset if position_offset else batch.position_ids
@@ -58,7 +67,7 @@ class Backbone:
                 position_ids=self.move(positions)[None],
                 **self.type_arguments(batch, 0, 1),
             ).last_hidden_state
-        return hidden[0], boundaries.num_calls
+        return hidden[0, :num_tokens], boundaries.num_calls
 
     def run_rectangles(self, batch: PackedBatch) -> Tensor:
         """Run each length's sequences as a batch of their own, with the library's own attention and positions."""

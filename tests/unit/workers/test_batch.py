@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sie.workers.batch import Run, pack_sequences
+from sie.workers.batch import Run, pack_sequences, rounded_tokens, with_filler
 
 
 def _sequences(lengths: list[int]) -> list[np.ndarray]:
@@ -46,3 +46,23 @@ def test_input_is_copied() -> None:
     batch = pack_sequences([source])
     source[:] = 0
     assert batch.input_ids.tolist() == [7, 8]
+
+
+def test_few_widths_are_enough_for_every_step():
+    widths = [rounded_tokens(n) for n in range(1, 1025)]
+    assert all(n <= width < n + 32 for n, width in enumerate(widths, start=1))
+    assert len(set(widths)) <= 44
+    assert rounded_tokens(10_000) == 10_240
+
+
+def test_filler_is_one_more_sequence_behind_the_others():
+    batch = pack_sequences([np.array([7, 8, 9]), np.array([5])], [np.array([0, 1, 1]), np.array([0])])
+    filled = with_filler(batch, 4)
+    assert filled.input_ids[:4].tolist() == batch.input_ids.tolist()
+    assert filled.position_ids.tolist() == [0, 0, 1, 2, 0, 1, 2, 3]
+    assert filled.cu_seqlens.tolist() == [0, 1, 4, 8]
+    assert filled.runs[-1] == (4, 1, 4)
+    assert filled.max_length == 4
+    assert filled.token_types is not None
+    assert filled.token_types.tolist() == [0, 0, 1, 1, 0, 0, 0, 0]
+    assert filled.order.tolist() == batch.order.tolist()

@@ -332,3 +332,20 @@ def test_architecture_without_a_text_encoder_is_refused(make_checkpoint: Any) ->
     (directory / "config.json").write_text(json.dumps({**config, "model_type": "marian", "is_encoder_decoder": True}))
     with pytest.raises(ModelLoadFailed, match="no text encoder"):
         _load(directory)
+
+
+def test_steps_of_any_size_run_in_few_widths(make_checkpoint: Any) -> None:
+    """On a CPU every width that the model has seen keeps about a MiB."""
+    runner = _load(make_checkpoint("bert"))
+    widths: set[int] = set()
+
+    def note_width(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        widths.add(kwargs["input_ids"].shape[1])
+
+    runner._backbone.model.register_forward_pre_hook(note_width, with_kwargs=True)
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(5, 100, length).astype(np.int32) for length in range(1, 101)]
+    for row in ids:
+        alone = runner.run_tokens([row])
+        np.testing.assert_allclose(runner.run_tokens([row, row[:1]])[:1], alone, rtol=1e-4, atol=1e-5)
+    assert len(widths) <= 11

@@ -32,14 +32,14 @@ from sie.tensor_bytes import frame_elements
 from sie.tensors import Tensor, TensorRule, TensorSpec
 
 ADD_SUB = TensorRule(
-    name="add_sub", version="1", platform="stub", max_batch_size=8,
+    name="add_sub", version="1", platform="onnxruntime_onnx", max_batch_size=8,
     inputs=tuple(TensorSpec(name=f"INPUT{i}", datatype="INT32", shape=(-1, 16)) for i in range(2)),
     outputs=tuple(TensorSpec(name=f"OUTPUT{i}", datatype="INT32", shape=(-1, 16)) for i in range(2)),
-    config={"name": "add_sub", "platform": "stub", "max_batch_size": 8,
+    config={"name": "add_sub", "platform": "onnxruntime_onnx", "max_batch_size": 8,
             "input": [{"name": "INPUT0", "data_type": "TYPE_INT32", "dims": [16]}]},
 )  # fmt: skip
 PLAIN = TensorRule(
-    name="plain", version="4", platform="stub",
+    name="plain", version="4", platform="onnxruntime_onnx",
     inputs=(TensorSpec(name="X", datatype="FP32", shape=(-1, 3)), TensorSpec(name="S", datatype="BYTES", shape=(2,), optional=True)),
     outputs=(TensorSpec(name="Y", datatype="FP32", shape=(-1, 3)),),
 )  # fmt: skip
