@@ -16,6 +16,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
+from sie.frontend.rpc.methods import METHODS, Method
 from tests import onnx_models
 from tests.process.harness import EX_CONFIG, Server, eventually, free_port, run_to_end, start_server
 from tests.process.keys import ADMIN, INFER, METRICS, entry, write_keys
@@ -99,6 +100,21 @@ def test_v1_and_streams_tell_a_missing_key_by_the_status(locked: Server):
             )
         )
         assert reply.health
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: f"{method.service}/{method.name}")
+def test_no_method_answers_without_a_key_but_those_that_are_open(locked: Server, method: Method):
+    with grpc.insecure_channel(f"127.0.0.1:{locked.grpc_port}") as channel:
+        try:
+            if method.is_stream:
+                list(channel.stream_stream(method.route.template)(iter([b""]), timeout=10))
+            else:
+                call(channel, method.route.template, b"")
+            code = grpc.StatusCode.OK
+        except grpc.RpcError as error:
+            code = error.code()
+    is_open = method.name in ("ServerLive", "ServerReady", "Health", "Check")
+    assert code == (grpc.StatusCode.OK if is_open else grpc.StatusCode.UNAUTHENTICATED)
 
 
 def test_a_keys_rate_holds(locked: Server):
