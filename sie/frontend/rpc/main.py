@@ -28,8 +28,6 @@ from sie.frontend.trtis import Trtis
 from sie.logs import configure
 
 _MAX_METADATA_BYTES: Final = 64 * 1024
-_MAX_CALLS: Final = 1024
-"""Of one connection, at once; a client waits with more."""
 _MIN_PING_MS: Final = 10_000
 """Clients that ping an idle connection more often are cut off."""
 
@@ -55,7 +53,6 @@ def open_server(launch: Launch, frontend: FrontendProcess, service: Service) -> 
         options=[
             ("grpc.max_receive_message_length", max_bytes),
             ("grpc.max_send_message_length", -1),  # replies are bounded by max_reply_bytes
-            ("grpc.max_concurrent_streams", _MAX_CALLS),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_MS),
             ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
