@@ -131,10 +131,11 @@ def test_every_datatype_has_its_name(tmp_path: Path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("grpc_tools") is None, reason="grpcio-tools is not installed")
-@pytest.mark.parametrize("name", ["model_config"])
+@pytest.mark.parametrize("name", ["model_config", "kserve", "trtis", "health", "reflection"])
 def test_the_compiled_messages_are_those_of_the_proto_files(tmp_path: Path, name: str):
     folder = Path(sie.proto.__file__).parent
     compiled = tmp_path / "compiled"
-    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{folder}", f"--descriptor_set_out={compiled}"]
+    options = [f"-I{folder}", "--include_imports", f"--descriptor_set_out={compiled}"]
+    command = [sys.executable, "-m", "grpc_tools.protoc", *options]
     subprocess.run([*command, f"{name}.proto"], check=True, timeout=60)
     assert compiled.read_bytes() == (folder / f"{name}.binpb").read_bytes()
