@@ -1,4 +1,4 @@
-"""Owns our protobuf messages: compiled descriptors beside their `.proto`, in a pool of their own.
+"""Owns our protobuf messages: descriptors beside their `.proto`, in a pool of their own.
 
 The default pool belongs to whoever else is in the process: a client library of the same protocol brings messages of
 the same names. Imports protobuf, so the supervisor never imports this.
@@ -10,28 +10,35 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
 
 _FOLDER = Path(__file__).parent
 
 
 @cache
 def message_class(file: str, name: str) -> type[Any]:
-    """Return the class of the message `name` (`inference.ModelConfig`) of the compiled `FILE.binpb`."""
+    """Return the class of the message `name` (`inference.ModelConfig`) of the compiled `FILE.json`."""
     return message_factory.GetMessageClass(_pool(file).FindMessageTypeByName(name))
 
 
 @cache
 def _pool(file: str) -> descriptor_pool.DescriptorPool:
-    files = descriptor_pb2.FileDescriptorSet.FromString((_FOLDER / f"{file}.binpb").read_bytes())
     pool = descriptor_pool.DescriptorPool()
-    for described in files.file:
-        pool.Add(described)
+    _add(pool, file)
     return pool
 
 
+def _add(pool: descriptor_pool.DescriptorPool, file: str) -> None:
+    """Add a compiled file to a pool, what it imports first."""
+    described = descriptor_pb2.FileDescriptorProto()
+    json_format.Parse((_FOLDER / f"{file}.json").read_text(), described)
+    for imported in described.dependency:
+        _add(pool, imported.removesuffix(".proto"))
+    pool.Add(described)
+
+
 def described_by_name(file: str, name: str) -> list[bytes] | None:
-    """Return the encoded descriptor of the file `name` of the compiled `FILE.binpb`, and of what it imports."""
+    """Return the encoded descriptor of the file `name` of the compiled `FILE.json`, and of what it imports."""
     try:
         return _with_imports(_pool(file).FindFileByName(name))
     except KeyError:
