@@ -1,16 +1,14 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from sie.proto.compile import FOLDER, compiled
 from sie.catalog.spec import ModelSpec, TensorSource
 from sie.catalog.tensor_rule import read_tensor_card
 from sie.errors import ModelLoadFailed
+from sie.proto.compile import FOLDER, compiled
 from sie.tensors import TensorRule, TensorSpec
 from tests import onnx_models
 
