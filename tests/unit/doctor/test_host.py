@@ -53,11 +53,11 @@ def test_locked_memory_matters_with_a_gpu_only(monkeypatch: pytest.MonkeyPatch):
 def test_segments_that_do_not_fit_are_an_error_with_the_bytes():
     small = settings(server={"frontends": 1}, devices={"devices": "cpu"})
     ok, *rest = host.check_memory(small)
-    assert (ok.level, ok.message, rest) == ("ok", "97 MiB of shared memory fit", [])
+    assert (ok.level, ok.message, rest) == ("ok", "99 MiB of shared memory fit", [])
     huge = settings(server={"frontends": 1}, devices={"devices": "cpu:2"}, memory={"request_segment_bytes": 1 << 46})
     ((level, message),) = bad(host.check_memory(huge))
     assert level == "error"
-    assert str((1 << 46) + 2 * 32 * MIB + 4 * 4096 * 64 + 4 * 256 * 1024) in message
+    assert str((1 << 46) + 2 * 32 * MIB + 4 * 4096 * 64 + 4 * MIB) in message
 
 
 def test_large_payloads_that_may_not_fit_are_a_warning():
