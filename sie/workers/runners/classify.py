@@ -16,7 +16,7 @@ from sie.extraction import TokenClassification
 from sie.workers.batch import PackedBatch, pack_sequences
 from sie.workers.runners import Pair
 from sie.workers.runners.encode import Backbone, Execution, weight_bytes
-from sie.workers.runners.score import HeadView, ScoreModel
+from sie.workers.runners.score import HeadView, ScoreModel, pack_pairs
 from sie.workers.runners.stand_in import ModelHead
 
 
@@ -90,8 +90,7 @@ class PairClassifyRunner:
 
     def run_logits(self, pairs: Sequence[Pair]) -> NDArray[np.float32]:
         """Return (n, classes) float32 logits, the caller's to keep. Raises as `Backbone.check` does."""
-        types = [pair.token_types for pair in pairs if pair.token_types is not None]
-        batch = pack_sequences([pair.token_ids for pair in pairs], types if len(types) == len(pairs) else None)
+        batch = pack_pairs(pairs)
         self._model.backbone.check(self.card.id, batch)
         with torch.inference_mode():
             logits = self._model.run(batch, self.execution, self.view).cpu().numpy()

@@ -5,7 +5,6 @@ Inputs are copied: a program may change them in place, and the extents are read-
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,10 @@ from torch.utils import _pytree as pytree
 from sie.cards import ModelCard
 from sie.catalog.exported import ExportedError, ExportedFile, open_exported
 from sie.catalog.files import refuse
-from sie.errors import BadRequest, Internal
+from sie.errors import BadRequest
 from sie.workers.device import resolve_device
 from sie.workers.faults import is_out_of_memory, is_sticky
-from sie.workers.runners.tensor_arrays import as_array, as_output, input_of, names_sizes, rows_of
+from sie.workers.runners.tensor_arrays import as_array, cut_rows, input_of, names_sizes
 from sie.workers.tensors import OutputTensor, TensorInputs
 
 _FAULTS = (RuntimeError, ValueError, KeyError, AssertionError, TypeError, AttributeError)
@@ -70,18 +69,8 @@ class ExportedRunner:
         wanted = requests[0].task.outputs or tuple(spec.name for spec in self._rule.outputs)
         tensors = [self._input(name, requests) for name in self._inputs]
         results = self._run(tensors)
-        bounds = rows_of(requests)
         arrays = [self._array(results, name) for name in wanted]
-        if len(requests) > 1 and any(array.ndim == 0 or len(array) != bounds[-1] for array in arrays):
-            # Each is run by itself then: `sie.workers.recovery`.
-            raise Internal(f"Model '{self.card.id}' gives another number of rows than it was given")
-        return [
-            tuple(
-                as_output(name, self._datatypes[name], array if len(requests) == 1 else array[start:end])
-                for name, array in zip(wanted, arrays, strict=True)
-            )
-            for start, end in itertools.pairwise(bounds)
-        ]
+        return cut_rows(self.card.id, requests, wanted, arrays, self._datatypes)
 
     def _input(self, name: str, requests: Sequence[TensorInputs]) -> torch.Tensor:
         """Return one input of all requests, on the device; BF16 is its bits on our side."""

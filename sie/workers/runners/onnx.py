@@ -7,7 +7,6 @@ alone is run without a copy of its inputs.
 from __future__ import annotations
 
 import ctypes
-import itertools
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
@@ -20,10 +19,10 @@ from onnxruntime.capi import onnxruntime_pybind11_state as states  # pyright: ig
 
 from sie.cards import ModelCard
 from sie.catalog.files import refuse
-from sie.errors import BadRequest, Internal
+from sie.errors import BadRequest
 from sie.logs import get_logger
 from sie.tensors import TensorRule
-from sie.workers.runners.tensor_arrays import as_array, as_output, input_of, names_sizes, rows_of, without_source
+from sie.workers.runners.tensor_arrays import as_array, cut_rows, input_of, names_sizes, without_source
 from sie.workers.tensors import OutputTensor, TensorInputs
 
 _log = get_logger(__name__)
@@ -101,17 +100,7 @@ class OnnxRunner:
             parts = [as_array(*input_of(request, form.name)) for request in requests]
             feed[form.name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
         arrays = self._run(wanted, feed)
-        bounds = rows_of(requests)
-        if len(requests) > 1 and any(array.ndim == 0 or len(array) != bounds[-1] for array in arrays):
-            # Each is run by itself then: `sie.workers.recovery`.
-            raise Internal(f"Model '{self.card.id}' gives another number of rows than it was given")
-        return [
-            tuple(
-                as_output(name, self._datatypes[name], array if len(requests) == 1 else array[start:end])
-                for name, array in zip(wanted, arrays, strict=True)
-            )
-            for start, end in itertools.pairwise(bounds)
-        ]
+        return cut_rows(self.card.id, requests, wanted, arrays, self._datatypes)
 
     def _run(self, wanted: list[str], feed: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
         try:

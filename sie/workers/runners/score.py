@@ -108,8 +108,7 @@ class ScoreRunner:
 
     def run_pairs(self, pairs: Sequence[Pair]) -> NDArray[np.float32]:
         """Return (n, 1) float32 scores, the caller's to keep. Raises as `Backbone.check` does."""
-        types = [pair.token_types for pair in pairs if pair.token_types is not None]
-        batch = pack_sequences([pair.token_ids for pair in pairs], types if len(types) == len(pairs) else None)
+        batch = pack_pairs(pairs)
         self._model.backbone.check(self.card.id, batch)
         with torch.inference_mode():
             logits = self._model.run(batch, self.execution, self.view)
@@ -117,3 +116,9 @@ class ScoreRunner:
         answer = np.empty_like(scores)
         answer[batch.order] = scores
         return answer
+
+
+def pack_pairs(pairs: Sequence[Pair]) -> PackedBatch:
+    """Pack pairs, with their token types where all of them have some."""
+    types = [pair.token_types for pair in pairs if pair.token_types is not None]
+    return pack_sequences([pair.token_ids for pair in pairs], types if len(types) == len(pairs) else None)

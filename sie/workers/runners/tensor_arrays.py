@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.errors import BadRequest
+from sie.errors import BadRequest, Internal
 from sie.headers import TensorForm
 from sie.tensor_bytes import FramingError, frame_elements, split_elements
 from sie.tensors import DATATYPES
@@ -88,3 +88,28 @@ def names_sizes(text: str) -> bool:
 def without_source(error: BaseException) -> str:
     """Return a runtime's message on one line, without the place in its source."""
     return " ".join(_SOURCE.sub(" ", f" {error} ").split())
+
+
+def cut_rows(
+    model_id: str,
+    requests: Sequence[TensorInputs],
+    names: Sequence[str],
+    arrays: Sequence[NDArray[Any]],
+    datatypes: Mapping[str, str],
+) -> list[tuple[OutputTensor, ...]]:
+    """Return each request's part of what one run gave, by the rows that it brought; arrays are in the order of names.
+
+    Raises Internal when the rows are not those that went in: each request is run by itself then
+    (`sie.workers.recovery`).
+    """
+    bounds = rows_of(requests)
+    is_shared = len(requests) > 1
+    if is_shared and any(array.ndim == 0 or len(array) != bounds[-1] for array in arrays):
+        raise Internal(f"Model '{model_id}' gives another number of rows than it was given")
+    return [
+        tuple(
+            as_output(name, datatypes[name], array[start:end] if is_shared else array)
+            for name, array in zip(names, arrays, strict=True)
+        )
+        for start, end in itertools.pairwise(bounds)
+    ]
