@@ -6,7 +6,6 @@ without a network serves it; with a revision it is the hub's. Imports nothing sl
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -24,14 +23,12 @@ def with_bundled_model(loaded: Loaded) -> Loaded:
     Raises SettingsError when it names no model and the package is not installed.
     """
     models = loaded.settings.models
+    is_named = BUNDLED_MODEL in (*models.preload, *models.lazy)
+    if not is_named and (models.preload or models.lazy or models.catalog or models.repositories):
+        return loaded
     spec = _find_bundled()
-    if models.preload or models.lazy or models.catalog or models.repositories:
-        if spec is None or BUNDLED_MODEL not in (*models.preload, *models.lazy):
-            return loaded
-        preload = tuple(spec if text == BUNDLED_MODEL else text for text in models.preload)
-        lazy = tuple(spec if text == BUNDLED_MODEL else text for text in models.lazy)
-        models = msgspec.structs.replace(models, preload=preload, lazy=lazy)
-        return Loaded(msgspec.structs.replace(loaded.settings, models=models), loaded.sources)
+    if is_named:
+        return loaded if spec is None else _with_spec(loaded, spec)
     if spec is None:
         raise SettingsError(
             "--model: no model is named and the bundled one is not installed; name one as ID[=DIR][@REVISION], "
@@ -42,8 +39,18 @@ def with_bundled_model(loaded: Loaded) -> Loaded:
     return Loaded(msgspec.structs.replace(loaded.settings, models=models), sources)
 
 
+def _with_spec(loaded: Loaded, spec: str) -> Loaded:
+    models = loaded.settings.models
+    preload = tuple(spec if text == BUNDLED_MODEL else text for text in models.preload)
+    lazy = tuple(spec if text == BUNDLED_MODEL else text for text in models.lazy)
+    models = msgspec.structs.replace(models, preload=preload, lazy=lazy)
+    return Loaded(msgspec.structs.replace(loaded.settings, models=models), loaded.sources)
+
+
 def _find_bundled() -> str | None:
     """Return the bundled model's spec, None when its package is not installed."""
+    from importlib.util import find_spec  # `--help` needs none of it
+
     package = find_spec(BUNDLED_PACKAGE)
     if package is None or not package.submodule_search_locations:
         return None
