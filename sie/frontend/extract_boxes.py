@@ -73,7 +73,7 @@ class BoxReading:
     def prepare(self, texts: Sequence[str]) -> Arrays:
         """Return the arrays of the queries. Raises BadRequest, InputTooLong for what the model cannot read at once."""
         try:
-            encodings = self._tokenizer.library.encode_batch(texts)
+            encodings = self._tokenizer.backend.encode_batch(texts)
         except TypeError as error:
             raise unicode_error(texts, error) from None
         limit = self._tokenizer.card.max_sequence_length
@@ -126,7 +126,7 @@ class BoxReading:
         least = _GROUNDING_THRESHOLD if task.text_threshold is None else task.text_threshold
         scores = columns.tolist()
         found = [place for place, score in enumerate(scores) if place and score > least]
-        phrase: str = self._tokenizer.library.decode([encoding.ids[place] for place in found])
+        phrase: str = self._tokenizer.backend.decode([encoding.ids[place] for place in found])
         if not task.labels:
             return phrase.strip(" .")
         if phrase not in self._labels_of:
@@ -157,7 +157,7 @@ class BoxReading:
                 f"{num_tokens} tokens with their prompt, and the model reads at most {limit} "
                 f"- at `$.params.labels[{label}]`"
             )
-        library = self._tokenizer.library
+        library = self._tokenizer.backend
         (short,) = library.encode_batch([text], add_special_tokens=False)  # `encode` would stop the event loop
         short.truncate(limit - library.num_special_tokens_to_add(False))
         return library.post_process(short)

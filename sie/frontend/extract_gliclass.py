@@ -106,7 +106,7 @@ class LabelReading:
         frames = [self._frame(group) for group in self._groups]
         self._check_size(texts, frames)
         try:
-            encodings = self._tokenizer.library.encode_batch(
+            encodings = self._tokenizer.backend.encode_batch(
                 [before + text + behind for text in texts for before, behind in frames]
             )
         except TypeError as error:

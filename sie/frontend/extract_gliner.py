@@ -183,7 +183,7 @@ class WindowReading:
         """Return how many tokens each word has by itself, as the library tokenises words."""
         pieces = [text[start:end] for start, end in words]
         # As a batch of one: `encode` would keep the event loop from turning.
-        (encoding,) = self._tokenizer.library.encode_batch([pieces], is_pretokenized=True, add_special_tokens=False)
+        (encoding,) = self._tokenizer.backend.encode_batch([pieces], is_pretokenized=True, add_special_tokens=False)
         numbers = np.array([number for number in encoding.word_ids if number is not None], np.intp)
         return np.bincount(numbers, minlength=len(words)).tolist()
 

@@ -74,7 +74,7 @@ class PairReading:
 
     def _encode(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
         try:
-            return self._tokenizer.library.encode_batch_fast(texts, add_special_tokens=False)
+            return self._tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False)
         except TypeError as error:
             raise unicode_error(texts, error) from None
 
@@ -82,7 +82,7 @@ class PairReading:
         self, premise: tokenizers.Encoding, hypothesis: tokenizers.Encoding, item: int, place: int
     ) -> tokenizers.Encoding:
         """Return a pair as the tokenizer joins two texts, cut to the model's limit."""
-        library, limit = self._tokenizer.library, self._tokenizer.card.max_sequence_length
+        library, limit = self._tokenizer.backend, self._tokenizer.card.max_sequence_length
         if limit is not None:
             room = limit - len(hypothesis) - library.num_special_tokens_to_add(True)
             if room < 1:

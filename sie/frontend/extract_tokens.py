@@ -58,7 +58,7 @@ class TokenReading:
         try:
             # Alone, a short text starts no thread pool (`Tokenizer.encode_texts` says why only a short one); the faster
             # batch call would leave out the offsets.
-            library, is_short = self._tokenizer.library, len(texts) == 1 and len(texts[0]) <= LONG_TEXT_BYTES
+            library, is_short = self._tokenizer.backend, len(texts) == 1 and len(texts[0]) <= LONG_TEXT_BYTES
             encodings = [library.encode(texts[0])] if is_short else library.encode_batch(texts)
         except TypeError as error:
             raise unicode_error(texts, error) from None
@@ -137,7 +137,7 @@ class TokenReading:
         """
         unknown = self._rule.unknown_token
         pieces = zip(encoding.tokens, encoding.offsets, strict=True)
-        if getattr(self._tokenizer.library.model, "continuing_subword_prefix", None):
+        if getattr(self._tokenizer.backend.model, "continuing_subword_prefix", None):
             return [token != unknown and len(token) != end - start for token, (start, end) in pieces]
         return [
             token != unknown and start > 0 and " " not in text[start - 1 : start + 1] for token, (start, _) in pieces

@@ -89,7 +89,7 @@ class Tokenizer:
         return tokenizer
 
     @property
-    def library(self) -> tokenizers.Tokenizer:
+    def backend(self) -> tokenizers.Tokenizer:
         """The library's tokenizer, for what needs more than token ids; not to be changed."""
         return self._document.tokenizer
 

@@ -12,7 +12,7 @@ from sie_sdk import SIEClient
 from sie_sdk.client import RequestError
 from sie_sdk.client.errors import InputTooLongError
 
-from tests.library_models import WORDS, save_gliclass, save_gliner
+from tests.gli_models import WORDS, save_gliclass, save_gliner
 from tests.process.harness import Server, start_server
 from tests.process.wire import get, post_json, wait_no_extents
 

@@ -120,7 +120,7 @@ def grounded(make_reading: Any, scores: dict[str, float], **task: Any) -> str:
     reading = make_reading(DINO, ExtractTask(**task))
     reading.prepare(reading.texts)
     see(reading, (100, 100))
-    words = reading._tokenizer.library.encode(reading.texts[0]).tokens
+    words = reading._tokenizer.backend.encode(reading.texts[0]).tokens
     left = dict(scores)
     columns = [left.pop(word, 0.0) for word in words]  # the first of equal ones
     [found] = reading.read([rows([0.9, 0.5, 0.5, 0.2, 0.2, *columns])])

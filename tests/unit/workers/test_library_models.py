@@ -26,7 +26,7 @@ from sie.frontend.extract_gliner import WindowReading
 from sie.frontend.tokenize import Tokenizer
 from sie.limits import Limits
 from sie.workers.libraries import load_gliclass, load_gliner
-from tests.library_models import GLINER_VARIANTS, WORDS, change_json, save_gliclass, save_gliner
+from tests.gli_models import GLINER_VARIANTS, WORDS, change_json, save_gliclass, save_gliner
 
 TOLERANCE = 1e-5
 LABELS = ("person", "company", "city")
