@@ -21,6 +21,7 @@ from PIL import Image
 
 from tests.conftest import MINILM
 from tests.process.harness import Server, start_server
+from tests.process.mutants import mutate
 from tests.process.wire import MSGPACK, Client, dense_rows, encode, stub_rows, wait_no_extents
 from tests.tiny_models import save_classifier, save_cross_encoder
 
@@ -115,25 +116,6 @@ def corpus() -> list[tuple[str, bytes, dict[str, str]]]:
 
 def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
-
-
-def mutate(body: bytes, rng: np.random.Generator) -> bytes:
-    """Return the body with one to four bytes flipped, put in, taken out or doubled, or its end cut."""
-    changed = bytearray(body)
-    for _ in range(rng.integers(1, 5)):
-        at = int(rng.integers(0, len(changed) + 1))
-        match int(rng.integers(0, 5)):
-            case 0 if at < len(changed):
-                changed[at] ^= 1 << int(rng.integers(0, 8))
-            case 1:
-                changed[at:at] = rng.bytes(int(rng.integers(1, 9)))
-            case 2:
-                del changed[at : at + int(rng.integers(1, 9))]
-            case 3:
-                changed[at:at] = changed[at : at + 16]
-            case _ if at < len(changed):
-                changed[at] = int(rng.choice([0x80, 0x90, 0xC1, 0xC6, 0xD9, 0xDB, 0xDC, 0xDD, 0xDF, 0xFF]))
-    return bytes(changed)
 
 
 def test_mutated_bodies_cause_no_server_error(server: Server) -> None:
