@@ -31,6 +31,11 @@ DATATYPES: Final[dict[str, str]] = {
 """The protocol's names of datatypes, and the NumPy code of what crosses: BF16 its bits, since NumPy has no such type;
 BYTES elements of any length behind each other, each as its length (uint32, little-endian) and its bytes."""
 
+ITEM_BYTES: Final[dict[str, int]] = {name: int(code[2:]) for name, code in DATATYPES.items()}
+"""Bytes of one element; of BYTES those of a byte."""
+MAX_RANK: Final = 32
+"""Most dimensions of a tensor."""
+
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One input or output of a model."""

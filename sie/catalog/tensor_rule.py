@@ -19,9 +19,8 @@ from sie.catalog.model_config import CONFIG_FILE, read_model_config, to_json
 from sie.catalog.onnx_file import OnnxError, OnnxValue, read_onnx
 from sie.catalog.repository import find_file, open_model
 from sie.catalog.spec import ModelSpec, TensorSource
-from sie.tensors import TensorRule, TensorSpec
+from sie.tensors import MAX_RANK, TensorRule, TensorSpec
 
-MAX_RANK = 32
 _MAX_LABEL_BYTES = 16 << 20
 _NOT_A_BATCH = re.compile(r"seq|len|time|frame|token|sample|height|width", re.IGNORECASE)
 """Names of a leading dimension that rows of other requests must not be put behind."""

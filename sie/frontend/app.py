@@ -15,10 +15,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from sie.control_messages import ModelEntry
-from sie.errors import ClientGone, Internal, Overloaded, SieError
+from sie.errors import ClientGone, Internal, SieError
 from sie.frontend import dashboard, envelopes, openapi, routes
 from sie.frontend.access import CHALLENGE, Access
 from sie.frontend.admin import check_admin
+from sie.frontend.counting import count_exchange
 from sie.frontend.dialects import models as models_dialect
 from sie.frontend.dialects import negotiate, sie
 from sie.frontend.html import page_headers
@@ -45,8 +46,6 @@ _BODY_UNREAD: Final = frozenset({401, 403, 429, 503})
 """These may be known from the headers alone."""
 _MAX_DISCARDED_BYTES: Final = 256 * 1024
 _TENSOR_DIALECTS: Final = frozenset({"kserve", "trtis"})
-_NO_REQUEST: Final = frozenset({204, 401, 403, 405, 429})
-"""These never reached the model that their route is about, and are no requests in `sie_requests_total`."""
 
 
 class App:
@@ -79,6 +78,9 @@ class App:
             return
         exchange = Exchange(scope, protocol, time.monotonic_ns())
         try:
+            matched = routes.match(scope.path)
+            if matched is not None:
+                exchange.route, exchange.model = matched
             if (access := self._process.access) is None:
                 await self._dispatch(exchange)
             else:
@@ -117,14 +119,10 @@ class App:
 
     async def _dispatch_for_holder(self, exchange: Exchange, access: Access) -> None:
         """Dispatch what the key in a request allows. What is no route, or not its method, needs a key as well."""
-        matched = routes.match(exchange.scope.path)
-        if matched is not None:
-            exchange.route, exchange.model = matched
+        route = exchange.route
         if exchange.scope.method == "OPTIONS" and self._is_preflight(exchange):
             return  # a browser sends no key before it has been told that it may
-        exchange.holder = holder = access.identify(
-            exchange.headers, matched.route.need if matched is not None else "any"
-        )
+        exchange.holder = holder = access.identify(exchange.headers, route.need if route is not None else "any")
         if holder is None:
             await self._dispatch(exchange)
             return
@@ -144,18 +142,15 @@ class App:
         return True
 
     async def _dispatch(self, exchange: Exchange) -> None:
-        scope = exchange.scope
-        matched = routes.match(scope.path)
-        if matched is not None:
-            exchange.route, exchange.model = matched
-        if matched is None or scope.method != matched.route.method:
-            self._answer_mismatch(exchange, matched.route if matched is not None else None)
+        route = exchange.route
+        if route is None or exchange.scope.method != route.method:
+            self._answer_mismatch(exchange, route)
             await self._discard_body(exchange)
             return
-        if not matched.route.endpoint:
-            await self._handle(exchange, matched.route)
+        if not route.endpoint:
+            await self._handle(exchange, route)
             return
-        headers, body = await getattr(self._inference, matched.route.handler)(exchange)
+        headers, body = await getattr(self._inference, route.handler)(exchange)
         self._respond(exchange, 200, headers, body)
 
     async def _handle(self, exchange: Exchange, route: routes.Route) -> None:
@@ -212,8 +207,7 @@ class App:
         process, headers = self._process, exchange.headers
         self._check_admin(exchange, has_body=True)
         exchange.deadline_ns = exchange.began_ns + process.timeout_ns(headers.get("x-sie-timeout-ms"))
-        body = await process.bodies.read(headers, exchange.protocol, exchange.deadline_ns)
-        exchange.body_bytes = len(body)
+        body = await exchange.read_body(process.bodies)
         verb = exchange.scope.path.rpartition("/")[2]
         answer = await process.admin.serve(verb, body, exchange.deadline_ns)
         self._respond(exchange, answer.http_status, [_JSON], answer.body)
@@ -277,7 +271,7 @@ class App:
         if isinstance(error, ClientGone):
             for record in self._process.recorders:
                 record(exchange, error.http_status, [], error)
-            self._count(exchange, error.http_status, error)
+            count_exchange(self._process.metrics, exchange, error.http_status, error)
             return
         status, headers, body = envelopes.failure(envelope, error)
         if envelope not in _TENSOR_DIALECTS:
@@ -304,30 +298,7 @@ class App:
         for record in process.recorders:
             headers = record(exchange, status, headers, error)
         exchange.protocol.response_bytes(status, headers, body)
-        self._count(exchange, status, error)
-
-    def _count(self, exchange: Exchange, status: int, error: SieError | None) -> None:
-        metrics, route = self._process.metrics, exchange.route
-        total_s = (time.monotonic_ns() - exchange.began_ns) / 1e9
-        template = route.template if route is not None else "unmatched"
-        metrics.record_http(
-            exchange.scope.method if route is not None else "ANY", template, exchange.known_model, status,
-            duration_s=total_s, body_bytes=exchange.body_bytes,
-        )  # fmt: skip
-        if error is not None and error.retryable:
-            metrics.record_refusal(error.code)
-        if route is None or not route.endpoint or status in _NO_REQUEST:
-            return
-        outcome = "success" if error is None else "queue_full" if isinstance(error, Overloaded) else "error"
-        model = exchange.known_model or "unknown"
-        timing = exchange.timing
-        if timing is None:
-            metrics.record_request(model, route.endpoint, outcome, total_s)
-        else:
-            metrics.record_request(
-                model, route.endpoint, outcome, total_s, queue_s=timing.queue_ms / 1e3,
-                tokenize_s=timing.tokenization_ms / 1e3, inference_s=timing.inference_ms / 1e3,
-            )  # fmt: skip
+        count_exchange(process.metrics, exchange, status, error)
 
 
 def _info(entry: ModelEntry, created_s: int) -> dict[str, Any]:

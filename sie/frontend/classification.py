@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sie.errors import BadRequest
 from sie.tensor_bytes import frame_elements
-from sie.tensors import DATATYPES, Tensor, TensorSpec
+from sie.tensors import DATATYPES, Tensor, TensorRule, TensorSpec
 
 _UNRANKED: Final = frozenset({"BYTES", "BOOL", "FP16", "BF16"})
 
@@ -23,6 +23,14 @@ class RankedClass(NamedTuple):
     position: int
     value: Any
     label: str
+
+
+def spec_of(output: Tensor, rule: TensorRule) -> TensorSpec:
+    """Return what a model's rule says of an output; of one that is in no rule, a stub's, what it is itself."""
+    for spec in rule.outputs:
+        if spec.name == output.name:
+            return spec
+    return TensorSpec(name=output.name, datatype=output.datatype, shape=output.shape)
 
 
 def rank_classes(output: Tensor, spec: TensorSpec, num_classes: int, *, is_batched: bool) -> list[list[RankedClass]]:

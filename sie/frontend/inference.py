@@ -15,10 +15,12 @@ from sie.control_messages import ModelEntry
 from sie.errors import BadRequest, Unavailable
 from sie.frontend import routes
 from sie.frontend.adapters import requested_adapter
+from sie.frontend.body import BodyReader
 from sie.frontend.dialects import extract, negotiate, openai, rerank, score, sie
 from sie.frontend.extract import read_extractions
 from sie.frontend.key_use import KeyHolder
 from sie.frontend.links import Reply
+from sie.frontend.offload import LARGE_BYTES
 from sie.frontend.process import FrontendProcess
 from sie.frontend.replies import read_reply
 from sie.frontend.score import read_scores
@@ -31,8 +33,6 @@ Answer = tuple[Headers, bytes]
 _JSON: Final = ("content-type", "application/json")
 _LEAST_SHOWN_MS: Final = 0.005
 """Anything less is 0.00 in a header."""
-_LARGE_BODY_BYTES: Final = 64 * 1024
-"""From here a body is decoded, and a reply of as many bytes as JSON encoded, on a thread."""
 
 
 class Exchange:
@@ -59,6 +59,12 @@ class Exchange:
         self.waits = False
         """Whether it waits for a model that loads, instead of hearing so at once."""
 
+    async def read_body(self, bodies: BodyReader) -> bytes:
+        """Return the whole body, and note its size. Raises as `BodyReader.read` does."""
+        body = await bodies.read(self.headers, self.protocol, self.deadline_ns)
+        self.body_bytes = len(body)
+        return body
+
 
 class Inference:
     """One method a route, named as its handler. One instance per process."""
@@ -75,7 +81,7 @@ class Inference:
         """Answer `/v1/encode/{model}`."""
         headers = exchange.headers
         self._check_headers(exchange)
-        body = await self._read(exchange)
+        body = await exchange.read_body(self._process.bodies)
         is_msgpack = negotiate.is_msgpack(headers.get("content-type"))
         request = await self._decode(sie.decode_encode, body, is_msgpack, exchange.model, self._limits)
         entry = self._find(exchange, exchange.model)
@@ -85,7 +91,7 @@ class Inference:
         reply, raw = await self._run(exchange, entry, request)
         wants_msgpack = negotiate.wants_msgpack(headers.get("accept"))
         try:
-            if wants_msgpack or len(raw.view) < _LARGE_BODY_BYTES:
+            if wants_msgpack or len(raw.view) < LARGE_BYTES:
                 answer = sie.encode_reply(reply, wants_msgpack)
             else:
                 answer = await self._on_thread(sie.encode_reply, reply, wants_msgpack)
@@ -97,7 +103,7 @@ class Inference:
     async def score(self, exchange: Exchange) -> Answer:
         """Answer `/v1/score/{model}`."""
         self._check_headers(exchange)
-        body = await self._read(exchange)
+        body = await exchange.read_body(self._process.bodies)
         is_msgpack = negotiate.is_msgpack(exchange.headers.get("content-type"))
         request = await self._decode(score.decode_score, body, is_msgpack, exchange.model, self._limits)
         entry = self._find(exchange, exchange.model)
@@ -113,7 +119,7 @@ class Inference:
     async def extract(self, exchange: Exchange) -> Answer:
         """Answer `/v1/extract/{model}`."""
         self._check_headers(exchange)
-        body = await self._read(exchange)
+        body = await exchange.read_body(self._process.bodies)
         is_msgpack = negotiate.is_msgpack(exchange.headers.get("content-type"))
         request = await self._decode(extract.decode_extract, body, is_msgpack, exchange.model, self._limits)
         entry = self._find(exchange, exchange.model)
@@ -132,7 +138,7 @@ class Inference:
     async def rerank(self, exchange: Exchange) -> Answer:
         """Answer `/v1/rerank`."""
         self._check_headers(exchange)
-        body = await self._read(exchange)
+        body = await exchange.read_body(self._process.bodies)
         call = await self._decode(rerank.decode_rerank, body, self._limits)
         request = call.request
         request.model = self._process.resolve_default(request.model, "score")
@@ -147,7 +153,7 @@ class Inference:
     async def embeddings(self, exchange: Exchange) -> Answer:
         """Answer `/v1/embeddings`."""
         self._check_headers(exchange)
-        body = await self._read(exchange)
+        body = await exchange.read_body(self._process.bodies)
         call = await self._decode(openai.decode_embeddings, body, exchange.headers.get("content-type"), self._limits)
         request = call.request
         request.model = self._process.resolve_default(request.model, "dense")
@@ -157,7 +163,7 @@ class Inference:
         request = openai.resolve_embeddings(request, entry.card)
         reply, raw = await self._run(exchange, entry, request)
         try:
-            if call.base64 or len(raw.view) < _LARGE_BODY_BYTES:
+            if call.base64 or len(raw.view) < LARGE_BYTES:
                 answer = openai.encode_embeddings(reply, call.base64)
             else:
                 answer = await self._on_thread(openai.encode_embeddings, reply, call.base64)
@@ -178,11 +184,6 @@ class Inference:
         if process.is_draining:
             raise Unavailable("The server is stopping", code="SHUTTING_DOWN", retry_after_s=1)
         process.engine.check_open()
-
-    async def _read(self, exchange: Exchange) -> bytes:
-        body = await self._process.bodies.read(exchange.headers, exchange.protocol, exchange.deadline_ns)
-        exchange.body_bytes = len(body)
-        return body
 
     def _find(self, exchange: Exchange, model: str) -> ModelEntry:
         models = self._process.models
@@ -259,7 +260,7 @@ class Inference:
         except Unavailable as error:
             return await self._run_extract(exchange, process.models.reloaded(entry, error), request)
         arguments = (raw, submitted, request, exchange.began_ns)
-        is_large = len(raw.view) >= _LARGE_BODY_BYTES
+        is_large = len(raw.view) >= LARGE_BYTES
         try:
             if is_large:
                 reply = await self._on_thread(read_extractions, *arguments)
@@ -277,7 +278,7 @@ class Inference:
 
     async def _decode(self, decode: Callable[..., Any], body: bytes, *args: Any) -> Any:
         """Decode a body, a large one on a thread."""
-        if len(body) < _LARGE_BODY_BYTES:
+        if len(body) < LARGE_BYTES:
             return decode(body, *args)
         return await self._on_thread(decode, body, *args)
 

@@ -6,31 +6,29 @@ Source: KServe v2 sheet; docs/tensors.md says where OpenVINO Model Server and Tr
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Final
 
 from sie.control_messages import ModelEntry
-from sie.errors import BadRequest, NotFound, Unavailable
-from sie.frontend.classification import as_class_tensor
+from sie.errors import BadRequest, Unavailable
+from sie.frontend.classification import as_class_tensor, spec_of
 from sie.frontend.compression import MIN_BYTES, choose_coding, compress, decompress
 from sie.frontend.dialects import kserve, kserve_models
 from sie.frontend.dialects.kserve import InferCall
-from sie.frontend.dialects.kserve_models import VersionState
 from sie.frontend.envelopes import JSON, Headers, Response
 from sie.frontend.inference import Exchange
+from sie.frontend.offload import LARGE_BYTES, offload
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes import BY_TEMPLATE, COUNTED
 from sie.frontend.tensor_figures import read_figures
 from sie.frontend.tensor_paths import split_model_path
+from sie.frontend.tensor_states import VersionState, reason_of, rule_of
 from sie.frontend.tensor_table import is_servable
-from sie.tensors import Tensor, TensorReply, TensorRule, TensorSpec
+from sie.tensors import Tensor, TensorReply, TensorRule
 
 _BINARY: Final = ("content-type", "application/octet-stream")
 _LENGTH_HEADER: Final = "inference-header-content-length"
-_LARGE_BYTES: Final = 64 * 1024
-"""From here bodies are decoded, encoded and compressed on a thread."""
 _METHODS: Final = {"infer": "POST", "": "GET", "ready": "GET", "config": "GET", "stats": "GET"}
 
 
@@ -69,7 +67,7 @@ class KServe:
         table = self._tensors.table
         assert exchange.route is not None
         tail = exchange.model + exchange.route.template.partition("{model}")[2]
-        path = split_model_path(tail, _METHODS, table.names)
+        path = split_model_path(tail, _METHODS, table)
         if path is None:
             return Response(404, [JSON], kserve.error_body("Not Found"))
         method = _METHODS[path.action]
@@ -102,16 +100,13 @@ class KServe:
         return Response(200, [JSON], kserve_models.statistics_body(figures))
 
     async def _infer(self, exchange: Exchange, entry: ModelEntry) -> Response:
-        process, headers, rule = self._process, exchange.headers, rule_of(entry)
+        process, headers = self._process, exchange.headers
         exchange.deadline_ns = exchange.began_ns + process.timeout_ns(headers.get("x-sie-timeout-ms"))
-        if process.is_draining:
-            raise Unavailable("The server is stopping", code="SHUTTING_DOWN", retry_after_s=1)
-        self._tensors.serving(entry.card.id)
-        process.engine.check_open()
+        rule = self.admit(entry)
         body = await self._read(exchange)
         limits = process.settings.limits
-        call: InferCall = await self._on_pool(
-            len(body), kserve.decode_infer, body, headers.get(_LENGTH_HEADER), entry.card.id, rule, limits
+        call: InferCall = await offload(
+            self._pool, len(body), kserve.decode_infer, body, headers.get(_LENGTH_HEADER), entry.card.id, rule, limits
         )
         async with self._tensors.infer(
             call.request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns,
@@ -119,35 +114,37 @@ class KServe:
         ) as reply:  # fmt: skip
             exchange.timing = reply.timing
             nbytes = sum(len(output.data) for output in reply.outputs)
-            answer, length = await self._on_pool(nbytes, _encode, call, reply, rule)
+            answer, length = await offload(self._pool, nbytes, _encode, call, reply, rule)
         process.metrics.record_last_inference(entry.card.id)
         return await self._packed(headers.get("accept-encoding"), answer, length)
 
+    def admit(self, entry: ModelEntry) -> TensorRule:
+        """Return a model's rule, if a request to it is taken now. Raises what `Tensors.serving` and the engine raise."""
+        rule = rule_of(entry)
+        if self._process.is_draining:
+            raise Unavailable("The server is stopping", code="SHUTTING_DOWN", retry_after_s=1)
+        self._tensors.serving(entry.card.id)
+        self._process.engine.check_open()
+        return rule
+
     async def _read(self, exchange: Exchange) -> bytes:
         process, headers = self._process, exchange.headers
-        body = await process.bodies.read(headers, exchange.protocol, exchange.deadline_ns)
-        exchange.body_bytes = len(body)
+        body = await exchange.read_body(process.bodies)
         coding = (headers.get("content-encoding") or "identity").strip().lower()
         if coding == "identity":
             return body
         limits = process.settings.limits
-        return await self._on_pool(
-            _LARGE_BYTES, decompress, body, coding, limits.max_body_bytes, limits.max_compression_ratio
+        return await offload(
+            self._pool, LARGE_BYTES, decompress, body, coding, limits.max_body_bytes, limits.max_compression_ratio
         )
 
     async def _packed(self, accepted: str | None, body: bytes, length: int | None) -> Response:
         headers: Headers = [JSON] if length is None else [_BINARY, (_LENGTH_HEADER, str(length))]
         coding = choose_coding(accepted) if accepted and len(body) >= MIN_BYTES else None
-        packed = await self._on_pool(len(body), compress, body, coding) if coding is not None else None
+        packed = await offload(self._pool, len(body), compress, body, coding) if coding is not None else None
         if packed is None or coding is None:
             return Response(200, headers, body)
         return Response(200, [*headers, ("content-encoding", coding)], packed)
-
-    async def _on_pool(self, nbytes: int, work: Callable[..., Any], *args: Any) -> Any:
-        """Do work on so many bytes here and now, or on a thread when they are many."""
-        if nbytes < _LARGE_BYTES:
-            return work(*args)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
 
     # --- repositories ---------------------------------------------------------------------------------------------
 
@@ -198,30 +195,14 @@ class KServe:
         states: list[VersionState] = []
         for name in table.names:
             entries = self._versions(name)
-            states += [VersionState(name, rule_of(entry).version, entry.state, _reason(entry)) for entry in entries]
+            states += [VersionState(name, rule_of(entry).version, entry.state, reason_of(entry)) for entry in entries]
             if not entries:
                 states.append(VersionState(name, "", "failed", table.reason(name)))
         return states
 
     async def _read_small(self, exchange: Exchange) -> bytes:
         exchange.deadline_ns = exchange.began_ns + self._process.timeout_ns(None)
-        body = await self._process.bodies.read(exchange.headers, exchange.protocol, exchange.deadline_ns)
-        exchange.body_bytes = len(body)
-        return body
-
-
-def rule_of(entry: ModelEntry) -> TensorRule:
-    """Return what a model takes and gives. Raises NotFound for one that takes no tensors."""
-    rule = entry.card.tensor
-    if rule is None:
-        raise NotFound(f"Request for unknown model: '{entry.card.id}' is not found")
-    return rule
-
-
-def _reason(entry: ModelEntry) -> str:
-    if entry.error is not None:
-        return entry.error.message
-    return "unloaded" if entry.state == "available" else ""
+        return await exchange.read_body(self._process.bodies)
 
 
 def _encode(call: InferCall, reply: TensorReply, rule: TensorRule) -> tuple[bytes, int | None]:
@@ -234,13 +215,11 @@ def ranked(call: InferCall, reply: TensorReply, rule: TensorRule) -> TensorReply
     wanted = {one.name: one.num_classes for one in call.wanted if one.num_classes}
     if not wanted:
         return reply
-    specs = {spec.name: spec for spec in rule.outputs}
-    outputs = [_classified(output, specs, wanted.get(output.name, 0), rule) for output in reply.outputs]
+    outputs = [_classified(output, wanted.get(output.name, 0), rule) for output in reply.outputs]
     return TensorReply(model=reply.model, outputs=outputs, timing=reply.timing)
 
 
-def _classified(output: Tensor, specs: dict[str, TensorSpec], num_classes: int, rule: TensorRule) -> Tensor:
+def _classified(output: Tensor, num_classes: int, rule: TensorRule) -> Tensor:
     if not num_classes:
         return output
-    spec = specs.get(output.name) or TensorSpec(name=output.name, datatype=output.datatype, shape=output.shape)
-    return as_class_tensor(output, spec, num_classes, is_batched=bool(rule.max_batch_size))
+    return as_class_tensor(output, spec_of(output, rule), num_classes, is_batched=bool(rule.max_batch_size))

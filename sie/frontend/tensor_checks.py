@@ -12,14 +12,10 @@ from collections.abc import Sequence
 from math import prod
 from typing import Final
 
-import numpy as np
-
 from sie.errors import BadRequest
 from sie.tensor_bytes import FramingError, element_bounds
-from sie.tensors import DATATYPES, Tensor, TensorRequest, TensorRule, TensorSpec
+from sie.tensors import DATATYPES, ITEM_BYTES, MAX_RANK, Tensor, TensorRequest, TensorRule, TensorSpec
 
-MAX_RANK: Final = 32
-_ITEM_BYTES: Final = {name: np.dtype(code).itemsize for name, code in DATATYPES.items()}
 _MAX_SIZE: Final = (1 << 63) - 1
 _STUB_INPUT: Final = re.compile(r"INPUT[0-9]{1,2}")
 
@@ -105,7 +101,7 @@ def check_data(model: str, tensor: Tensor, max_strings: int) -> int:
     count = prod(tensor.shape)
     if tensor.datatype == "BYTES":
         return _check_elements(model, tensor, count, max_strings)
-    nbytes = count * _ITEM_BYTES[tensor.datatype]
+    nbytes = count * ITEM_BYTES[tensor.datatype]
     if nbytes != len(tensor.data):
         raise BadRequest(
             f"input byte size mismatch for input '{tensor.name}' for model '{model}'. "

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from sie import families
 from sie.control_messages import ModelEntry
-from sie.frontend.dialects.kserve_models import Figures
 from sie.frontend.metrics import Merged, merge
+from sie.frontend.tensor_states import Figures
 from sie.shm.pages import CounterPage
 
 _ENDPOINT = "infer"

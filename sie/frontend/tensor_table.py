@@ -44,6 +44,9 @@ class TensorTable:
             elif entry.error is not None:
                 self._reasons[rule.name] = entry.error.message
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._current()
+
     @property
     def names(self) -> list[str]:
         """Every model's name, those without a version among them."""

@@ -1,33 +1,33 @@
 """Owns the routes of the TensorRT Inference Server v1 API: which of them a path means, and what each answers.
 
-Every failure of these routes is HTTP 400 with the reason in `NV-Status`, as the API has it; the app's border calls
-`fail` for what a handler raises. Source: TRTIS v1 sheet.
+Every failure of these routes is HTTP 400 with the reason in `NV-Status`, as the API has it; the app's border
+turns what a handler raises into that. Source: TRTIS v1 sheet.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from sie.control_messages import ModelEntry
 from sie.errors import BadRequest, NotFound, SieError, Unavailable
-from sie.frontend.classification import rank_classes
+from sie.frontend.classification import rank_classes, spec_of
 from sie.frontend.dialects import trtis, trtis_status
 from sie.frontend.dialects.trtis import Answered, InferHead
 from sie.frontend.dialects.trtis_status import Described
 from sie.frontend.envelopes import Response
 from sie.frontend.inference import Exchange
 from sie.frontend.kserve import KServe
+from sie.frontend.offload import offload
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes import COUNTED
 from sie.frontend.tensor_figures import read_figures
 from sie.frontend.tensor_paths import split_version
-from sie.tensors import TensorReply, TensorRule, TensorSpec
+from sie.frontend.tensor_states import reason_of, rule_of
+from sie.tensors import TensorReply, TensorRule
 
 _BINARY: Final = ("content-type", "application/octet-stream")
-_LARGE_BYTES: Final = 64 * 1024
 
 
 class Trtis:
@@ -43,40 +43,48 @@ class Trtis:
 
     async def live(self, _exchange: Exchange) -> Response:
         """Answer `GET /api/health/live`."""
-        return self._health(is_well=True)
+        return self._health("live")
 
     async def ready(self, _exchange: Exchange) -> Response:
-        """Answer `GET /api/health/ready`; with strict_readiness every version has to be loaded, or unloaded on request."""
-        process = self._process
-        is_strict = process.settings.models.strict_readiness
-        return self._health(is_well=process.is_ready and not (is_strict and self.has_unready()))
+        """Answer `GET /api/health/ready`."""
+        return self._health("ready")
 
-    def has_unready(self) -> bool:
-        """Tell whether a version is neither loaded nor unloaded on request."""
+    def is_well(self, mode: str) -> bool:
+        """Tell whether the server is live or ready; raises Unavailable while it stops.
+
+        With strict_readiness it is ready when every version is loaded, or was unloaded on request.
+        """
+        process = self._process
+        if process.is_draining:
+            raise Unavailable("Server exiting")
+        return mode == "live" or (
+            process.is_ready and not (process.settings.models.strict_readiness and self._has_unready())
+        )
+
+    def _has_unready(self) -> bool:
         return any(state.state != "loaded" and state.reason != "unloaded" for state in self._kserve.states())
 
-    def _health(self, *, is_well: bool) -> Response:
-        if self._process.is_draining:
-            raise Unavailable("Server exiting")
+    def _health(self, mode: str) -> Response:
+        is_well = self.is_well(mode)
         status = trtis_status.request_status()
         return Response(200 if is_well else 400, [("nv-status", trtis_status.status_line(status))], b"")
 
     async def status(self, exchange: Exchange) -> Response:
         """Answer `GET /api/status[/{model}]`."""
-        table, name = self._tensors.table, exchange.model
-        if name and name not in table.names:
-            raise BadRequest(f"no status available for unknown model '{name}'")
-        message = self.server_status([name] if name else table.names)
+        message = self.server_status(exchange.model)
         form = trtis_status.choose_format(exchange.scope.query_string, exchange.headers.get("accept") or "")
         content_type, body = trtis_status.encode_message(message, form)
         return self._succeed([("content-type", content_type)], body)
 
-    def server_status(self, names: list[str]) -> Any:
-        """Return the ServerStatus message about these models."""
-        entries = [entry for name in names for entry in self._tensors.table.versions(name).values()]
+    def server_status(self, model: str) -> Any:
+        """Return the ServerStatus message about a model, or about all (empty). Raises BadRequest for an unknown one."""
+        table = self._tensors.table
+        if model and model not in table:
+            raise BadRequest(f"no status available for unknown model '{model}'")
+        entries = [entry for name in ([model] if model else table.names) for entry in table.versions(name).values()]
         figures = read_figures(self._process.pages, entries)
         described = [
-            Described(rule, entry.state, _reason(entry), figures[rule.name, rule.version])
+            Described(rule, entry.state, reason_of(entry), figures[rule.name, rule.version])
             for entry in entries
             if (rule := entry.card.tensor) is not None
         ]
@@ -112,16 +120,17 @@ class Trtis:
 
     async def infer(self, exchange: Exchange) -> Response:
         """Answer `POST /api/infer/{model}[/{version}]`."""
-        process, table = self._process, self._tensors.table
-        path = split_version(exchange.model, table.names)
+        process = self._process
+        path = split_version(exchange.model, self._tensors.table)
         if path is None:
             return NO_ROUTE
         exchange.route = COUNTED["/api/infer/{model}"]
         head = trtis.parse_infer_head(exchange.headers.get("nv-inferrequest") or "")
         try:
-            entry = self._find(exchange, path.name, path.version)
-            body = await self._read(exchange)
-            rule = _rule(entry)
+            exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
+            entry = self.find(exchange, path.name, path.version)
+            body = await exchange.read_body(process.bodies)
+            rule = rule_of(entry)
             request = trtis.decode_infer(head, memoryview(body), entry.card.id, rule)
             async with self._tensors.infer(
                 request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns,
@@ -129,16 +138,19 @@ class Trtis:
             ) as reply:  # fmt: skip
                 exchange.timing = reply.timing
                 as_binary = trtis_status.choose_format(exchange.scope.query_string, "") == "binary"
-                answer, line = await self._encode(head, reply, rule, as_binary=as_binary)
+                nbytes = sum(len(output.data) for output in reply.outputs)
+                answer, line = await offload(
+                    self._pool, nbytes, lambda: encode_answer(head, reply, rule, as_binary=as_binary)
+                )
         except SieError as error:
             error.extras["infer_id"] = head.id
             raise
         process.metrics.record_last_inference(entry.card.id)
         return self._succeed([_BINARY, ("nv-inferresponse", line)], answer)
 
-    def _find(self, exchange: Exchange, name: str, version: str) -> ModelEntry:
+    def find(self, exchange: Exchange, name: str, version: str) -> ModelEntry:
+        """Return a version that takes requests now. Raises Unavailable, also where there is none, and as the engine does."""
         process = self._process
-        exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
         if process.is_draining:
             raise Unavailable("Server exiting")
         try:
@@ -149,19 +161,6 @@ class Trtis:
             raise Unavailable(error.message) from None  # the API has no "not found" here
         process.engine.check_open()
         return entry
-
-    async def _read(self, exchange: Exchange) -> bytes:
-        body = await self._process.bodies.read(exchange.headers, exchange.protocol, exchange.deadline_ns)
-        exchange.body_bytes = len(body)
-        return body
-
-    async def _encode(
-        self, head: InferHead, reply: TensorReply, rule: TensorRule, *, as_binary: bool
-    ) -> tuple[bytes, str]:
-        if sum(len(output.data) for output in reply.outputs) < _LARGE_BYTES:
-            return encode_answer(head, reply, rule, as_binary=as_binary)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, lambda: encode_answer(head, reply, rule, as_binary=as_binary))
 
     def _succeed(self, headers: list[tuple[str, str]], body: bytes) -> Response:
         line = trtis_status.status_line(trtis_status.request_status())
@@ -175,14 +174,14 @@ NO_ROUTE: Final = Response(400, [], b"")
 def answered(head: InferHead, reply: TensorReply, rule: TensorRule) -> list[Answered]:
     """Return the outputs that were asked for, in that order; none were: none is sent."""
     tensors = {output.name: output for output in reply.outputs}
-    specs = {spec.name: spec for spec in rule.outputs}
     found: list[Answered] = []
     for output in head.outputs:
         tensor = tensors[output.name]
-        spec = specs.get(output.name) or TensorSpec(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         classes = None
         if output.num_classes is not None:
-            classes = rank_classes(tensor, spec, output.num_classes, is_batched=bool(rule.max_batch_size))
+            classes = rank_classes(
+                tensor, spec_of(tensor, rule), output.num_classes, is_batched=bool(rule.max_batch_size)
+            )
         found.append(Answered(tensor, classes))
     return found
 
@@ -192,14 +191,3 @@ def encode_answer(head: InferHead, reply: TensorReply, rule: TensorRule, *, as_b
     outputs = answered(head, reply, rule)
     message = trtis.response_header(head, rule, outputs)
     return trtis.encode_infer(message, outputs, as_binary=as_binary)
-
-
-def _rule(entry: ModelEntry) -> TensorRule:
-    assert entry.card.tensor is not None
-    return entry.card.tensor
-
-
-def _reason(entry: ModelEntry) -> str:
-    if entry.error is not None:
-        return entry.error.message
-    return "unloaded" if entry.state == "available" else ""

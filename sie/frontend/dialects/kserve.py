@@ -21,9 +21,8 @@ from sie.frontend.body_limits import check_json, decode_typed
 from sie.frontend.dialects.tensor_json import elements_from_json, elements_to_json
 from sie.limits import Limits
 from sie.tensor_bytes import frame_elements
-from sie.tensors import DATATYPES, Tensor, TensorReply, TensorRequest, TensorRule
+from sie.tensors import ITEM_BYTES, MAX_RANK, Tensor, TensorReply, TensorRequest, TensorRule
 
-MAX_RANK: Final = 32
 _MAX_TENSORS: Final = 1024
 _ABSENT: Final = msgspec.Raw(b"")
 _INTEGER: Final = re.compile(r"-?[0-9]+")
@@ -118,8 +117,7 @@ class _TensorReader:
         self._max_values = max_values
 
     def read(self, item: InferInput, *, is_only: bool) -> Tensor:
-        code = DATATYPES.get(item.datatype)
-        if code is None:
+        if item.datatype not in ITEM_BYTES:
             raise BadRequest(f"invalid datatype '{item.datatype}' for input {item.name}")
         parameters = checked_parameters(item.parameters)
         if "shared_memory_region" in parameters:
@@ -136,7 +134,7 @@ class _TensorReader:
         elif not len(self._tail):
             raise BadRequest(f"{_MIXED} But no field is set for input '{item.name}'")
         elif item.datatype != "BYTES":
-            data = self._take(item.name, num_elements * int(code[2:]))
+            data = self._take(item.name, num_elements * ITEM_BYTES[item.datatype])
         elif is_only and num_elements == 1:
             data = _framed(self._take(item.name, len(self._tail) - self._position))
         else:
@@ -200,10 +198,10 @@ def _raw_input(body: memoryview, rule: TensorRule) -> Tensor:
             f"The shape of the raw input '{spec.name}' can not be deduced because there are more than one variable-sized "
             "dimension"
         )
-    known = prod(size for size in shape if size >= 0) * int(DATATYPES[spec.datatype][2:])
+    known = prod(size for size in shape if size >= 0) * ITEM_BYTES[spec.datatype]
     if variable:
         shape[variable[0]] = len(body) // known if known else 0
-    expected = prod(shape) * int(DATATYPES[spec.datatype][2:])
+    expected = prod(shape) * ITEM_BYTES[spec.datatype]
     if expected != len(body):
         raise BadRequest(
             f"input byte size mismatch for input '{_RAW_INPUT}' for model '{rule.name}'. Expected {expected or known}, got "

@@ -15,43 +15,17 @@ from sie import __version__
 from sie.cards import ModelState
 from sie.errors import BadRequest
 from sie.frontend.body_limits import decode_typed
+from sie.frontend.tensor_states import Figures, VersionState
 from sie.tensors import TensorRule, TensorSpec
 
 EXTENSIONS: Final = ("classification", "model_repository", "model_configuration", "binary_tensor_data", "parameters",
                      "statistics")  # fmt: skip
-INDEX_STATES: Final[dict[ModelState, str]] = {
+_INDEX_STATES: Final[dict[ModelState, str]] = {
     "loaded": "READY", "loading": "LOADING", "unloading": "UNLOADING", "failed": "UNAVAILABLE", "available": "UNAVAILABLE",
 }  # fmt: skip
 _CONFIG_STATES: Final[dict[ModelState, str]] = {
     "loaded": "AVAILABLE", "loading": "LOADING", "unloading": "UNLOADING", "failed": "LOADING", "available": "END",
 }  # fmt: skip
-
-
-class VersionState(msgspec.Struct, frozen=True):
-    """One version of a model as the repository index and OVMS's configuration tell it; reason is empty when it is well."""
-
-    name: str
-    version: str
-    state: ModelState
-    reason: str = ""
-
-
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """What one version has done since the server started; times in nanoseconds."""
-
-    num_succeeded: int = 0
-    num_failed: int = 0
-    success_ns: int = 0
-    failure_ns: int = 0
-    queue_ns: int = 0
-    infer_ns: int = 0
-    num_rows: int = 0
-    """Batch items that were computed."""
-    num_steps: int = 0
-    last_used_ms: int = 0
-    """Unix time in milliseconds, 0 for never."""
-    memory_bytes: int = 0
-    device: str = ""
 
 
 class _IndexBody(msgspec.Struct):
@@ -73,12 +47,15 @@ def server_metadata_body(name: str) -> bytes:
 
 def model_metadata_body(rule: TensorRule, versions: Sequence[str]) -> bytes:
     """Return the body of `GET /v2/models/{m}[/versions/{v}]`."""
-    return msgspec.json.encode(
-        {
-            "name": rule.name, "versions": versions, "platform": rule.platform,
-            "inputs": [_spec(spec) for spec in rule.inputs], "outputs": [_spec(spec) for spec in rule.outputs],
-        }
-    )  # fmt: skip
+    return msgspec.json.encode(model_metadata(rule, versions))
+
+
+def model_metadata(rule: TensorRule, versions: Sequence[str]) -> dict[str, Any]:
+    """Return the protocol's ModelMetadataResponse."""
+    return {
+        "name": rule.name, "versions": versions, "platform": rule.platform,
+        "inputs": [_spec(spec) for spec in rule.inputs], "outputs": [_spec(spec) for spec in rule.outputs],
+    }  # fmt: skip
 
 
 def _spec(spec: TensorSpec) -> dict[str, Any]:
@@ -91,17 +68,22 @@ def decode_index(body: bytes) -> bool:
 
 
 def index_body(states: Iterable[VersionState], *, only_ready: bool) -> bytes:
-    """Return the body of `POST /v2/repository/index`; a version that was never loaded has only its name and number."""
+    """Return the body of `POST /v2/repository/index`."""
+    return msgspec.json.encode(index_entries(states, only_ready=only_ready))
+
+
+def index_entries(states: Iterable[VersionState], *, only_ready: bool) -> list[dict[str, str]]:
+    """Return the protocol's ModelIndex of each version; one that was never loaded has only its name and number."""
     entries: list[dict[str, str]] = []
     for found in states:
-        state = INDEX_STATES[found.state]
+        state = _INDEX_STATES[found.state]
         if only_ready and state != "READY":
             continue
         entry = {"name": found.name, "version": found.version}
         if found.state != "available" or found.reason:
             entry |= {"state": state, "reason": found.reason}
         entries.append(entry)
-    return msgspec.json.encode(entries)
+    return entries
 
 
 def check_manage(body: bytes) -> None:
@@ -113,12 +95,15 @@ def check_manage(body: bytes) -> None:
     for name, value in parameters.items():
         if name == "unload_dependents":
             decode_typed(msgspec.json.Decoder(bool), bytes(value))
-        elif name == "config" or name.startswith("file:"):
-            raise BadRequest(
-                f"parameter '{name}' is not supported: models come from the directory model_repository alone"
-            )
         else:
-            raise BadRequest(f"unrecognized parameter '{name}'")
+            raise refused_parameter(name)
+
+
+def refused_parameter(name: str) -> BadRequest:
+    """Return the error of a load or unload with this parameter."""
+    if name == "config" or name.startswith("file:"):
+        return BadRequest(f"parameter '{name}' is not supported: models come from the directory model_repository alone")
+    return BadRequest(f"unrecognized parameter '{name}'")
 
 
 def statistics_body(figures: Mapping[tuple[str, str], Figures]) -> bytes:

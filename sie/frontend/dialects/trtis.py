@@ -19,11 +19,10 @@ from google.protobuf import text_format
 from sie.errors import BadRequest
 from sie.frontend.classification import RankedClass
 from sie.proto import message_class
-from sie.tensors import DATATYPES, Tensor, TensorRequest, TensorRule, TensorSpec
+from sie.tensors import ITEM_BYTES, MAX_RANK, Tensor, TensorRequest, TensorRule, TensorSpec
 
 _MAX_HEADER_CHARS: Final = 64 * 1024
 _MAX_TENSORS: Final = 1024
-_MAX_RANK: Final = 32
 _MAX_RESPONSE_CHARS: Final = 16 * 1024
 """Of `NV-InferResponse`; a longer one leaves its classes to the header behind the body."""
 _PACKAGE: Final = "nvidia.inferenceserver"
@@ -127,10 +126,9 @@ def decode_raw_inputs(head: InferHead, raw: Sequence[memoryview], model: str, ru
         )
     inputs: list[Tensor] = []
     for one, data in zip(announced, raw, strict=True):
-        sized = one if one.batch_bytes or one.item_bytes else one._replace(batch_bytes=0)
         spec = _spec(one.name, rule)
-        if spec.datatype == "BYTES" and not sized.batch_bytes and not sized.item_bytes:
-            sized = sized._replace(batch_bytes=len(data))
+        is_sized = bool(one.batch_bytes or one.item_bytes)
+        sized = one if is_sized or spec.datatype != "BYTES" else one._replace(batch_bytes=len(data))
         shape, nbytes = _shape_and_size(sized, head, rule)
         if nbytes != len(data):
             raise BadRequest(
@@ -183,12 +181,12 @@ def _shape_and_size(announced: InputHead, head: InferHead, rule: TensorRule) -> 
     own = spec.shape[1:] if rule.max_batch_size else spec.shape
     dims = announced.dims or own
     if (
-        len(dims) > _MAX_RANK
+        len(dims) > MAX_RANK
         or any(size < 0 for size in announced.dims)
         or not (_fits(dims, own) or rule.platform == "stub")
     ):
         raise BadRequest(
-            f"unexpected shape for input '{name}' for model '{rule.name}'. Expected {list(own)}, got {list(dims)[:_MAX_RANK]}"
+            f"unexpected shape for input '{name}' for model '{rule.name}'. Expected {list(own)}, got {list(dims)[:MAX_RANK]}"
         )
     shape = (head.batch_size, *dims) if rule.max_batch_size else dims
     if any(size < 0 for size in dims):
@@ -196,11 +194,11 @@ def _shape_and_size(announced: InputHead, head: InferHead, rule: TensorRule) -> 
             raise BadRequest(
                 f"model supports variable-size for input '{name}', request must specify input shape for model '{rule.name}'"
             )
-        dims = _deduced(dims, announced.item_bytes, int(DATATYPES[spec.datatype][2:]))
+        dims = _deduced(dims, announced.item_bytes, ITEM_BYTES[spec.datatype])
         shape = (head.batch_size, *dims) if rule.max_batch_size else dims
     if spec.datatype == "BYTES":
         return shape, announced.batch_bytes or announced.item_bytes * head.batch_size
-    nbytes = prod(shape) * int(DATATYPES[spec.datatype][2:])
+    nbytes = prod(shape) * ITEM_BYTES[spec.datatype]
     said = announced.batch_bytes or announced.item_bytes * head.batch_size
     if said and said != nbytes:
         raise BadRequest(

@@ -25,8 +25,8 @@ from sie.errors import (
     SieError,
     Unavailable,
 )
-from sie.frontend.dialects.kserve_models import Figures
 from sie.frontend.dialects.trtis import one_line
+from sie.frontend.tensor_states import Figures
 from sie.proto import message_class
 from sie.tensors import TensorRule
 

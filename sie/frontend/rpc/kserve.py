@@ -7,27 +7,26 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any
 
 from google.protobuf import json_format
 
 from sie import __version__
 from sie.control_messages import ModelEntry
-from sie.errors import BadRequest, NotFound, SieError, Unavailable
+from sie.errors import BadRequest, NotFound, SieError
 from sie.frontend.dialects import kserve_grpc
 from sie.frontend.dialects.kserve_grpc import InferMessage
-from sie.frontend.dialects.kserve_models import EXTENSIONS, INDEX_STATES, statistics
+from sie.frontend.dialects.kserve_models import EXTENSIONS, index_entries, model_metadata, refused_parameter, statistics
 from sie.frontend.inference import Exchange
-from sie.frontend.kserve import KServe, ranked, rule_of
+from sie.frontend.kserve import KServe, ranked
+from sie.frontend.offload import offload
 from sie.frontend.process import FrontendProcess
 from sie.frontend.rpc.codes import details
 from sie.frontend.rpc.service import Watched
 from sie.frontend.tensor_figures import read_figures
+from sie.frontend.tensor_states import rule_of
 from sie.frontend.tensor_table import is_servable
 from sie.proto import message_class
-
-_LARGE_BYTES: Final = 64 * 1024
-"""From here typed elements are read, and replies written, on a thread."""
 
 
 class KServeGrpc:
@@ -78,11 +77,7 @@ class KServeGrpc:
         entry = self._known(exchange, message)
         rule = rule_of(entry)
         versions = [rule.version] if message.version else list(self._tensors.table.versions(message.name))
-        tensors = {
-            kind: [{"name": spec.name, "datatype": spec.datatype, "shape": spec.shape} for spec in specs]
-            for kind, specs in (("inputs", rule.inputs), ("outputs", rule.outputs))
-        }
-        return _encoded("ModelMetadataResponse", name=rule.name, versions=versions, platform=rule.platform, **tensors)
+        return _encoded("ModelMetadataResponse", **model_metadata(rule, versions))
 
     async def model_config(self, exchange: Exchange, message: Any) -> bytes:
         """Answer `ModelConfig`."""
@@ -132,13 +127,9 @@ class KServeGrpc:
         process, message = self._process, parsed.message
         entry = self._find(message.model_name, message.model_version)
         exchange.known_model = entry.card.id
-        if process.is_draining:
-            raise Unavailable("The server is stopping", code="SHUTTING_DOWN", retry_after_s=1)
-        self._tensors.serving(entry.card.id)
-        process.engine.check_open()
-        rule, max_values = rule_of(entry), process.settings.limits.max_tensor_values
-        call = await self._on_pool(
-            typed_bytes, lambda: kserve_grpc.decode_infer(parsed, entry.card.id, rule, max_values)
+        rule, max_values = self._kserve.admit(entry), process.settings.limits.max_tensor_values
+        call = await offload(
+            self._pool, typed_bytes, lambda: kserve_grpc.decode_infer(parsed, entry.card.id, rule, max_values)
         )
         watched = Watched(process)
         try:
@@ -147,7 +138,8 @@ class KServeGrpc:
             ) as reply:
                 exchange.timing = reply.timing
                 nbytes = sum(len(output.data) for output in reply.outputs)
-                answer = await self._on_pool(
+                answer = await offload(
+                    self._pool,
                     nbytes,
                     lambda: kserve_grpc.encode_infer(call, ranked(call, reply, rule), rule, is_final=is_final),
                 )
@@ -157,38 +149,17 @@ class KServeGrpc:
         process.metrics.record_last_inference(entry.card.id)
         return answer
 
-    async def _on_pool(self, nbytes: int, work: Any) -> Any:
-        """Do work on so many bytes here and now, or on a thread when they are many."""
-        if nbytes < _LARGE_BYTES:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
     # --- repositories ---------------------------------------------------------------------------------------------
 
     async def repository_index(self, _exchange: Exchange, message: Any) -> bytes:
         """Answer `RepositoryIndex`."""
-        models: list[dict[str, str]] = []
-        for found in self._kserve.states():
-            state = INDEX_STATES[found.state]
-            if message.ready and state != "READY":
-                continue
-            is_untouched = found.state == "available" and not found.reason
-            models.append(
-                {
-                    "name": found.name, "version": found.version,
-                    "state": "" if is_untouched else state, "reason": found.reason,
-                }
-            )  # fmt: skip
+        models = index_entries(self._kserve.states(), only_ready=message.ready)
         return _encoded("RepositoryIndexResponse", models=models)
 
     async def load(self, exchange: Exchange, message: Any) -> bytes:
         """Answer `RepositoryModelLoad`, when the model has loaded."""
         for name in message.parameters:
-            if name == "config" or name.startswith("file:"):
-                raise BadRequest(
-                    f"parameter '{name}' is not supported: models come from the directory model_repository alone"
-                )
-            raise BadRequest(f"unrecognized parameter '{name}'")
+            raise refused_parameter(name)
         await self._tensors.repository.load(message.model_name, exchange.deadline_ns)
         return b""
 

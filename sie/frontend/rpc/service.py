@@ -15,8 +15,9 @@ from typing import Any, Final, NamedTuple, Protocol, cast
 import grpc
 import grpc.aio
 
-from sie.errors import BadRequest, ClientGone, Internal, Overloaded, SieError
+from sie.errors import BadRequest, ClientGone, Internal, SieError
 from sie.frontend.admin import check_admin
+from sie.frontend.counting import count_exchange
 from sie.frontend.dialects.protobuf_wire import parse
 from sie.frontend.inference import Exchange
 from sie.frontend.links import Pending
@@ -29,8 +30,6 @@ from sie.proto import message_class
 
 _log = get_logger(__name__)
 _MAX_HEADERS: Final = 256
-_NO_REQUEST: Final = frozenset({401, 403, 429})
-"""These never reached a model, and are no requests in `sie_requests_total`."""
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
@@ -171,27 +170,11 @@ class Service:
     # --- figures --------------------------------------------------------------------------------------------------
 
     def _end(self, exchange: Exchange, error: SieError | None) -> None:
-        process, metrics, route = self._process, self._process.metrics, exchange.route
-        assert route is not None
+        process = self._process
         status = 200 if error is None else error.http_status
         for record in process.recorders:
             record(exchange, status, [], error)
-        total_s = (time.monotonic_ns() - exchange.began_ns) / 1e9
-        metrics.record_http(
-            "POST", route.template, exchange.known_model, status, duration_s=total_s, body_bytes=exchange.body_bytes
-        )
-        if error is not None and error.retryable:
-            metrics.record_refusal(error.code)
-        if not route.endpoint or status in _NO_REQUEST or isinstance(error, ClientGone):
-            return
-        outcome = "success" if error is None else "queue_full" if isinstance(error, Overloaded) else "error"
-        timing = exchange.timing
-        metrics.record_request(
-            exchange.known_model or "unknown", route.endpoint, outcome, total_s,
-            queue_s=timing.queue_ms / 1e3 if timing is not None else 0.0,
-            tokenize_s=timing.tokenization_ms / 1e3 if timing is not None else 0.0,
-            inference_s=timing.inference_ms / 1e3 if timing is not None else 0.0,
-        )  # fmt: skip
+        count_exchange(process.metrics, exchange, status, error, is_request=not isinstance(error, ClientGone))
 
 
 class Watched:

@@ -9,19 +9,17 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from sie.control_messages import ModelEntry
-from sie.errors import BadRequest, NotFound, SieError, Unavailable
+from sie.errors import BadRequest, SieError
 from sie.frontend.dialects import trtis, trtis_grpc, trtis_status
 from sie.frontend.dialects.protobuf_wire import MalformedMessage
-from sie.frontend.dialects.trtis_grpc import InferMessage
 from sie.frontend.inference import Exchange
-from sie.frontend.kserve import rule_of
+from sie.frontend.offload import offload
 from sie.frontend.process import FrontendProcess
 from sie.frontend.rpc.service import Watched
+from sie.frontend.tensor_states import rule_of
 from sie.frontend.trtis import Trtis, answered
 from sie.proto import message_class
 
-_LARGE_BYTES: Final = 64 * 1024
 _STATUS_CODES: Final = (401, 403, 429)
 _LOAD: Final = 1
 
@@ -58,19 +56,12 @@ class TrtisGrpc:
         """Answer `Health`."""
         if message.mode not in ("live", "ready"):
             raise SieError(f"unknown health mode '{message.mode[:64]}'", http_status=400)  # the API's UNKNOWN
-        process = self._process
-        if process.is_draining:
-            raise Unavailable("Server exiting")
-        is_strict = process.settings.models.strict_readiness
-        is_well = message.mode == "live" or (process.is_ready and not (is_strict and self._http.has_unready()))
+        is_well = self._http.is_well(message.mode)
         return _encoded("HealthResponse", request_status=trtis_status.request_status(), health=is_well)
 
     async def status(self, _exchange: Exchange, message: Any) -> bytes:
         """Answer `Status`; without a name for every model."""
-        table, name = self._tensors.table, message.model_name
-        if name and name not in table.names:
-            raise BadRequest(f"no status available for unknown model '{name}'")
-        found = self._http.server_status([name] if name else table.names)
+        found = self._http.server_status(message.model_name)
         return _encoded("StatusResponse", request_status=trtis_status.request_status(), server_status=found)
 
     async def repository(self, _exchange: Exchange, message: Any) -> bytes:
@@ -100,7 +91,7 @@ class TrtisGrpc:
         """Answer `Infer`."""
         process, parsed = self._process, trtis_grpc.parse_infer(message)
         head = trtis_grpc.parse_head(parsed.header)
-        entry = self._find(exchange, parsed)
+        entry = self._http.find(exchange, parsed.model, parsed.version)
         rule = rule_of(entry)
         request = trtis.decode_raw_inputs(head, parsed.raw, entry.card.id, rule)
         watched = Watched(process)
@@ -116,10 +107,8 @@ class TrtisGrpc:
                     raw = [tensor.data for tensor, classes in outputs if classes is None]
                     return trtis_grpc.encode_infer(trtis_status.request_status(), header, raw)
 
-                if sum(len(output.data) for output in reply.outputs) < _LARGE_BYTES:
-                    answer = encode()
-                else:
-                    answer = await asyncio.get_running_loop().run_in_executor(self._pool, encode)
+                nbytes = sum(len(output.data) for output in reply.outputs)
+                answer: bytes = await offload(self._pool, nbytes, encode)
         except asyncio.CancelledError:
             watched.give_up()
             raise
@@ -128,18 +117,6 @@ class TrtisGrpc:
 
     stream_infer = infer
     """Each request of `StreamInfer`."""
-
-    def _find(self, exchange: Exchange, parsed: InferMessage) -> ModelEntry:
-        if self._process.is_draining:
-            raise Unavailable("Server exiting")
-        try:
-            entry = self._tensors.table.resolve(parsed.model, parsed.version)
-            exchange.known_model = entry.card.id
-            self._tensors.serving(entry.card.id)
-        except NotFound as error:
-            raise Unavailable(error.message) from None  # the API has no "not found" here
-        self._process.engine.check_open()
-        return entry
 
 
 def _encoded(name: str, /, **fields: Any) -> bytes:

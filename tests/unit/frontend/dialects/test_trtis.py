@@ -8,7 +8,6 @@ from google.protobuf import text_format
 
 from sie.errors import BadRequest, DeadlineExceeded, Internal, NotFound, Overloaded, SieError
 from sie.frontend.classification import RankedClass
-from sie.frontend.dialects.kserve_models import Figures
 from sie.frontend.dialects.trtis import (
     Answered,
     InferHead,
@@ -27,6 +26,7 @@ from sie.frontend.dialects.trtis_status import (
     status_line,
     status_of,
 )
+from sie.frontend.tensor_states import Figures
 from sie.proto import message_class
 from sie.tensor_bytes import frame_elements
 from sie.tensors import Tensor, TensorRule, TensorSpec

@@ -1,0 +1,39 @@
+"""Owns what is counted of a request once it is answered, over HTTP and over gRPC alike."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from sie.errors import Overloaded, SieError
+from sie.frontend.inference import Exchange
+from sie.frontend.metrics import FrontendMetrics
+
+_NO_REQUEST: Final = frozenset({204, 401, 403, 405, 429})
+"""These never reached the model that their route is about, and are no requests in `sie_requests_total`."""
+
+
+def count_exchange(
+    metrics: FrontendMetrics, exchange: Exchange, status: int, error: SieError | None, *, is_request: bool = True
+) -> None:
+    """Count an answered exchange; is_request False: not as a request to its model, whatever its route is."""
+    route = exchange.route
+    total_s = (time.monotonic_ns() - exchange.began_ns) / 1e9
+    metrics.record_http(
+        exchange.scope.method if route is not None else "ANY", route.template if route is not None else "unmatched",
+        exchange.known_model, status, duration_s=total_s, body_bytes=exchange.body_bytes,
+    )  # fmt: skip
+    if error is not None and error.retryable:
+        metrics.record_refusal(error.code)
+    if not is_request or route is None or not route.endpoint or status in _NO_REQUEST:
+        return
+    outcome = "success" if error is None else "queue_full" if isinstance(error, Overloaded) else "error"
+    model = exchange.known_model or "unknown"
+    timing = exchange.timing
+    if timing is None:
+        metrics.record_request(model, route.endpoint, outcome, total_s)
+    else:
+        metrics.record_request(
+            model, route.endpoint, outcome, total_s, queue_s=timing.queue_ms / 1e3,
+            tokenize_s=timing.tokenization_ms / 1e3, inference_s=timing.inference_ms / 1e3,
+        )  # fmt: skip

@@ -1,0 +1,52 @@
+"""Owns what every tensor dialect tells about a version of a model: its state, why, and what it has done. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sie.cards import ModelState
+from sie.control_messages import ModelEntry
+from sie.errors import NotFound
+from sie.tensors import TensorRule
+
+
+class VersionState(msgspec.Struct, frozen=True):
+    """One version of a model as repository indexes tell it; reason is empty when it is well."""
+
+    name: str
+    version: str
+    state: ModelState
+    reason: str = ""
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """What one version has done since the server started; times in nanoseconds."""
+
+    num_succeeded: int = 0
+    num_failed: int = 0
+    success_ns: int = 0
+    failure_ns: int = 0
+    queue_ns: int = 0
+    infer_ns: int = 0
+    num_rows: int = 0
+    """Batch items that were computed."""
+    num_steps: int = 0
+    last_used_ms: int = 0
+    """Unix time in milliseconds, 0 for never."""
+    memory_bytes: int = 0
+    device: str = ""
+
+
+def rule_of(entry: ModelEntry) -> TensorRule:
+    """Return what a model takes and gives. Raises NotFound for one that takes no tensors."""
+    rule = entry.card.tensor
+    if rule is None:
+        raise NotFound(f"Request for unknown model: '{entry.card.id}' is not found")
+    return rule
+
+
+def reason_of(entry: ModelEntry) -> str:
+    """Return why a version cannot be asked, empty when it can."""
+    if entry.error is not None:
+        return entry.error.message
+    return "unloaded" if entry.state == "available" else ""
