@@ -19,7 +19,9 @@ from bench.catalog import REFERENCE, Peer, Setup
 from bench.contenders import Contender, Load, LocalContender, Turn
 from bench.limits import Ceilings, as_figures, linear_flop_per_token, measure_ceilings
 from sie.bundled import BUNDLED_PACKAGE
-from sie.loadgen.dialects import Rows
+from sie.loadgen.dialects import Rows, WrongAnswerError
+from sie.loadgen.generator import RefusedError
+from sie.loadgen.target import TargetError
 
 MIN_COSINE = 0.99
 """Below this a contender's vectors are wrong, and its speed is no result. Half precision with padding reaches 0.999."""
@@ -72,11 +74,9 @@ def compare(peers: Sequence[Peer], loads: Sequence[Load], *, rounds: int, second
         turns: list[Turn] = []
         for number in range(rounds):
             for load in loads:
-                for contender in contenders:
-                    click.echo(f"\r\033[Kround {number + 1}: {load.name}: {contender.name}", nl=False, err=True)
-                    turn = contender.measure(load, seconds)
-                    turns += [turn] if turn is not None else []
-        click.echo("\r\033[K", nl=False, err=True)
+                _say(f"round {number + 1}: {load.name}")
+                turns += _take_turns(contenders, load, seconds, absent)
+        _say("")
     config = json.loads(Path(setup.directory, "config.json").read_text(encoding="utf-8"))
     return Comparison(
         turns=turns, cosines=cosines, absent=absent, ceilings=ceilings, flop_per_token=linear_flop_per_token(config)
@@ -112,7 +112,7 @@ def _all_started(peers: Sequence[Peer], setup: Setup, absent: dict[str, str]) ->
             if peer.python() is None:
                 absent[peer.name] = "not installed"
                 continue
-            click.echo(f"\r\033[Kstarting {peer.name}", nl=False, err=True)
+            _say(f"starting {peer.name}")
             try:
                 contender = peer.start(peer, setup)
             except (RuntimeError, OSError) as error:
@@ -138,9 +138,36 @@ def _prepared(
     """Warm everyone up, and leave those out whose vectors are wrong."""
     cosines: dict[str, float | None] = {}
     for contender in tuple(contenders):
-        click.echo(f"\r\033[Kwarming up {contender.name}", nl=False, err=True)
-        cosine = cosines[contender.name] = contender.prepare(loads, references)
-        if cosine is not None and cosine < MIN_COSINE:
-            absent[contender.name] = f"wrong vectors: cosine {cosine:.4f} with {REFERENCE}"
-            contenders.remove(contender)
+        _say(f"warming up {contender.name}")
+        with _leaving_out(contender, contenders, absent):
+            cosine = cosines[contender.name] = contender.prepare(loads, references)
+            if cosine is not None and cosine < MIN_COSINE:
+                raise WrongAnswerError(f"cosine {cosine:.4f} with {REFERENCE}")
     return cosines
+
+
+def _take_turns(contenders: list[Contender], load: Load, seconds: float, absent: dict[str, str]) -> list[Turn]:
+    """Return one turn of each contender that has this load."""
+    turns: list[Turn | None] = []
+    for contender in tuple(contenders):
+        with _leaving_out(contender, contenders, absent):
+            turns.append(contender.measure(load, seconds))
+    return [turn for turn in turns if turn is not None]
+
+
+@contextlib.contextmanager
+def _leaving_out(contender: Contender, contenders: list[Contender], absent: dict[str, str]) -> Iterator[None]:
+    """Let a contender that fails take no further part, and name it with the reason."""
+    try:
+        yield
+    except WrongAnswerError as error:
+        absent[contender.name] = f"wrong answers: {error}"
+        contenders.remove(contender)
+    except (TargetError, RefusedError, RuntimeError, OSError) as error:
+        absent[contender.name] = f"failed: {error}"
+        contenders.remove(contender)
+
+
+def _say(what: str) -> None:
+    """Show on the terminal what is being done, in place of what was."""
+    click.echo(f"\r\033[K{what}", nl=False, err=True)

@@ -77,7 +77,7 @@ class Contender(Protocol):
         ...
 
     def measure(self, load: Load, seconds: float) -> Turn | None:
-        """Return what it did in so many seconds; None where it has no such load."""
+        """Return what it did in so many seconds; None where it has no such load. Raises WrongAnswerError."""
         ...
 
     def stop(self) -> None:
@@ -123,6 +123,7 @@ class ServerContender:
             before = self._program.cpu_s()
             run = generator.run_closed(load.connections, seconds)
             after = self._program.cpu_s()
+        judge.check(run)
         return _turn(
             self.name, load, run, judge.num_tokens(run), {role: after[role] - before.get(role, 0.0) for role in after}
         )

@@ -95,7 +95,8 @@ class _SieDialect:
         decode: Callable[[bytes], Any] = msgspec.msgpack.decode if is_msgpack else msgspec.json.decode
         with reading():
             reply = decode(response.body)
-            usage, timing = (reply.get(name) or {} for name in ("usage", "timing"))  # older servers tell neither
+            usage: dict[str, int] = reply.get("usage") or {}  # older servers tell neither
+            timing: dict[str, float] = reply.get("timing") or {}
             return Answer(self._rows(reply), usage.get("input_tokens"), timing.get("inference_ms"))
 
     def _body(self, texts: Sequence[str]) -> dict[str, Any]:

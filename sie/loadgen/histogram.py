@@ -62,13 +62,6 @@ class Histogram:
         self._fold()
         return int(self._counts[: int(_steps_of(np.array([limit_ns]))[0]) + 1].sum())
 
-    def add(self, other: Histogram) -> None:
-        """Count all durations of another histogram, too."""
-        self._fold()
-        other._fold()
-        self._counts += other._counts
-        self._max_ns = max(self._max_ns, other._max_ns)
-
     def _fold(self) -> None:
         """Move what was recorded lately into the counts: many at once cost a hundredth of one by one."""
         if self._recent:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from sie.loadgen.channels import Response
 from sie.loadgen.dialects import Answer, Dialect, Rows, WrongAnswerError
 from sie.loadgen.generator import Call, Generator
 from sie.loadgen.runs import Run
@@ -25,6 +25,8 @@ class Verdict(NamedTuple):
     num_checked: int
     min_cosine: float
     """The lowest of any row; 1 where there are no vectors."""
+    beyond_ms: float | None
+    """Median latency of the samples less what the server says its forward passes took; None where it does not tell."""
 
 
 class Judge:
@@ -47,17 +49,21 @@ class Judge:
         """
         return cls(dialect, [dialect.read(response) for response in generator.ask_each()], calls)
 
-    def check(self, run: Run, *, min_cosine: float = MIN_COSINE) -> Verdict:
+    def check(self, run: Run) -> Verdict:
         """Compare a run's samples with the answers their calls had alone.
 
-        Raises WrongAnswerError below min_cosine: a speed with wrong answers is no result.
+        Raises WrongAnswerError below MIN_COSINE: a speed with wrong answers is no result.
         """
         lowest = 1.0
+        beyond_ms: list[float] = []
         for sample in run.samples:
-            lowest = min(lowest, lowest_cosine(self._read(sample.response), self._answers[sample.call].rows))
-            if lowest < min_cosine:
+            answer = self._dialect.read(sample.response)
+            lowest = min(lowest, lowest_cosine(answer.rows, self._answers[sample.call].rows))
+            if lowest < MIN_COSINE:
                 raise WrongAnswerError(f"an answer under load has cosine {lowest:.5f} with the right one")
-        return Verdict(len(run.samples), lowest)
+            if answer.inference_ms is not None:
+                beyond_ms.append(sample.latency_ns / 1e6 - answer.inference_ms)
+        return Verdict(len(run.samples), lowest, median(beyond_ms) if beyond_ms else None)
 
     def check_answers(self, expected: Sequence[Rows]) -> float:
         """Return the lowest cosine of the answers themselves with what each call should bring, all its texts' rows."""
@@ -67,14 +73,6 @@ class Judge:
     def num_tokens(self, run: Run) -> int:
         """Return the tokens of a run's good answers, as the server counts them, or else as the texts were made."""
         return sum(self._tokens[call] * count for call, count in run.call_counts.items())
-
-    def beyond_forward_ms(self, run: Run) -> list[float]:
-        """Return the latency of each sample less what the server reports as its time in forward passes."""
-        told = ((sample.latency_ns / 1e6, self._dialect.read(sample.response).inference_ms) for sample in run.samples)
-        return [latency_ms - inference_ms for latency_ms, inference_ms in told if inference_ms is not None]
-
-    def _read(self, response: Response) -> Rows | None:
-        return self._dialect.read(response).rows
 
 
 def lowest_cosine(got: Rows | None, expected: Rows | None) -> float:

@@ -65,6 +65,9 @@ def notes(measured: Sequence[Measured], within_ms: float) -> list[str]:
     late_ms = max((one.run.lateness.max_ns for one in measured), default=0) / 1e6
     if late_ms:
         lines.append(f"the generator itself sent at most {late_ms:.2f} ms late")
+    told = ", ".join(f"{one.verdict.beyond_ms:.2f}" for one in measured if one.verdict.beyond_ms is not None)
+    if told:
+        lines.append(f"median time outside of forward passes, as the answers tell it: {told} ms")
     lines += [f"the first error of {one.run.name}: {one.run.first_error}" for one in measured if one.run.first_error]
     return lines
 
@@ -94,5 +97,6 @@ def measured_object(measured: Measured, plan: Plan, within_ms: float) -> dict[st
         "tokens_per_s": measured.num_tokens / run.elapsed_s,
         "checked": measured.verdict.num_checked,
         "min_cosine": measured.verdict.min_cosine,
+        "beyond_forward_ms": measured.verdict.beyond_ms,
         "held": measured.held,
     }

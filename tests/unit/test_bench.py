@@ -116,7 +116,7 @@ def test_turns_go_round_and_wrong_vectors_and_absent_peers_are_left_out(
         (name, load.name) for load in LOADS[:2] for name in ("right", "unknown")
     ]
     assert {name: reason.split(":")[0] for name, reason in result.absent.items()} == {
-        "wrong": "wrong vectors", "broken": "did not start", "missing": "not installed", "for a GPU": "not for cpu",
+        "wrong": "wrong answers", "broken": "did not start", "missing": "not installed", "for a GPU": "not for cpu",
     }  # fmt: skip
     assert all(contender.is_stopped for contender in made)
 

@@ -40,15 +40,6 @@ def test_counts_within_a_limit():
     assert [histogram.count_within(limit) for limit in (900_000, 1_000_000, 5_000_000, 9_000_000)] == [0, 1, 2, 3]
 
 
-def test_two_added_are_as_one():
-    first, second = np.arange(1, 70_000) * 977, np.arange(1, 80_000) * 1009
-    both = filled(first)
-    both.add(filled(second))
-    whole = filled(np.concatenate([first, second]))
-    assert both.percentiles_ms(PERCENTILES) == whole.percentiles_ms(PERCENTILES)
-    assert both.count == whole.count == 149_998
-
-
 def test_beyond_its_range_it_counts_what_it_can():
     histogram = filled(np.array([-5, 1 << 60]))
     assert histogram.count == 2

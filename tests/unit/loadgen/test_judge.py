@@ -51,8 +51,18 @@ def test_scores_are_compared_as_numbers():
 def test_a_judge_passes_what_is_right_and_counts_tokens():
     judge = Judge(OpenAiEmbeddings("m", "binary"), [Answer(ROWS, 9)], CALLS)
     run = run_with(embeddings(ROWS * 2))
-    assert judge.check(run) == (1, pytest.approx(1))
+    assert judge.check(run) == (1, pytest.approx(1), None)
     assert judge.num_tokens(run) == 27
+
+
+def test_time_beyond_the_forward_pass_is_latency_less_what_the_answer_tells():
+    items = [{"dense": {"values": row}} for row in ROWS.tolist()]
+    reply = {"items": items, "usage": {"input_tokens": 9}, "timing": {"inference_ms": 1.5}}
+    run = Run("")
+    run.samples += [
+        Sample(0, latency_ns, Response("", _HEAD, msgspec.json.encode(reply))) for latency_ns in (4_000_000,) * 3
+    ]
+    assert Judge(SieEncode("m", "json"), [Answer(ROWS, 9)], CALLS).check(run).beyond_ms == pytest.approx(2.5)
 
 
 def test_a_judge_stops_at_a_wrong_answer():
