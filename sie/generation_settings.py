@@ -27,7 +27,7 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = 0
     kv_cache_share: Annotated[
-        float, Meta(gt=0, le=0.98, description="Share of a GPU's free memory for keys and values.")
+        float, Meta(ge=0.05, le=0.98, description="Share of a GPU's free memory for keys and values.")
     ] = 0.85
     kv_block_tokens: Annotated[
         int, Meta(ge=8, le=256, description="Tokens of a block of keys and values, the unit of sharing.")
