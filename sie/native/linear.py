@@ -69,7 +69,8 @@ def pack_int8(numbers: NDArray[np.int8], scales: NDArray[np.float16]) -> NDArray
 def pack_int4(numbers: NDArray[np.uint8], scales: NDArray[np.float16]) -> NDArray[np.uint8]:
     """Return the packed bytes of numbers 0 to 15 (outputs, inputs) with a scale for each group of 32 (outputs, groups)."""
     tiles = _tiles(numbers)
-    return _with_scales(tiles[:, :, 0::2] | tiles[:, :, 1::2] << 4, scales)
+    low, high = tiles[:, :, 0::2], tiles[:, :, 1::2]
+    return _with_scales((low | high << 4).astype(np.uint8), scales)
 
 
 def _tiles(matrix: NDArray[NumberT]) -> NDArray[NumberT]:
