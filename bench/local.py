@@ -67,7 +67,7 @@ def sentence_transformers(args: argparse.Namespace) -> Encode:
 
     def encode(texts: list[str]) -> tuple[Any, int]:
         rows = model.encode(texts, batch_size=BATCH, show_progress_bar=False, convert_to_numpy=True)
-        return rows, _count_tokens(texts, model.max_seq_length)
+        return rows, _count_tokens(texts, _max_length(args.model))
 
     return encode
 

@@ -100,7 +100,8 @@ def _frontend_stages(text: str) -> Iterator[Stage]:
 def _ring_stages() -> Iterator[Stage]:
     """Push and drain one descriptor: both ends of a ring, of which each process has one in each direction."""
     producer = RingProducer.create(_CAPACITY)
-    consumer = RingConsumer.open(*(os.dup(fd) for fd in producer.fds), _CAPACITY)
+    ring_fd, bell, credit = (os.dup(fd) for fd in producer.fds)
+    consumer = RingConsumer.open(ring_fd, bell, credit, _CAPACITY)
 
     def push_and_drain() -> None:
         producer.push(SUBMIT, 0, 1, 1, 0, 64, 0, 0, 0, 1)
