@@ -124,10 +124,10 @@ def _all_started(peers: Sequence[Peer], setup: Setup, absent: dict[str, str]) ->
 
 
 def _references(contenders: Sequence[Contender], loads: Sequence[Load]) -> dict[str, Rows]:
-    """Return the right vector of every text of the loads, where the reference took part."""
+    """Return the right vector of every text that is asked for by itself, where the reference took part."""
     for contender in contenders:
         if isinstance(contender, LocalContender) and contender.name == REFERENCE:
-            texts = list(dict.fromkeys(text for load in loads for text in load.texts()))
+            texts = list(dict.fromkeys(text for load in loads if load.items == 1 for text in load.texts()))
             return dict(zip(texts, contender.vectors(texts), strict=True))
     return {}
 

@@ -73,7 +73,10 @@ class Contender(Protocol):
     name: str
 
     def prepare(self, loads: Sequence[Load], references: dict[str, Rows]) -> float | None:
-        """Warm up for every load; return the lowest cosine of its vectors with the references, None without any."""
+        """Warm up for every load; return the lowest cosine of its vectors with the references, None without any.
+
+        references has the vector of each text of the loads of one text a request.
+        """
         ...
 
     def measure(self, load: Load, seconds: float) -> Turn | None:
@@ -108,7 +111,7 @@ class ServerContender:
                 generator = Generator(self._target, self._dialect.new_channel, calls)
                 answers = [self._dialect.read(response) for response in generator.ask_each()]
                 judge = Judge(self._dialect, [answer._replace(num_tokens=None) for answer in answers], calls)
-                if references:
+                if references and load.items == 1:
                     lowest.append(judge.check_answers([_stacked(call, references) for call in calls]))
                 generator.run_closed(load.connections, _SETTLE_S)
                 self._prepared[load.name] = (generator, judge)

@@ -93,9 +93,10 @@ class Generator:
         Raises RefusedError for the first that is no good, TargetError when there is no connection.
         """
         responses: list[Response] = []
+        connections = self._connect(1)
         for call in range(len(self._data)):
-            self._next_call = call
-            run = self.run_closed(1, 0.0)
+            run, self._next_call = Run(""), call
+            self._keep_busy(connections, run, 0)
             if not run.samples:
                 raise RefusedError(run.first_error or run.errors_text())
             responses.append(run.samples[0].response)
@@ -107,25 +108,29 @@ class Generator:
         run = Run(f"{num_connections} connection{'s' if num_connections > 1 else ''}")
         connections = self._connect(num_connections)
         with _timed(run):
-            end_ns = time.monotonic_ns() + int(duration_s * 1e9)
-            for connection in connections:
-                self._start(connection, time.monotonic_ns())
-            clock, poll, by_fd = time.monotonic_ns, self._epoll.poll, self._by_fd
-            busy = num_connections
-            while busy:
-                events = poll(0.5)
-                now_ns = clock()
-                for fd, event in events:
-                    connection = by_fd[fd]
-                    if self._on_event(connection, event, run):
-                        if now_ns < end_ns:
-                            self._start(connection, clock())
-                        else:
-                            busy -= 1
-                if now_ns > end_ns + _DRAIN_S * 1e9:
-                    run.errors[_UNANSWERED] += busy
-                    break
+            self._keep_busy(connections, run, int(duration_s * 1e9))
         return run
+
+    def _keep_busy(self, connections: list[_Connection], run: Run, duration_ns: int) -> None:
+        """Send on each connection until the time is over, at least once, and wait for the answers."""
+        clock, poll, by_fd = time.monotonic_ns, self._epoll.poll, self._by_fd
+        end_ns = clock() + duration_ns
+        for connection in connections:
+            self._start(connection, clock())
+        busy = len(connections)
+        while busy:
+            events = poll(0.5)
+            now_ns = clock()
+            for fd, event in events:
+                connection = by_fd[fd]
+                if self._on_event(connection, event, run):
+                    if now_ns < end_ns:
+                        self._start(connection, clock())
+                    else:
+                        busy -= 1
+            if now_ns > end_ns + _DRAIN_S * 1e9:
+                run.errors[_UNANSWERED] += busy
+                break
 
     def run_open(self, num_connections: int, rate: float, duration_s: float, *, poisson: bool = True) -> Run:
         """Send rate requests a second for duration_s, evenly or with a Poisson process's gaps. Raises TargetError."""
