@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _COUNT = click.IntRange(1, 100_000)
 _SECONDS = click.FloatRange(0, 86_400)
-_POSITIVE = click.FloatRange(0, min_open=True)
+_POSITIVE = click.FloatRange(0, 1_000_000, min_open=True)
 
 
 @click.command()

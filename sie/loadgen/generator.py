@@ -14,7 +14,7 @@ import select
 import socket
 import ssl
 import time
-from collections import deque
+from array import array
 from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple
@@ -138,21 +138,21 @@ class Generator:
         idle = self._connect(num_connections)
         plan_ns = plan_arrivals(rate, duration_s, poisson=poisson)
         with _timed(run):
-            due = deque((plan_ns + time.monotonic_ns()).tolist())
-            give_up_ns = due[-1] + int(_DRAIN_S * 1e9)
+            due = array("q", (plan_ns + time.monotonic_ns()).tobytes())  # 8 bytes each, where a list takes 40
+            give_up_ns, at, end = due[-1] + int(_DRAIN_S * 1e9), 0, len(due)
             clock, poll, by_fd, epoll_fd = time.monotonic_ns, self._epoll.poll, self._by_fd, self._epoll.fileno()
             free_since_ns = clock()
-            while due or len(idle) < num_connections:
+            while at < end or len(idle) < num_connections:
                 now_ns = clock()
-                while due and idle and due[0] <= now_ns:
-                    due_ns = due.popleft()
-                    run.lateness.record(now_ns - max(due_ns, free_since_ns))
-                    self._start(idle.pop(), due_ns)
+                while at < end and idle and due[at] <= now_ns:
+                    run.lateness.record(now_ns - max(due[at], free_since_ns))
+                    self._start(idle.pop(), due[at])
+                    at += 1
                 if now_ns > give_up_ns:
-                    run.errors[_UNANSWERED] += len(due) + num_connections - len(idle)
+                    run.errors[_UNANSWERED] += end - at + num_connections - len(idle)
                     break
                 # epoll alone waits in whole milliseconds; select on its fd waits in microseconds.
-                wait_s = max(0.0, (due[0] - clock()) / 1e9) if due and idle else 0.5
+                wait_s = max(0.0, (due[at] - clock()) / 1e9) if at < end and idle else 0.5
                 if wait_s:
                     select.select((epoll_fd,), (), (), wait_s)
                 for fd, event in poll(0):
