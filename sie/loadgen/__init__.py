@@ -10,5 +10,5 @@ from __future__ import annotations
 
 from typing import Final
 
-DIALECTS: Final = ("sie-encode", "sie-score", "sie-extract", "openai", "kserve", "trtis", "kserve-grpc")
+DIALECTS: Final = ("sie-encode", "sie-score", "sie-extract", "openai", "kserve", "trtis", "kserve-grpc", "trtis-grpc")
 """Names of the dialects; `plan.make_dialect` knows what they stand for."""

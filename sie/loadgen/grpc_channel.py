@@ -8,6 +8,7 @@ gRPC's PROTOCOL-HTTP2.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Final
 
 from sie.loadgen.channels import MalformedError, Response
@@ -47,9 +48,11 @@ def grpc_request(target: Target, method: str, message: bytes) -> bytes:
 class GrpcChannel:
     """One HTTP/2 connection. The server's window for us is what limits a request: 64 KiB with most of them."""
 
-    __slots__ = ("_buffer", "_error", "_message", "_replies", "_stream", "_unrefilled")
+    __slots__ = ("_buffer", "_error", "_message", "_replies", "_says_error", "_stream", "_unrefilled")
 
-    def __init__(self) -> None:
+    def __init__(self, says_error: Callable[[bytes], str] | None = None) -> None:
+        """says_error: what is wrong with a message whose status is OK; empty for nothing."""
+        self._says_error = says_error
         self._buffer = b""
         self._message = b""
         self._error = ""
@@ -114,6 +117,8 @@ class GrpcChannel:
     def _whole(self, trailers: bytes) -> Response:
         if not self._error and len(self._message) < 5:
             self._error = "no message"
+        if not self._error and self._says_error is not None:
+            self._error = self._says_error(self._message[5:])
         return Response(self._error, trailers, self._message[5:])
 
     def _refill(self, num_bytes: int) -> None:

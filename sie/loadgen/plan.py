@@ -13,7 +13,7 @@ from sie.loadgen.generator import Generator, make_calls
 from sie.loadgen.judge import Judge, Verdict
 from sie.loadgen.runs import Run
 from sie.loadgen.target import Target
-from sie.loadgen.tensor_dialects import KserveGrpc, KserveHttp, TrtisHttp
+from sie.loadgen.tensor_dialects import KserveGrpc, KserveHttp, TrtisGrpc, TrtisHttp
 from sie.loadgen.texts import parse_mix
 
 
@@ -67,6 +67,7 @@ def make_dialect(name: str, model: str, encoding: Encoding, labels: tuple[str, .
         "kserve": KserveHttp,
         "trtis": TrtisHttp,
         "kserve-grpc": KserveGrpc,
+        "trtis-grpc": TrtisGrpc,
     }
     return by_name[name](model, encoding)
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote
 
@@ -99,12 +100,56 @@ class KserveGrpc:
         return grpc_request(target, "/inference.GRPCInferenceService/ModelInfer", message.SerializeToString())
 
     def read(self, response: Response) -> Answer:
-        try:
+        with reading(), decoding():
             reply = self._reply.FromString(response.body)
-        except Exception as error:  # protobuf's own error, whose type differs between its implementations
-            raise WrongAnswerError(f"no ModelInferResponse: {error}") from error
-        with reading():
             return Answer(_floats(reply.raw_output_contents[0]).reshape(list(reply.outputs[0].shape)))
+
+
+class TrtisGrpc:
+    """`nvidia.inferenceserver.GRPCService/Infer`, whose failures come with the status OK and stand in the reply."""
+
+    def __init__(self, model: str, encoding: Encoding) -> None:
+        if encoding == "json":
+            raise ValueError("gRPC has no JSON form")
+        from sie.proto import message_class
+
+        self._model = model
+        names = ("InferRequest", "InferRequestHeader", "InferResponse", "InferResponseHeader")
+        classes = (message_class("trtis", f"nvidia.inferenceserver.{name}") for name in names)
+        self._request, self._request_head, self._reply, self._reply_head = classes
+
+    def new_channel(self) -> GrpcChannel:
+        return GrpcChannel(_trtis_error)
+
+    def request(self, target: Target, texts: Sequence[str]) -> bytes:
+        raw = _bytes_tensor(texts)
+        head = self._request_head(batch_size=1)
+        head.input.add(name=_INPUT, dims=[len(texts)], batch_byte_size=len(raw))
+        head.output.add(name=_OUTPUT)
+        message = self._request(model_name=self._model, meta_data=head.SerializeToString(), raw_input=[raw])
+        return grpc_request(target, "/nvidia.inferenceserver.GRPCService/Infer", message.SerializeToString())
+
+    def read(self, response: Response) -> Answer:
+        with reading(), decoding():
+            reply = self._reply.FromString(response.body)
+            head = self._reply_head.FromString(reply.meta_data)
+            return Answer(_floats(reply.raw_output[0]).reshape(list(head.output[0].raw.dims)))
+
+
+def _trtis_error(message: bytes) -> str:
+    """Look at the first field of an InferResponse, request_status, and its first, code: 1 is success."""
+    return "" if message[:1] == b"\x0a" and message[2:4] == b"\x08\x01" else "request_status"
+
+
+@contextmanager
+def decoding() -> Generator[None]:
+    """Turn protobuf's own error into WrongAnswerError."""
+    from google.protobuf.message import DecodeError
+
+    try:
+        yield
+    except DecodeError as error:
+        raise WrongAnswerError(f"a message that cannot be read: {error}") from error
 
 
 def _bytes_tensor(texts: Sequence[str]) -> bytes:
