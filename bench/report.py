@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pynvml
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -30,6 +31,7 @@ def facts(title: str, method: str) -> dict[str, Any]:
         "machine": {
             "cpu": _cpu_name(),
             "cores": len(os.sched_getaffinity(0)),
+            "gpus": _gpu_names(),
             "system": f"Linux {platform.release()}",
             "load_before": [round(value, 2) for value in os.getloadavg()],
         },
@@ -44,7 +46,8 @@ def print_facts(known: dict[str, Any]) -> None:
     load = ", ".join(f"{value:.2f}" for value in machine["load_before"])
     print(f"# {known['title']}\n")
     print(f"- {known['date']}, commit {known['commit']}: `{known['command']}`")
-    print(f"- {machine['cpu']}, {machine['cores']} usable cores, {machine['system']}, load average before {load}")
+    gpus = "".join(f", {name}" for name in machine["gpus"])
+    print(f"- {machine['cpu']}, {machine['cores']} usable cores{gpus}, {machine['system']}, load average before {load}")
     print(f"- {', '.join(f'{name} {version}' for name, version in versions.items())}")
     print(f"- {known['method']}\n", flush=True)
 
@@ -78,6 +81,17 @@ def _commit() -> str:
 
 def _git(*args: str) -> str:
     return subprocess.run(["git", *args], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _gpu_names() -> list[str]:
+    """Return what the driver calls its devices; nothing without a driver."""
+    try:
+        pynvml.nvmlInit()
+        return [
+            pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(n)) for n in range(pynvml.nvmlDeviceGetCount())
+        ]
+    except pynvml.NVMLError:
+        return []
 
 
 def _cpu_name() -> str:

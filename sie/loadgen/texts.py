@@ -45,13 +45,23 @@ def parse_mix(text: str) -> Mix:
 
 
 def make_texts(mix: Mix, count: int, seed: int) -> list[str]:
-    """Return count texts with the lengths of a mix; their tokens are those of BERT's vocabulary, special ones included."""
+    """Return count texts whose lengths have the shares of a mix, to the nearest text, in an order that the seed shuffles.
+
+    Their tokens are those of BERT's vocabulary, special ones included.
+    """
     rng = random.Random(seed)  # noqa: S311  # a load has to be repeatable, not unpredictable
-    weights, lengths = zip(*mix, strict=True)
-    return [
-        " ".join(rng.choices(_WORDS, k=length - NUM_SPECIAL_TOKENS))
-        for length in rng.choices(lengths, weights=weights, k=count)
-    ]
+    lengths = _lengths(mix, count)
+    rng.shuffle(lengths)
+    return [" ".join(rng.choices(_WORDS, k=length - NUM_SPECIAL_TOKENS)) for length in lengths]
+
+
+def _lengths(mix: Mix, count: int) -> list[int]:
+    """Return count lengths; what rounding leaves over goes to those that it cut most."""
+    total = sum(weight for weight, _ in mix)
+    exact = [(count * weight / total, length) for weight, length in mix]
+    lengths = [length for share, length in exact for _ in range(int(share))]
+    by_rest = sorted(exact, key=lambda part: part[0] % 1, reverse=True)
+    return lengths + [length for _, length in by_rest[: count - len(lengths)]]
 
 
 def count_words(text: str) -> int:

@@ -18,8 +18,14 @@ def test_each_text_has_as_many_tokens_as_its_mix_says(minilm_directory: Path):
     texts = make_texts(parse_mix("mixed"), 1000, seed=3)
     lengths = [len(encoding.ids) for encoding in tokenizer.encode_batch(texts)]
     assert lengths == [count_words(text) for text in texts]
-    shares = {length: count / 1000 for length, count in Counter(lengths).items()}
-    assert shares == pytest.approx({12: 0.6, 64: 0.3, 230: 0.1}, abs=0.05)
+    assert Counter(lengths) == {12: 600, 64: 300, 230: 100}
+
+
+@pytest.mark.parametrize("count", [1, 3, 7, 32, 101])
+def test_any_number_of_texts_is_as_near_to_the_mix_as_can_be(count: int):
+    found = Counter(map(count_words, make_texts(parse_mix("mixed"), count, seed=1)))
+    assert found.total() == count
+    assert all(abs(found[length] - count * share) < 1 for share, length in parse_mix("mixed"))
 
 
 def test_a_seed_says_what_the_texts_are():
