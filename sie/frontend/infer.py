@@ -21,6 +21,7 @@ from sie.frontend.models import ModelTable
 from sie.frontend.replies import timing_of
 from sie.frontend.repository import RepositoryAdmin
 from sie.frontend.tensor_checks import check_request
+from sie.frontend.tensor_images import TensorImages
 from sie.frontend.tensor_table import TensorTable, is_servable
 from sie.frontend.text_tensors import ENCODER, SCORER, TextTensors
 from sie.headers import TensorForm, TensorReplyHeader, TensorTask, WorkHeader
@@ -45,13 +46,16 @@ class Tensors:
         models: ModelTable,
         admin: ModelAdmin,
         pool: ThreadPoolExecutor,
+        *,
         texts: TextTensors,
+        images: TensorImages,
     ) -> None:
         self.table = TensorTable(models)
         self.repository = RepositoryAdmin(self.table, models, admin)
         self._engine = engine
         self._models = models
         self._texts = texts
+        self._images = images
         self._pool = pool
 
     @asynccontextmanager
@@ -67,16 +71,17 @@ class Tensors:
         entry = self.serving(request.model)
         rule = entry.card.tensor
         assert rule is not None
-        await self._check(rule, request)
-        if request.timeout_us > 0:
+        if request.timeout_us > 0 and not rule.queue_policies:
             deadline_ns = min(deadline_ns, began_ns + request.timeout_us * 1000)
+        request = await self._images.decoded(rule, request, deadline_ns)
+        await self._check(rule, request)
         if rule.platform in (ENCODER, SCORER):
             async with self._texts.run(
                 entry, request, began_ns=began_ns, deadline_ns=deadline_ns, watch=watch
             ) as texts_reply:
                 yield texts_reply
             return
-        pending = self._submit(request, deadline_ns)
+        pending = self._submit(rule, request, deadline_ns)
         if watch is not None:
             watch(pending)
         raw: Reply = await pending.future
@@ -109,12 +114,15 @@ class Tensors:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._pool, check_request, rule, request, max_strings)
 
-    def _submit(self, request: TensorRequest, deadline_ns: int) -> Pending:
+    def _submit(self, rule: TensorRule, request: TensorRequest, deadline_ns: int) -> Pending:
         inputs = request.inputs
         nbytes = sum(len(tensor.data) for tensor in inputs)
         cost = 1 + nbytes // _TOKEN_BYTES
         forms = tuple([TensorForm(tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in inputs])
-        task = _task_of(forms, _distinct(request.outputs), cost)
+        # What no queue of this model looks at stays out, so that equal requests have one task.
+        priority = _priority_of(rule, request.priority) if rule.num_priorities else 0
+        timeout_us = request.timeout_us if rule.queue_policies else 0
+        task = _task_of(forms, _distinct(request.outputs), cost, priority, timeout_us)
         header = WorkHeader(request.model, "infer", 1, (), output_types=("tensors",), task=task)
         arrays = [(str(index), np.frombuffer(tensor.data, np.uint8)) for index, tensor in enumerate(inputs)]
         return self._engine.submit(header, arrays, cost, deadline_ns)
@@ -125,9 +133,16 @@ def _distinct(outputs: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(outputs))
 
 
+def _priority_of(rule: TensorRule, wanted: int) -> int:
+    """Return the priority that a request has; one that the model has not, 0 among them, is its default."""
+    return wanted if 1 <= wanted <= rule.num_priorities else rule.default_priority
+
+
 @lru_cache(maxsize=1024)
-def _task_of(forms: tuple[TensorForm, ...], outputs: tuple[str, ...], cost: int) -> bytes:
-    return _encode_task(TensorTask(forms, outputs, cost))
+def _task_of(
+    forms: tuple[TensorForm, ...], outputs: tuple[str, ...], cost: int, priority: int, timeout_us: int
+) -> bytes:
+    return _encode_task(TensorTask(forms, outputs, cost, priority, timeout_us))
 
 
 def _refusal(entry: ModelEntry, rule: TensorRule, retry_after_s: int) -> Exception:

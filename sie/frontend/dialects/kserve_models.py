@@ -18,7 +18,7 @@ from sie.frontend.body_limits import decode_typed
 from sie.frontend.tensor_states import Figures, VersionState
 from sie.tensors import TensorRule, TensorSpec
 
-EXTENSIONS: Final = ("classification", "model_repository", "model_configuration", "binary_tensor_data", "parameters",
+EXTENSIONS: Final = ("classification", "model_repository", "schedule_policy", "model_configuration", "binary_tensor_data", "parameters",
                      "statistics")  # fmt: skip
 _INDEX_STATES: Final[dict[ModelState, str]] = {
     "loaded": "READY", "loading": "LOADING", "unloading": "UNLOADING", "failed": "UNAVAILABLE", "available": "UNAVAILABLE",
