@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import lru_cache
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -35,6 +36,7 @@ _TOKEN_BYTES: Final = 1024
 """Input bytes that the queue counts as a token, before it is known what they take."""
 _LONG_BYTES: Final = 1 << 20
 """From here the elements of BYTES tensors are counted on a thread."""
+T = TypeVar("T")
 
 
 class Tensors:
@@ -73,7 +75,9 @@ class Tensors:
         assert rule is not None
         if request.timeout_us > 0 and not rule.queue_policies:
             deadline_ns = min(deadline_ns, began_ns + request.timeout_us * 1000)
+        start_ns = time.monotonic_ns()
         request = await self._images.decoded(rule, request, deadline_ns)
+        prepared_ns = time.monotonic_ns() - start_ns
         await self._check(rule, request)
         if rule.platform in (ENCODER, SCORER):
             async with self._texts.run(
@@ -86,9 +90,48 @@ class Tensors:
             watch(pending)
         raw: Reply = await pending.future
         try:
-            yield read_tensors(raw, request.model, began_ns)
+            yield read_tensors(raw, request.model, began_ns, prepared_ns)
         finally:
             raw.release()
+
+    async def serve(self, name: str, version: str, deadline_ns: int, run: Callable[[ModelEntry], Awaitable[T]]) -> T:
+        """Return what `run` makes of a version of a model; empty: the newest. Asks again where that was just reloaded.
+
+        Raises what `wait_serving` and run raise.
+        """
+        entry = await self.wait_serving(name, version, deadline_ns)
+        while True:
+            try:
+                return await run(entry)
+            except Unavailable as error:
+                entry = await self._after(entry, error, name, version, deadline_ns)
+
+    async def wait_serving(self, name: str, version: str, deadline_ns: int) -> ModelEntry:
+        """Return the entry of a version that takes requests, one that is loaded anew as soon as it is there.
+
+        Raises as `serving`, and Unavailable for one that is still on its way at the deadline.
+        """
+        while True:
+            changed = self._models.changed
+            entry = self.table.resolve(name, version)
+            if is_servable(entry) or not entry.reloading:
+                return self.serving(entry.card.id)
+            if not await _is_set_by(changed, deadline_ns):
+                raise Unavailable(f"Model '{name}' is loading", retry_after_s=self._models.loading_retry_after_s)
+
+    async def _after(
+        self, entry: ModelEntry, error: Unavailable, name: str, version: str, deadline_ns: int
+    ) -> ModelEntry:
+        """Return where to ask after a model that was gone when a request reached it; else raise the error."""
+        if error.code != "MODEL_NOT_LOADED":
+            raise error
+        now = self.table.resolve(name, version)
+        if now is entry and not await _is_set_by(self._models.changed, deadline_ns):
+            raise error  # nobody has said yet that it is gone, or that it is back
+        now = self.table.resolve(name, version)
+        if not (now.reloading or is_servable(now)):
+            raise error
+        return await self.wait_serving(name, version, deadline_ns)
 
     def serving(self, model: str) -> ModelEntry:
         """Return the entry of a hosted tensor model that takes requests now.
@@ -128,6 +171,19 @@ class Tensors:
         return self._engine.submit(header, arrays, cost, deadline_ns)
 
 
+async def _is_set_by(event: asyncio.Event, deadline_ns: int) -> bool:
+    """Wait for an event; False when the deadline came first."""
+    left_s = (deadline_ns - time.monotonic_ns()) / 1e9
+    if left_s <= 0:
+        return False
+    try:
+        async with asyncio.timeout(left_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
 def _distinct(outputs: Iterable[str]) -> tuple[str, ...]:
     """Return names once each: an output that is asked for twice is given once."""
     return tuple(dict.fromkeys(outputs))
@@ -156,8 +212,11 @@ def _refusal(entry: ModelEntry, rule: TensorRule, retry_after_s: int) -> Excepti
     return NotFound(f"Request for unknown model: '{rule.name}' has no available versions")
 
 
-def read_tensors(reply: Reply, model: str, began_ns: int) -> TensorReply:
-    """Return a reply's tensors, views of its extent, and its times. Raises Internal when the layout is not kept."""
+def read_tensors(reply: Reply, model: str, began_ns: int, prepared_ns: int) -> TensorReply:
+    """Return a reply's tensors, views of its extent, and its times. Raises Internal when the layout is not kept.
+
+    prepared_ns is what its inputs took before they were tensors; it stands where texts have their tokenisation.
+    """
     try:
         header, payload = read_extent(reply.view, _decoder)
         refs = header.arrays
@@ -170,4 +229,4 @@ def read_tensors(reply: Reply, model: str, began_ns: int) -> TensorReply:
             outputs.append(Tensor(form.name, form.datatype, form.shape, payload[ref.offset : ref.offset + nbytes]))
     except (ProtocolError, IndexError) as error:
         raise Internal("the worker's reply could not be read") from error
-    return TensorReply(model=model, outputs=outputs, timing=timing_of(reply, times, began_ns, 0))
+    return TensorReply(model=model, outputs=outputs, timing=timing_of(reply, times, began_ns, prepared_ns))

@@ -6,6 +6,7 @@ Source: KServe v2 sheet; docs/tensors.md says where OpenVINO Model Server and Tr
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
@@ -22,7 +23,7 @@ from sie.frontend.offload import LARGE_BYTES, offload
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes import BY_TEMPLATE, COUNTED
 from sie.frontend.tensor_figures import read_figures
-from sie.frontend.tensor_paths import split_model_path
+from sie.frontend.tensor_paths import ModelPath, split_model_path
 from sie.frontend.tensor_states import VersionState, reason_of, rule_of
 from sie.frontend.tensor_table import is_servable
 from sie.tensors import Tensor, TensorReply, TensorRule
@@ -78,7 +79,7 @@ class KServe:
         entry = table.resolve(path.name, path.version)
         exchange.known_model = entry.card.id
         if path.action == "infer":
-            return await self._infer(exchange, entry)
+            return await self._infer(exchange, path)
         if path.action == "ready":
             if is_servable(entry):
                 return Response(200, [JSON], b"")
@@ -99,15 +100,25 @@ class KServe:
         figures = read_figures(self._process.pages, entries)
         return Response(200, [JSON], kserve_models.statistics_body(figures))
 
-    async def _infer(self, exchange: Exchange, entry: ModelEntry) -> Response:
-        process, headers = self._process, exchange.headers
-        exchange.deadline_ns = exchange.began_ns + process.timeout_ns(headers.get("x-sie-timeout-ms"))
-        rule = self.admit(entry)
+    async def _infer(self, exchange: Exchange, path: ModelPath) -> Response:
+        process = self._process
+        exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
+        await self.admit(path.name, path.version, exchange.deadline_ns)
         body = await self._read(exchange)
-        limits = process.settings.limits
+
+        async def run(entry: ModelEntry) -> Response:
+            return await self._run(exchange, entry, body)
+
+        return await self._tensors.serve(path.name, path.version, exchange.deadline_ns, run)
+
+    async def _run(self, exchange: Exchange, entry: ModelEntry, body: bytes) -> Response:
+        process, headers, rule = self._process, exchange.headers, rule_of(entry)
+        exchange.known_model = entry.card.id
+        length_header, limits = headers.get(_LENGTH_HEADER), process.settings.limits
         call: InferCall = await offload(
-            self._pool, len(body), kserve.decode_infer, body, headers.get(_LENGTH_HEADER), entry.card.id, rule, limits
+            self._pool, len(body), kserve.decode_infer, body, length_header, entry.card.id, rule, limits
         )
+        exchange.decoded_ns = time.monotonic_ns()
         async with self._tensors.infer(
             call.request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns,
             watch=lambda pending: process.watch_client(pending, exchange.protocol),
@@ -118,14 +129,12 @@ class KServe:
         process.metrics.record_last_inference(entry.card.id)
         return await self._packed(headers.get("accept-encoding"), answer, length)
 
-    def admit(self, entry: ModelEntry) -> TensorRule:
-        """Return a model's rule, if a request to it is taken now. Raises what `Tensors.serving` and the engine raise."""
-        rule = rule_of(entry)
+    async def admit(self, name: str, version: str, deadline_ns: int) -> None:
+        """Return when a request to a version is taken. Raises what `Tensors.wait_serving` and the engine raise."""
         if self._process.is_draining:
             raise Unavailable("The server is stopping", code="SHUTTING_DOWN", retry_after_s=1)
-        self._tensors.serving(entry.card.id)
         self._process.engine.check_open()
-        return rule
+        await self._tensors.wait_serving(name, version, deadline_ns)
 
     async def _read(self, exchange: Exchange) -> bytes:
         process, headers = self._process, exchange.headers

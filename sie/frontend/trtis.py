@@ -128,39 +128,46 @@ class Trtis:
         head = trtis.parse_infer_head(exchange.headers.get("nv-inferrequest") or "")
         try:
             exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
-            entry = self.find(exchange, path.name, path.version)
+            await self.admit(exchange, path.name, path.version)
             body = await exchange.read_body(process.bodies)
-            rule = rule_of(entry)
-            request = trtis.decode_infer(head, memoryview(body), entry.card.id, rule)
-            async with self._tensors.infer(
-                request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns,
-                watch=lambda pending: process.watch_client(pending, exchange.protocol),
-            ) as reply:  # fmt: skip
-                exchange.timing = reply.timing
-                as_binary = trtis_status.choose_format(exchange.scope.query_string, "") == "binary"
-                nbytes = sum(len(output.data) for output in reply.outputs)
-                answer, line = await offload(
-                    self._pool, nbytes, lambda: encode_answer(head, reply, rule, as_binary=as_binary)
-                )
+
+            async def run(entry: ModelEntry) -> Response:
+                return await self._run(exchange, entry, head, body)
+
+            return await self._tensors.serve(path.name, path.version, exchange.deadline_ns, run)
         except SieError as error:
             error.extras["infer_id"] = head.id
             raise
+
+    async def _run(self, exchange: Exchange, entry: ModelEntry, head: InferHead, body: bytes) -> Response:
+        process, rule = self._process, rule_of(entry)
+        exchange.known_model = entry.card.id
+        request = trtis.decode_infer(head, memoryview(body), entry.card.id, rule)
+        exchange.decoded_ns = time.monotonic_ns()
+        async with self._tensors.infer(
+            request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns,
+            watch=lambda pending: process.watch_client(pending, exchange.protocol),
+        ) as reply:  # fmt: skip
+            exchange.timing = reply.timing
+            as_binary = trtis_status.choose_format(exchange.scope.query_string, "") == "binary"
+            nbytes = sum(len(output.data) for output in reply.outputs)
+            answer, line = await offload(
+                self._pool, nbytes, lambda: encode_answer(head, reply, rule, as_binary=as_binary)
+            )
         process.metrics.record_last_inference(entry.card.id)
         return self._succeed([_BINARY, ("nv-inferresponse", line)], answer)
 
-    def find(self, exchange: Exchange, name: str, version: str) -> ModelEntry:
-        """Return a version that takes requests now. Raises Unavailable, also where there is none, and as the engine does."""
+    async def admit(self, exchange: Exchange, name: str, version: str) -> None:
+        """Return when a request to a version is taken. Raises Unavailable, also where there is none, and as the engine."""
         process = self._process
         if process.is_draining:
             raise Unavailable("Server exiting")
         try:
-            entry = self._tensors.table.resolve(name, version)
-            exchange.known_model = entry.card.id
-            self._tensors.serving(entry.card.id)
+            exchange.known_model = self._tensors.table.resolve(name, version).card.id
+            process.engine.check_open()
+            await self._tensors.wait_serving(name, version, exchange.deadline_ns)
         except NotFound as error:
             raise Unavailable(error.message) from None  # the API has no "not found" here
-        process.engine.check_open()
-        return entry
 
     def _succeed(self, headers: list[tuple[str, str]], body: bytes) -> Response:
         line = trtis_status.status_line(trtis_status.request_status())

@@ -6,6 +6,7 @@ Source: KServe v2 sheet, section 13. What HTTP serves under the same names is `s
 from __future__ import annotations
 
 import asyncio
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -124,13 +125,26 @@ class KServeGrpc:
         return kserve_grpc.stream_reply(reply)
 
     async def _infer(self, exchange: Exchange, parsed: InferMessage, typed_bytes: int, *, is_final: bool) -> bytes:
-        process, message = self._process, parsed.message
-        entry = self._find(message.model_name, message.model_version)
+        message = parsed.message
+        name, version = message.model_name, message.model_version
+        exchange.known_model = self._find(name, version).card.id
+        await self._kserve.admit(name, version, exchange.deadline_ns)
+
+        async def run(entry: ModelEntry) -> bytes:
+            return await self._run(exchange, entry, parsed, typed_bytes, is_final=is_final)
+
+        return await self._tensors.serve(name, version, exchange.deadline_ns, run)
+
+    async def _run(
+        self, exchange: Exchange, entry: ModelEntry, parsed: InferMessage, typed_bytes: int, *, is_final: bool
+    ) -> bytes:
+        process, rule = self._process, rule_of(entry)
         exchange.known_model = entry.card.id
-        rule, max_values = self._kserve.admit(entry), process.settings.limits.max_tensor_values
+        max_values = process.settings.limits.max_tensor_values
         call = await offload(
             self._pool, typed_bytes, lambda: kserve_grpc.decode_infer(parsed, entry.card.id, rule, max_values)
         )
+        exchange.decoded_ns = time.monotonic_ns()
         watched = Watched(process)
         try:
             async with self._tensors.infer(
