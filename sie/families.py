@@ -49,7 +49,7 @@ _GPU_LABELS = ("device", "index", "name", "gpu_type", "uuid")
 REQUESTS = Family(
     name="sie_requests_total",
     kind="counter",
-    help="Requests answered, by model, endpoint and status (success, error, queue_full).",
+    help="Requests that ended, by model, endpoint and status (success, error, queue_full, cancelled: its client left).",
     labels=("model", "endpoint", "status"),
 )
 REQUEST_DURATION = Family(

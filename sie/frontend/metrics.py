@@ -64,7 +64,7 @@ class FrontendMetrics:
     ) -> None:
         """Count one inference request and its phases; a phase of zero seconds is not observed.
 
-        endpoint is encode, score, extract, embeddings or infer; status is success, error or queue_full.
+        endpoint is encode, score, extract, embeddings or infer; status is success, error, queue_full or cancelled.
         """
         handles = self._requests.get((model, endpoint, status))
         if handles is None:

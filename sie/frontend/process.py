@@ -252,6 +252,7 @@ class FrontendProcess:
                 self._send(control_messages.Pong(number))
             case control_messages.Drain():
                 self.is_draining = True
+                self.models.announce()
                 self.status.close()
             case _:
                 _log.warning("unexpected control message %s", type(message).__name__)

@@ -52,7 +52,7 @@ class Trtis:
     def is_well(self, mode: str) -> bool:
         """Tell whether the server is live or ready; raises Unavailable while it stops.
 
-        With strict_readiness it is ready when every version is loaded, or was unloaded on request.
+        With strict_readiness it is ready when every version is loaded, or was not asked for.
         """
         process = self._process
         if process.is_draining:
@@ -62,7 +62,7 @@ class Trtis:
         )
 
     def _has_unready(self) -> bool:
-        return any(state.state != "loaded" and state.reason != "unloaded" for state in self._kserve.states())
+        return any(state.state not in ("loaded", "available") for state in self._kserve.states())
 
     def _health(self, mode: str) -> Response:
         is_well = self.is_well(mode)
@@ -115,6 +115,10 @@ class Trtis:
     async def refuse_shared_memory(self, _exchange: Exchange) -> Response:
         """Refuse what is about a client's shared memory."""
         raise SieError("shared memory is not supported", code="UNSUPPORTED", http_status=400)
+
+    async def refuse_profile(self, _exchange: Exchange) -> Response:
+        """Refuse what starts and stops a profiler."""
+        raise SieError("profiling is not supported", code="UNSUPPORTED", http_status=400)
 
     # --- inference ------------------------------------------------------------------------------------------------
 
@@ -185,6 +189,8 @@ def answered(head: InferHead, reply: TensorReply, rule: TensorRule) -> list[Answ
     for output in head.outputs:
         tensor = tensors[output.name]
         classes = None
+        if output.num_classes is None:
+            trtis.check_size(output, tensor, head, rule)
         if output.num_classes is not None:
             classes = rank_classes(
                 tensor, spec_of(tensor, rule), output.num_classes, is_batched=bool(rule.max_batch_size)

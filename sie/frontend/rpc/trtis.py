@@ -89,6 +89,10 @@ class TrtisGrpc:
         """Refuse what is about a client's shared memory."""
         raise SieError("shared memory is not supported", code="UNSUPPORTED", http_status=400)
 
+    async def refuse_profile(self, _exchange: Exchange, _message: Any) -> bytes:
+        """Refuse what starts and stops a profiler."""
+        raise SieError("profiling is not supported", code="UNSUPPORTED", http_status=400)
+
     # --- inference ------------------------------------------------------------------------------------------------
 
     async def infer(self, exchange: Exchange, message: bytes) -> bytes:
