@@ -143,7 +143,7 @@ class App:
 
     async def _dispatch(self, exchange: Exchange) -> None:
         route = exchange.route
-        if route is None or exchange.scope.method != route.method:
+        if route is None or exchange.scope.method not in (route.method, route.also):
             self._answer_mismatch(exchange, route)
             await self._discard_body(exchange)
             return

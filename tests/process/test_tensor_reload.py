@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -86,7 +85,7 @@ def test_a_reload_fails_no_request(tmp_path: Path, protocol: str):
             traffic.wait_for("1:1")
             for by in (2, 3):  # another file in place of the same version
                 onnx_models.write(repository, "new", shift(by), "1")
-                os.replace(repository / "new" / "1" / "model.onnx", repository / "m" / "1" / "model.onnx")
+                (repository / "new" / "1" / "model.onnx").replace(repository / "m" / "1" / "model.onnx")
                 admin.load_model("m")
                 traffic.wait_for(f"1:{by}")
             onnx_models.write(repository, "m", shift(4), "2")  # a version that takes its place
