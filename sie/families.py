@@ -55,7 +55,8 @@ REQUESTS = Family(
 REQUEST_DURATION = Family(
     name="sie_request_duration_seconds",
     kind="histogram",
-    help="Time of a request by phase (total, queue, tokenize, inference); a phase that took no time is left out.",
+    help="Time of a request by phase (total, queue, tokenize, inference; failed: all of one for tensors that failed); a "
+    "phase that took no time is left out.",
     labels=("model", "endpoint", "phase"),
     bounds=_DURATION_BOUNDS,
 )

@@ -26,6 +26,8 @@ _MAX_LABEL_BYTES = 16 << 20
 _NOT_A_BATCH = re.compile(r"seq|len|time|frame|token|sample|height|width", re.IGNORECASE)
 """Names of a leading dimension that rows of other requests must not be put behind."""
 _FORMATS: dict[str, Literal["", "NHWC", "NCHW"]] = {"FORMAT_NHWC": "NHWC", "FORMAT_NCHW": "NCHW"}
+_BACKENDS = {"onnxruntime_onnx": "onnxruntime", "pytorch_exported": "pytorch"}
+"""The name that the protocols have for what runs a platform."""
 _COLORS = "image_colors"
 _CONFIG_NAMES = {"BYTES": "STRING"}
 """Datatypes whose name in a configuration is not the protocol's own."""
@@ -242,6 +244,8 @@ def complete_config(config: Any, rule: TensorRule, file: str) -> None:
     config.default_model_filename = file
     if not config.platform and not config.backend:
         config.platform = rule.platform
+    if not config.backend:
+        config.backend = _BACKENDS[rule.platform]
     if config.version_policy.WhichOneof("policy_choice") is None:
         config.version_policy.latest.num_versions = 1
     _complete_tensors(config.input, rule.inputs, rule.max_batch_size)

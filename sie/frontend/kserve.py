@@ -134,6 +134,8 @@ class KServe:
         process, headers, rule = self._process, exchange.headers, rule_of(entry)
         exchange.known_model = entry.card.id
         length_header, limits = headers.get(_LENGTH_HEADER), process.settings.limits
+        if length_header is None and _LENGTH_HEADER in headers:
+            raise BadRequest("Unable to parse Inference-Header-Content-Length: it is not ASCII")
         call: InferCall = await offload(
             self._pool, len(body), kserve.decode_infer, body, length_header, entry.card.id, rule, limits
         )
@@ -158,7 +160,10 @@ class KServe:
     async def _read(self, exchange: Exchange) -> bytes:
         process, headers = self._process, exchange.headers
         body = await exchange.read_body(process.bodies)
-        coding = (headers.get("content-encoding") or "identity").strip().lower()
+        coding = headers.get("content-encoding")
+        if coding is None and "content-encoding" in headers:
+            raise BadRequest("Content-Encoding is not ASCII")
+        coding = (coding or "identity").strip().lower()
         if coding == "identity":
             return body
         limits = process.settings.limits

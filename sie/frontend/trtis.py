@@ -129,7 +129,10 @@ class Trtis:
         if path is None:
             return NO_ROUTE
         exchange.route = COUNTED["/api/infer/{model}"]
-        head = trtis.parse_infer_head(exchange.headers.get("nv-inferrequest") or "")
+        text = exchange.headers.get("nv-inferrequest")
+        if text is None and "nv-inferrequest" in exchange.headers:
+            raise BadRequest("unable to parse NV-InferRequest: it is not ASCII")
+        head = trtis.parse_infer_head(text or "")
         try:
             exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
             await self.admit(exchange, path.name, path.version)

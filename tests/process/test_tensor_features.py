@@ -230,3 +230,18 @@ def test_a_client_that_left_is_counted_the_same_over_both_protocols(server: Serv
     assert count("error") == errors
     figures = json.loads(get(server.port, "/v2/models/slow/stats").body)["model_stats"][0]["inference_stats"]
     assert figures["fail"]["count"] == cancelled + errors + 2
+    assert figures["fail"]["ns"] > 0
+    assert figures["success"] == {"count": 0, "ns": 0}
+
+
+@pytest.mark.parametrize(
+    ("header", "path"),
+    [("inference-header-content-length", "/v2/models/ranked/infer"), ("content-encoding", "/v2/models/ranked/infer"),
+     ("nv-inferrequest", "/api/infer/ranked")],
+)  # fmt: skip
+def test_a_header_that_is_no_text_is_refused(server: Server, header: str, path: str):
+    body = {"inputs": [{"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]}]}
+    request = raw_request(path, json.dumps(body).encode(), {header: "HERE"}).replace(b"HERE", b"\xff\xfe")
+    response = send_raw(server.port, request)
+    assert response.status == 400
+    assert "not ASCII" in response.body.decode() + response.headers.get("nv-status", "")

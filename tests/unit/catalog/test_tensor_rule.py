@@ -39,7 +39,7 @@ def test_without_a_configuration_the_file_tells_all(tmp_path: Path):
 
 def test_what_a_configuration_leaves_out_is_completed(tmp_path: Path):
     config = rule_of(tmp_path, onnx_models.affine(), "version_policy { all { } }").config
-    assert config["platform"] == "onnxruntime_onnx"
+    assert (config["platform"], config["backend"]) == ("onnxruntime_onnx", "onnxruntime")
     assert config["max_batch_size"] == 16
     assert config["version_policy"] == {"all": {}}
     assert [(tensor["name"], tensor["data_type"], tensor["dims"]) for tensor in config["input"]] == [

@@ -328,6 +328,16 @@ def test_classes_are_the_largest_elements_of_each_item(values: list[list[int]], 
     assert (found.datatype, found.shape, split_elements(found.data)) == ("BYTES", (len(values), 2), expected)
 
 
+@pytest.mark.parametrize(
+    ("shape", "num_bytes", "expected"), [((), 4, (1, 1)), ((0, 4), 0, (0, 0)), ((2, 0), 0, (2, 0))]
+)
+def test_an_output_without_rows_or_elements_has_no_classes(
+    shape: tuple[int, ...], num_bytes: int, expected: tuple[int, ...]
+):
+    output = Tensor("Y", "FP32", shape, memoryview(bytes(num_bytes)))
+    assert as_class_tensor(output, RULE.outputs[0], 3, is_batched=True).shape == expected
+
+
 def test_more_classes_than_there_are_are_clipped():
     found = as_class_tensor(Y, RULE.outputs[0], 30, is_batched=False)
     assert (found.shape, split_elements(found.data)[0]) == ((8,), b"7.000000:7")
