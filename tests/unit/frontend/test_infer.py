@@ -666,6 +666,72 @@ async def test_a_timeout_is_the_queues_own_where_there_is_a_policy(office: Offic
     assert isinstance(found, Unavailable)
 
 
+# --- models that are loaded anew --------------------------------------------------------------------------------------
+
+
+def gone(_entry: ModelEntry) -> Unavailable:
+    return Unavailable("Model 'm' is not loaded", code="MODEL_NOT_LOADED")
+
+
+@in_office()
+async def test_a_request_waits_for_a_model_that_is_loaded_anew_until_its_deadline(office: Office):
+    card = office.add("m", onnx_models.identity())
+
+    async def run(entry: ModelEntry) -> str:
+        return entry.state
+
+    office.know(ModelEntry(card=card, state="unloading", reloading=True))
+    waiting = asyncio.ensure_future(office.tensors.serve("m", "", FAR_NS, run))
+    await office.rig.settle()
+    assert not waiting.done()
+    with pytest.raises(Unavailable, match="'m' is loading") as caught:
+        await office.tensors.serve("m", "1", time.monotonic_ns() + 20_000_000, run)
+    assert caught.value.http_status == 503
+    office.know(ModelEntry(card=card, state="loaded", workers=(office.worker.slot,)))
+    assert await waiting == "loaded"
+
+
+@in_office()
+async def test_a_request_that_met_its_model_on_its_way_out_asks_again(office: Office):
+    card = office.add("m", onnx_models.identity())
+    asked: list[ModelEntry] = []
+
+    async def run(entry: ModelEntry) -> str:
+        asked.append(entry)
+        if len(asked) == 1:
+            raise gone(entry)
+        return "served"
+
+    task = asyncio.ensure_future(office.tensors.serve("m", "", FAR_NS, run))
+    await office.rig.settle()
+    assert (len(asked), task.done()) == (1, False), "it waits for word of what its model has become"
+    office.know(ModelEntry(card=card, state="unloading", reloading=True))
+    await office.rig.settle()
+    assert len(asked) == 1
+    office.know(ModelEntry(card=card, state="loaded", workers=(office.worker.slot,)))
+    assert await task == "served"
+
+
+@in_office()
+async def test_a_model_that_was_unloaded_is_not_waited_for(office: Office):
+    card = office.add("m", onnx_models.identity())
+
+    async def run(entry: ModelEntry) -> str:
+        raise gone(entry)
+
+    task = asyncio.ensure_future(office.tensors.serve("m", "1", FAR_NS, run))
+    await office.rig.settle()
+    office.know(ModelEntry(card=card, state="unloading"))
+    with pytest.raises(Unavailable, match="is not loaded"):
+        await task
+    office.know(ModelEntry(card=card, state="available"))
+    with pytest.raises(NotFound, match="no available versions"):
+        await office.tensors.serve("m", "", FAR_NS, run)
+    office.know(ModelEntry(card=card, state="loaded", workers=(office.worker.slot,)))
+    with pytest.raises(Unavailable, match="is not loaded"):
+        await office.tensors.serve("m", "", time.monotonic_ns() + 20_000_000, run)
+
+
 # --- images -----------------------------------------------------------------------------------------------------------
 
 

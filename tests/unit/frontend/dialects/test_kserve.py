@@ -238,7 +238,7 @@ def test_images_come_as_base64_in_json(data: list[Any]):
 
 @pytest.mark.parametrize(
     ("data", "message"),
-    [(["no base64!"], "Base64"), ([{"b64": 1}], "Base64"), ([{"b64": "", "x": 1}], "Base64"), ([], "Shape does not match"),
+    [(["no base64!"], "Base64"), ([{"b64": 1}], "Base64"), ([{"b64": "", "x": 1}], "Shape does not match"), ([], "Shape does not match"),
      (["", ""], "Shape does not match"), ("text", "Base64"), ([["iVBORw0KGgo="]], "Base64")],
 )  # fmt: skip
 def test_what_is_no_list_of_images_is_refused(data: Any, message: str):
