@@ -66,7 +66,7 @@ def unknown_path(path: str) -> Response:
 
 def wrong_method(route: Route) -> Response:
     """Return the answer to a method that is not the route's."""
-    allow = ("allow", f"{route.method}, {route.also}" if route.also else route.method)
+    allow = ("allow", ", ".join(route.methods))
     if route.envelope == "trtis":
         return Response(405, [allow], b"")
     body = kserve.error_body("Method Not Allowed") if route.envelope == "kserve" else sie.method_not_allowed_body()

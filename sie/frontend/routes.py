@@ -25,6 +25,11 @@ class Route(NamedTuple):
     also: str = ""
     """A second method."""
 
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """One method, or both."""
+        return (self.method, self.also) if self.also else (self.method,)
+
 
 class Match(NamedTuple):
     """The route of a request; model is what stands for `{model}` in its template."""
