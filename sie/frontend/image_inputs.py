@@ -8,7 +8,7 @@ from sie.tensors import TensorSpec
 
 _CHANNELS: Final = frozenset((1, 3, 4))
 _NOT_PIXELS: Final = frozenset(("BYTES", "BOOL"))
-_RANK: Final = 4
+IMAGE_RANK: Final = 4
 
 
 class ImageForm(NamedTuple):
@@ -26,7 +26,7 @@ def image_form(spec: TensorSpec) -> ImageForm | None:
     It has four dimensions, the images' number first; its configuration says where the channels are (`input.format`), or
     just one of both places has a size that channels have: 1, 3 or 4.
     """
-    if len(spec.shape) != _RANK or spec.datatype in _NOT_PIXELS:
+    if len(spec.shape) != IMAGE_RANK or spec.datatype in _NOT_PIXELS:
         return None
     _, second, third, last = spec.shape
     layout = spec.format

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from sie.errors import BadRequest, DeadlineExceeded, SieError
-from sie.frontend.image_inputs import ImageForm, image_form
+from sie.frontend.image_inputs import IMAGE_RANK, ImageForm, image_form
 from sie.frontend.image_reader import ImageReader
 from sie.frontend.images import open_image
 from sie.frontend.tensor_checks import check_data
@@ -51,6 +51,11 @@ class TensorImages:
         for index, tensor in enumerate(inputs):
             spec = specs.get(tensor.name) if tensor.datatype == "BYTES" else None
             form = image_form(spec) if spec is not None else None
+            if spec is not None and form is None and len(spec.shape) == IMAGE_RANK:
+                raise BadRequest(
+                    f"input '{spec.name}' of model '{rule.name}' takes no encoded images: neither its shape nor "
+                    "input.format of its configuration says where the channels are"
+                )
             if spec is not None and form is not None:
                 inputs[index] = await self._decode(rule, spec, form, tensor, deadline_ns)
         return msgspec.structs.replace(request, inputs=inputs)

@@ -47,11 +47,14 @@ class Health:
         """
         service, told = message.service, b""
         while not self._process.is_draining:
+            changed = (
+                self._process.models.changed
+            )  # before the status, or what happens during the write would be missed
             status = self._encoded(service)
             if status != told:
                 await exchange.protocol.write(status)
                 told = status
-            await self._process.models.wait_changed()
+            await changed.wait()
         return self._encoded(service)
 
     def _encoded(self, service: str) -> bytes:

@@ -194,6 +194,14 @@ def test_too_late_and_too_many_are_told_as_such(deadline_ns: int, limits: dict[s
         decode(rule_of(spec_of((-1, 8, 6, 3))), [encode(pixels(8, 6))] * 2, deadline_ns=deadline_ns, **limits)
 
 
+@pytest.mark.parametrize(
+    ("shape", "datatype"), [((-1, -1, -1, -1), "FP32"), ((-1, 3, 8, 3), "FP32"), ((-1, 8, 6, 3), "BOOL")]
+)
+def test_a_shape_that_does_not_tell_its_channels_is_named(shape: tuple[int, ...], datatype: str):
+    with pytest.raises(BadRequest, match=r"input\.format of its configuration"):
+        decode(rule_of(spec_of(shape, datatype)), [encode(pixels(8, 6))])
+
+
 def test_strings_of_other_models_are_left_alone():
     spec = TensorSpec(name="x", datatype="BYTES", shape=(-1,))
     request = TensorRequest(model="m", inputs=[Tensor("x", "BYTES", (1,), memoryview(frame_elements([b"text"])))])
