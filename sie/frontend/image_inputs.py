@@ -6,7 +6,8 @@ from typing import Final, NamedTuple
 
 from sie.tensors import TensorSpec
 
-_CHANNELS: Final = frozenset((1, 3, 4))
+_CHANNELS: Final = (3, 1, 4)
+"""What a size that is one of these is taken for, the likeliest first."""
 _NOT_PIXELS: Final = frozenset(("BYTES", "BOOL"))
 IMAGE_RANK: Final = 4
 
@@ -23,17 +24,22 @@ class ImageForm(NamedTuple):
 def image_form(spec: TensorSpec) -> ImageForm | None:
     """Return how an input takes images, None for one that does not.
 
-    It has four dimensions, the images' number first; its configuration says where the channels are (`input.format`), or
-    just one of both places has a size that channels have: 1, 3 or 4.
+    It has four dimensions, the images' number first. Its configuration says where the channels are (`input.format`);
+    without that they are in the one place that has 3, else 1, else 4.
     """
     if len(spec.shape) != IMAGE_RANK or spec.datatype in _NOT_PIXELS:
         return None
     _, second, third, last = spec.shape
-    layout = spec.format
-    if not layout and (second in _CHANNELS) != (last in _CHANNELS):
-        layout = "NHWC" if last in _CHANNELS else "NCHW"
+    layout = spec.format or _layout_of(second, last)
     if layout == "NHWC":
         return ImageForm(True, second, third, last)
     if layout == "NCHW":
         return ImageForm(False, third, last, second)
     return None
+
+
+def _layout_of(second: int, last: int) -> str:
+    for channels in _CHANNELS:
+        if channels in (second, last):
+            return "" if second == last else "NHWC" if last == channels else "NCHW"
+    return ""
