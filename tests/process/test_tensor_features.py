@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -12,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
+import tritonclient.grpc.aio as triton_grpc_aio
 import tritonclient.http as triton_http
+import tritonclient.http.aio as triton_http_aio
 from numpy.typing import NDArray
 from PIL import Image
 from tritonclient.utils import InferenceServerException
@@ -35,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     onnx_models.write(folder, "nhwc", onnx_models.identity("UINT8", ("n", HEIGHT, WIDTH, 3)))
     onnx_models.write(folder, "ranked", onnx_models.identity(), config=QUEUES)
     with start_server(
-        "--model-repository", str(folder), "--model", "slow=stub:tensor,latency_ms=700", "--grpc-port", str(free_port()),
+        "--model-repository", str(folder), "--model", "slow=stub:tensor,latency_ms=1500", "--grpc-port", str(free_port()),
         "--max-images", "4",
     ) as running:  # fmt: skip
         yield running
@@ -123,6 +126,27 @@ def test_too_many_images_and_other_shapes_are_refused(client: Any):
     with pytest.raises(InferenceServerException, match="data-type is 'BYTES'"):
         client.infer("ranked", [images(client, files[:1])])
     check_good(client)
+
+
+@pytest.mark.parametrize("module", [triton_http_aio, triton_grpc_aio], ids=["http", "grpc"])
+def test_the_clients_of_asyncio_send_images_and_priorities(server: Server, module: Any):
+    values, files = pictures(2)
+    given = module.InferInput("x", [2], "BYTES").set_data_from_numpy(np.array(files, np.object_))
+    ones = module.InferInput("x", [1, 2], "FP32").set_data_from_numpy(np.ones((1, 2), np.float32))
+
+    async def ask() -> tuple[NDArray[Any], NDArray[Any], dict[str, Any]]:
+        port = server.port if module is triton_http_aio else server.grpc_port
+        async with module.InferenceServerClient(f"127.0.0.1:{port}") as client:
+            found = await client.infer("nhwc", [given])
+            first = await client.infer("ranked", [ones], priority=1, timeout=20_000_000)
+            with pytest.raises(InferenceServerException, match="'priority' is 3"):
+                await client.infer("ranked", [ones], priority=3)
+            return found.as_numpy("y"), first.as_numpy("y"), await client.get_log_settings()
+
+    found, first, log = asyncio.run(ask())
+    np.testing.assert_array_equal(found, values)
+    assert first.tolist() == [[1, 1]]
+    assert log
 
 
 # --- priorities -------------------------------------------------------------------------------------------------------
