@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Final
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 from sie import failpoints
 from sie.errors import Internal, SieError, WireError, from_wire
 from sie.frontend.quarantine import digest_of
+from sie.frontend.token_stream import TokenStream
 from sie.shm.attach import Attachment
 from sie.shm.extent import read_extent
 from sie.shm.layout import SUBMIT, ProtocolError
@@ -22,12 +24,13 @@ class Pending:
     """One submitted request until its terminal reply.
 
     The lease outlives the client: a time-out or a disconnect ends the future, but only a terminal descriptor, or the
-    worker's proven death, ends the lease. num_strikes counts workers that died in a step with this request in it.
+    worker's proven death, ends the lease. num_strikes counts workers that died in a step with this request in it. A
+    request to generate has a stream, which takes its tokens, and its reply as soon as that is there.
     """
 
     __slots__ = (
         "adapter", "deadline_ns", "flags", "future", "lease", "length", "link", "model", "num_strikes", "num_tokens", "request_id",
-        "submitted_ns",
+        "stream", "submitted_ns",
     )  # fmt: skip
 
     def __init__(
@@ -42,8 +45,10 @@ class Pending:
         submitted_ns: int,
         future: asyncio.Future[Reply],
         adapter: str = "",
+        stream: TokenStream | None = None,
     ) -> None:
         self.adapter = adapter
+        self.stream = stream
         self.request_id = request_id
         self.model = model
         self.lease = lease
@@ -59,6 +64,10 @@ class Pending:
     def digest(self) -> bytes:
         """Return the identity of this request's input."""
         return digest_of(self.lease.view[: self.length])
+
+    def may_run_again(self) -> bool:
+        """Whether another worker may run it from the start; a stream is made ready for that."""
+        return self.stream is None or self.stream.try_restart(time.monotonic_ns())
 
 
 class Reply:

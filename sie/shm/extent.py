@@ -164,6 +164,11 @@ def set_stopped(view: memoryview, choice: int) -> None:
     view[_STOPPED_AT + (choice >> 3)] |= 1 << (choice & 7)
 
 
+def clear_stopped(view: memoryview) -> None:
+    """Want all choices again, for a peer that begins anew. Only the owner writes, after the former peer's proven death."""
+    view[_STOPPED_AT : _STOPPED_AT + 8] = bytes(8)
+
+
 def is_stopped(view: memoryview, choice: int) -> bool:
     """Whether the owner of this extent wants no more of a choice."""
     return bool(view[_STOPPED_AT + (choice >> 3)] & (1 << (choice & 7)))
