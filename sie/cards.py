@@ -49,6 +49,10 @@ class StubOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Whether it takes tensors, and nothing else."""
     generate: bool = False
     """Whether it generates text, and nothing else."""
+    blocks: int = 1024
+    """Blocks of keys and values that it has, if it generates."""
+    grammar_ms: float = 0.0
+    """Time that each grammar takes to compile."""
     fail: Literal["", "load", "oom", "sticky", "nan"] = ""
     """What fails, on a server with `test`: its load, its steps (no memory, a lost device) or its values."""
     fail_on: str = ""

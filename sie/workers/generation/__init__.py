@@ -40,6 +40,7 @@ class Draw(NamedTuple):
     position is that of the token to choose, in the whole sequence; with the seed and the choice it gives the random
     number (`Sampling`). history holds the ids (t,) of prompt and answer that penalties count; None where there are none.
     forbidden: tokens that must not be chosen, as end of text while it is ignored. logprobs as in `GenerateTask`.
+    num_prompt: tokens of the sequence that are the prompt; the answer is behind them.
     """
 
     sampling: Sampling
@@ -49,6 +50,7 @@ class Draw(NamedTuple):
     forbidden: tuple[int, ...] = ()
     logprobs: int | None = None
     matcher: Matcher | None = None
+    num_prompt: int = 0
 
 
 class Slot(NamedTuple):
