@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from sie import failpoints
 from sie.control_messages import ModelEntry, PeerFault, Quarantine
-from sie.errors import DeadlineExceeded, Overloaded, SieError, Unavailable, WorkerLost
+from sie.errors import ClientGone, DeadlineExceeded, Overloaded, SieError, Unavailable, WorkerLost
 from sie.frontend import admission
 from sie.frontend.adapters import is_coming, loading, workers_with
 from sie.frontend.answers import Answers, end
@@ -241,6 +241,11 @@ class ShmEngine:
             pending.lease.end()
         elif pending.link is not None and pending.request_id in pending.link.pending:
             set_cancelled(pending.lease.view)
+
+    def finish(self, pending: Pending) -> None:
+        """Do as `abandon` does for a request that nobody waits for any more, since all that was wanted of it is there."""
+        if not pending.future.done():
+            self.abandon(pending, ClientGone("nothing more is wanted"))
 
     def expire(self, now_ns: int) -> None:
         """Abandon what is past its deadline, and measure how fast answers come back."""
