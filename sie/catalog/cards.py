@@ -35,7 +35,10 @@ def _shorten(card: ModelCard, limit: int) -> ModelCard:
         )
     if stub is not None:
         stub = msgspec.structs.replace(stub, max_tokens=limit)
-    return msgspec.structs.replace(card, max_sequence_length=limit, late=late, stub=stub)
+    rule = card.generate
+    if rule is not None:
+        rule = msgspec.structs.replace(rule, context_length=limit)
+    return msgspec.structs.replace(card, max_sequence_length=limit, late=late, stub=stub, generate=rule)
 
 
 def _with_profiles(card: ModelCard, spec: ModelSpec) -> ModelCard:
