@@ -159,6 +159,79 @@ LORAS_LOADED = Family(
     labels=("model",),
     merge="max",
 )
+SEQUENCES_RUNNING = Family(
+    name="sie_sequences_running",
+    kind="gauge",
+    help="Choices of requests to generate that are being generated.",
+    labels=("model",),
+)
+SEQUENCES_WAITING = Family(
+    name="sie_sequences_waiting",
+    kind="gauge",
+    help="Choices of requests to generate that wait in the workers for blocks, or for their grammar.",
+    labels=("model",),
+)
+SEQUENCES_COMPLETED = Family(
+    name="sie_sequences_completed_total",
+    kind="counter",
+    help="Choices that ended, by reason (stop, length, stopped by a stop string, cancelled, failed).",
+    labels=("model", "reason"),
+)
+PREEMPTIONS = Family(
+    name="sie_preemptions_total",
+    kind="counter",
+    help="Choices that went back to wait because older ones needed their blocks; their tokens are read again.",
+    labels=("model",),
+)
+KV_BLOCKS = Family(
+    name="sie_kv_cache_blocks",
+    kind="gauge",
+    help="Blocks of keys and values that there is memory for.",
+    labels=("model",),
+)
+KV_BLOCKS_USED = Family(
+    name="sie_kv_cache_blocks_used",
+    kind="gauge",
+    help="Blocks of keys and values that running choices hold.",
+    labels=("model",),
+)
+PREFIX_LOOKUPS = Family(
+    name="sie_prefix_cache_lookups_total",
+    kind="counter",
+    help="Prompts whose beginning was looked for in the cache.",
+    labels=("model",),
+)
+PREFIX_HITS = Family(
+    name="sie_prefix_cache_hits_total",
+    kind="counter",
+    help="Prompts of which some of the beginning was in the cache.",
+    labels=("model",),
+)
+PREFIX_EVICTIONS = Family(
+    name="sie_prefix_cache_evictions_total",
+    kind="counter",
+    help="Cached blocks that were taken for something else.",
+    labels=("model",),
+)
+PROMPT_TOKENS = Family(
+    name="sie_prompt_tokens_total",
+    kind="counter",
+    help="Tokens of prompts that were read; those from the cache are not among them.",
+    labels=("model",),
+)
+GENERATED_TOKENS = Family(
+    name="sie_generated_tokens_total",
+    kind="counter",
+    help="Tokens that were generated.",
+    labels=("model",),
+)
+GENERATION_STEP = Family(
+    name="sie_generation_step_seconds",
+    kind="histogram",
+    help="Time of one step of a generating model.",
+    labels=("model",),
+    bounds=_STEP_DURATION_BOUNDS,
+)
 LAST_INFERENCE = Family(
     name="sie_last_inference_timestamp_seconds",
     kind="gauge",
@@ -350,6 +423,18 @@ FAMILIES: tuple[Family, ...] = (
     NON_FINITE,
     NON_FINITE_SHARE,
     LORAS_LOADED,
+    SEQUENCES_RUNNING,
+    SEQUENCES_WAITING,
+    SEQUENCES_COMPLETED,
+    PREEMPTIONS,
+    KV_BLOCKS,
+    KV_BLOCKS_USED,
+    PREFIX_LOOKUPS,
+    PREFIX_HITS,
+    PREFIX_EVICTIONS,
+    PROMPT_TOKENS,
+    GENERATED_TOKENS,
+    GENERATION_STEP,
     LAST_INFERENCE,
     REFUSALS,
     AUTH_FAILURES,

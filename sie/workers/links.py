@@ -10,7 +10,7 @@ from sie.control_messages import Attach
 from sie.settings import Settings
 from sie.shm.attach import Attachment, PendingAttachment
 from sie.shm.large import LargeBudget
-from sie.shm.layout import Descriptor, ProtocolError
+from sie.shm.layout import TOKENS, Descriptor, ProtocolError
 from sie.shm.pool import Lease
 from sie.shm.space import OutboundSpace
 
@@ -81,6 +81,18 @@ class FrontendLink:
         """Send a terminal descriptor; without credit it waits here, behind earlier ones, for the next release."""
         self._unsent.append((kind, request_id, lease, length))
         self.flush()
+
+    def try_tokens(self, lease: Lease, length: int) -> bool:
+        """Send tokens; False, with the lease ended, when there is no credit now, or earlier replies wait for some."""
+        try:
+            if self._unsent or not self.attachment.push(TOKENS, 0, 0, lease.address, length):
+                lease.end()
+                return False
+        except (ConnectionError, ProtocolError) as error:
+            self._fault = error
+            return True
+        lease.hand_over(0)
+        return True
 
     def put_off(self, try_send: Callable[[], bool]) -> None:
         """Keep what had no room; `retry` and `release` try it again, in order."""

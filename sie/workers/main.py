@@ -116,8 +116,12 @@ def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callabl
     """Return what loads a model. Torch is imported by the first model that needs it; stubs never do."""
 
     def build(card: ModelCard, progress: Callable[[float, str], None]) -> Runner:
+        if card.kind == "stub" and card.generate is not None:
+            from sie.workers.generation.stub import StubGenerator  # each kind imports only its own
+
+            return StubGenerator(card, settings.generation.kv_block_tokens)
         if card.kind == "stub":
-            from sie.workers.runners.stub import StubRunner  # each kind imports only its own
+            from sie.workers.runners.stub import StubRunner
 
             return StubRunner(card)
         if card.kind == "tensor":

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from sie import failpoints
 from sie.errors import SieError, to_wire
 from sie.headers import ArrayRef, ReplyHeader, WorkHeader
-from sie.shm.extent import array_view, begin_extent, extent_bytes, is_cancelled, plan_arrays, read_extent
+from sie.shm.extent import array_view, begin_extent, extent_bytes, is_cancelled, is_stopped, plan_arrays, read_extent
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
 from sie.shm.pool import Lease
 from sie.workers.ragged import RAGGED_OUTPUTS, KeptBytes, RaggedReply
@@ -31,9 +31,9 @@ from sie.workers.tensors import KeptTensors, OutputTensor, read_tensors
 _decoder = msgspec.msgpack.Decoder(WorkHeader)
 _encoder = msgspec.msgpack.Encoder()
 _TIMES: Final = struct.Struct("<3q")
-_OUTPUTS: Final = frozenset(("dense", "logits", "tensors", *RAGGED_OUTPUTS))
-_ROWS: Final = {"encode": "dense", "score": "score", "extract": "logits", "infer": "tensors"}
-"""What an operation's rows of a fixed size are called in its reply; that of `infer` has none."""
+_OUTPUTS: Final = frozenset(("dense", "logits", "tensors", "generate", *RAGGED_OUTPUTS))
+_ROWS: Final = {"encode": "dense", "score": "score", "extract": "logits", "infer": "tensors", "generate": ""}
+"""What an operation's rows of a fixed size are called in its reply; those of `infer` and `generate` have none."""
 _PAIR_OUTPUTS: Final = ("logits",)
 
 
@@ -52,6 +52,10 @@ class Link(Protocol):
 
     def reply(self, kind: int, request_id: int, lease: Lease | None, length: int) -> None:
         """Send a terminal descriptor; the lease is the peer's from here."""
+        ...
+
+    def try_tokens(self, lease: Lease, length: int) -> bool:
+        """Send tokens; False, with the lease ended, when there is no credit now. Only then may they be sent again."""
         ...
 
     def put_off(self, try_send: Callable[[], bool]) -> None:
@@ -121,6 +125,10 @@ class Request:
     def is_cancelled(self) -> bool:
         """Whether the frontend has set the cancel byte."""
         return is_cancelled(self._view)
+
+    def is_stopped(self, choice: int) -> bool:
+        """Whether the frontend wants no more of a choice of a request to generate."""
+        return is_stopped(self._view, choice)
 
     @property
     def has_started(self) -> bool:
@@ -193,6 +201,16 @@ class Request:
         payload = begin_extent(lease.view, header)
         ragged.write(payload, plan)
         _TIMES.pack_into(payload, 0, self.started_ns, self.inference_ns, self.postprocessing_ns)
+        self._end(REPLY, lease, nbytes)
+        return True
+
+    def try_end(self, header: bytes) -> bool:
+        """Send a reply that is this header alone; False when there is no room now."""
+        nbytes = extent_bytes(len(header), 0)
+        lease = self.link.lease(nbytes)
+        if lease is None:
+            return False
+        begin_extent(lease.view, header)
         self._end(REPLY, lease, nbytes)
         return True
 

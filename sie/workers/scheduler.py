@@ -52,12 +52,16 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """What to run now: items of one model, and those whose deadline passed while they waited."""
+    """What to run now: items of one model, and those whose deadline passed while they waited.
+
+    is_own: the model decides itself what its step runs (it generates), and there are no items.
+    """
 
     model: str
     items: list[Waiting]
     num_tokens: int
     expired: list[Waiting]
+    is_own: bool = False
 
 
 class State:
@@ -72,6 +76,8 @@ class State:
 
     def __init__(self) -> None:
         self.queues: dict[str, deque[Waiting]] = {}
+        self.standing: set[str] = set()
+        """Models with a step to run that they decide themselves; `stand` adds one."""
         self.served_ns: dict[str, int] = {}
         self.ceilings: dict[str, Ceiling] = {}
         """Models whose steps found no memory, with the most tokens that a step of theirs may have."""
@@ -80,7 +86,13 @@ class State:
         self._start_ns = 0
 
     def __bool__(self) -> bool:
-        return bool(self.queues)
+        return bool(self.queues or self.standing)
+
+    def stand(self, model: str) -> None:
+        """Let a model compete for its next step as those do whose items wait."""
+        if model not in self.standing:
+            self._begin_service(model)
+            self.standing.add(model)
 
     def add(self, model: str, item: Waiting) -> None:
         """Queue one item behind all others of its model."""
@@ -91,8 +103,11 @@ class State:
         queue.append(item)
 
     def _enter(self, model: str) -> None:
-        self.served_ns[model] = max(self.served_ns.get(model, 0), self._start_ns)
+        self._begin_service(model)
         self.queues[model] = deque()
+
+    def _begin_service(self, model: str) -> None:
+        self.served_ns[model] = max(self.served_ns.get(model, 0), self._start_ns)
 
     def remove(self, step: Step) -> None:
         """Take a step's items out of the queue."""
@@ -141,9 +156,14 @@ def plan_step(state: State, budget: Budget, now_ns: int) -> Step | None:
     are taken whole if they fit, else those that waited longer than max_age_ns in order of arrival, then those that lead
     and the shortest, which keeps lengths in a step alike and a short text's wait short.
     """
-    if not state.queues:
+    if state.standing:
+        model = min((*state.queues, *sorted(state.standing)), key=state.served_ns.__getitem__)
+        if model not in state.queues:
+            return Step(model, [], 0, [], is_own=True)
+    elif not state.queues:
         return None
-    model = min(state.queues, key=state.served_ns.__getitem__)
+    else:
+        model = min(state.queues, key=state.served_ns.__getitem__)
     if state.ceilings and model in state.ceilings:
         max_tokens = min(budget.max_tokens, state.ceilings[model].max_tokens(now_ns))
         budget = msgspec.structs.replace(budget, max_tokens=max_tokens)

@@ -1,0 +1,59 @@
+"""Owns how tokens become records and frames: everything since the last index that was sent, in pieces of bounded size. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from sie.generation import TokenRecord
+from sie.workers.generation.sequences import Job, Sequence
+
+MAX_FRAME_BYTES: Final = 1 << 16
+_RECORD_BYTES: Final = 48
+"""Most bytes of a record without its tokens: ten numbers and a word, as msgpack."""
+_TOKEN_BYTES: Final = 5
+_LOGPROB_BYTES: Final = 11
+_TOP_BYTES: Final = 15
+
+
+def take_records(jobs: Iterable[Job], max_bytes: int = MAX_FRAME_BYTES) -> list[tuple[Sequence, TokenRecord]]:
+    """Return what the next frame of these jobs holds, at most about max_bytes of it as msgpack; changes nothing."""
+    taken: list[tuple[Sequence, TokenRecord]] = []
+    left = max_bytes
+    for job in jobs:
+        for sequence in job.sequences:
+            if not sequence.num_unsent and not sequence.finish:
+                continue
+            count = min(sequence.num_unsent, max(0, left - _RECORD_BYTES) // _token_bytes(job))
+            if count < sequence.num_unsent and not count:
+                return taken
+            taken.append((sequence, _record(sequence, count)))
+            left -= _RECORD_BYTES + count * _token_bytes(job)
+    return taken
+
+
+def note_sent(sequence: Sequence, record: TokenRecord) -> None:
+    """Note that a record was sent; a sequence whose last record that was is done with."""
+    sequence.num_sent += len(record.token_ids)
+    del sequence.logprobs[: len(record.logprobs)]
+    if record.finish:
+        sequence.job.sequences.remove(sequence)
+
+
+def _record(sequence: Sequence, count: int) -> TokenRecord:
+    job, is_all = sequence.job, count == sequence.num_unsent
+    start = job.num_prompt + sequence.num_sent
+    return TokenRecord(
+        job.request.request_id,
+        sequence.choice,
+        sequence.num_sent,
+        tuple(sequence.tokens.view(start, start + count).tolist()),
+        sequence.finish if is_all else "",
+        job.num_cached,
+        tuple(sequence.logprobs[:count]),
+    )
+
+
+def _token_bytes(job: Job) -> int:
+    logprobs = job.task.logprobs
+    return _TOKEN_BYTES if logprobs is None else _TOKEN_BYTES + _LOGPROB_BYTES + _TOP_BYTES * logprobs
