@@ -239,6 +239,26 @@ LAST_INFERENCE = Family(
     labels=("model",),
     merge="max",
 )
+FIRST_TOKEN = Family(
+    name="sie_time_to_first_token_seconds",
+    kind="histogram",
+    help="Time from a request's submission to its first token.",
+    labels=("model",),
+    bounds=_HTTP_DURATION_BOUNDS,
+)
+TOKEN_GAP = Family(
+    name="sie_inter_token_latency_seconds",
+    kind="histogram",
+    help="Time from one step's tokens of a request to the next step's.",
+    labels=("model",),
+    bounds=_STEP_DURATION_BOUNDS,
+)
+HTTP_IN_FLIGHT = Family(
+    name="http_requests_in_flight",
+    kind="gauge",
+    help="Requests to generate that are being answered, streams to their end.",
+    labels=("method", "path", "model"),
+)
 REFUSALS = Family(
     name="sie_refusals_total",
     kind="counter",
@@ -435,6 +455,8 @@ FAMILIES: tuple[Family, ...] = (
     PROMPT_TOKENS,
     GENERATED_TOKENS,
     GENERATION_STEP,
+    FIRST_TOKEN,
+    TOKEN_GAP,
     LAST_INFERENCE,
     REFUSALS,
     AUTH_FAILURES,
@@ -453,6 +475,7 @@ FAMILIES: tuple[Family, ...] = (
     LOOP_LAG_LATEST,
     STATUS_WATCHERS,
     HTTP_REQUESTS,
+    HTTP_IN_FLIGHT,
     HTTP_DURATION,
     HTTP_BODY,
     DROPPED,

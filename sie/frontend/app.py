@@ -18,6 +18,7 @@ from sie.control_messages import ModelEntry
 from sie.errors import ClientGone, Internal, SieError
 from sie.frontend import dashboard, envelopes, openapi, routes
 from sie.frontend.access import CHALLENGE, Access
+from sie.frontend.access_log import request_id_of
 from sie.frontend.admin import check_admin
 from sie.frontend.counting import count_exchange
 from sie.frontend.dialects import models as models_dialect
@@ -28,10 +29,12 @@ from sie.frontend.kserve import KServe
 from sie.frontend.metrics import CONTENT_TYPE, render
 from sie.frontend.openapi import page as docs
 from sie.frontend.process import FrontendProcess
+from sie.frontend.stream import STREAM_HEADERS, Streamed, send_stream
 from sie.logs import get_logger
 from sie.process import calm_collector
 
 if TYPE_CHECKING:
+    from sie.frontend.generate import TextRoutes
     from sie.frontend.trtis import Trtis
 
 _log = get_logger(__name__)
@@ -65,6 +68,7 @@ class App:
         self._inference = Inference(self._process, self._identity)
         self._kserve = KServe(self._process, self._inference.pool)
         self._trtis: Trtis | None = None
+        self._texts: TextRoutes | None = None
         calm_collector()
 
     def __rsgi_del__(self, _loop: asyncio.AbstractEventLoop) -> None:
@@ -155,6 +159,9 @@ class App:
 
     async def _handle(self, exchange: Exchange, route: routes.Route) -> None:
         """Serve a route that is none of the inference routes of `sie.frontend.inference`."""
+        if route.envelope == "text":
+            await self._serve_text(exchange, route)
+            return
         if route.envelope not in _TENSOR_DIALECTS:
             await getattr(self, f"_{route.handler}")(exchange)
             return
@@ -172,6 +179,40 @@ class App:
             )
             self._trtis = cast("Trtis", module.Trtis(self._process, self._kserve, pool))
         return self._trtis
+
+    async def _serve_text(self, exchange: Exchange, route: routes.Route) -> None:
+        """Serve a route that generates text: answered at once, or as a stream that is counted when it ends."""
+        process = self._process
+        if self._texts is None:
+            module = await asyncio.get_running_loop().run_in_executor(
+                self._inference.pool, importlib.import_module, "sie.frontend.generate"
+            )
+            self._texts = cast("TextRoutes", module.TextRoutes(process, self._inference.pool))
+        exchange.request_id = request_id_of(exchange.headers)
+        try:
+            answer = await getattr(self._texts, route.handler)(exchange)
+            if isinstance(answer, Streamed):
+                await self._stream(exchange, answer)
+            else:
+                headers, body = answer
+                self._respond(exchange, 200, [*headers, ("x-request-id", exchange.request_id)], body)
+        finally:
+            self._texts.leave(exchange)
+
+    async def _stream(self, exchange: Exchange, answer: Streamed) -> None:
+        """Send an answer as it comes. It is recorded and counted when it ends."""
+        process = self._process
+        headers = [*STREAM_HEADERS, ("x-request-id", exchange.request_id)]
+        for part in (process.access, process.cors):  # the other recorders write down what has ended
+            headers = part.record(exchange, 200, headers, None) if part is not None else headers
+
+        def begin() -> Any:
+            return exchange.protocol.response_stream(200, headers)
+
+        error = await send_stream(answer, begin, exchange.scope.client, process.settings.generation)
+        for record in process.recorders:
+            record(exchange, 200, [], error)
+        count_exchange(process.metrics, exchange, 200, error)
 
     def _answer_mismatch(self, exchange: Exchange, route: routes.Route | None) -> None:
         """Answer a request for a path that is no route, or with a method that is not its route's."""
@@ -191,7 +232,7 @@ class App:
     async def _list_models(self, exchange: Exchange) -> None:
         models = self._process.models
         infos = [_info(entry, models.created_s) for entry in models.entries.values()]
-        default = self._process.default_model("dense")
+        default = self._process.default_model("dense") or self._process.default_model("generate")
         self._respond(exchange, 200, [_JSON], models_dialect.models_body(infos, default))
 
     async def _show_model(self, exchange: Exchange) -> None:
@@ -278,6 +319,8 @@ class App:
             headers = [*headers, *self._identity]
         if error.http_status == 401:
             headers.append(CHALLENGE)
+        if exchange.request_id:
+            headers.append(("x-request-id", exchange.request_id))
         if error.retry_after_s is not None:
             headers.append(("retry-after", str(error.retry_after_s)))
         if error.http_status in _MUST_CLOSE:

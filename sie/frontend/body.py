@@ -50,6 +50,7 @@ class BodyReader:
 
     def __init__(self, max_body_bytes: int, idle_timeout_s: float, min_bytes_per_s: int = 0) -> None:
         self._readings: set[Reading] = set()
+        self._others: list[BodyReader] = []
         self.reconfigure(max_body_bytes, idle_timeout_s, min_bytes_per_s)
 
     def reconfigure(self, max_body_bytes: int, idle_timeout_s: float, min_bytes_per_s: int) -> None:
@@ -58,6 +59,15 @@ class BodyReader:
         self._min_bytes_per_s = min_bytes_per_s
         self._idle_ns = int(idle_timeout_s * 1e9)
         self._idle_s = idle_timeout_s
+        for other in self._others:
+            other.reconfigure(other._max_bytes, idle_timeout_s, min_bytes_per_s)
+
+    def with_limit(self, max_body_bytes: int) -> BodyReader:
+        """Return a reader with a limit of its own, and else this one's; this one ends what stalls there, too."""
+        other = BodyReader(max_body_bytes, self._idle_s, self._min_bytes_per_s)
+        other._readings = self._readings
+        self._others.append(other)
+        return other
 
     async def read(self, headers: Headers, protocol: HttpProtocol, deadline_ns: int) -> bytes:
         """Return the whole body.

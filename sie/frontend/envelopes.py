@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from sie.errors import NotFound, SieError
-from sie.frontend.dialects import kserve, openai, sie
+from sie.errors import BadRequest, NotFound, SieError
+from sie.frontend.dialects import kserve, openai, sie, text_fields
 from sie.frontend.dialects import models as models_dialect
 from sie.frontend.routes import Route
 
@@ -50,6 +50,7 @@ _FAILURES: Final[dict[str, Callable[[SieError], Response]]] = {
     "sie": lambda error: Response(error.http_status, [JSON], sie.error_body(error)),
     "openai": _openai,
     "models": _models,
+    "text": lambda error: Response(error.http_status, [JSON], text_fields.error_body(error)),
     "kserve": lambda error: Response(error.http_status, [JSON], kserve.error_body(error.message)),
     "trtis": _trtis,
 }
@@ -69,5 +70,8 @@ def wrong_method(route: Route) -> Response:
     allow = ("allow", route.method)
     if route.envelope == "trtis":
         return Response(405, [allow], b"")
+    if route.envelope == "text":
+        refusal = BadRequest(f"The method of {route.template} is {route.method}", http_status=405)
+        return Response(405, [JSON, allow], text_fields.error_body(refusal))
     body = kserve.error_body("Method Not Allowed") if route.envelope == "kserve" else sie.method_not_allowed_body()
     return Response(405, [JSON, allow], body)

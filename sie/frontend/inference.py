@@ -39,7 +39,7 @@ class Exchange:
     """One HTTP request while it is served: what the border needs to know to answer and to count it."""
 
     __slots__ = ("began_ns", "body_bytes", "deadline_ns", "decoded_ns", "headers", "holder", "known_model", "model",
-                 "num_items", "protocol", "route", "scope", "timing", "waits")  # fmt: skip
+                 "num_items", "protocol", "request_id", "route", "scope", "timing", "waits")  # fmt: skip
 
     def __init__(self, scope: Any, protocol: Any, began_ns: int) -> None:
         self.scope = scope
@@ -53,6 +53,8 @@ class Exchange:
         """Whose API key it came with, once that is known."""
         self.model = ""
         self.known_model = ""
+        self.request_id = ""
+        """What its answer is called in `x-request-id`, on the routes that say so; empty elsewhere."""
         self.body_bytes = 0
         self.num_items = 0
         self.timing: Any = None

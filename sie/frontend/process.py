@@ -31,6 +31,7 @@ from sie.frontend.dialects.openai import DEFAULT_MODEL
 from sie.frontend.encode import Encoder
 from sie.frontend.engine import ShmEngine
 from sie.frontend.extract import Extractor
+from sie.frontend.generation_metrics import GenerationMetrics
 from sie.frontend.image_reader import ImageReader
 from sie.frontend.infer import Tensors
 from sie.frontend.links import Pending
@@ -98,7 +99,9 @@ class FrontendProcess:
         self.tensors = Tensors(self.engine, self.models, self.admin, self._pool, texts)
         limits = settings.limits
         self.bodies = BodyReader(limits.max_body_bytes, limits.body_idle_timeout_s, limits.min_body_bytes_per_s)
+        self.text_bodies = self.bodies.with_limit(settings.generation.max_generation_body_bytes)
         self.metrics = FrontendMetrics(pages[0], self.models)
+        self.generation_metrics = GenerationMetrics(pages[0], self.models)
         self.access = open_access(settings.access, pages, self.metrics.record_auth_failure)
         self.cors = Cors(settings.access.cors_origins) if settings.access.cors_origins else None
         self.status = StatusHub(

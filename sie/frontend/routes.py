@@ -37,6 +37,8 @@ ROUTES: tuple[Route, ...] = (
     Route("/v1/extract/{model}", "POST", "extract", endpoint="extract"),
     Route("/v1/rerank", "POST", "rerank", "openai", "score"),
     Route("/v1/embeddings", "POST", "embeddings", "openai", "embeddings"),
+    Route("/v1/chat/completions", "POST", "chat", "text"),
+    Route("/v1/completions", "POST", "completions", "text"),
     Route("/v1/models", "GET", "list_models", "models"),
     Route("/v1/models/load", "POST", "manage_model", need="admin"),
     Route("/v1/models/unload", "POST", "manage_model", need="admin"),
@@ -84,10 +86,14 @@ ROUTES: tuple[Route, ...] = (
 )
 BY_TEMPLATE: dict[str, Route] = {route.template: route for route in ROUTES}
 COUNTED = {
-    template: BY_TEMPLATE[template]._replace(endpoint="infer")
-    for template in ("/v2/models/{model}/infer", "/api/infer/{model}")
+    template: BY_TEMPLATE[template]._replace(endpoint=endpoint)
+    for endpoint, templates in (
+        ("infer", ("/v2/models/{model}/infer", "/api/infer/{model}")),
+        ("generate", ("/v1/chat/completions", "/v1/completions")),
+    )
+    for template in templates
 }
-"""What a request to infer tensors is counted as, once its path was read."""
+"""What a request to infer tensors or to generate text is counted as, once its path was read."""
 WEBSOCKETS: dict[str, Need] = {"/ws/status": "metrics"}
 """Path and need of each websocket."""
 _EXACT = {route.template: route for route in ROUTES if "{" not in route.template}

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import event, given
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -45,6 +45,7 @@ def pieces(draw: st.DrawFn, items: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(items[start:end]) for start, end in itertools.pairwise(bounds)]
 
 
+@settings(deadline=None)
 @given(kinds, ids)
 def test_tokens_one_by_one_are_the_text_of_all_at_once(kind: str, token_ids: list[int]) -> None:
     tokenizer = TOKENIZERS[kind]()
@@ -55,6 +56,7 @@ def test_tokens_one_by_one_are_the_text_of_all_at_once(kind: str, token_ids: lis
     event(f"{kind}: a character of several tokens", any(not t for t in texts))
 
 
+@settings(deadline=None)
 @given(kinds, st.text(st.sampled_from("aé東😀 \nx<|"), max_size=30))
 def test_text_comes_in_whole_characters(kind: str, text: str) -> None:
     voc = vocabulary(kind)
@@ -70,6 +72,7 @@ def test_text_comes_in_whole_characters(kind: str, text: str) -> None:
 alphabet = st.text("ab<>", max_size=4)
 
 
+@settings(deadline=None)
 @given(st.text("ab<>", max_size=24), st.lists(alphabet.filter(bool), max_size=4), st.data())
 def test_stop_strings_cut_the_same_for_every_split(text: str, stops: list[str], data: st.DataObject) -> None:
     parts: list[str] = []
@@ -100,6 +103,7 @@ def test_stop_strings_cut_the_same_for_every_split(text: str, stops: list[str], 
 
 
 @pytest.mark.parametrize("kind", sorted(TOKENIZERS))
+@settings(deadline=None)
 @given(data=st.data())
 def test_answer_is_the_same_for_every_split_of_its_tokens(kind: str, data: st.DataObject) -> None:
     voc = vocabulary(kind)

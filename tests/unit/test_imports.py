@@ -23,6 +23,10 @@ SLOW = {"torch", "transformers", "sentence_transformers"}
 SERVERS = {"granian", "nats", "uvloop"}
 PURE_FILES = (
     "catalog/options.py",
+    "frontend/generation/detokenise.py",
+    "frontend/generation/parsers.py",
+    "frontend/generation/reader.py",
+    "frontend/generation/stops.py",
     "frontend/options.py",
     "frontend/routes.py",
     "frontend/admission.py",
