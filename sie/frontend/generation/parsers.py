@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from sie.generation import GenerateRequest, GenerateRule, ToolCall
+from sie.generation import ToolCall
 
 
 class Text(NamedTuple):
@@ -58,8 +58,3 @@ class PlainText:
 
 ParserFactory = Callable[[], OutputParser]
 """Makes a fresh parser for each choice."""
-
-
-def choose_parser(request: GenerateRequest, rule: GenerateRule) -> ParserFactory:
-    """Return what reads the answers to a request, by how its model writes calls and reasoning (`GenerateRule`)."""
-    return PlainText
