@@ -138,7 +138,7 @@ class BareCalls:
     def __init__(self, names: Collection[str], new_id: NewId = new_call_id) -> None:
         self._names = names
         self._new_id = new_id
-        self._prefix = ""
+        self._prefix: str = ""
         """What stands before JSON, as far as it was not passed on."""
         self._json: list[str] = []
         self._scanner: JsonScanner | None = None
