@@ -80,7 +80,11 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int, Meta(ge=65536, le=1 << 30, description="What a client may leave unread before its stream is cut.")
     ] = 8 * MIB
     chat_template: Annotated[
-        str, Meta(description="Jinja file to use as the chat template of models that have none of their own.")
+        str,
+        Meta(
+            description="Jinja file to use as the chat template of models that have none of their own; empty "
+            "takes a plain transcript."
+        ),
     ] = ""
     max_responses: Annotated[
         int, Meta(ge=0, le=1 << 24, description="Responses kept for `/v1/responses/{id}`; the oldest go first.")

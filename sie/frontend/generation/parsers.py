@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from sie.errors import BadRequest
-from sie.generation import GenerateRequest, GenerateRule, ToolCall
+from sie.generation import ToolCall
 
 
 class Text(NamedTuple):
@@ -59,15 +58,3 @@ class PlainText:
 
 ParserFactory = Callable[[], OutputParser]
 """Makes a fresh parser for each choice."""
-
-
-def choose_parser(request: GenerateRequest, rule: GenerateRule) -> ParserFactory:
-    """Return what reads the answers to a request, by how its model writes calls and reasoning (`GenerateRule`).
-
-    Raises BadRequest for a call that is demanded and cannot be forced.
-    """
-    if request.tool_choice.mode == "required":
-        text = "Field 'tool_choice' demands a call, and a call cannot be forced; 'auto' and 'none' are served"
-        raise BadRequest(text, extras={"param": "tool_choice"})
-    del rule  # every model's answers are text
-    return PlainText

@@ -15,7 +15,8 @@ import numpy as np
 from sie.control_messages import ModelEntry
 from sie.errors import BadRequest
 from sie.frontend.engine import ShmEngine
-from sie.frontend.generation.parsers import choose_parser
+from sie.frontend.generation.constraints import constrain
+from sie.frontend.generation.formats import choose_parser
 from sie.frontend.generation.prompt import chat_ids, check_ids, fit, render_chat
 from sie.frontend.generation.reader import Reader
 from sie.frontend.generation.run import Part, Run, TokenMeter
@@ -24,13 +25,14 @@ from sie.frontend.generation.vocabulary import FileVocabulary, StubVocabulary, V
 from sie.frontend.models import ModelTable
 from sie.frontend.token_stream import StreamTimes, TokenStream
 from sie.frontend.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
-from sie.generation import GenerateRequest, GenerateRule, GenerateTask, Sampling
+from sie.generation import GenerateRequest, GenerateRule, GenerateTask, Grammar, Sampling
 from sie.generation_settings import Generation
 from sie.headers import WorkHeader
 
 _encode_task: Final = msgspec.msgpack.Encoder().encode
 _GREEDY_BELOW: Final = 1e-7
 _MAX_SEED: Final = (1 << 63) - 1
+_PROMPT_END_CHARS: Final = 64
 _T = TypeVar("_T")
 _N = TypeVar("_N", int, float)
 
@@ -60,12 +62,15 @@ class Generator:
             raise BadRequest(f"Model '{entry.card.id}' does not generate text", extras={"param": "model"})
         check_request(request, self._settings)
         vocabulary = await self.vocabulary(entry)
-        prompts = await self._prompts(request, rule, vocabulary)
+        prompts, prompt_end = await self._prompts(request, rule, vocabulary)
         context = min(rule.context_length, self._settings.max_context_tokens or rule.context_length)
         fitted = [fit(ids, request.max_tokens, context, truncate=request.truncate_prompt) for ids in prompts]
-        task = plan_task(request, rule, vocabulary.size, salt)
+        grammar = None
+        if request.grammar is not None or request.tools:
+            grammar = await self._on_thread(constrain, request, rule)
+        task = plan_task(request, rule, vocabulary.size, salt, grammar)
         news = asyncio.Event()
-        new_readers = _readers(request, rule, vocabulary, len(fitted))
+        new_readers = _readers(request, rule, vocabulary, len(fitted), prompt_end)
         parts: list[Part] = []
         try:
             for number, (ids, max_tokens) in enumerate(fitted):
@@ -90,7 +95,7 @@ class Generator:
         if rule is None:
             raise BadRequest(f"Model '{entry.card.id}' does not generate text", extras={"param": "model"})
         check_request(request, self._settings)
-        return await self._prompts(request, rule, await self.vocabulary(entry))
+        return (await self._prompts(request, rule, await self.vocabulary(entry)))[0]
 
     async def vocabulary(self, entry: ModelEntry) -> Vocabulary:
         """Return the tokens of an entry's model. Raises Internal when its tokenizer cannot be read."""
@@ -108,19 +113,24 @@ class Generator:
         } | {card.id: (tokenizer, vocabulary)}  # fmt: skip
         return vocabulary
 
-    async def _prompts(self, request: GenerateRequest, rule: GenerateRule, vocabulary: Vocabulary) -> list[list[int]]:
+    async def _prompts(
+        self, request: GenerateRequest, rule: GenerateRule, vocabulary: Vocabulary
+    ) -> tuple[list[list[int]], str]:
+        """Return the tokens of each prompt, and the text that a chat's ends with."""
         if request.token_lists is not None:
             for ids in request.token_lists:
                 check_ids(ids, vocabulary.size, "prompt")
-            return request.token_lists
+            return request.token_lists, ""
         if request.texts is not None:
             encode = functools.partial(_encode_texts, vocabulary, request.texts)
-            return await self._on_thread(encode) if is_long(request.texts, LONG_TEXT_BYTES) else encode()
+            is_large = is_long(request.texts, LONG_TEXT_BYTES)
+            return (await self._on_thread(encode) if is_large else encode()), ""
         rendered = await run_limited(
             self._pool, self._settings.template_timeout_s, functools.partial(render_chat, request, rule)
         )
         tokenise = functools.partial(chat_ids, rendered, vocabulary)
-        return [await self._on_thread(tokenise) if is_long([rendered.text], LONG_TEXT_BYTES) else tokenise()]
+        ids = await self._on_thread(tokenise) if is_long([rendered.text], LONG_TEXT_BYTES) else tokenise()
+        return [ids], rendered.text[-_PROMPT_END_CHARS:]
 
     async def _on_thread(self, work: Callable[..., _T], *args: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
@@ -142,7 +152,9 @@ def check_request(request: GenerateRequest, settings: Generation) -> None:
             raise BadRequest(f"Field '{field}' is over {setting} ({limit})", extras={"param": field})
 
 
-def plan_task(request: GenerateRequest, rule: GenerateRule, vocab_size: int, salt: bytes) -> GenerateTask:
+def plan_task(
+    request: GenerateRequest, rule: GenerateRule, vocab_size: int, salt: bytes, grammar: Grammar | None = None
+) -> GenerateTask:
     """Return what a worker is asked for: what the request says, else the model's own defaults, else the API's.
 
     max_tokens is each prompt's own. Raises BadRequest for a bias of a token that the model has not.
@@ -161,7 +173,6 @@ def plan_task(request: GenerateRequest, rule: GenerateRule, vocab_size: int, sal
         logit_bias=tuple(request.logit_bias.items()),
         seed=seed & _MAX_SEED,
     )
-    grammar = request.grammar
     return GenerateTask(
         0, request.num_choices, sampling, request.logprobs, rule.eos_token_ids, request.ignore_eos, salt,
         grammar.kind if grammar is not None else "", grammar.value if grammar is not None else "",
@@ -174,9 +185,9 @@ def _own_seed(sampling: Sampling, prompt: int) -> Sampling:
 
 
 def _readers(
-    request: GenerateRequest, rule: GenerateRule, vocabulary: Vocabulary, num_prompts: int
+    request: GenerateRequest, rule: GenerateRule, vocabulary: Vocabulary, num_prompts: int, prompt_end: str
 ) -> list[Callable[[], Reader]]:
-    parsers, n = choose_parser(request, rule), request.num_choices
+    parsers, n = choose_parser(request, rule, prompt_end), request.num_choices
     return [
         functools.partial(Reader, n, vocabulary, request.stop, parsers, first_number=prompt * n)
         for prompt in range(num_prompts)
