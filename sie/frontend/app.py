@@ -48,6 +48,7 @@ _MUST_CLOSE: Final = frozenset({408, 413})
 _BODY_UNREAD: Final = frozenset({401, 403, 429, 503})
 """These may be known from the headers alone."""
 _MAX_DISCARDED_BYTES: Final = 256 * 1024
+_TEXT_DIALECTS: Final = frozenset({"text", "anthropic"})
 _TENSOR_DIALECTS: Final = frozenset({"kserve", "trtis"})
 
 
@@ -159,7 +160,7 @@ class App:
 
     async def _handle(self, exchange: Exchange, route: routes.Route) -> None:
         """Serve a route that is none of the inference routes of `sie.frontend.inference`."""
-        if route.envelope == "text":
+        if route.envelope in _TEXT_DIALECTS:
             await self._serve_text(exchange, route)
             return
         if route.envelope not in _TENSOR_DIALECTS:

@@ -13,7 +13,7 @@ from sie.frontend.routes import COUNTED
 _NO_REQUEST: Final = frozenset({204, 401, 403, 405, 429})
 """These never reached the model that their route is about, and are no requests in `sie_requests_total`."""
 
-_TEXT_ROUTES: Final = frozenset(route for route in COUNTED.values() if route.envelope == "text")
+_TEXT_ROUTES: Final = frozenset(route for route in COUNTED.values() if route.endpoint == "generate")
 """Routes whose requests name their model in the body, perhaps in one that cannot be read."""
 
 

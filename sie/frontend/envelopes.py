@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from sie.errors import BadRequest, NotFound, SieError
-from sie.frontend.dialects import kserve, openai, sie, text_fields
+from sie.frontend.dialects import kserve, messages_reply, openai, sie, text_fields
 from sie.frontend.dialects import models as models_dialect
 from sie.frontend.routes import Route
 
@@ -51,6 +51,7 @@ _FAILURES: Final[dict[str, Callable[[SieError], Response]]] = {
     "openai": _openai,
     "models": _models,
     "text": lambda error: Response(error.http_status, [JSON], text_fields.error_body(error)),
+    "anthropic": lambda error: Response(messages_reply.error_status(error), [JSON], messages_reply.error_body(error)),
     "kserve": lambda error: Response(error.http_status, [JSON], kserve.error_body(error.message)),
     "trtis": _trtis,
 }
@@ -60,6 +61,8 @@ def unknown_path(path: str) -> Response:
     """Return the answer to a path that is no route: that of the dialect whose paths begin so."""
     if path.startswith("/v2/") or path == "/v2":
         return Response(404, [JSON], kserve.error_body("Not Found"))
+    if path.startswith("/v1/messages/"):
+        return failure("anthropic", NotFound("Not Found"))
     if path.startswith("/api/"):
         return Response(400, [], b"")  # the v1 API has no 404
     return Response(404, [JSON], sie.not_found_body())
@@ -70,8 +73,8 @@ def wrong_method(route: Route) -> Response:
     allow = ("allow", route.method)
     if route.envelope == "trtis":
         return Response(405, [allow], b"")
-    if route.envelope == "text":
+    if route.envelope in ("text", "anthropic"):
         refusal = BadRequest(f"The method of {route.template} is {route.method}", http_status=405)
-        return Response(405, [JSON, allow], text_fields.error_body(refusal))
+        return Response(405, [JSON, allow], failure(route.envelope, refusal).body)
     body = kserve.error_body("Method Not Allowed") if route.envelope == "kserve" else sie.method_not_allowed_body()
     return Response(405, [JSON, allow], body)

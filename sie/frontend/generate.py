@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Final, TypeVar
 
 from sie.control_messages import ModelEntry
 from sie.errors import ClientGone, NotFound, Unavailable
-from sie.frontend.dialects import chat, completions, sie
-from sie.frontend.dialects.text_fields import Shown
+from sie.frontend.dialects import chat, completions, messages, messages_reply, sie
 from sie.frontend.generation.run import Run
 from sie.frontend.generation.start import Generator
 from sie.frontend.inference import Answer, Exchange
@@ -25,6 +24,7 @@ from sie.generation import GenerateReply, GenerateRequest
 
 _JSON: Final = ("content-type", "application/json")
 _OUTPUT: Final = "generate"
+_T = TypeVar("_T")
 
 Encode = Callable[[GenerateReply, Sequence[str]], bytes]
 """A whole reply and the prompts to echo, to a body."""
@@ -63,6 +63,27 @@ class TextRoutes:
             echoes=shown.echo,
         )
 
+    async def messages(self, exchange: Exchange) -> Answer | Streamed:
+        """Answer `/v1/messages`."""
+        request = await self._read(exchange, messages.decode_messages)
+        message_id = messages_reply.new_message_id()
+        return await self.answer(
+            exchange,
+            request,
+            lambda reply, _prompts: messages_reply.encode_message(reply, message_id),
+            lambda model, _prompts: messages_reply.MessageWriter(message_id, model),
+        )
+
+    async def count_tokens(self, exchange: Exchange) -> Answer:
+        """Answer `/v1/messages/count_tokens`: what the same body would have as its `input_tokens`."""
+        request = await self._read(exchange, messages.decode_messages)
+        process = self._process
+        request.model = process.resolve_default(request.model, _OUTPUT)
+        entry = self._find(exchange, request.model)
+        entry = await process.models.wait_serving(entry, exchange.deadline_ns)
+        (ids,) = await self.generator.prompt_ids(entry, request)
+        return [_JSON], messages_reply.encode_count(len(ids))
+
     async def answer(
         self, exchange: Exchange, request: GenerateRequest, encode: Encode, make_writer: MakeWriter,
         *, echoes: bool = False,
@@ -83,9 +104,7 @@ class TextRoutes:
             finally:
                 run.give_up(ClientGone("nobody waits for the answer any more"))
 
-    async def _read(
-        self, exchange: Exchange, decode: Callable[..., tuple[GenerateRequest, Shown]]
-    ) -> tuple[GenerateRequest, Shown]:
+    async def _read(self, exchange: Exchange, decode: Callable[..., _T]) -> _T:
         body = await self.read_body(exchange)
         content_type = exchange.headers.get("content-type")
         return await offload(self._pool, len(body), decode, body, content_type, self._process.settings.limits)

@@ -39,6 +39,8 @@ ROUTES: tuple[Route, ...] = (
     Route("/v1/embeddings", "POST", "embeddings", "openai", "embeddings"),
     Route("/v1/chat/completions", "POST", "chat", "text"),
     Route("/v1/completions", "POST", "completions", "text"),
+    Route("/v1/messages", "POST", "messages", "anthropic"),
+    Route("/v1/messages/count_tokens", "POST", "count_tokens", "anthropic"),
     Route("/v1/models", "GET", "list_models", "models"),
     Route("/v1/models/load", "POST", "manage_model", need="admin"),
     Route("/v1/models/unload", "POST", "manage_model", need="admin"),
@@ -89,7 +91,7 @@ COUNTED = {
     template: BY_TEMPLATE[template]._replace(endpoint=endpoint)
     for endpoint, templates in (
         ("infer", ("/v2/models/{model}/infer", "/api/infer/{model}")),
-        ("generate", ("/v1/chat/completions", "/v1/completions")),
+        ("generate", ("/v1/chat/completions", "/v1/completions", "/v1/messages")),
     )
     for template in templates
 }

@@ -6,7 +6,7 @@ Source: generation API reference, section 3, and the types of the openai client 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -104,9 +104,9 @@ def decode_chat(body: bytes, content_type: str | None, limits: Limits) -> tuple[
     request.parallel_tool_calls = call.parallel_tool_calls is not False
     if call.response_format is not None and request.grammar is not None:
         raise wrong("grammar", "and 'response_format' cannot both be given")
-    request.grammar = request.grammar or _read_format(call.response_format)
+    request.grammar = request.grammar or read_format(call.response_format)
     request.logprobs = _read_logprobs(call)
-    request.thinking, request.reasoning_effort = _read_thinking(call)
+    request.thinking, request.reasoning_effort = read_thinking(call)
     return request, Shown.begin("chatcmpl", num_choices=request.num_choices, wants_usage=wants_usage(call))
 
 
@@ -132,7 +132,8 @@ def _read_logprobs(call: ChatBody) -> int | None:
     return call.top_logprobs
 
 
-def _read_format(form: ResponseFormat | None) -> Grammar | None:
+def read_format(form: ResponseFormat | None) -> Grammar | None:
+    """Return what a format binds the answer to. Raises BadRequest for one without its schema."""
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":
@@ -142,7 +143,15 @@ def _read_format(form: ResponseFormat | None) -> Grammar | None:
     return Grammar(kind="json_schema", value=_to_json(form.json_schema.schema).decode())
 
 
-def _read_thinking(call: ChatBody) -> tuple[bool | None, str | None]:
+class ThinkingFields(Protocol):
+    """The fields that say whether and how much the model reasons."""
+
+    chat_template_kwargs: dict[str, Any] | None
+    enable_thinking: bool | None
+    reasoning_effort: str | None
+
+
+def read_thinking(call: ThinkingFields) -> tuple[bool | None, str | None]:
     """Return whether the model is to reason, and how much. Source: sheet, section 3.1."""
     fallbacks = call.chat_template_kwargs or {}
     thinking, effort = call.enable_thinking, call.reasoning_effort

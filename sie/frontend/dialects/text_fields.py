@@ -152,9 +152,9 @@ def read_text_fields(body: TextFields) -> GenerateRequest:
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         repetition_penalty=body.repetition_penalty,
-        logit_bias=_read_bias(body.logit_bias or {}),
+        logit_bias=read_bias(body.logit_bias or {}),
         seed=body.seed,
-        stop=_read_stop(body.stop),
+        stop=read_stop(body.stop),
         ignore_eos=bool(body.ignore_eos),
         truncate_prompt=bool(body.truncate_sequence),
         grammar=read_grammar(body.grammar),
@@ -192,7 +192,8 @@ def _check_within(field: str, value: float | None, least: float, most: float) ->
         raise wrong(field, f"must be a number {bounds}, not {value:g}")
 
 
-def _read_bias(bias: dict[str, float]) -> dict[int, float]:
+def read_bias(bias: dict[str, float]) -> dict[int, float]:
+    """Return biases by token id. Raises BadRequest for a key that is none."""
     read: dict[int, float] = {}
     for key, value in bias.items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):
@@ -203,10 +204,11 @@ def _read_bias(bias: dict[str, float]) -> dict[int, float]:
     return read
 
 
-def _read_stop(stop: str | list[str] | None) -> tuple[str, ...]:
+def read_stop(stop: str | list[str] | None, field: str = "stop") -> tuple[str, ...]:
+    """Return the stop strings. Raises BadRequest for an empty one."""
     stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(stops):
-        raise wrong("stop", "must not hold an empty text")
+        raise wrong(field, "must not hold an empty text")
     return tuple(dict.fromkeys(stops))
 
 

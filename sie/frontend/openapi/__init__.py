@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from sie.frontend import routes
 from sie.frontend.dialects import text_fields
 from sie.frontend.dialects.negotiate import JSON
 from sie.frontend.dialects.openai import wire_code
-from sie.frontend.openapi import generation_replies, replies, schemas
+from sie.frontend.openapi import generation_replies, messages_operations, replies, schemas
 from sie.frontend.openapi.operations import ACCESS, OPERATIONS, TAGS
 from sie.frontend.openapi.rows import Answer, Fault, Operation
 from sie.frontend.routes import Route
@@ -73,6 +74,7 @@ _ENVELOPES: dict[str, type[msgspec.Struct]] = {
     "openai": replies.OpenAIError,
     "models": replies.ModelMissing,
     "text": generation_replies.TextError,
+    "anthropic": messages_operations.MessageError,
     "kserve": replies.TensorError,
 }
 """The v1 tensor API has no body for a failure."""
@@ -87,7 +89,13 @@ def _structs() -> list[type[msgspec.Struct]]:
         parts = (*operation.answers, *operation.faults)
         named |= dict.fromkeys((operation.request, *(part.type for part in parts)))
     named |= dict.fromkeys(
-        (replies.NativeError, replies.OpenAIError, generation_replies.TextError, replies.TensorError)
+        (
+            replies.NativeError,
+            replies.OpenAIError,
+            generation_replies.TextError,
+            messages_operations.MessageError,
+            replies.TensorError,
+        )
     )
     return [struct for struct in named if struct is not None]
 
