@@ -163,7 +163,7 @@ def plan_task(request: GenerateRequest, rule: GenerateRule, vocab_size: int, sal
     )
     grammar = request.grammar
     return GenerateTask(
-        0, request.num_choices, sampling, request.logprobs, rule.eos_token_ids, request.ignore_eos, salt,
+        0, request.num_choices, sampling, request.logprobs, (), request.ignore_eos, salt,
         grammar.kind if grammar is not None else "", grammar.value if grammar is not None else "",
     )  # fmt: skip
 
