@@ -28,7 +28,7 @@ ECHO = "user: hello\nassistant: "
 def server() -> Iterator[Server]:
     with start_server(
         "--model", "m=stub:generate,max_tokens=4096", "--model", "slow=stub:generate,latency_ms=30",
-        "--model", "vectors=stub:dense=8", "--default-model", "m", "--frontends", "1", "--devices", "cpu",
+        "--model", "late=stub:generate,latency_ms=350", "--model", "vectors=stub:dense=8", "--default-model", "m", "--frontends", "1", "--devices", "cpu",
         "--keep-alive-interval-ms", "100", "--stream-backlog-bytes", "65536", "--test",
     ) as running:  # fmt: skip
         yield running
@@ -282,7 +282,7 @@ def test_body_that_is_no_json_and_a_wrong_method(server: Server) -> None:
 
 
 def test_clients_errors_are_of_their_classes(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="m, slow"):
+    with pytest.raises(openai.NotFoundError, match="m, slow, late"):
         client.chat.completions.create(model="nope", messages=HELLO)
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model="m", messages=[])
@@ -304,14 +304,10 @@ def running(server: Server) -> float:
 
 
 def test_silence_is_filled_with_comments(server: Server) -> None:
-    with start_server(
-        "--model", "m=stub:generate,latency_ms=350", "--frontends", "1", "--devices", "cpu",
-        "--keep-alive-interval-ms", "100",
-    ) as patient:  # fmt: skip
-        blocks = events(patient, CHAT, {"messages": HELLO, "max_tokens": 2})
-        assert blocks[0] == ": keep-alive"
-        assert blocks[-1] == "data: [DONE]"
-        assert json.loads(blocks[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 2
+    blocks = events(server, CHAT, {"model": "late", "messages": HELLO, "max_tokens": 2})
+    assert blocks[0] == ": keep-alive"
+    assert blocks[-1] == "data: [DONE]"
+    assert json.loads(blocks[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 2
 
 
 def test_client_that_leaves_a_stream_ends_its_work(server: Server) -> None:
