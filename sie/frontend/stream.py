@@ -68,12 +68,13 @@ async def send_stream(
             if data and not await _try_send(transport, data):
                 return ClientGone("the client left while its answer was streamed")
             if error is not None:
-                return error
+                return error.with_traceback(None)  # which would hold on to all of this, the response among it
             if backlog.add(len(data)):
                 backlog.cut()
                 return ClientGone("the client let more than stream_backlog_bytes pile up")
         return None
     finally:
+        transport = None  # Granian ends the response when nobody holds it any more
         if not run.is_over:
             run.give_up(ClientGone("the answer's stream ended"))
 

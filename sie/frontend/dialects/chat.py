@@ -19,7 +19,6 @@ from sie.frontend.dialects.text_fields import (
     FINGERPRINT,
     Shown,
     TextFields,
-    at_least_one,
     data_line,
     decode_body,
     error_events,
@@ -70,9 +69,9 @@ class ChatBody(TextFields, kw_only=True):
     """The body of a request."""
 
     messages: str | Annotated[list[MessageField], Meta(max_length=_MAX_LIST)]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     tools: Annotated[list[ToolField], Meta(max_length=_MAX_LIST)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -98,7 +97,7 @@ def decode_chat(body: bytes, content_type: str | None, limits: Limits) -> tuple[
     request = read_text_fields(call)
     request.messages = read_messages(call.messages)
     if call.max_completion_tokens is not None:
-        request.max_tokens = at_least_one("max_completion_tokens", call.max_completion_tokens)
+        request.max_tokens = call.max_completion_tokens
     request.tools = read_tools(call.tools or ())
     request.tool_choice = read_tool_choice(call.tool_choice, request.tools)
     request.parallel_tool_calls = call.parallel_tool_calls is not False
@@ -127,8 +126,6 @@ def _read_logprobs(call: ChatBody) -> int | None:
         return 0 if call.logprobs else None
     if not call.logprobs:
         raise wrong("top_logprobs", "needs 'logprobs': true beside it")
-    if call.top_logprobs < 0:
-        raise wrong("top_logprobs", "must be at least 0")
     return call.top_logprobs
 
 

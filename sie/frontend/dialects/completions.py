@@ -42,6 +42,7 @@ _MOST_IDS: Final = 1 << 24
 _TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _TokenIds = Annotated[list[_TokenId], Meta(max_length=_MOST_IDS)]
 _Prompts = Annotated[list[str | _TokenId | _TokenIds], Meta(max_length=_MOST_IDS)]
+_Number = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _to_json: Final = msgspec.json.Encoder().encode
 
 
@@ -49,10 +50,10 @@ class CompletionsBody(TextFields, kw_only=True):
     """The body of a request."""
 
     prompt: str | _Prompts
-    best_of: int | None = None
+    best_of: _Number | None = None
     echo: bool | None = None
     suffix: str | None = None
-    logprobs: int | bool | None = None
+    logprobs: _Number | bool | None = None
     tools: Any = None
     tool_choice: Any = None
     user: str | None = None
@@ -73,7 +74,7 @@ def decode_completions(body: bytes, content_type: str | None, limits: Limits) ->
         raise wrong("best_of", "must be equal to 'n': all that is generated is returned")
     if call.tools:
         raise wrong("tools", "are served on /v1/chat/completions")
-    request.logprobs = _read_logprobs(call.logprobs)
+    request.logprobs = None if call.logprobs is None or call.logprobs is False else int(call.logprobs)
     if call.echo and request.logprobs is not None:
         raise wrong("echo", "and 'logprobs' cannot both be given: a prompt's tokens have none")
     num_prompts = _read_prompt(call.prompt, request)
@@ -83,14 +84,6 @@ def decode_completions(body: bytes, content_type: str | None, limits: Limits) ->
         "cmpl", num_choices=num_prompts * request.num_choices, wants_usage=wants_usage(call), echo=bool(call.echo)
     )
     return request, shown
-
-
-def _read_logprobs(value: int | bool | None) -> int | None:
-    if value is None or value is False:
-        return None
-    if value < 0:
-        raise wrong("logprobs", "must be at least 0")
-    return int(value)
 
 
 def _read_prompt(prompt: str | list[Any], request: GenerateRequest) -> int:

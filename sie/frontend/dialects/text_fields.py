@@ -6,7 +6,6 @@ fields are ignored.
 
 from __future__ import annotations
 
-import math
 import re
 import secrets
 import time
@@ -25,10 +24,13 @@ from sie.limits import Limits
 FINGERPRINT: Final = "local"
 DONE: Final = b"data: [DONE]\n\n"
 _MAX_LIST: Final = 65_536
-_MAX_BIAS: Final = 100.0
-_MAX_PENALTY: Final = 2.0
+_Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+_Share = Annotated[float, Meta(ge=-1e9, le=1e9)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_MAX_ID_DIGITS: Final = 10
 _JSON_ENDS: Final = ("/json", "+json")
 _PATH: Final = re.compile(r" - at `(?:key in `)?\$\.?([^`]*)`$")
+_OUT_OF_BOUNDS: Final = re.compile(r"Expected `[^`]*` (?:[<>]|of length)")
 _MISSING: Final = re.compile(r"Object missing required field `([^`]+)`")
 _StructT = TypeVar("_StructT", bound=msgspec.Struct)
 
@@ -42,7 +44,7 @@ class GrammarField(msgspec.Struct):
     value: Any
 
 
-class StreamOptions(msgspec.Struct):
+class StreamEnding(msgspec.Struct):
     """How a stream ends."""
 
     include_usage: bool | None = None
@@ -52,25 +54,25 @@ class TextFields(AgentFields, kw_only=True):
     """The fields that both routes have. None: not given."""
 
     model: str | None = None
-    max_tokens: int | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    dry_multiplier: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
+    max_tokens: _Count | None = None
+    n: _Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1e6)] | None = None
+    top_p: _Share | None = None
+    top_k: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    min_p: _Share | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    dry_multiplier: _Share | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: str | Annotated[list[str], Meta(max_length=_MAX_LIST)] | None = None
     ignore_eos: bool | None = None
     truncate_sequence: bool | None = None
     grammar: GrammarField | None = None
     adapter: Any = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: StreamEnding | None = None
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +98,9 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
 def decode_body(
     decoder: msgspec.json.Decoder[_StructT], body: bytes, content_type: str | None, limits: Limits
 ) -> _StructT:
-    """Return a typed body. Raises BadRequest: 415 for another content type, 400 for what is not JSON, 422 for a type."""
+    """Return a typed body. Raises BadRequest: 415 for another content type, 400 for what is not JSON
+    or out of bounds, 422 for a wrong type.
+    """
     kind = (content_type or "").partition(";")[0].strip().lower()
     if kind and not kind.endswith(_JSON_ENDS):
         raise BadRequest(f"Content-Type must be application/json, not {kind!r}", http_status=415)
@@ -121,7 +125,8 @@ def _type_error(message: str) -> BadRequest:
         text = f"Field '{param}' is required"
     elif path:
         text = f"Field '{path}': {text[0].lower()}{text[1:]}"
-    return BadRequest(text, http_status=422, extras={"param": param})
+    status = 400 if _OUT_OF_BOUNDS.match(message) else 422
+    return BadRequest(text, http_status=status, extras={"param": param})
 
 
 def wrong(field: str, reason: str) -> BadRequest:
@@ -132,19 +137,14 @@ def wrong(field: str, reason: str) -> BadRequest:
 def read_text_fields(body: TextFields) -> GenerateRequest:
     """Return a request with all that the two routes have in common. Raises BadRequest for a wrong value."""
     refuse_agent_fields(body)
-    for field in ("presence_penalty", "frequency_penalty"):
-        _check_within(field, getattr(body, field), -_MAX_PENALTY, _MAX_PENALTY)
-    _check_within("temperature", body.temperature, 0.0, math.inf)
-    if body.repetition_penalty is not None and not 0 < body.repetition_penalty < math.inf:
-        raise wrong("repetition_penalty", "must be over 0")
     if body.dry_multiplier:
         raise wrong("dry_multiplier", "is not served; leave it out, or give 0")
     if body.adapter is not None:
         raise wrong("adapter", "is not served for generation")
     return GenerateRequest(
         model=body.model or openai.DEFAULT_MODEL,
-        num_choices=1 if body.n is None else at_least_one("n", body.n),
-        max_tokens=None if body.max_tokens is None else at_least_one("max_tokens", body.max_tokens),
+        num_choices=body.n or 1,
+        max_tokens=body.max_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
@@ -160,13 +160,6 @@ def read_text_fields(body: TextFields) -> GenerateRequest:
         grammar=read_grammar(body.grammar),
         stream=bool(body.stream),
     )
-
-
-def at_least_one(field: str, value: int) -> int:
-    """Return value. Raises BadRequest when it is under 1."""
-    if value < 1:
-        raise wrong(field, f"must be at least 1, not {value}")
-    return value
 
 
 def wants_usage(body: TextFields) -> bool:
@@ -186,22 +179,12 @@ def read_grammar(field: GrammarField | None) -> Grammar | None:
     raise wrong("grammar.value", f"must be a text{' or an object' if field.type == 'json_schema' else ''}")
 
 
-def _check_within(field: str, value: float | None, least: float, most: float) -> None:
-    if value is not None and not (least <= value <= most and math.isfinite(value)):
-        bounds = f"from {least:g} to {most:g}" if math.isfinite(most) else f"at least {least:g}"
-        raise wrong(field, f"must be a number {bounds}, not {value:g}")
-
-
 def read_bias(bias: dict[str, float]) -> dict[int, float]:
     """Return biases by token id. Raises BadRequest for a key that is none."""
-    read: dict[int, float] = {}
-    for key, value in bias.items():
-        if not (key.isascii() and key.isdigit() and len(key) < 10):
+    for key in bias:
+        if not (key.isascii() and key.isdigit() and len(key) < _MAX_ID_DIGITS):
             raise wrong("logit_bias", f"has the key {key[:20]!r}, which is no token id")
-        if not -_MAX_BIAS <= value <= _MAX_BIAS:
-            raise wrong("logit_bias", f"must hold numbers from -100 to 100, not {value:g}")
-        read[int(key)] = value
-    return read
+    return {int(key): value for key, value in bias.items()}
 
 
 def read_stop(stop: str | list[str] | None, field: str = "stop") -> tuple[str, ...]:

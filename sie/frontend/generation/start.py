@@ -174,7 +174,7 @@ def plan_task(
         seed=seed & _MAX_SEED,
     )
     return GenerateTask(
-        0, request.num_choices, sampling, request.logprobs, rule.eos_token_ids, request.ignore_eos, salt,
+        0, request.num_choices, sampling, request.logprobs, (), request.ignore_eos, salt,
         grammar.kind if grammar is not None else "", grammar.value if grammar is not None else "",
     )  # fmt: skip
 
