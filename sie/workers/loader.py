@@ -33,6 +33,7 @@ from sie.catalog.files import open_checkpoint, refuse
 from sie.extraction import Detection, TokenClassification
 from sie.generation_settings import Generation
 from sie.workers.device import DtypeSetting, choose_dtype, resolve_device
+from sie.workers.generation.gguf_reader import quick_reading
 from sie.workers.generation.paging import make_pageable
 from sie.workers.generation.runner import TextGenerator
 from sie.workers.generation.weights import choose_weights
@@ -272,13 +273,14 @@ def _read_gguf(card: ModelCard) -> PreTrainedModel:
     path = Path(card.generate.gguf_file)
     auto: Any = AutoModelForCausalLM
     try:
-        model, report = auto.from_pretrained(
-            str(path.parent),
-            gguf_file=path.name,
-            dtype=torch.float32,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        with quick_reading():
+            model, report = auto.from_pretrained(
+                str(path.parent),
+                gguf_file=path.name,
+                dtype=torch.float32,
+                local_files_only=True,
+                output_loading_info=True,
+            )
     except (ValueError, KeyError, NotImplementedError) as error:
         raise refuse(card.id, f"transformers cannot read this GGUF file: {error}") from error
     model.config.use_cache = False
