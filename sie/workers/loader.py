@@ -33,10 +33,11 @@ from sie.catalog.files import open_checkpoint, refuse
 from sie.extraction import Detection, TokenClassification
 from sie.generation_settings import Generation
 from sie.workers.device import DtypeSetting, choose_dtype, resolve_device
+from sie.workers.generation.formats import choose_format
 from sie.workers.generation.gguf_reader import quick_reading
 from sie.workers.generation.paging import make_pageable
 from sie.workers.generation.runner import TextGenerator
-from sie.workers.generation.weights import choose_weights
+from sie.workers.generation.weights import pack_linears
 from sie.workers.probe import choose_execution, choose_scoring, choose_token_classification
 from sie.workers.runners.classify import PairClassifyRunner, TokenClassifyRunner, TokenModel
 from sie.workers.runners.dual import DualRunner, build_dual_runner
@@ -217,16 +218,17 @@ def load_generator(
     Raises ModelLoadFailed by name for a model whose layers cannot keep their keys and values in blocks.
     """
     device = resolve_device(device_name)
-    dtype = choose_weights(settings.weights, dtype_setting, device)
-    dtype_name = str(dtype).removeprefix("torch.")
+    form = choose_format(settings.weights, dtype_setting, device)
     assert card.generate is not None
     on_progress(0.1, "reading weights")
     with _storage_faults(card):
         model = _read_gguf(card) if card.generate.gguf_file else _read_model(card, causal_class)
-    on_progress(0.6, f"converting weights to {dtype_name} on {device}")
-    _convert(model, dtype, device)
+    on_progress(0.6, f"converting weights to {form.name} on {device}")
+    if form.bits is not None:
+        pack_linears(model, form.bits, form.dtype)
+    _convert(model, form.dtype, device)
     on_progress(0.8, "comparing paged with whole sequences")
-    runner = make_pageable(card, model, device, settings)
+    runner = make_pageable(card, model, device, settings, form.name)
     on_progress(1.0, f"{runner.num_blocks} blocks of {runner.block_tokens} tokens")
     return runner
 

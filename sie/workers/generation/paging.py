@@ -41,8 +41,13 @@ _NUM_DECODED = 8
 _DRAWN = (Draw(Sampling(temperature=0.0), 0, 0),)
 
 
-def make_pageable(card: ModelCard, model: Any, device: torch.device, settings: Generation) -> TextGenerator:
-    """Return the runner of a model that is on its device. Raises ModelLoadFailed for one that is refused."""
+def make_pageable(
+    card: ModelCard, model: Any, device: torch.device, settings: Generation, weights: str
+) -> TextGenerator:
+    """Return the runner of a model that is on its device; weights names their format.
+
+    Raises ModelLoadFailed for a model that is refused.
+    """
     sequence = _probe_sequence(model, settings.kv_block_tokens)
     with torch.inference_mode():
         expected = _run_whole(card.id, model, sequence, device)
@@ -50,7 +55,7 @@ def make_pageable(card: ModelCard, model: Any, device: torch.device, settings: G
     _check_layers(card.id, model.config.get_text_config(), [form for _, form in layers])
     num_blocks = _count_blocks(card, [form for _, form in layers], device, settings)
     cache = PagedCache(layers, num_blocks, settings.kv_block_tokens, device)
-    runner = TextGenerator(card, model, cache, str(model.dtype).removeprefix("torch."))
+    runner = TextGenerator(card, model, cache, weights)
     _compare(runner, cache, sequence, expected)
     return runner
 

@@ -17,6 +17,7 @@ from sie.workers.generation.gathered import GatheredStep
 from sie.workers.generation.grammar import GrammarCompiler
 from sie.workers.generation.layout import StepLayout, lay_out
 from sie.workers.generation.sampling import choose
+from sie.workers.generation.weights import PackedLinear
 
 
 class TextGenerator:
@@ -86,4 +87,5 @@ class TextGenerator:
 
 def _count_bytes(model: nn.Module, cache: PagedCache) -> int:
     weights = sum(weight.nbytes for weight in model.parameters()) + sum(buffer.nbytes for buffer in model.buffers())
-    return weights + sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    packed = sum(module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
+    return weights + packed + sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
