@@ -11,7 +11,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from sie.cards import ModelCard
+from sie.cards import ModelCard, PipelineStep
 from sie.generation import GenerateRule, Sampling
 from sie.generation_settings import Generation
 from sie.workers.generation import Draw, Slot
@@ -91,7 +91,8 @@ def save(directory: Path, name: str) -> Path:
 def load(directory: Path, *, dtype: str = "float32", context_length: int = 256, **settings: Any) -> TextGenerator:
     """Load a checkpoint as a worker does, with small blocks unless told otherwise."""
     card = ModelCard(
-        id=directory.name, kind="generator", directory=str(directory), outputs=("generate",),
+        id=directory.name, kind="generator", directory=str(directory), outputs=("dense", "generate"),
+        dims={"dense": 32}, pipeline=(PipelineStep(kind="pooling", config={"modes": ["mean"]}),),
         generate=GenerateRule(context_length=context_length, eos_token_ids=(2,)),
     )  # fmt: skip
     values = {"kv_block_tokens": 8, "max_sequences": 16, **settings}

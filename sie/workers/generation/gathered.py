@@ -124,6 +124,13 @@ class GatheredStep:
         return mask.masked_fill_(torch.from_numpy(hidden).to(self._device), -torch.inf)
 
 
+def band_mask(length: int, window: int, like: Tensor) -> Tensor:
+    """Return the mask (length, length) of a sequence whose tokens see `window` positions each, their own the last."""
+    ones = torch.ones(length, length, dtype=torch.bool, device=like.device)
+    hidden = ones.triu(1) | ones.tril(-window)
+    return torch.zeros(length, length, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
+
+
 def attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
     """Attend within one sequence, causally where there is no mask: (h, t, d), (h_kv, s, d) to (t, h, d_v)."""
     if rule.softcap is not None or rule.sinks is not None:

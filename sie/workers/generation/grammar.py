@@ -28,17 +28,20 @@ _LIMITS = LLParserLimits(verbose_errors=False)  # verbose ones show the parser's
 class GrammarMatcher:
     """How far one choice has followed its grammar; a `Matcher`."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        """Take the tokenizer's vocab_size, which may be larger than the model's."""
         self._matcher = matcher
+        self._words = np.empty(-(-vocab_size // 32), np.int32)
 
     def fill_mask(self, allowed: NDArray[np.int32]) -> None:
         """Write which tokens may come next; asked again, the same. Raises BadRequest when the grammar is too complex.
 
         Behind a complete text the only one is an end of text.
         """
-        self._matcher.unsafe_compute_mask_ptr(allowed.ctypes.data, allowed.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         if self._matcher.is_error():
             raise BadRequest(f"grammar: {self._matcher.get_error()}")
+        allowed[:] = self._words[: len(allowed)]
 
     def consume(self, token_id: int) -> None:
         """Take the token that was chosen. Raises Internal for one that the mask did not allow."""
@@ -65,18 +68,30 @@ class GrammarCompiler:
             raise BadRequest(f"grammar kind {kind!r} is not one of {', '.join(_FORMS)}")
         try:
             grammar = _FORMS[kind](text)
-            matcher = LLMatcher(self._vocabulary(vocab_size), grammar, log_level=0, limits=_LIMITS)
+            vocabulary = self._vocabulary(vocab_size)
+            matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
         except ValueError as error:
             raise BadRequest(f"grammar: {error}") from error
         if matcher.is_error():
             raise BadRequest(f"grammar: {matcher.get_error()}")
-        return GrammarMatcher(matcher)
+        return GrammarMatcher(matcher, vocabulary.vocab_size)
 
     def _vocabulary(self, vocab_size: int) -> LLTokenizer:
         with self._lock:
             if self._tokenizer is None:
-                rule = self._card.generate
-                assert rule is not None
-                ends = list(rule.eos_token_ids) or None
-                self._tokenizer = LLTokenizer(self._card.tokenizer_file, n_vocab=vocab_size, eos_token=ends)
+                self._tokenizer = _read_tokenizer(self._card, vocab_size)
             return self._tokenizer
+
+
+def _read_tokenizer(card: ModelCard, vocab_size: int) -> LLTokenizer:
+    """Return the model's tokenizer as llguidance has it, of at least vocab_size tokens. Raises BadRequest."""
+    rule = card.generate
+    assert rule is not None
+    ends = list(rule.eos_token_ids) or None
+    try:
+        return LLTokenizer(card.tokenizer_file, n_vocab=vocab_size, eos_token=ends)
+    except ValueError:  # it may have tokens that the model has not
+        try:
+            return LLTokenizer(card.tokenizer_file, eos_token=ends)
+        except ValueError as error:
+            raise BadRequest(f"model '{card.id}' cannot follow a grammar: {error}") from error

@@ -6,13 +6,16 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from sie.cards import ModelCard
 from sie.errors import BadRequest
 from sie.workers.generation import Chosen, Draw, Matcher, Slot
 from sie.workers.generation.attention import PagedCache
+from sie.workers.generation.embedding import Embedder
 from sie.workers.generation.gathered import GatheredStep
 from sie.workers.generation.grammar import GrammarCompiler
 from sie.workers.generation.layout import StepLayout, lay_out
@@ -40,6 +43,7 @@ class TextGenerator:
         self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._grammars = GrammarCompiler(card)
+        self._embedder = Embedder(card, model, cache) if "dense" in card.outputs else None
 
     def run_step(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> list[tuple[Chosen, ...]]:
         """Return what each slot's draws chose (`GenerateRunner`).
@@ -58,15 +62,26 @@ class TextGenerator:
     def run_logits(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
         """Return the logits (k, vocabulary) behind the last tokens of the k slots that have draws. Raises BadRequest."""
         layout = lay_out(slots, self.block_tokens, self.num_blocks)
-        if int(layout.token_ids.max()) >= self._vocab_size or int(layout.token_ids.min()) < 0:
-            raise BadRequest(f"a token id is outside the vocabulary of {self._vocab_size}")
+        self._check(layout.token_ids)
         self._cache.copy(copies)
         self._cache.clear(layout.unfilled)
         return self._forward(layout, [end for end, slot in zip(layout.ends, slots, strict=True) if slot.draws])
 
+    def run_tokens(self, token_ids: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:
+        """Return the dense rows of a card that has that output (`sie.workers.runners.TokenRunner`)."""
+        assert self._embedder is not None
+        for ids in token_ids:
+            self._check(ids)
+        return self._embedder.run(token_ids)
+
     def compile_grammar(self, kind: str, text: str) -> Matcher:
         """Return a fresh matcher (`GenerateRunner`). Raises BadRequest."""
         return self._grammars.compile(kind, text, self._vocab_size)
+
+    def _check(self, token_ids: NDArray[np.integer]) -> None:
+        """Raise BadRequest for an id outside the vocabulary, which would end the process on a GPU."""
+        if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self._vocab_size:
+            raise BadRequest(f"a token id is outside the vocabulary of {self._vocab_size}")
 
     def _forward(self, layout: StepLayout, rows: Sequence[int]) -> Tensor:
         """Return the logits (k, vocabulary) behind the given tokens of the step's row."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from sie.errors import BadRequest, ModelLoadFailed
-from tests.generation_models import VOCABULARY, Stream, load, save
+from sie.workers.generation.formats import choose_format
+from tests.generation_models import VOCABULARY, Stream, load, random_prompt, save, step
 
 
 @pytest.mark.parametrize(
@@ -45,11 +47,26 @@ def test_blocks_are_what_their_memory_has_room_for(load_tiny):
     assert runner.num_blocks == 100_000 // block_bytes
 
 
+@pytest.mark.parametrize(("weights", "dtype"), [("bfloat16", "auto"), ("int8", "bfloat16"), ("int4", "float32")])
+def test_every_format_of_weights_generates(weights, dtype, load_tiny):
+    runner, _ = load_tiny("llama", weights=weights, dtype=dtype)
+    assert runner.dtype == weights
+    stream = Stream(random_prompt(12, 1), [0, 1])
+    step(runner, [stream])
+    assert len(stream.answer) == 1
+
+
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_weights_without_kernels_are_refused(weights, tmp_path):
-    save(tmp_path / "llama", "llama")
-    with pytest.raises(BadRequest, match=f"weights: {weights} is not served on cpu"):
-        load(tmp_path / "llama", weights=weights)
+def test_integer_weights_are_refused_on_a_gpu(weights):
+    with pytest.raises(BadRequest, match=f"weights: {weights} is served on a CPU only"):
+        choose_format(weights, "auto", torch.device("cuda"))
+
+
+def test_float32_is_left_to_torch_and_bfloat16_is_packed():
+    cpu = torch.device("cpu")
+    assert choose_format("float32", "bfloat16", cpu) == ("float32", torch.float32, None)
+    assert choose_format("auto", "bfloat16", cpu) == ("bfloat16", torch.bfloat16, 16)
+    assert choose_format("int4", "float32", cpu) == ("int4", torch.float32, 4)
 
 
 def test_a_token_outside_the_vocabulary_is_refused(load_tiny):
