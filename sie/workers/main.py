@@ -133,8 +133,12 @@ def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callabl
             load_dual_encoder,
             load_encoder,
             load_extractor,
+            load_generator,
             load_scorer,
         )
+
+        if card.kind == "generator":
+            return load_generator(card, launch.device, settings.models.dtype, settings.generation, progress)
 
         if card.kind == "dual-encoder":
             return load_dual_encoder(card, launch.device, settings.models.dtype, progress)

@@ -111,7 +111,7 @@ def forward(runner: Any, items: list[Waiting]) -> StepOutputs:
     if items[0].request.header.operation == "extract":
         return _extract(runner, items, inputs)
     loras = _loras(items) if getattr(runner, "adapters", None) else ()
-    if runner.takes == "tokens":
+    if runner.takes in ("tokens", "generate"):
         return StepOutputs(runner.run_tokens(inputs, *loras))
     if runner.takes == "text":
         return StepOutputs(runner.run_texts(inputs, *loras))
