@@ -32,6 +32,8 @@ class GenerateRule(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     chat_template: str = ""
     """Jinja source; empty for a model without one."""
+    tool_chat_template: str = ""
+    """The template for requests with tools, where the checkpoint has one of its own for them."""
     special_tokens: dict[str, str] = {}
     """Texts of the special tokens by name (`bos_token`, `eos_token`, ...), as chat templates know them."""
     special_texts: tuple[str, ...] = ()

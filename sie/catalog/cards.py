@@ -17,7 +17,11 @@ def make_card(spec: ModelSpec, directory: str) -> ModelCard:
 
     Raises ModelLoadFailed as `read_card` does, and for a spec that asks for more than the checkpoint can do.
     """
-    card = stub_card(spec) if spec.stub is not None else read_card(spec, directory)
+    return complete_card(stub_card(spec) if spec.stub is not None else read_card(spec, directory), spec)
+
+
+def complete_card(card: ModelCard, spec: ModelSpec) -> ModelCard:
+    """Return the card of a model's files with what the spec, the catalogue and the operator add. Raises ModelLoadFailed."""
     if spec.max_sequence_length is not None:
         card = _shorten(card, spec.max_sequence_length)
     return _with_profiles(card, spec)
