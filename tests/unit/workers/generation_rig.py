@@ -17,10 +17,11 @@ from sie.catalog.spec import parse_model_spec
 from sie.catalog.stub import END_OF_TEXT, stub_card
 from sie.errors import SieError, WireError, from_wire
 from sie.generation import GenerateTask, GenerateTotals, Sampling, TokenFrame, TokenLogprob
-from sie.headers import ArrayRef, WorkHeader
+from sie.headers import WorkHeader
 from sie.shm.extent import extent_bytes, plan_arrays, read_extent, set_cancelled, set_stopped, write_extent
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor
 from sie.shm.pool import ExtentPool, Lease
+from sie.workers.generation import Chosen, Slot
 from sie.workers.generation.engine import Begin, Engine, EngineLimits
 from sie.workers.generation.host import read_task
 from sie.workers.generation.sequences import Job
@@ -165,11 +166,31 @@ class Frontend:
             answer.error = from_wire(read_extent(memoryview(view), _errors)[0])
 
 
+class FaultyStub(StubGenerator):
+    """A stub whose next steps fail as a test wants: each of `faults` is raised by one, before or behind its writing."""
+
+    def __init__(self, card: ModelCard, block_tokens: int) -> None:
+        super().__init__(card, block_tokens)
+        self.faults: list[tuple[Exception, bool]] = []
+        self.lengths: list[list[int]] = []
+        """Tokens of each slot of each step."""
+
+    def run_step(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> Sequence[tuple[Chosen, ...]]:
+        fault, is_late = self.faults.pop(0) if self.faults else (None, True)
+        if fault is not None and not is_late:
+            raise fault
+        self.lengths.append([len(slot.token_ids) for slot in slots])
+        chosen = super().run_step(slots, copies)
+        if fault is not None:
+            raise fault
+        return chosen
+
+
 class EngineRig:
     """One engine and its frontends."""
 
     def __init__(self, options: str = "blocks=64", *, block_tokens: int = 8, **limits: Any) -> None:
-        self.runner = StubGenerator(make_card(options), block_tokens)
+        self.runner = FaultyStub(make_card(options), block_tokens)
         defaults = {"max_sequences": 64, "max_prefill_tokens": 64}
         self.engine = Engine(self.runner, EngineLimits(**{**defaults, **limits}))
         self.frontend = Frontend()
@@ -229,7 +250,3 @@ class EngineRig:
         assert not self.engine.jobs
         assert not self.engine.is_unsent
         assert not self.frontend.num_leased
-
-
-def refs_of(header: WorkHeader) -> tuple[ArrayRef, ...]:
-    return header.arrays
