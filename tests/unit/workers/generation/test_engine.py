@@ -221,7 +221,7 @@ def test_one_frame_a_step_carries_all_choices() -> None:
     for _ in range(5):
         rig.submit(b"abcdef", num_choices=2, ignore_eos=True)
     rig.step(4)
-    assert rig.frontend.num_frames == 4
+    assert rig.frontend.answers.num_frames == 4
 
 
 def test_without_credit_the_next_frame_carries_everything_since() -> None:
@@ -264,7 +264,7 @@ def test_what_waited_long_goes_out_in_pieces_of_bounded_size() -> None:
     assert sequence.num_unsent > len(record.token_ids) == (1000 - 48) // (5 + 11 + 15 * 20)
     rig.frontend.credit = float("inf")
     rig.step()
-    assert rig.frontend.num_frames > 2
+    assert rig.frontend.answers.num_frames > 2
     rig.run()
     assert [len(tokens) for tokens in answer.tokens] == [497, 497]
 
