@@ -81,6 +81,11 @@ class Generators:
         """Whether something waits for room or credit."""
         return any(engine.is_unsent for engine in self.engines.values())
 
+    @property
+    def num_compiling(self) -> int:
+        """Threads that compile a grammar, whether somebody still waits for it or not."""
+        return self._compiler.num_threads
+
     def is_busy(self, model: str) -> bool:
         """Whether a model has requests that were not answered."""
         engine = self.engines.get(model)
@@ -125,6 +130,8 @@ class Generators:
         )  # fmt: skip
 
     def _start(self, job: Job, compiled: Compiled) -> None:
+        if job.request.ended:  # cancelled, while its grammar was compiled
+            return
         engine = self.engines[job.request.header.model]
         if isinstance(compiled, SieError):
             engine.fail(job, compiled)

@@ -313,3 +313,49 @@ def test_an_item_that_must_run_alone_shares_no_step_with_those_like_it():
     state = state_of(first, suspect, last)
     assert take(state).items == [first, last]
     assert take(state).items == [suspect]
+
+
+# --- models that decide themselves what their step runs -----------------------------------------------------------------
+
+
+def test_model_that_stands_shares_the_time_with_one_whose_items_wait():
+    state = State()
+    state.stand("g")
+    order = ""
+    for number in range(30):
+        state.add("e", Waiting(None, number, 1, number, 10**9))
+    for _ in range(30):
+        step = plan_step(state, Budget(max_tokens=1, max_items=1, max_age_ns=10**12), 100)
+        assert step is not None
+        order += step.model
+        assert step.is_own == (step.model == "g")
+        if not step.is_own:
+            state.remove(step)
+        state.charge(step.model, 10 if step.model == "g" else 20)
+    assert order.count("g") == 20
+    assert "eee" not in order
+
+
+def test_model_that_stands_again_has_saved_up_nothing():
+    state = State()
+    state.stand("a")
+    for _ in range(10):
+        state.charge("a", 100)
+    state.stand("b")
+    state.charge("b", 100)
+    order = ""
+    for _ in range(6):
+        step = plan_step(state, Budget(max_tokens=1, max_items=1, max_age_ns=10**12), 0)
+        assert step is not None
+        order += step.model
+        state.charge(step.model, 100)
+    assert order in ("ababab", "bababa")
+
+
+def test_state_is_true_while_a_model_stands():
+    state = State()
+    assert not state
+    state.stand("g")
+    assert state
+    state.standing.discard("g")
+    assert plan_step(state, Budget(max_tokens=1, max_items=1, max_age_ns=1), 0) is None
