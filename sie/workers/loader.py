@@ -30,11 +30,11 @@ from sie.catalog.architecture import (
     token_classifier_class,
 )
 from sie.catalog.files import open_checkpoint, refuse
+from sie.catalog.gguf_reader import WeightsReader, reading_with
 from sie.extraction import Detection, TokenClassification
 from sie.generation_settings import Generation
 from sie.workers.device import DtypeSetting, choose_dtype, resolve_device
 from sie.workers.generation.formats import choose_format
-from sie.workers.generation.gguf_reader import quick_reading
 from sie.workers.generation.paging import make_pageable
 from sie.workers.generation.runner import TextGenerator
 from sie.workers.generation.weights import pack_linears
@@ -275,7 +275,7 @@ def _read_gguf(card: ModelCard) -> PreTrainedModel:
     path = Path(card.generate.gguf_file)
     auto: Any = AutoModelForCausalLM
     try:
-        with quick_reading():
+        with reading_with(WeightsReader):
             model, report = auto.from_pretrained(
                 str(path.parent),
                 gguf_file=path.name,
