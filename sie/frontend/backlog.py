@@ -118,9 +118,7 @@ def _use(fd: int, client: _Address, work: Callable[[socket.socket], _T]) -> _T |
         return None
     try:
         peer = cast("tuple[str, int] | str | bytes", sock.getpeername())
-        is_clients: bool = (
-            isinstance(peer, tuple) and peer[1] == client[1] and _plain(cast("str", peer[0])) == client[0]
-        )
+        is_clients = isinstance(peer, tuple) and peer[1] == client[1] and _plain(peer[0]) == client[0]
         return work(sock) if is_clients else None
     except (OSError, ValueError, struct.error):
         return None
