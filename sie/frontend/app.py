@@ -320,7 +320,8 @@ class App:
             headers = [*headers, *self._identity]
         if error.http_status == 401:
             headers.append(CHALLENGE)
-        if exchange.request_id:
+        if envelope == "text":
+            exchange.request_id = exchange.request_id or request_id_of(exchange.headers)
             headers.append(("x-request-id", exchange.request_id))
         if error.retry_after_s is not None:
             headers.append(("retry-after", str(error.retry_after_s)))

@@ -99,7 +99,7 @@ class FrontendProcess:
         self.tensors = Tensors(self.engine, self.models, self.admin, self._pool, texts)
         limits = settings.limits
         self.bodies = BodyReader(limits.max_body_bytes, limits.body_idle_timeout_s, limits.min_body_bytes_per_s)
-        self.text_bodies = self.bodies.with_limit(settings.generation.max_generation_body_bytes)
+        self.text_bodies = self.bodies.with_limit(settings.generation, "max_generation_body_bytes")
         self.metrics = FrontendMetrics(pages[0], self.models)
         self.generation_metrics = GenerationMetrics(pages[0], self.models)
         self.access = open_access(settings.access, pages, self.metrics.record_auth_failure)

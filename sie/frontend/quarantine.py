@@ -8,10 +8,12 @@ import time
 import msgspec
 
 from sie.errors import PoisonInput
+from sie.generation import GenerateTask
 from sie.headers import WorkHeader
 from sie.shm.extent import array_view, read_extent
 
 _decoder = msgspec.msgpack.Decoder(WorkHeader)
+_task_decoder = msgspec.msgpack.Decoder(GenerateTask)
 _encoder = msgspec.msgpack.Encoder()
 _QUARANTINE_S = 600.0
 """Long enough to stop a retry loop; short enough that a fault which was not the input's heals by itself."""
@@ -38,10 +40,19 @@ class QuarantinedInputs:
 def digest_of(extent: memoryview) -> bytes:
     """Return the identity of a request's input: its header and its arrays, without the unused bytes between them."""
     header, payload = read_extent(extent, _decoder)
+    if header.operation == "generate":
+        header = msgspec.structs.replace(header, task=_input_of(header.task))
     digest = hashlib.blake2b(_encoder.encode(header), digest_size=16)
     for ref in header.arrays:
         digest.update(array_view(payload, ref).data)
     return digest.digest()
+
+
+def _input_of(task: bytes) -> bytes:
+    """Return a task to generate without its seed, which may be random, and its salt, which says who sent it."""
+    asked = _task_decoder.decode(task)
+    sampling = msgspec.structs.replace(asked.sampling, seed=0)
+    return _encoder.encode(msgspec.structs.replace(asked, sampling=sampling, salt=b""))
 
 
 def poison() -> PoisonInput:
