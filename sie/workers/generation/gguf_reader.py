@@ -50,7 +50,7 @@ class QuickReader(gguf.GGUFReader):
         if not self._num_tokens:
             self._num_tokens = length
         order = ">Q" if self.byte_order == "S" else "<Q"
-        view = memoryview(self.data)
+        view = self.data.data
         place = offset
         for _ in range(length):
             place += 8 + struct.unpack_from(order, view, place)[0]
