@@ -34,10 +34,10 @@ from sie.catalog.gguf_reader import WeightsReader, reading_with
 from sie.extraction import Detection, TokenClassification
 from sie.generation_settings import Generation
 from sie.workers.device import DtypeSetting, choose_dtype, resolve_device
-from sie.workers.generation.formats import choose_format
+from sie.workers.generation.formats import choose_format, join_and_pack
+from sie.workers.generation.norms import compile_norms
 from sie.workers.generation.paging import make_pageable
 from sie.workers.generation.runner import TextGenerator
-from sie.workers.generation.weights import pack_linears
 from sie.workers.probe import choose_execution, choose_scoring, choose_token_classification
 from sie.workers.runners.classify import PairClassifyRunner, TokenClassifyRunner, TokenModel
 from sie.workers.runners.dual import DualRunner, build_dual_runner
@@ -224,9 +224,10 @@ def load_generator(
     with _storage_faults(card):
         model = _read_gguf(card) if card.generate.gguf_file else _read_model(card, causal_class)
     on_progress(0.6, f"converting weights to {form.name} on {device}")
-    if form.bits is not None:
-        pack_linears(model, form.bits, form.dtype)
+    join_and_pack(model, form)
     _convert(model, form.dtype, device)
+    if device.type == "cpu":
+        compile_norms(model, form.dtype)
     on_progress(0.8, "comparing paged with whole sequences")
     runner = make_pageable(card, model, device, settings, form.name)
     on_progress(1.0, f"{runner.num_blocks} blocks of {runner.block_tokens} tokens")
