@@ -294,12 +294,18 @@ class Pong(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
+class Silence(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to supervisor: the event loop may stand still for so long from now; pings wait."""
+
+    seconds: int
+
+
 class Drain(msgspec.Struct, tag=True, frozen=True):
     """Supervisor to child: accept nothing new; finish what was accepted."""
 
 
 Message = (
     Hello | Configure | Attach | Ready | LoadModel | Load | Unload | ModelReport | Models | WorkerDown | Quarantine
-    | PeerFault | Spilled | Touch | Ping | Pong | Drain | Manage | Managed | MemoryReport | MemoryShort
+    | PeerFault | Spilled | Touch | Ping | Pong | Silence | Drain | Manage | Managed | MemoryReport | MemoryShort
     | WantAdapter | LoadAdapter | UnloadAdapter | AdapterReport | ManageRepository | Keys
 )  # fmt: skip

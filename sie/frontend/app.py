@@ -234,7 +234,7 @@ class App:
     async def _list_models(self, exchange: Exchange) -> None:
         models = self._process.models
         infos = [_info(entry, models.created_s) for entry in models.entries.values()]
-        default = self._process.default_model("dense") or self._process.default_model("generate")
+        default = models.default_of("dense") or models.default_of("generate")
         self._respond(exchange, 200, [_JSON], models_dialect.models_body(infos, default))
 
     async def _show_model(self, exchange: Exchange) -> None:

@@ -78,7 +78,7 @@ class TextRoutes:
         """Answer `/v1/messages/count_tokens`: what the same body would have as its `input_tokens`."""
         request = await self._read(exchange, messages.decode_messages)
         process = self._process
-        request.model = process.resolve_default(request.model, _OUTPUT)
+        request.model = process.models.resolve_default(request.model, _OUTPUT)
         entry = self._find(exchange, request.model)
         entry = await process.models.wait_serving(entry, exchange.deadline_ns)
         (ids,) = await self.generator.prompt_ids(entry, request)
@@ -90,7 +90,7 @@ class TextRoutes:
     ) -> Answer | Streamed:  # fmt: skip
         """Return the whole answer to a decoded request of any dialect, or the stream of it, as the request says."""
         process = self._process
-        request.model = process.resolve_default(request.model, _OUTPUT)
+        request.model = process.models.resolve_default(request.model, _OUTPUT)
         entry = self._find(exchange, request.model)
         while True:
             entry = await process.models.wait_serving(entry, exchange.deadline_ns)

@@ -143,7 +143,7 @@ class Inference:
         body = await exchange.read_body(self._process.bodies)
         call = await self._decode(rerank.decode_rerank, body, self._limits)
         request = call.request
-        request.model = self._process.resolve_default(request.model, "score")
+        request.model = self._process.models.resolve_default(request.model, "score")
         entry = self._find(exchange, request.model)
         if not entry.is_read:
             entry = await self._serving(exchange, entry)
@@ -158,7 +158,7 @@ class Inference:
         body = await exchange.read_body(self._process.bodies)
         call = await self._decode(openai.decode_embeddings, body, exchange.headers.get("content-type"), self._limits)
         request = call.request
-        request.model = self._process.resolve_default(request.model, "dense")
+        request.model = self._process.models.resolve_default(request.model, "dense")
         entry = self._find(exchange, request.model)
         if not entry.is_read:
             entry = await self._serving(exchange, entry)

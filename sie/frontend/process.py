@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
 from sie import control, control_messages, failpoints, process
-from sie.catalog.profiles import fold_default
 from sie.control import Channel, ChannelClosedError
 from sie.control_messages import Launch, Models
 from sie.errors import BadRequest, ClientGone, SieError
@@ -27,7 +26,6 @@ from sie.frontend.adapters import AdapterTable
 from sie.frontend.admin import ModelAdmin
 from sie.frontend.body import BodyReader
 from sie.frontend.cors import Cors
-from sie.frontend.dialects.openai import DEFAULT_MODEL
 from sie.frontend.encode import Encoder
 from sie.frontend.engine import ShmEngine
 from sie.frontend.extract import Extractor
@@ -84,6 +82,7 @@ class FrontendProcess:
         self.models = ModelTable(
             self._pool, self._ask_load, loading_retry_after_s=settings.models.loading_retry_after_s
         )
+        self.models.on_silence = lambda seconds: self._send(control_messages.Silence(seconds))
         self.adapters = AdapterTable(self.models, self._send)
         self.admin = ModelAdmin(self.models, self._send)
         memory = settings.memory
@@ -129,6 +128,7 @@ class FrontendProcess:
     def _derive(self, settings: Settings) -> None:
         """Keep what is computed from settings that a reload may change."""
         self.settings = settings
+        self.models.default = settings.models.default_model
         self._timeout_ns = int(settings.limits.request_timeout_s * 1e9)
         # Well within idle_unload_s, or a model would be unloaded while it is in use.
         self._touch_s = min(_MAX_TOUCH_S, settings.models.idle_unload_s / 4) or _MAX_TOUCH_S
@@ -168,23 +168,6 @@ class FrontendProcess:
                 f"This server's machine profile is {own or 'not set'!r}, not {wanted!r}",
                 extras={"requested_profile": wanted, "worker_identity": own},
             )
-
-    def default_model(self, output: str) -> str | None:
-        """Return the model for requests that name none: the setting's, else the only one able; None without."""
-        if self.settings.models.default_model:
-            return fold_default(self.settings.models.default_model)
-        able = self.models.able(output)
-        return able[0] if len(able) == 1 else None
-
-    def resolve_default(self, model: str, output: str) -> str:
-        """Return the id that `default`, or no id, stands for. Raises SieError 404 naming the able models."""
-        if model != DEFAULT_MODEL or model in self.models.entries:
-            return model
-        default = self.default_model(output)
-        if default is None:
-            able = ", ".join(self.models.able(output))
-            raise SieError(f"No default model; name one of: {able}", code="MODEL_NOT_FOUND", http_status=404)
-        return default
 
     def watch_client(self, pending: Pending, protocol: Any) -> None:
         """See to it that the work is given up when its client leaves before the answer is there."""

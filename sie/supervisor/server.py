@@ -196,7 +196,9 @@ class Supervisor:
                 self._loads.touch(models)
                 self._adapters.touch(adapters)
             case control_messages.Pong():
-                child.pong_s = time.monotonic()
+                child.pong_s = max(child.pong_s, time.monotonic())  # an announced silence still lies ahead
+            case control_messages.Silence(seconds):
+                child.pong_s = time.monotonic() + seconds
             case control_messages.Quarantine():
                 # The one that asks comes last: it answers its client when it hears this.
                 self._crew.send_all(sorted(self._crew.frontends, key=lambda frontend: frontend is child), message)

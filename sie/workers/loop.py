@@ -96,9 +96,7 @@ class Loop:
             ask_for_memory=self._recovery.ask_for_memory,
         )
         self._pace = Pace(self._state.paces)
-        self._num_steps = 0
-        self._beat_ns = 0
-        self._tended_ns = 0
+        self._num_steps = self._beat_ns = self._tended_ns = 0
         self._watch(channel.fileno(), self._on_control)
         self._watch(host.event_fd, self._on_loaded)
         self._watch(self._adapters.event_fd, self._adapters.collect)
