@@ -109,4 +109,4 @@ def _environment(num_threads: int) -> dict[str, str]:
     libgomp's own spin count a busy neighbour made a 4 ms step take 60 ms and more (bench/minilm.py).
     """
     threads = {name: str(num_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    return {"GOMP_SPINCOUNT": "1000", **os.environ, **threads, "TOKENIZERS_PARALLELISM": "false"}
+    return {"GOMP_SPINCOUNT": "1000", **os.environ, **threads, "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}

@@ -20,7 +20,7 @@ _SILENT = {"CLIENT_GONE", "INTERNAL_ERROR", "NOT_ALLOWED", "QUEUE_TIMEOUT", "UNS
 """Codes of classes that are never sent as such, and of the tensor dialects, which send none or their own."""
 _OF_TENSORS = {route.template for route in ROUTES if route.envelope in ("kserve", "trtis")}
 
-_OF_TEXT = {route.template for route in ROUTES if route.envelope == "text"}
+_OF_TEXT = {route.template for route in ROUTES if route.envelope in ("text", "anthropic")}
 
 
 def codes() -> set[str]:
