@@ -25,6 +25,8 @@ from sie.generation import (
     ToolCallDelta,
 )
 
+from sie.types import Timing
+
 
 class TokenMeter(Protocol):
     """What is told how long tokens took, in seconds."""
@@ -128,6 +130,19 @@ class Run:
             reasoning_tokens=sum(part.reader.num_reasoning_tokens for part in self.parts),
             prompt_s=max(0, first_ns - self._submitted_ns) / 1e9,
             completion_s=max(0, last_ns - first_ns) / 1e9,
+        )
+
+    def timing(self, began_ns: int) -> Timing:
+        """Return where the time of a request went whose headers were read at began_ns, up to now."""
+        first = self.parts[0]
+        submitted_ns, now_ns = first.pending.submitted_ns, time.monotonic_ns()
+        totals = first.stream.totals
+        queue_ns = max(0, totals.started_ns - submitted_ns) if totals is not None else 0
+        return Timing(
+            total_ms=(now_ns - began_ns) / 1e6,
+            queue_ms=queue_ns / 1e6,
+            inference_ms=(now_ns - submitted_ns - queue_ns) / 1e6,
+            submitted_ns=submitted_ns,
         )
 
     def _collect(self) -> list[GenerateEvent]:
