@@ -33,7 +33,7 @@ from sie.workers.pace import Pace
 from sie.workers.recovery import Recovery
 from sie.workers.requests import Request, send_error
 from sie.workers.runners import Runner
-from sie.workers.scheduler import Budget, State, Step, Waiting, plan_step
+from sie.workers.scheduler import Budget, State, Step, Waiting, own_name, plan_step
 from sie.workers.telemetry import WorkerMetrics
 
 _log = get_logger(__name__)
@@ -373,7 +373,7 @@ class Loop:
         ended_ns = time.monotonic_ns()
         self._beat(ended_ns)
         took_ns = ended_ns - started_ns
-        self._state.charge(model, took_ns)
+        self._state.charge(own_name(model), took_ns)
         if size is not None:
             self._metrics.observe_step(took_ns / 1e9, size.num_tokens)
             self._metrics.observe_batch(model, size.num_sequences, size.num_tokens, took_ns / 1e9)

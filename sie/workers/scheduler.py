@@ -76,8 +76,8 @@ class State:
 
     def __init__(self) -> None:
         self.queues: dict[str, deque[Waiting]] = {}
-        self.standing: set[str] = set()
-        """Models with a step to run that they decide themselves; `stand` adds one."""
+        self.standing: dict[str, str] = {}
+        """Models with a step to run that they decide themselves, by the name under which that time is counted."""
         self.served_ns: dict[str, int] = {}
         self.ceilings: dict[str, Ceiling] = {}
         """Models whose steps found no memory, with the most tokens that a step of theirs may have."""
@@ -89,10 +89,15 @@ class State:
         return bool(self.queues or self.standing)
 
     def stand(self, model: str) -> None:
-        """Let a model compete for its next step as those do whose items wait."""
-        if model not in self.standing:
-            self._begin_service(model)
-            self.standing.add(model)
+        """Let a model compete for a step that it decides itself, beside its items, if it has any."""
+        name = own_name(model)
+        if name not in self.standing:
+            self._begin_service(name)
+            self.standing[name] = model
+
+    def sit(self, model: str) -> None:
+        """End what `stand` began."""
+        self.standing.pop(own_name(model), None)
 
     def add(self, model: str, item: Waiting) -> None:
         """Queue one item behind all others of its model."""
@@ -106,8 +111,8 @@ class State:
         self._begin_service(model)
         self.queues[model] = deque()
 
-    def _begin_service(self, model: str) -> None:
-        self.served_ns[model] = max(self.served_ns.get(model, 0), self._start_ns)
+    def _begin_service(self, name: str) -> None:
+        self.served_ns[name] = max(self.served_ns.get(name, 0), self._start_ns)
 
     def remove(self, step: Step) -> None:
         """Take a step's items out of the queue."""
@@ -149,6 +154,11 @@ class State:
         return gone
 
 
+def own_name(model: str) -> str:
+    """Return the name under which the time of a model's own steps is counted: no id of a model has a space."""
+    return f"{model} own"
+
+
 def plan_step(state: State, budget: Budget, now_ns: int) -> Step | None:
     """Choose the next step, or None when nothing waits. Changes nothing: `State.remove` applies the step.
 
@@ -157,9 +167,9 @@ def plan_step(state: State, budget: Budget, now_ns: int) -> Step | None:
     and the shortest, which keeps lengths in a step alike and a short text's wait short.
     """
     if state.standing:
-        model = min((*state.queues, *sorted(state.standing)), key=state.served_ns.__getitem__)
-        if model not in state.queues:
-            return Step(model, [], 0, [], is_own=True)
+        model = min((*state.queues, *state.standing), key=state.served_ns.__getitem__)
+        if model in state.standing:
+            return Step(state.standing[model], [], 0, [], is_own=True)
     elif not state.queues:
         return None
     else:

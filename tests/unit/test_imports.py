@@ -36,8 +36,11 @@ PURE_FILES = (
     "supervisor/evictions.py",
     "supervisor/restart.py",
     "workers/ceilings.py",
+    "workers/generation/frames.py",
+    "workers/generation/kv.py",
+    "workers/generation/planner.py",
+    "workers/generation/sequences.py",
     "workers/scheduler.py",
-    "workers/kv.py",
     "workers/pace.py",
 )
 IMPURE = {"time", "datetime", "asyncio", "threading", "socket", "os", "random", "torch", "transformers", "uvloop"}
@@ -112,7 +115,8 @@ def test_supervisor_never_imports_torch_or_http():
 
 
 def test_a_stub_worker_needs_no_torch():
-    assert not roots(loaded_after_importing(["sie.workers.runners.stub"])) & SLOW
+    assert not roots(loaded_after_importing(["sie.workers.runners.stub", "sie.workers.generation.stub"])) & SLOW
+    assert not roots(loaded_after_importing(["sie.workers.loop"])) & SLOW
 
 
 def test_a_worker_of_onnx_models_needs_no_torch():

@@ -24,7 +24,6 @@ from sie.generation import (
     TextDelta,
     ToolCallDelta,
 )
-
 from sie.types import Timing
 
 

@@ -36,7 +36,7 @@ class Compiler:
         self._waiting: deque[_Task] = deque()
         self._under_way: dict[Job, tuple[_Task, int]] = {}
         """With the time, CLOCK_MONOTONIC, after which nobody waits for it any more."""
-        self._num_threads = 0
+        self.num_threads = 0
         self._done: queue.SimpleQueue[tuple[Job, Compiled]] = queue.SimpleQueue()
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable: call `collect`."""
@@ -46,22 +46,19 @@ class Compiler:
         return bool(self._under_way or self._waiting)
 
     def add(self, job: Job, runner: GenerateRunner, on_done: Callable[[Job, Compiled], None], now_ns: int) -> None:
-        """Compile a job's grammar; on_done(job, matchers or error) is called by `collect` or `tend`, at most once."""
+        """Compile a job's grammar; on_done(job, matchers or error) is called by `collect` or `tend`, at most once.
+
+        By then the job's request may have ended, and if it has before its turn comes, there is no call.
+        """
         self._waiting.append(_Task(job, runner, on_done))
         self._start_next(now_ns)
-
-    def forget(self, job: Job) -> None:
-        """Do not call back for a job."""
-        self._under_way.pop(job, None)
-        for task in [task for task in self._waiting if task.job is job]:
-            self._waiting.remove(task)
 
     def collect(self, now_ns: int) -> None:
         """Hand over what has been compiled."""
         os.eventfd_read(self.event_fd)
         while not self._done.empty():
             job, compiled = self._done.get()
-            self._num_threads -= 1
+            self.num_threads -= 1
             task, _ = self._under_way.pop(job, (None, 0))
             if task is not None:
                 task.on_done(job, compiled)
@@ -76,9 +73,11 @@ class Compiler:
                 task.on_done(task.job, BadRequest(text))
 
     def _start_next(self, now_ns: int) -> None:
-        while self._waiting and self._num_threads < _MAX_THREADS:
+        while self._waiting and self.num_threads < _MAX_THREADS:
             task = self._waiting.popleft()
-            self._num_threads += 1
+            if task.job.request.ended:
+                continue
+            self.num_threads += 1
             self._under_way[task.job] = task, now_ns + int(self._timeout_s * 1e9)
             threading.Thread(target=self._compile, args=(task.job, task.runner), name="grammar", daemon=True).start()
 

@@ -81,6 +81,11 @@ class Generators:
         """Whether something waits for room or credit."""
         return any(engine.is_unsent for engine in self.engines.values())
 
+    @property
+    def num_compiling(self) -> int:
+        """Threads that compile a grammar, whether somebody still waits for it or not."""
+        return self._compiler.num_threads
+
     def is_busy(self, model: str) -> bool:
         """Whether a model has requests that were not answered."""
         engine = self.engines.get(model)
@@ -125,6 +130,8 @@ class Generators:
         )  # fmt: skip
 
     def _start(self, job: Job, compiled: Compiled) -> None:
+        if job.request.ended:  # cancelled, while its grammar was compiled
+            return
         engine = self.engines[job.request.header.model]
         if isinstance(compiled, SieError):
             engine.fail(job, compiled)
@@ -157,6 +164,9 @@ class Generators:
         if size is not None:
             self._learn(model, size, took_ns)
             self._metrics[model].observe_step(took_ns / 1e9)
+        if engine.num_non_finite:
+            self._worker_metrics.count_non_finite(model, engine.num_non_finite)
+            engine.num_non_finite = 0
         return size
 
     def drop(self, link: Link) -> None:
@@ -176,7 +186,7 @@ class Generators:
         if engine.can_run:
             self._state.stand(model)
         else:
-            self._state.standing.discard(model)
+            self._state.sit(model)
         self._metrics[model].publish()
 
     def _begin(self, model: str, step: Begin) -> None:
@@ -212,14 +222,15 @@ def read_task(request: Request, card: ModelCard) -> GenerateTask:
     if not 1 <= task.num_choices <= MAX_CHOICES:
         raise BadRequest(f"n is {task.num_choices}, but must be 1 to {MAX_CHOICES}")
     # An id outside the vocabulary is an assertion on a GPU, after which the process has no device any more.
+    vocab_size = card.vocab_size or 1 << 31
     biased = [token_id for token_id, _ in task.sampling.logit_bias]
     for name, least, most in (
         ("prompt", int(prompt.min()), int(prompt.max())),
         ("logit_bias", min(biased, default=0), max(biased, default=0)),
     ):
-        if least < 0 or most >= card.vocab_size:
+        if least < 0 or most >= vocab_size:
             wrong = least if least < 0 else most
-            raise BadRequest(f"{name}: token {wrong} is not in the vocabulary of {card.vocab_size} tokens")
+            raise BadRequest(f"{name}: token {wrong} is not in the vocabulary of {vocab_size} tokens")
     return task
 
 
