@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from sie.errors import Internal, SieError
 from sie.frontend.engine import ShmEngine
@@ -25,6 +25,9 @@ from sie.generation import (
     ToolCallDelta,
 )
 from sie.types import Timing
+
+_LONG_S: Final = 86_400.0
+"""The engine ends what takes too long; this only bounds one wait."""
 
 
 class TokenMeter(Protocol):
@@ -181,7 +184,7 @@ class Run:
         self._measure(part)
         for record in records:
             choice = reader.choices[record.choice]
-            events += choice_events if (choice_events := reader.read(record)) else ()
+            events += reader.read(record)
             if choice.is_finished and not record.finish:
                 part.stream.stop(record.choice)
         if reader.is_finished and not part.pending.future.done():
@@ -200,10 +203,6 @@ class Run:
         else:
             self._meter.record_first_token(self.model, (part.stream.first_ns - self._submitted_ns) / 1e9)
         part.last_ns = now_ns
-
-
-_LONG_S = 86_400.0
-"""The engine ends what takes too long; this only bounds one wait."""
 
 
 def _add(choices: dict[int, ChoiceReply], event: GenerateEvent) -> None:
