@@ -212,6 +212,7 @@ class App:
             return exchange.protocol.response_stream(200, headers)
 
         error = await send_stream(answer, begin, exchange.scope.client, process.settings.generation)
+        exchange.timing = answer.run.timing(exchange.began_ns)
         for record in process.recorders:
             record(exchange, 200, [], error)
         count_exchange(process.metrics, exchange, 200, error)

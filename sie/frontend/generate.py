@@ -6,6 +6,7 @@ engine, so it is imported by the first request that generates.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
@@ -98,7 +99,9 @@ class TextRoutes:
             if request.stream:
                 return Streamed(run, make_writer(run.model, run.prompts))
             try:
-                return [_JSON], encode(await run.whole(), run.prompts)
+                reply = await run.whole()
+                exchange.timing = run.timing(exchange.began_ns)
+                return [_JSON], encode(reply, run.prompts)
             except Unavailable as error:
                 entry = process.models.reloaded(entry, error)
             finally:
@@ -130,6 +133,7 @@ class TextRoutes:
             hint = sie.model_not_found(model, models.entries).message.rstrip(".")
             raise NotFound(f"{hint}. Models that generate: {able}", extras={"param": "model"})
         exchange.known_model = entry.card.id
+        exchange.decoded_ns = time.monotonic_ns()
         self._process.generation_metrics.begin(*_labels(exchange))
         return entry
 

@@ -16,7 +16,6 @@ from sie.generation import GenerateEvent
 from sie.generation_settings import Generation
 
 Headers = list[tuple[str, str]]
-COMMENT: Final = b": keep-alive\n\n"
 STREAM_HEADERS: Final = (("content-type", "text/event-stream"), ("cache-control", "no-cache"))
 
 
