@@ -57,8 +57,8 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 class Step(msgspec.Struct, frozen=True):
     """What to run now: items of one model; beside them those that no longer wait.
 
-    expired: their deadline passed. refused: the model's queue policy says so. is_own: the model decides itself what its step
-    runs (it generates), and there are no items.
+    expired: their deadline passed. refused: the model's queue policy says so. is_own: the model decides itself what its
+    step runs (it generates), and there are no items.
     """
 
     model: str

@@ -24,7 +24,7 @@ from sie.workers.generation.step import StepSize
 from sie.workers.pace import Pace
 from sie.workers.requests import Link, Request
 from sie.workers.runners import Runner
-from sie.workers.scheduler import State
+from sie.workers.scheduler import State, own_name
 from sie.workers.telemetry import WorkerMetrics
 
 _CPU_PREFILL_TOKENS = 256
@@ -152,8 +152,8 @@ class Generators:
                 engine.tend(now_ns)
                 self._stand(engine)
 
-    def step(self, model: str) -> StepSize | None:
-        """Run one step of a model; None when what was to run has gone. Raises DeviceLostError."""
+    def step(self, model: str) -> None:
+        """Run one step of a model, if what was to run is still there. Raises DeviceLostError."""
         engine = self.engines[model]
         started_ns = time.monotonic_ns()
         size = engine.step(
@@ -161,13 +161,15 @@ class Generators:
         )
         self._stand(engine)
         took_ns = time.monotonic_ns() - started_ns
+        self._state.charge(own_name(model), took_ns)
         if size is not None:
             self._learn(model, size, took_ns)
             self._metrics[model].observe_step(took_ns / 1e9)
+            self._worker_metrics.observe_step(took_ns / 1e9, size.num_tokens)
+            self._worker_metrics.observe_batch(model, size.num_sequences, size.num_tokens, took_ns / 1e9)
         if engine.num_non_finite:
             self._worker_metrics.count_non_finite(model, engine.num_non_finite)
             engine.num_non_finite = 0
-        return size
 
     def drop(self, link: Link) -> None:
         """Forget the requests of a frontend that is gone."""
