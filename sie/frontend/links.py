@@ -15,6 +15,8 @@ from sie.shm.extent import read_extent
 from sie.shm.layout import SUBMIT, ProtocolError
 from sie.shm.pool import Lease
 
+_MAX_STAGED: Final = 8
+"""So many requests of one turn of the event loop are worth a bell of their own: the worker begins meanwhile."""
 _error_decoder: Final = msgspec.msgpack.Decoder(WireError)
 
 
@@ -89,6 +91,7 @@ class WorkerLink:
         self.outstanding_tokens = 0
         self.is_alive = True
         self._releases: list[int] = []
+        self._num_staged = 0
         self._flush_due = False
 
     @property
@@ -97,16 +100,22 @@ class WorkerLink:
         return self.attachment.generation
 
     def try_submit(self, pending: Pending) -> bool:
-        """Push one request; False when the ring is full."""
-        pushed = self.attachment.push(
+        """Give one request over; False when the ring is full. The worker hears of it as `_flush_soon` says."""
+        staged = self.attachment.stage(
             SUBMIT, pending.flags, pending.request_id, pending.lease.address, pending.length,
             pending.deadline_ns, pending.num_tokens,
         )  # fmt: skip
-        if pushed:
+        if staged:
             pending.link = self
             self.pending[pending.request_id] = pending
             self.outstanding_tokens += pending.num_tokens
-        return pushed
+            self._num_staged += 1
+            if self._num_staged >= _MAX_STAGED:
+                self._num_staged = 0
+                self.attachment.publish()
+            elif not self._flush_due:
+                self._flush_soon()
+        return staged
 
     def settle(self, pending: Pending) -> None:
         """Take a request off the books; it is one of `pending`."""
@@ -119,14 +128,22 @@ class WorkerLink:
             return
         self._releases.append(address)
         if not self._flush_due:
-            self._flush_due = True
-            asyncio.get_running_loop().call_soon(self._flush)
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        """Ring the worker's bell once for all that this turn of the event loop brings: it is a system call, and wakes it."""
+        self._flush_due = True
+        asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
         self._flush_due = False
+        self._num_staged = 0
         releases, self._releases = self._releases, []
-        if self.is_alive and releases:
+        if not self.is_alive:
+            return
+        if releases:
             self.attachment.push_release(releases)
+        self.attachment.publish()
 
 
 _EMPTY: Final = memoryview(b"")

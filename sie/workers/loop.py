@@ -306,6 +306,7 @@ class Loop:
         blocked = [item for item in step.items if not item.request.ended and not item.request.has_started]
         if blocked:
             self._park(step.model, blocked)
+        self._send_replies()  # of those that do not run
         for same in by_operation(items):
             self._run(runner, hosted.card, same)
 
@@ -371,6 +372,12 @@ class Loop:
         failpoints.reach("worker.before_step")
         outputs = forward(runner, items)
         self._answers.put(card, items, outputs, time.monotonic_ns() - started_ns)
+        self._send_replies()
+
+    def _send_replies(self) -> None:
+        """Send what was answered, with one bell for each frontend; what cannot be sent now is tried again when idle."""
+        for link in self._links.values():
+            link.flush()
 
     def _measure(self, card: ModelCard, items: list[Waiting], num_tokens: int, took_ns: int) -> None:
         self._state.charge(card.id, took_ns)
@@ -380,7 +387,8 @@ class Loop:
         self._pace.learn(card.id, num_tokens, took_ns)
 
     def _settle(self) -> None:
-        """Free the models that are to go and that nothing waits for, and publish what is in use."""
+        """Send what is left, free the models that are to go and that nothing waits for, and publish what is in use."""
+        self._send_replies()
         for model in self._host.unloading():
             if model not in self._state.queues and model not in self._parked:
                 self._host.finish_unload(model)

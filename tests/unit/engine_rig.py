@@ -84,6 +84,8 @@ class Worker:
         self.is_dead = False
         ours, theirs = (Channel(end) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         self.supervisor, self._channel = ours, theirs
+        self.publish: Callable[[], None] = lambda: None
+        """Ends the turn of the frontend's event loop, as far as this worker hears of it."""
         self.runners: dict[str, Any] = {}
         self.build: Callable[[ModelCard], Any] = SumRunner
         self.host = Host("cpu", self._build, theirs.send)
@@ -106,11 +108,13 @@ class Worker:
 
     def turn(self, times: int = 1) -> None:
         """Turn the step loop without waiting."""
+        self.publish()
         for _ in range(times):
             self.loop.turn(0.0)
 
     def turn_until(self, is_done: Callable[[], Any]) -> None:
         deadline_s = time.monotonic() + DEADLINE_S
+        self.publish()
         while not is_done():
             assert time.monotonic() < deadline_s, "the worker did not get there in time"
             self.loop.turn(0.01)
@@ -201,6 +205,7 @@ class Rig:
         attachment = pending.try_finish()
         assert attachment is not None
         self.engine.attach(worker.slot, attachment)
+        worker.publish = attachment.publish
 
     def tell(self, model: str, *, workers: tuple[int, ...] = (), recovering: bool = False) -> None:
         """Say what the supervisor says of a model."""
