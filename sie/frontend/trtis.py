@@ -132,7 +132,7 @@ class Trtis:
             body = await exchange.read_body(process.bodies)
             rule = rule_of(entry)
             request = trtis.decode_infer(head, memoryview(body), entry.card.id, rule)
-            async with self._tensors.infer(
+            with await self._tensors.infer(
                 request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns,
                 watch=lambda pending: process.watch_client(pending, exchange.protocol),
             ) as reply:  # fmt: skip

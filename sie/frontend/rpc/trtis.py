@@ -96,7 +96,7 @@ class TrtisGrpc:
         request = trtis.decode_raw_inputs(head, parsed.raw, entry.card.id, rule)
         watched = Watched(process)
         try:
-            async with self._tensors.infer(
+            with await self._tensors.infer(
                 request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns, watch=watched.watch
             ) as reply:
                 exchange.timing = reply.timing
