@@ -30,7 +30,7 @@ _INTEGER: Final = re.compile(r"-?[0-9]+")
 _RAW_INPUT: Final = "raw_input"
 _SIZE_LIMIT: Final = 1 << 63
 _MAX_KEPT_HEAD_BYTES: Final = 2048
-"""A longer JSON before binary data is read each time; heads are kept by the thousand."""
+"""A longer JSON before binary data is read each time; heads are kept by the hundred."""
 _MAX_KEPT_OUTPUTS: Final = 16
 _MIXED: Final = (
     "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
@@ -137,7 +137,7 @@ def _read_head(body: bytes, split: int, limits: Limits) -> _Head:
     return parse(body[:split], limits.max_depth, limits.max_tensor_values)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _parse_head(text: bytes, max_depth: int, max_values: int) -> _Head:
     check_json(text, max_depth, max_values + _MAX_TENSORS, max_values + _MAX_TENSORS)
     parsed = decode_typed(_BODY, text)
@@ -325,7 +325,7 @@ def _head_start(name: str, version: str, request_id: str) -> bytes:
     return _to_json({**head, "id": request_id} if request_id else head)[:-1] + b',"outputs":'
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _binary_outputs(forms: tuple[tuple[str, str, tuple[int, ...], int], ...]) -> bytes:
     """Return the rest of the JSON of a reply whose outputs, each (name, datatype, shape, bytes), all follow it."""
     return _to_json([_binary_entry(*form) for form in forms]) + b"}"

@@ -28,7 +28,7 @@ _INFER_RESPONSE: Final = 2
 _RESPONSE_ID: Final = 3
 _MAX_TENSORS: Final = 1024
 _MAX_KEPT_BYTES: Final = 2048
-"""A longer request is read each time, whatever it shares with others; what is kept is kept by the thousand."""
+"""A longer request is read each time, whatever it shares with others; what is kept is kept by the hundred."""
 _MAX_KEPT_OUTPUTS: Final = 16
 _TYPED: Final = {
     "BOOL": "bool_contents", "INT8": "int_contents", "INT16": "int_contents", "INT32": "int_contents",
@@ -61,7 +61,7 @@ def _is_kept(rest: bytes, raw: list[memoryview]) -> bool:
     return bool(raw) and len(rest) <= _MAX_KEPT_BYTES
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _parse(rest: bytes) -> Any:
     return parse(_REQUEST, rest)
 
@@ -96,7 +96,7 @@ def decode_infer(parsed: InferMessage, model: str, rule: TensorRule, max_values:
     return InferCall(request=request, wanted=form.wanted, is_binary=True)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _form_of(rest: bytes) -> _Form:
     message = _parse(rest) if len(rest) <= _MAX_KEPT_BYTES else _parse.__wrapped__(rest)
     if len(message.inputs) > _MAX_TENSORS or len(message.outputs) > _MAX_TENSORS:
@@ -215,7 +215,7 @@ def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule, *, is_fi
     return append_bytes(head, _RAW_OUTPUTS, [output.data for output in reply.outputs])
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _response_head(
     name: str, version: str, forms: tuple[tuple[str, str, tuple[int, ...]], ...], *, is_final: bool
 ) -> bytes:
