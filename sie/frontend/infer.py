@@ -74,15 +74,15 @@ class Tensors:
         entry = self.serving(request.model)
         rule = entry.card.tensor
         assert rule is not None
+        if request.timeout_us > 0:
+            deadline_ns = min(deadline_ns, began_ns + request.timeout_us * 1000)
         plan = self._plan_of(rule, request)
         if plan is None or plan.has_strings:
             await self._check(rule, request)
-        if plan is None:
-            plan = self._learn(rule, request)
-        if request.timeout_us > 0:
-            deadline_ns = min(deadline_ns, began_ns + request.timeout_us * 1000)
         if rule.platform in (ENCODER, SCORER):
             return await self._texts.run(entry, request, began_ns=began_ns, deadline_ns=deadline_ns, watch=watch)
+        if plan is None:
+            plan = self._learn(rule, request)
         pending = await self._submit(plan, request, deadline_ns)
         if watch is not None:
             watch(pending)

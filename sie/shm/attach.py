@@ -217,20 +217,9 @@ class Attachment:
             self._wait_for_credit(waits=True)
         return staged
 
-    def push(  # noqa: PLR0917  # as `stage`
-        self,
-        kind: int,
-        flags: int,
-        request_id: int,
-        address: int,
-        length: int,
-        deadline_ns: int = 0,
-        num_tokens: int = 0,
-        part: int = 0,
-        parts: int = 1,
-    ) -> bool:
+    def push(self, *fields: int, **named: int) -> bool:
         """Publish one extent, and what was staged before; otherwise as `stage`."""
-        staged = self.stage(kind, flags, request_id, address, length, deadline_ns, num_tokens, part, parts)
+        staged = self.stage(*fields, **named)
         self.publish()
         return staged
 

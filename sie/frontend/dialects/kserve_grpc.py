@@ -81,7 +81,7 @@ class _Form(NamedTuple):
 def decode_infer(parsed: InferMessage, model: str, rule: TensorRule, max_values: int) -> InferCall:
     """Return the request; model is the hosted id, max_values bounds the elements that come typed. Raises BadRequest."""
     rest, message, raw = parsed
-    form = (_form_of if _is_kept(rest, raw) else _form_of.__wrapped__)(rest)
+    form = _kept_form(rest) if _is_kept(rest, raw) else _form_of(message)
     inputs: list[Tensor] = []
     if raw:
         inputs = _raw_inputs(form, raw, rule.name)
@@ -97,8 +97,11 @@ def decode_infer(parsed: InferMessage, model: str, rule: TensorRule, max_values:
 
 
 @lru_cache(maxsize=256)
-def _form_of(rest: bytes) -> _Form:
-    message = _parse(rest) if len(rest) <= _MAX_KEPT_BYTES else _parse.__wrapped__(rest)
+def _kept_form(rest: bytes) -> _Form:
+    return _form_of(_parse(rest))
+
+
+def _form_of(message: Any) -> _Form:
     if len(message.inputs) > _MAX_TENSORS or len(message.outputs) > _MAX_TENSORS:
         raise BadRequest(f"a request has at most {_MAX_TENSORS} inputs and as many outputs")
     parameters = _parameters(message.parameters)
