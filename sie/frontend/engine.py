@@ -246,7 +246,7 @@ class ShmEngine:
 
     def attach(self, slot: int, attachment: Attachment) -> None:
         """Start to use a worker. Its replies are read whenever its bell rings."""
-        link = WorkerLink(slot, attachment)
+        link = WorkerLink(slot, attachment, self._accuse)
         self._links[slot] = link
         loop = asyncio.get_running_loop()
         loop.add_reader(attachment.bell_fd, self._on_bell, link)

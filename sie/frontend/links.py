@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -84,7 +85,11 @@ class Reply:
 class WorkerLink:
     """One worker, as the engine sees it."""
 
-    def __init__(self, slot: int, attachment: Attachment) -> None:
+    def __init__(
+        self, slot: int, attachment: Attachment, on_fault: Callable[[WorkerLink, ProtocolError], None]
+    ) -> None:
+        """on_fault is called when a worker is found to break the protocol after its request was taken."""
+        self._on_fault = on_fault
         self.slot = slot
         self.attachment = attachment
         self.pending: dict[int, Pending] = {}
@@ -111,8 +116,7 @@ class WorkerLink:
             self.outstanding_tokens += pending.num_tokens
             self._num_staged += 1
             if self._num_staged >= _MAX_STAGED:
-                self._num_staged = 0
-                self.attachment.publish()
+                self._publish()
             elif not self._flush_due:
                 self._flush_soon()
         return staged
@@ -137,13 +141,18 @@ class WorkerLink:
 
     def _flush(self) -> None:
         self._flush_due = False
-        self._num_staged = 0
         releases, self._releases = self._releases, []
-        if not self.is_alive:
-            return
-        if releases:
-            self.attachment.push_release(releases)
-        self.attachment.publish()
+        if self.is_alive:
+            self._publish(releases)
+
+    def _publish(self, releases: Sequence[int] = ()) -> None:
+        self._num_staged = 0
+        try:
+            if releases:
+                self.attachment.push_release(releases)
+            self.attachment.publish()
+        except ProtocolError as error:
+            self._on_fault(self, error)
 
 
 _EMPTY: Final = memoryview(b"")

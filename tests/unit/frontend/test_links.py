@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 
+from sie.control_messages import PeerFault
 from sie.shm.layout import RELEASE
 from tests.unit.engine_rig import Rig, Worker, checksum, in_rig
 
@@ -63,6 +64,23 @@ async def test_a_turn_of_many_requests_lets_the_worker_begin_meanwhile(rig: Rig)
     assert announced(worker) == 10
     await rig.serve(worker)
     assert [await rig.rows(pending) for pending in requests] == [[checksum([i])] for i in range(1, 11)]
+
+
+@in_rig()
+async def test_a_bell_that_its_worker_filled_up_is_the_worker_s_fault(rig: Rig) -> None:
+    """The request was taken by then; it runs on the worker that follows."""
+    worker = rig.start_worker("m")
+    (link,) = worker.loop._links.values()
+    os.eventfd_write(link.attachment._consumer.bell_fd, 2**64 - 2)
+    pending = rig.submit([1])
+    await rig.settle()
+    assert rig.sent == [PeerFault(worker.slot)]
+    rig.die(worker)
+    successor = rig.start_worker("m", slot=worker.slot)
+    rig.engine.place_held()
+    await rig.serve(successor)
+
+    assert await rig.rows(pending) == [checksum([1])]
 
 
 @in_rig()
