@@ -83,10 +83,11 @@ def write_extent(view: memoryview, header: bytes, refs: Sequence[ArrayRef], arra
     payload = begin_extent(view, header)
     end = 0
     for ref, array in zip(refs, arrays, strict=True):
-        if array.shape != ref.shape or array.dtype.str != ref.dtype:
+        if array.dtype != DTYPES[ref.dtype] or array.shape != ref.shape:
             raise ValueError(f"array {ref.name!r} is {array.dtype} {array.shape}, planned as {ref.dtype} {ref.shape}")
-        end = ref.offset + array.nbytes
-        if array.nbytes:
+        nbytes = array.nbytes
+        end = ref.offset + nbytes
+        if nbytes:
             payload[ref.offset : end] = array.data.cast("B")
     return len(view) - len(payload) + end
 
