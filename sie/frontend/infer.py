@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,6 +24,7 @@ from sie.frontend.replies import timing_of
 from sie.frontend.repository import RepositoryAdmin
 from sie.frontend.request_layout import RequestLayout, lay_out_bytes
 from sie.frontend.tensor_checks import check_request
+from sie.frontend.tensor_images import TensorImages
 from sie.frontend.tensor_table import TensorTable, is_servable
 from sie.frontend.text_tensors import ENCODER, SCORER, TextTensors
 from sie.headers import ArrayRef, TensorForm, TensorReplyHeader, TensorTask, WorkHeader
@@ -41,6 +43,7 @@ _MAX_PLANS: Final = 1024
 _MAX_KEPT_TENSORS: Final = 64
 _MAX_KEPT_NAMES: Final = 4096
 _MAX_KEPT_HEADER_BYTES: Final = 2048
+T = TypeVar("T")
 
 
 class Tensors:
@@ -52,13 +55,16 @@ class Tensors:
         models: ModelTable,
         admin: ModelAdmin,
         pool: ThreadPoolExecutor,
+        *,
         texts: TextTensors,
+        images: TensorImages,
     ) -> None:
         self.table = TensorTable(models)
         self.repository = RepositoryAdmin(self.table, models, admin)
         self._engine = engine
         self._models = models
         self._texts = texts
+        self._images = images
         self._pool = pool
         self._plans: dict[_Form, _Plan] = {}
 
@@ -74,8 +80,13 @@ class Tensors:
         entry = self.serving(request.model)
         rule = entry.card.tensor
         assert rule is not None
-        if request.timeout_us > 0:
+        if request.timeout_us > 0 and not rule.queue_policies:
             deadline_ns = min(deadline_ns, began_ns + request.timeout_us * 1000)
+        prepared_ns = 0
+        if any(tensor.datatype == "BYTES" for tensor in request.inputs):
+            start_ns = time.monotonic_ns()
+            request = await self._images.decoded(rule, request, deadline_ns)
+            prepared_ns = time.monotonic_ns() - start_ns
         plan = self._plan_of(rule, request)
         if plan is None or plan.has_strings:
             await self._check(rule, request)
@@ -88,10 +99,49 @@ class Tensors:
             watch(pending)
         raw: Reply = await pending.future
         try:
-            return HeldReply(read_tensors(raw, request.model, began_ns), raw)
+            return HeldReply(read_tensors(raw, request.model, began_ns, prepared_ns), raw)
         except BaseException:
             raw.release()
             raise
+
+    async def serve(self, name: str, version: str, deadline_ns: int, run: Callable[[ModelEntry], Awaitable[T]]) -> T:
+        """Return what `run` makes of a version of a model; empty: the newest. Asks again where that was just reloaded.
+
+        Raises what `wait_serving` and run raise.
+        """
+        entry = await self.wait_serving(name, version, deadline_ns)
+        while True:
+            try:
+                return await run(entry)
+            except Unavailable as error:
+                entry = await self._after(entry, error, name, version, deadline_ns)
+
+    async def wait_serving(self, name: str, version: str, deadline_ns: int) -> ModelEntry:
+        """Return the entry of a version that takes requests, one that is loaded anew as soon as it is there.
+
+        Raises as `serving`, and Unavailable for one that is still on its way at the deadline.
+        """
+        while True:
+            changed = self._models.changed
+            entry = self.table.resolve(name, version)
+            if is_servable(entry) or not entry.reloading:
+                return self.serving(entry.card.id)
+            if not await _is_set_by(changed, deadline_ns):
+                raise Unavailable(f"Model '{name}' is loading", retry_after_s=self._models.loading_retry_after_s)
+
+    async def _after(
+        self, entry: ModelEntry, error: Unavailable, name: str, version: str, deadline_ns: int
+    ) -> ModelEntry:
+        """Return where to ask after a model that was gone when a request reached it; else raise the error."""
+        if error.code != "MODEL_NOT_LOADED":
+            raise error
+        now = self.table.resolve(name, version)
+        if now is entry and not await _is_set_by(self._models.changed, deadline_ns):
+            raise error  # nobody has said yet that it is gone, or that it is back
+        now = self.table.resolve(name, version)
+        if not (now.reloading or is_servable(now)):
+            raise error
+        return await self.wait_serving(name, version, deadline_ns)
 
     def serving(self, model: str) -> ModelEntry:
         """Return the entry of a hosted tensor model that takes requests now.
@@ -109,7 +159,7 @@ class Tensors:
 
     def _plan_of(self, rule: TensorRule, request: TensorRequest) -> _Plan | None:
         """Return what is known of requests of this form; None for a form that was not seen lately."""
-        plan = self._plans.get(_form_of(request))
+        plan = self._plans.get(_form_of(rule, request))
         return plan if plan is not None and plan.rule is rule else None
 
     async def _check(self, rule: TensorRule, request: TensorRequest) -> None:
@@ -124,7 +174,7 @@ class Tensors:
 
     def _learn(self, rule: TensorRule, request: TensorRequest) -> _Plan:
         """Return what requests of a form that was checked have in common, and keep it for the next one."""
-        plan, form = _plan(rule, request), _form_of(request)
+        plan, form = _plan(rule, request), _form_of(rule, request)
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
         if _is_short(form):
@@ -150,18 +200,24 @@ class _Plan(NamedTuple):
     """Whether the elements, too, are to be checked."""
 
 
-_Form = tuple[str, tuple[str, ...], tuple[tuple[str, str, tuple[int, ...], int], ...]]
+_Form = tuple[str, tuple[str, ...], tuple[tuple[str, str, tuple[int, ...], int], ...], tuple[int, int]]
 
 
-def _form_of(request: TensorRequest) -> _Form:
-    """Return all that says whether a request fits its model, but for the elements of BYTES tensors."""
+def _form_of(rule: TensorRule, request: TensorRequest) -> _Form:
+    """Return all that says whether a request fits its model and how it is queued, but for the elements of BYTES tensors."""
     inputs = tuple([(tensor.name, tensor.datatype, tensor.shape, len(tensor.data)) for tensor in request.inputs])
-    return request.model, request.outputs, inputs
+    return request.model, request.outputs, inputs, _queueing_of(rule, request)
+
+
+def _queueing_of(rule: TensorRule, request: TensorRequest) -> tuple[int, int]:
+    """Return priority and timeout (us); what no queue of this model looks at is 0, so that equal requests have one task."""
+    priority = _priority_of(rule, request.priority) if rule.num_priorities else 0
+    return priority, request.timeout_us if rule.queue_policies else 0
 
 
 def _is_short(form: _Form) -> bool:
     """Whether a form may be kept: the names in it are its client's."""
-    _, outputs, inputs = form
+    _, outputs, inputs, _ = form
     return len(inputs) + len(outputs) <= _MAX_KEPT_TENSORS and sum(map(len, outputs)) <= _MAX_KEPT_NAMES
 
 
@@ -169,15 +225,33 @@ def _plan(rule: TensorRule, request: TensorRequest) -> _Plan:
     sizes = [len(tensor.data) for tensor in request.inputs]
     cost = 1 + sum(sizes) // _TOKEN_BYTES
     forms = tuple([TensorForm(tensor.name, tensor.datatype, tensor.shape) for tensor in request.inputs])
-    task = _encode_task(TensorTask(forms, _distinct(request.outputs), cost))
+    task = _encode_task(TensorTask(forms, _distinct(request.outputs), cost, *_queueing_of(rule, request)))
     header = WorkHeader(request.model, "infer", 1, (), output_types=("tensors",), task=task)
     has_strings = any(tensor.datatype == "BYTES" for tensor in request.inputs)
     return _Plan(rule, header, lay_out_bytes(header, sizes), cost, has_strings)
 
 
+async def _is_set_by(event: asyncio.Event, deadline_ns: int) -> bool:
+    """Wait for an event; False when the deadline came first."""
+    left_s = (deadline_ns - time.monotonic_ns()) / 1e9
+    if left_s <= 0:
+        return False
+    try:
+        async with asyncio.timeout(left_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
 def _distinct(outputs: Iterable[str]) -> tuple[str, ...]:
     """Return names once each: an output that is asked for twice is given once."""
     return tuple(dict.fromkeys(outputs))
+
+
+def _priority_of(rule: TensorRule, wanted: int) -> int:
+    """Return the priority that a request has; one that the model has not, 0 among them, is its default."""
+    return wanted if 1 <= wanted <= rule.num_priorities else rule.default_priority
 
 
 def _refusal(entry: ModelEntry, rule: TensorRule, retry_after_s: int) -> Exception:
@@ -191,8 +265,11 @@ def _refusal(entry: ModelEntry, rule: TensorRule, retry_after_s: int) -> Excepti
     return NotFound(f"Request for unknown model: '{rule.name}' has no available versions")
 
 
-def read_tensors(reply: Reply, model: str, began_ns: int) -> TensorReply:
-    """Return a reply's tensors, views of its extent, and its times. Raises Internal when the layout is not kept."""
+def read_tensors(reply: Reply, model: str, began_ns: int, prepared_ns: int) -> TensorReply:
+    """Return a reply's tensors, views of its extent, and its times. Raises Internal when the layout is not kept.
+
+    prepared_ns is what its inputs took before they were tensors; it stands where texts have their tokenisation.
+    """
     try:
         header, payload = split_extent(reply.view)
         layout = (_reply_layout if len(header) <= _MAX_KEPT_HEADER_BYTES else _reply_layout.__wrapped__)(header)
@@ -202,7 +279,7 @@ def read_tensors(reply: Reply, model: str, began_ns: int) -> TensorReply:
     except (ProtocolError, struct.error) as error:
         raise Internal("the worker's reply could not be read") from error
     outputs = [Tensor(form.name, form.datatype, form.shape, payload[start:end]) for form, start, end in layout.places]
-    return TensorReply(model=model, outputs=outputs, timing=timing_of(reply, times, began_ns, 0))
+    return TensorReply(model=model, outputs=outputs, timing=timing_of(reply, times, began_ns, prepared_ns))
 
 
 class _ReplyLayout(NamedTuple):

@@ -19,7 +19,8 @@ from msgspec import Meta
 
 from sie.errors import BadRequest
 from sie.frontend.body_limits import check_json, decode_typed
-from sie.frontend.dialects.tensor_json import elements_from_json, elements_to_json
+from sie.frontend.dialects.tensor_json import elements_from_json, elements_to_json, images_from_json
+from sie.frontend.image_inputs import image_form
 from sie.limits import Limits
 from sie.tensor_bytes import frame_elements
 from sie.tensors import ITEM_BYTES, MAX_RANK, Tensor, TensorReply, TensorRequest, TensorRule
@@ -32,6 +33,8 @@ _SIZE_LIMIT: Final = 1 << 63
 _MAX_KEPT_HEAD_BYTES: Final = 2048
 """A longer JSON before binary data is read each time; heads are kept by the hundred."""
 _MAX_KEPT_OUTPUTS: Final = 16
+_IMAGE_STARTS: Final = (b"\xff\xd8\xff", b"\x89PNG")
+"""How a JPEG and a PNG begin."""
 _MIXED: Final = (
     "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
     "'shared_memory_region' in 'parameters'."
@@ -97,12 +100,13 @@ def decode_infer(body: bytes, header_length: str | None, model: str, rule: Tenso
             request=TensorRequest(model=model, inputs=[_raw_input(memoryview(body), rule)]), is_binary=True
         )
     head = _read_head(body, split, limits)
-    reader = _TensorReader(memoryview(body)[split:], rule.name, limits.max_tensor_values)
+    reader = _TensorReader(memoryview(body)[split:], rule, limits.max_tensor_values)
     inputs = [reader.read(item, is_only=len(head.inputs) == 1) for item in head.inputs]
     reader.check_end()
     request = TensorRequest(
-        model=model, inputs=inputs, outputs=head.outputs, id=head.id, priority=head.priority, timeout_us=head.timeout_us
-    )
+        model=model, inputs=inputs, outputs=head.outputs, id=head.id, priority=checked_priority(head.priority, rule),
+        timeout_us=head.timeout_us,
+    )  # fmt: skip
     return InferCall(request=request, wanted=head.wanted, is_binary=head.is_binary)
 
 
@@ -166,10 +170,11 @@ def _input_head(item: InferInput) -> _InputHead:
 class _TensorReader:
     """Takes each input's elements from the JSON, or from the binary tail behind those of the inputs before it."""
 
-    def __init__(self, tail: memoryview, model: str, max_values: int) -> None:
+    def __init__(self, tail: memoryview, rule: TensorRule, max_values: int) -> None:
         self._tail = tail
         self._position = 0
-        self._model = model
+        self._rule = rule
+        self._model = rule.name
         self._max_values = max_values
 
     def read(self, item: _InputHead, *, is_only: bool) -> Tensor:
@@ -193,6 +198,8 @@ class _TensorReader:
                 f"input '{item.name}' has {item.num_elements} elements as JSON, over max_tensor_values "
                 f"({self._max_values}); send it as binary data"
             )
+        if item.datatype == "BYTES" and _takes_images(item.name, self._rule):
+            return images_from_json(data, item.name, item.num_elements)
         return elements_from_json(data, item.name, item.datatype, item.num_elements)
 
     def _take(self, name: str, nbytes: int) -> memoryview:
@@ -225,7 +232,23 @@ def _framed(data: memoryview) -> memoryview:
     return memoryview(frame_elements([bytes(data)]))
 
 
+def _takes_images(name: str, rule: TensorRule) -> bool:
+    return any(spec.name == name and image_form(spec) is not None for spec in rule.inputs)
+
+
 def _raw_input(body: memoryview, rule: TensorRule) -> Tensor:
+    """Return the whole body as the model's only input: the bytes of a tensor that fits it, or an encoded image."""
+    try:
+        return _raw_tensor(body, rule)
+    except BadRequest:
+        if len(rule.inputs) != 1 or not _takes_images(rule.inputs[0].name, rule):
+            raise
+        if not bytes(body[:4]).startswith(_IMAGE_STARTS):
+            raise
+    return Tensor(rule.inputs[0].name, "BYTES", (1,), memoryview(frame_elements([bytes(body)])))
+
+
+def _raw_tensor(body: memoryview, rule: TensorRule) -> Tensor:
     """Return the whole body as the model's only input, its shape deduced."""
     if len(rule.inputs) != 1:
         raise BadRequest(
@@ -293,6 +316,18 @@ def unsigned(parameters: dict[str, Any], name: str) -> int:
     if type(value) is not int or not 0 <= value < _SIZE_LIMIT:
         raise BadRequest(f"parameter '{name}' must be an integer that is not negative")
     return value
+
+
+def checked_priority(priority: int, rule: TensorRule) -> int:
+    """Return a request's priority, 0 for the model's own. Raises BadRequest for one that the model does not have.
+
+    A model without priorities takes any, and treats all alike.
+    """
+    if 0 < rule.num_priorities < priority:
+        raise BadRequest(
+            f"parameter 'priority' is {priority}, and model '{rule.name}' has {rule.num_priorities} levels"
+        )
+    return priority
 
 
 def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule) -> tuple[bytes, int | None]:

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from sie.errors import BadRequest
-from sie.frontend.dialects.kserve import InferCall, Wanted, checked_parameters, flag, unsigned
+from sie.frontend.dialects.kserve import InferCall, Wanted, checked_parameters, checked_priority, flag, unsigned
 from sie.frontend.dialects.protobuf_wire import append_bytes, cut_views, parse
 from sie.proto import message_class
 from sie.tensor_bytes import frame_elements
@@ -90,8 +90,8 @@ def decode_infer(parsed: InferMessage, model: str, rule: TensorRule, max_values:
             inputs.append(Tensor(item.name, item.datatype, tuple(item.shape), _typed(item, max_values)))
             max_values -= prod(item.shape)
     request = TensorRequest(
-        model=model, inputs=inputs, outputs=form.outputs, id=message.id, priority=form.priority,
-        timeout_us=form.timeout_us,
+        model=model, inputs=inputs, outputs=form.outputs, id=message.id,
+        priority=checked_priority(form.priority, rule), timeout_us=form.timeout_us,
     )  # fmt: skip
     return InferCall(request=request, wanted=form.wanted, is_binary=True)
 

@@ -36,10 +36,11 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 class Scope:
     """What a request is about, in the words of HTTP."""
 
-    __slots__ = ("_context", "headers", "method", "path")
+    __slots__ = ("_context", "headers", "path")
+    method = "POST"
+    proto = "grpc"
 
     def __init__(self, path: str, headers: dict[str, str], context: Context) -> None:
-        self.method = "POST"
         self.path = path
         self.headers = headers
         self._context = context
@@ -71,8 +72,12 @@ class Service:
         """Return what a gRPC server is told to serve."""
         by_service: dict[str, dict[str, Any]] = {}
         for method in methods:
-            serve = self._streaming(method) if method.is_stream else self._answering(method)
-            make = grpc.stream_stream_rpc_method_handler if method.is_stream else grpc.unary_unary_rpc_method_handler
+            if method.is_stream:
+                serve, make = self._streaming(method), grpc.stream_stream_rpc_method_handler
+            elif method.is_watch:
+                serve, make = self._watching(method), grpc.unary_stream_rpc_method_handler
+            else:
+                serve, make = self._answering(method), grpc.unary_unary_rpc_method_handler
             handler = cast("Any", make)(serve)
             by_service.setdefault(method.service, {})[method.name] = handler
         return [grpc.method_handlers_generic_handler(name, found) for name, found in by_service.items()]
@@ -95,6 +100,14 @@ class Service:
             raise AssertionError("abort raises")
 
         return answer
+
+    def _watching(self, method: Method) -> Callable[[bytes, Context], Awaitable[None]]:
+        answer = self._answering(method)
+
+        async def watch(message: bytes, context: Context) -> None:
+            await context.write(await answer(message, context))
+
+        return watch
 
     def _streaming(self, method: Method) -> Callable[[AsyncIterator[bytes], Context], Awaitable[None]]:
         async def stream(messages: AsyncIterator[bytes], context: Context) -> None:
@@ -145,7 +158,7 @@ class Service:
             failure = Internal("internal error")
             raise failure from None
         finally:
-            self._end(exchange, failure)
+            self._end(exchange, failure, is_stream=method.is_stream)
 
     def _enter(self, exchange: Exchange) -> None:
         """Let in whom the keys and `admin_from` let in. Raises Unauthorized, Forbidden or RateLimited."""
@@ -182,12 +195,15 @@ class Service:
 
     # --- figures --------------------------------------------------------------------------------------------------
 
-    def _end(self, exchange: Exchange, error: SieError | None) -> None:
+    def _end(self, exchange: Exchange, error: SieError | None, *, is_stream: bool) -> None:
         process = self._process
         status = 200 if error is None else error.http_status
+        headers: list[tuple[str, str]] = []
         for record in process.recorders:
-            record(exchange, status, [], error)
-        count_exchange(process.metrics, exchange, status, error, is_request=not isinstance(error, ClientGone))
+            headers = record(exchange, status, headers, error)
+        if headers and not is_stream:  # of a stream's many requests each would have its own
+            exchange.protocol.set_trailing_metadata(headers)
+        count_exchange(process.metrics, exchange, status, error)
 
 
 class Watched:
