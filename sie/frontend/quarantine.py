@@ -25,6 +25,10 @@ class QuarantinedInputs:
     def __init__(self) -> None:
         self._until_s: dict[bytes, float] = {}
 
+    def __bool__(self) -> bool:
+        """Whether there may be any."""
+        return bool(self._until_s)
+
     def add(self, digest: bytes) -> None:
         """Refuse this input from now on."""
         now_s = time.monotonic()
@@ -32,8 +36,8 @@ class QuarantinedInputs:
         self._until_s[digest] = now_s + _QUARANTINE_S
 
     def check(self, extent: memoryview) -> None:
-        """Raise PoisonInput when a request's extent holds a refused input. Costs nothing while there is none."""
-        if self._until_s and self._until_s.get(digest_of(extent), 0.0) > time.monotonic():
+        """Raise PoisonInput when a request's extent holds a refused input."""
+        if self._until_s.get(digest_of(extent), 0.0) > time.monotonic():
             raise poison()
 
 

@@ -120,6 +120,12 @@ _AROUND = tuple(
     )
 )
 """What stands before and behind a model's name, for each row with one."""
+_START_CHARS = 8
+_BY_START = {
+    start: tuple(row for row in _AROUND if row[0].startswith(start))
+    for start in {row[0][:_START_CHARS] for row in _AROUND}
+}
+"""The same by the path's first characters, so that a path is compared with few of them."""
 
 
 def match(path: str) -> Match | None:
@@ -127,7 +133,7 @@ def match(path: str) -> Match | None:
     route = _EXACT.get(path)
     if route is not None:
         return Match(route)
-    for prefix, suffix, candidate in _AROUND:
+    for prefix, suffix, candidate in _BY_START.get(path[:_START_CHARS], ()):
         if path.startswith(prefix) and path.endswith(suffix) and len(path) >= len(prefix) + len(suffix):
             return Match(candidate, path[len(prefix) : len(path) - len(suffix)])
     return None

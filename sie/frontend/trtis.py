@@ -151,7 +151,7 @@ class Trtis:
         exchange.known_model = entry.card.id
         request = trtis.decode_infer(head, memoryview(body), entry.card.id, rule)
         exchange.decoded_ns = time.monotonic_ns()
-        async with self._tensors.infer(
+        with await self._tensors.infer(
             request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns,
             watch=lambda pending: process.watch_client(pending, exchange.protocol),
         ) as reply:  # fmt: skip

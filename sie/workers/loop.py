@@ -297,6 +297,7 @@ class Loop:
         blocked = [item for item in step.items if not item.request.ended and not item.request.has_started]
         if blocked:
             self._park(step.model, blocked)
+        self._send_replies()  # of those that do not run
         for same in by_operation(items):
             self._run(runner, hosted.card, same)
 
@@ -358,6 +359,12 @@ class Loop:
         started_ns = self._announce(self._pace.allowed_ns(card.id, num_tokens), running.values())
         outputs = forward(runner, items)
         self._answers.put(card, items, outputs, time.monotonic_ns() - started_ns)
+        self._send_replies()
+
+    def _send_replies(self) -> None:
+        """Send what was answered, with one bell for each frontend; what cannot be sent now is tried again when idle."""
+        for link in self._links.values():
+            link.flush()
 
     def _announce(self, allowed_ns: int, running: Collection[tuple[int, int]]) -> int:
         """Say what is about to run, for how long at most, and whom to blame for it; return the time."""
@@ -375,7 +382,8 @@ class Loop:
         self._pace.learn(card.id, num_tokens, took_ns)
 
     def _settle(self) -> None:
-        """Free the models that are to go and that nothing waits for, and publish what is in use."""
+        """Send what is left, free the models that are to go and that nothing waits for, and publish what is in use."""
+        self._send_replies()
         for model in self._host.unloading():
             if not (model in self._state.queues or model in self._parked or self._generators.is_busy(model)):
                 self._host.finish_unload(model)
