@@ -106,7 +106,7 @@ def _environment(num_threads: int) -> dict[str, str]:
     """Return the child's environment. Thread pools must be sized before the libraries that own them are imported.
 
     OpenMP's threads spin only briefly for their next piece of work: a worker's cores are the frontends' too, and with
-    libgomp's own spin count a busy neighbour made a 4 ms step take 60 ms and more (bench/minilm.py).
+    libgomp's own spin count a busy neighbour made a 4 ms step take 60 ms and more (`bench peers`).
     """
     threads = {name: str(num_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     return {"GOMP_SPINCOUNT": "1000", **os.environ, **threads, "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
