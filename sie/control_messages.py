@@ -43,7 +43,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     max_large_bytes: int = 0
     """This process's share of the setting of that name."""
     started_s: float = 0.0
-    """When the server started, Unix time."""
+    """When the server started, on CLOCK_MONOTONIC."""
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):

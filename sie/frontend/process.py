@@ -74,7 +74,6 @@ class FrontendProcess:
         self.settings = settings
         self.pages = pages
         self.is_draining = False
-        self.started_s = launch.started_s
         self._launch = launch
         self._loop = loop
         self._channel = channel
@@ -120,6 +119,11 @@ class FrontendProcess:
     def is_ready(self) -> bool:
         """Whether `/readyz` is green."""
         return self.models.is_ready and not self.is_draining
+
+    @property
+    def uptime_s(self) -> float:
+        """How long the server has run, by a clock that nobody sets."""
+        return time.monotonic() - self._launch.started_s
 
     def _derive(self, settings: Settings) -> None:
         """Keep what is computed from settings that a reload may change."""
@@ -338,6 +342,7 @@ class FrontendProcess:
     def _frame(self) -> str:
         inputs = StatusInputs(
             server=self._facts,
+            uptime_s=self.uptime_s,
             ready=self.is_ready,
             models=tuple(self.models.entries.values()),
             workers=self.models.workers,

@@ -35,12 +35,11 @@ _COUNTERS: Final = tuple(
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What does not change while the server runs. started_s is Unix time; pid is the supervisor's."""
+    """What does not change while the server runs; pid is the supervisor's."""
 
     name: str
     version: str
     pid: int
-    started_s: float
     user: str = ""
     working_dir: str = ""
     machine_profile: str = ""
@@ -58,7 +57,6 @@ def server_facts(settings: Settings, launch: Launch) -> ServerFacts:
         name=settings.server.name or socket.gethostname(),
         version=__version__,
         pid=launch.supervisor_pid,
-        started_s=launch.started_s,
         user=user,
         working_dir=working_dir,
         machine_profile=settings.server.machine_profile,
@@ -77,6 +75,7 @@ class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     server: ServerFacts
+    uptime_s: float = 0.0
     ready: bool
     models: tuple[ModelEntry, ...]
     workers: tuple[WorkerEntry, ...]
@@ -124,7 +123,7 @@ def build_status(inputs: StatusInputs, now_s: float) -> dict[str, Any]:
         "saturated": inputs.saturated,
         "server": {
             "version": server.version,
-            "uptime_seconds": max(0, int(now_s - server.started_s)),
+            "uptime_seconds": int(inputs.uptime_s),
             "user": server.user,
             "working_dir": server.working_dir,
             "pid": server.pid,

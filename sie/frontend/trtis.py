@@ -6,7 +6,6 @@ turns what a handler raises into that. Source: TRTIS v1 sheet.
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -90,8 +89,7 @@ class Trtis:
         ]
         state = "SERVER_EXITING" if self._process.is_draining else \
                 "SERVER_READY" if self._process.is_ready else "SERVER_INITIALIZING"  # fmt: skip
-        uptime_ns = int((time.time() - self._process.started_s) * 1e9)
-        return trtis_status.server_status(described, state=state, uptime_ns=max(0, uptime_ns))
+        return trtis_status.server_status(described, state=state, uptime_ns=int(self._process.uptime_s * 1e9))
 
     async def repository_index(self, exchange: Exchange) -> Response:
         """Answer `GET /api/repository/index`."""

@@ -139,7 +139,7 @@ class Supervisor:
             log_format=server.log_format,
             log_level=server.log_level,
             max_large_bytes=self._settings.memory.max_large_bytes // num_children,
-            started_s=time.time(),
+            started_s=self._started_s,
         )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
