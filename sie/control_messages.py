@@ -40,6 +40,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     device: str = "cpu"
     cores: tuple[int, ...] = ()
+    max_step_tokens: int = 0
+    """Of a worker whose predecessor was killed for want of memory: its steps begin no larger than this; 0: as set."""
     max_large_bytes: int = 0
     """This process's share of the setting of that name."""
     started_s: float = 0.0
@@ -239,7 +241,7 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
     slot: int
     device: str
     pid: int
-    state: Literal["starting", "ready", "dead"]
+    state: Literal["starting", "ready", "lost", "dead"]
     restarts: int
 
 

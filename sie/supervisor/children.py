@@ -14,9 +14,10 @@ import msgspec
 from sie.control import Channel
 from sie.control_messages import Launch, Protocol, Role
 from sie.supervisor.devices import WorkerSlot
+from sie.supervisor.losses import DeviceLosses
 from sie.supervisor.restart import StartHistory
 
-ChildState = Literal["waiting", "starting", "ready", "gone"]
+ChildState = Literal["waiting", "starting", "ready", "lost", "gone"]
 _MODULES = {"frontend": "sie.frontend.main", "worker": "sie.workers.main"}
 _GRPC_MODULE = "sie.frontend.rpc.main"
 
@@ -24,7 +25,8 @@ _GRPC_MODULE = "sie.frontend.rpc.main"
 class Child:
     """One slot: a frontend or a worker, whatever process fills it now.
 
-    waiting: no process, one will be started. starting: it has not said ready. gone: given up or stopped for good.
+    waiting: no process, one will be started. starting: it has not said ready. lost: its device is gone, and will be tried
+    again after a while. gone: given up or stopped for good.
     peer_pid and peer_pidfd name the process that shares memory: a frontend's Granian child, else the process itself.
     """
 
@@ -38,6 +40,9 @@ class Child:
         self.incarnation = 0
         self.num_restarts = 0
         self.history = StartHistory()
+        self.losses = DeviceLosses()
+        self.max_step_tokens = 0
+        """Of a worker: see `Launch`."""
         self.process: subprocess.Popen[bytes] | None = None
         self.pidfd = -1
         self.channel: Channel | None = None

@@ -26,6 +26,7 @@ from sie.shm.inflight import InflightPage, InflightStatus
 from sie.shm.pages import CounterPage
 from sie.supervisor.children import Child
 from sie.supervisor.devices import WorkerSlot
+from sie.supervisor.losses import DEVICE_LOST_STATUS, plan_after_loss, tokens_after_kill
 from sie.supervisor.restart import RestartPolicy, plan_restart
 from sie.supervisor.watch import count_oom_kills
 
@@ -169,6 +170,19 @@ class Crew:
         for child in children:
             self.send(child, message)
 
+    def set_ready(self, child: Child) -> None:
+        """Note that a child serves."""
+        child.state = "ready"
+        child.pong_s = time.monotonic()
+        self._show(child)
+
+    def _show(self, child: Child) -> None:
+        """Publish what a worker slot can do now."""
+        if child.role == "worker":
+            labels = families.WORKER_UP.label_pairs(str(child.slot))
+            self._page.gauge(families.WORKER_UP.name, labels).set(float(child.state == "ready"))
+            self._page.gauge(families.DEVICE_LOST.name, labels).set(float(child.state == "lost"))
+
     def count(self, family: families.Family, *labels: str) -> None:
         """Add one to a counter that is the server's own and no child's."""
         self._page.counter(family.name, family.label_pairs(*labels)).add(1)
@@ -186,13 +200,21 @@ class Crew:
             incarnation=child.incarnation + 1,
             device=child.place.device,
             cores=child.place.cores,
+            max_step_tokens=child.max_step_tokens,
         )
         if child.protocol == "grpc" and self._grpc is not None:
             host, port = self._grpc
             launch = msgspec.structs.replace(launch, protocol="grpc", host=host, port=port, listen_fd=-1)
         if child.role == "worker":  # shown as 0: a scraper sees an increase only of what was there before
             self._page.counter(families.WORKER_RESTARTS.name, families.WORKER_RESTARTS.label_pairs(str(child.slot)))
-        child.start(launch, self._num_threads(child), time.monotonic())
+            self._show(child)
+        try:
+            child.start(launch, self._num_threads(child), time.monotonic())
+        except OSError as error:  # such as a limit on processes
+            child.state = "waiting"
+            _log.error("%s cannot be started: %s", child.name, error)
+            self._plan_restart(child, was_ready=False, was_killed=False)
+            return
         self._loop.add_reader(child.pidfd, self._on_death, child)
 
     def _num_threads(self, child: Child) -> int:
@@ -282,18 +304,27 @@ class Crew:
         status = child.reap()
         is_final = self.is_stopping or (self.is_draining and child.role == "frontend")
         child.state = "gone" if is_final else "waiting"
+        had_no_memory = self._had_no_memory(status)
         if child.role == "worker":
-            self._bury(child, status)
+            self._bury(child, status, had_no_memory)
         if not is_final:
             _log.warning("%s ended with status %d", child.name, status)
-            self._plan_restart(child, was_ready, self._was_killed(child, status))
+            if status == DEVICE_LOST_STATUS:
+                self._plan_after_loss(child)
+            else:
+                was_killed = status == -signal.SIGKILL and not (child.is_condemned or had_no_memory)
+                self._plan_restart(child, was_ready, was_killed)
+        self._show(child)
         self._death.set()
         self._events.on_changed()
 
-    def _bury(self, worker: Child, status: int) -> None:
+    def _bury(self, worker: Child, status: int, had_no_memory: bool) -> None:
         """Tell the frontends that the worker's ring may be read a last time, and which requests may be to blame."""
         page = self._inflight[worker.slot]
-        suspects = self._events.on_worker_death(worker, status, page.read())
+        running = page.read()
+        suspects = self._events.on_worker_death(worker, status, running)
+        if had_no_memory:
+            worker.max_step_tokens = tokens_after_kill(worker.max_step_tokens, running.num_tokens)
         page.reset()
         for frontend in self.frontends:
             generation = self._pairs.pop((frontend.slot, worker.slot), None)
@@ -301,11 +332,11 @@ class Crew:
                 ids = tuple(request_id for slot, request_id in suspects if slot == frontend.slot)
                 self.send(frontend, control_messages.WorkerDown(worker.slot, generation, ids))
 
-    def _was_killed(self, child: Child, status: int) -> bool:
-        """Return whether a SIGKILL came neither from us nor from the kernel for want of memory."""
+    def _had_no_memory(self, status: int) -> bool:
+        """Return whether it was the kernel that ended a process, for want of memory."""
         num_oom_kills, before = count_oom_kills(), self._num_oom_kills
         self._num_oom_kills = num_oom_kills
-        return status == -signal.SIGKILL and not child.is_condemned and num_oom_kills == before
+        return status == -signal.SIGKILL and num_oom_kills > before
 
     def _plan_restart(self, child: Child, was_ready: bool, was_killed: bool) -> None:
         s = self._settings.supervisor
@@ -318,6 +349,20 @@ class Crew:
             if all(sibling.state == "gone" for sibling in siblings):
                 self._events.on_given_up(child.role)
             return
+        self._start_after(child, delay_s)
+
+    def _plan_after_loss(self, worker: Child) -> None:
+        """Start a worker again that ended since its device was lost, or set it aside for a while."""
+        delay_s = plan_after_loss(worker.losses, time.monotonic(), self._settings.supervisor.device_retry_s)
+        if delay_s:
+            worker.state = "lost"
+            _log.error(
+                "%s: its device %s is lost: out of use, and tried again in %g s (device_retry_s)",
+                worker.name, worker.place.device, delay_s,
+            )  # fmt: skip
+        self._start_after(worker, delay_s)
+
+    def _start_after(self, child: Child, delay_s: float) -> None:
         child.num_restarts += 1
         if child.role == "worker":
             self.count(families.WORKER_RESTARTS, str(child.slot))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Final, Literal
 
 from sie import control_messages, families
 from sie.cards import ModelCard
@@ -14,7 +14,7 @@ from sie.errors import WireError
 from sie.logs import get_logger
 from sie.progress import Progress
 from sie.settings import Settings
-from sie.supervisor.children import Child
+from sie.supervisor.children import Child, ChildState
 from sie.supervisor.crew import Crew
 from sie.supervisor.evictions import Memory
 from sie.supervisor.models import ModelBook, Record
@@ -22,6 +22,9 @@ from sie.supervisor.prepare import Preparer, failed
 from sie.supervisor.room import Rooms
 
 _log = get_logger(__name__)
+_SHOWN_STATES: Final[dict[ChildState, Literal["starting", "ready", "lost", "dead"]]] = {
+    "waiting": "starting", "starting": "starting", "ready": "ready", "lost": "lost", "gone": "dead",
+}  # fmt: skip
 _PRESSURE_GAP_S = 2.0
 """Between two models that go because of pressure: what the first one frees has to show."""
 
@@ -246,7 +249,7 @@ class Loads:
                 slot=worker.slot,
                 device=worker.place.device,
                 pid=worker.peer_pid,
-                state="ready" if worker.state == "ready" else "dead" if worker.state == "gone" else "starting",
+                state=_SHOWN_STATES[worker.state],
                 restarts=worker.num_restarts,
             )
             for worker in self._crew.workers

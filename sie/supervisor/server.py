@@ -31,6 +31,7 @@ from sie.supervisor.evictions import Memory
 from sie.supervisor.key_file import POLL_S, KeyFileWatch
 from sie.supervisor.listen import Place
 from sie.supervisor.loads import Loads, Models
+from sie.supervisor.losses import DEVICE_LOST_STATUS
 from sie.supervisor.models import ModelBook
 from sie.supervisor.notify import Herald, Notifier, watchdog_interval_s
 from sie.supervisor.prepare import Preparer
@@ -168,8 +169,7 @@ class Supervisor:
         """Act on what a child says."""
         match message:
             case control_messages.Ready():
-                child.state = "ready"
-                child.pong_s = time.monotonic()
+                self._crew.set_ready(child)
                 self._loads.broadcast()
             case control_messages.ModelReport():
                 self._adapters.on_model(child, message)
@@ -207,7 +207,8 @@ class Supervisor:
         """Forget what the worker had loaded; blame what it ran, if the death can be that input's doing."""
         is_suspect = self._watch.blames_input(status, worker.slot)
         self._watch.forget(worker.slot)
-        self._loads.forget_worker(worker.slot, blame=is_suspect)
+        # A device that is gone takes every load along, and says nothing about a model.
+        self._loads.forget_worker(worker.slot, blame=is_suspect and status != DEVICE_LOST_STATUS)
         self._adapters.forget_worker(worker.slot)
         return tuple((entry.frontend, entry.request_id) for entry in running.entries) if is_suspect else ()
 
@@ -253,10 +254,12 @@ class Supervisor:
         state = f"not ready: {reason}" if reason else f"serving on {self._place.url}"
         silent = self._silent(time.monotonic())
         hangs = f"; not answering: {', '.join(silent)}" if silent else ""
+        lost = [worker.place.device for worker in self._crew.workers if worker.state == "lost"]
+        gone = f"; devices lost: {', '.join(lost)}" if lost else ""
         kept = f"; settings not reloaded: {self._reloader.error}" if self._reloader.error else ""
         problem = self._key_file.message.problem if self._key_file is not None else ""
         keys = f"; API keys not taken over: {problem}" if problem else ""
-        return f"{state}, models loaded: {self._loads.num_loaded}{hangs}{kept}{keys}"
+        return f"{state}, models loaded: {self._loads.num_loaded}{hangs}{gone}{kept}{keys}"
 
     # --- reloading ------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from sie.shm.layout import RELEASE, SUBMIT, Descriptor, ProtocolError
 from sie.shm.segment import ReservationError
 from sie.workers.adapters import AdapterHost
 from sie.workers.answers import NEVER_FITS, Answers
-from sie.workers.ceilings import drop_outgrown
+from sie.workers.ceilings import Ceiling, drop_outgrown
 from sie.workers.hosting import Host
 from sie.workers.links import FrontendLink, JoiningFrontend
 from sie.workers.operations import by_operation, forward, row_layout, waiting_items
@@ -59,8 +59,10 @@ class Loop:
         large: LargeBudget,
         on_loaded: Callable[[ModelCard], None],
         read_memory: Callable[[], control_messages.MemoryReport] | None = None,
+        ceiling: Ceiling | None = None,
     ) -> None:
-        """Report what read_memory returns once a second, if it is given."""
+        """Report what read_memory returns once a second, if it is given; ceiling is that of every model at first."""
+        self._first_ceiling = ceiling
         self._settings = settings
         self._large = large
         self._tell_loaded = on_loaded
@@ -182,6 +184,8 @@ class Loop:
         for hosted in self._host.collect():
             card, runner = hosted.card, hosted.runner
             assert runner is not None
+            if self._first_ceiling is not None:
+                self._state.ceilings[card.id] = self._first_ceiling
             self._metrics.set_model(card.id, self._host.device, loaded=True, memory_bytes=runner.memory_bytes)
             self._tell_loaded(card)
             calm_collector()
@@ -367,7 +371,7 @@ class Loop:
         running = {id(item.request): item.request.inflight_entry for item in items}
         started_ns = time.monotonic_ns()
         allowed_ns = self._pace.allowed_ns(card.id, num_tokens)
-        self._page.write(self._num_steps, started_ns, allowed_ns, "step", running.values())
+        self._page.write(self._num_steps, started_ns, allowed_ns, "step", running.values(), num_tokens)
         failpoints.reach("worker.before_step")
         outputs = forward(runner, items)
         self._answers.put(card, items, outputs, time.monotonic_ns() - started_ns)

@@ -22,14 +22,7 @@ _WIDTH, _HEIGHT, _MARGIN = 860, 220, 48
 _MAX_POINTS = 4000
 
 NOT_RUN = {
-    "F9": "needs a GPU that can be taken away; its parts without one are unit tests (tests/unit/workers/test_telemetry.py)",
     "F16, F24, F26": "for files and streams, which this server does not have yet",
-    "F20": "a limit on processes does not bind the administrator, as whom this usually runs",
-    "F21": "the kernel's kill for want of memory needs a control group of its own; what follows from one is tested in "
-    "tests/unit/supervisor/test_watch.py",
-    "F35": "needs a wall clock that can be set; deadlines and watchdogs use the monotonic one",
-    "F44": "API keys have their own tests",
-    "F52, F53": "the hub that is down, and downloads that are cut: tests/unit, with a hub on loopback",
 }
 
 _METHOD = (
