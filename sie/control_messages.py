@@ -78,6 +78,17 @@ class Keys(msgspec.Struct, tag=True, frozen=True):
     problem: str = ""
 
 
+class Certificates(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to frontend: the certificate, its key and the authorities of clients that are in force from now on, PEM.
+
+    HTTP frontends ignore it: they are replaced.
+    """
+
+    cert: bytes
+    key: bytes
+    client_ca: bytes = b""
+
+
 class Attach(msgspec.Struct, tag=True, frozen=True):
     """Supervisor to both ends of a new attachment. Descriptors: one end of a socketpair, the peer's pidfd."""
 
@@ -233,6 +244,8 @@ class Models(msgspec.Struct, tag=True, frozen=True):
     workers: tuple[WorkerEntry, ...] = ()
     config_error: str = ""
     """Why the latest reload of the settings changed nothing."""
+    tls_error: str = ""
+    """Why the TLS files were not taken over when they last changed."""
 
 
 class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -294,12 +307,16 @@ class Pong(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
+class Retire(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to frontend: another one takes your place; answer as ever, and have clients connect anew."""
+
+
 class Drain(msgspec.Struct, tag=True, frozen=True):
     """Supervisor to child: accept nothing new; finish what was accepted."""
 
 
 Message = (
     Hello | Configure | Attach | Ready | LoadModel | Load | Unload | ModelReport | Models | WorkerDown | Quarantine
-    | PeerFault | Spilled | Touch | Ping | Pong | Drain | Manage | Managed | MemoryReport | MemoryShort
-    | WantAdapter | LoadAdapter | UnloadAdapter | AdapterReport | ManageRepository | Keys
+    | PeerFault | Spilled | Touch | Ping | Pong | Retire | Drain | Manage | Managed | MemoryReport | MemoryShort
+    | WantAdapter | LoadAdapter | UnloadAdapter | AdapterReport | ManageRepository | Keys | Certificates
 )  # fmt: skip

@@ -294,7 +294,7 @@ class App:
         error: SieError | None = None,
     ) -> None:
         process = self._process
-        if process.is_draining and _CLOSE not in headers:
+        if process.closes_connections and _CLOSE not in headers:
             headers = [*headers, _CLOSE]
         for record in process.recorders:
             headers = record(exchange, status, headers, error)

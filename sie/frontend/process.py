@@ -74,6 +74,10 @@ class FrontendProcess:
         self.settings = settings
         self.pages = pages
         self.is_draining = False
+        self.closes_connections = False
+        """Whether each answer says that its connection ends with it."""
+        self.certificates: control_messages.Certificates | None = None
+        """Those in force, once they were renewed; for gRPC."""
         self._launch = launch
         self._loop = loop
         self._channel = channel
@@ -252,8 +256,13 @@ class FrontendProcess:
                 self.access.replace(message)
             case control_messages.Ping(number):
                 self._send(control_messages.Pong(number))
+            case control_messages.Certificates():
+                self.certificates = message
+            case control_messages.Retire():
+                self.closes_connections = True
+                self.status.close()
             case control_messages.Drain():
-                self.is_draining = True
+                self.is_draining = self.closes_connections = True
                 self.status.close()
             case _:
                 _log.warning("unexpected control message %s", type(message).__name__)
@@ -351,6 +360,7 @@ class FrontendProcess:
             reason="draining" if self.is_draining else self.models.reason,
             keys_error=self.access.problem if self.access is not None else "",
             config_error=self.models.config_error,
+            tls_error=self.models.tls_error,
         )
         return encode_frame(build_status(inputs, time.time()))
 

@@ -71,7 +71,7 @@ class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a frame is made of.
 
     reason: why the server is not ready; config_error: why a reload was refused; keys_error: why the file of API keys was
-    not taken over when it last changed.
+    not taken over when it last changed; tls_error: why the certificate was not.
     """
 
     server: ServerFacts
@@ -84,6 +84,7 @@ class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     config_error: str = ""
     keys_error: str = ""
+    tls_error: str = ""
 
 
 def process_owner() -> tuple[str, str]:
@@ -98,7 +99,7 @@ def process_owner() -> tuple[str, str]:
 def build_status(inputs: StatusInputs, now_s: float) -> dict[str, Any]:
     """Return one frame. now_s is Unix time.
 
-    Beyond the reference's fields: `reason`, `config_error`, `keys_error`, `workers`, `outcomes` (requests by status),
+    Beyond the reference's fields: `reason`, `config_error`, `keys_error`, `tls_error`, `workers`, `outcomes` (requests by status),
     `refusals` (by reason), `worker_restarts`, `extents_in_use`, `event_loop_lag_s`, `degraded` of each model, and `uuid`,
     `healthy`, `stale` of each GPU.
     """
@@ -111,6 +112,7 @@ def build_status(inputs: StatusInputs, now_s: float) -> dict[str, Any]:
         "reason": inputs.reason,
         "config_error": inputs.config_error or None,
         "keys_error": inputs.keys_error or None,
+        "tls_error": inputs.tls_error or None,
         "name": server.name,
         "machine_profile": server.machine_profile or gpu_type,
         "pool_name": server.pool_name,

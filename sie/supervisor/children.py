@@ -51,21 +51,27 @@ class Child:
         self.started_s = 0.0
         self.pong_s = 0.0
         self.is_condemned = False
+        self.is_retired = False
+        """Its process is on its way out, and is not started again because of that."""
 
     @property
     def name(self) -> str:
         """`frontend-0`, `worker-1`: how logs and metrics call this slot."""
         return f"{self.role}-{self.slot}"
 
-    def start(self, launch: Launch, num_threads: int, now_s: float) -> None:
-        """Start the process. It gets its own process group, so that Ctrl-C at a terminal reaches only us."""
+    def start(self, launch: Launch, num_threads: int, now_s: float, tls_fds: tuple[int, ...] = ()) -> None:
+        """Start the process. It gets its own process group, so that Ctrl-C at a terminal reaches only us.
+
+        tls_fds: what the paths of a frontend's TLS files name.
+        """
         self.incarnation = launch.incarnation
         self.state = "starting"
         self.started_s = now_s
-        self.is_condemned = False
+        self.is_condemned = self.is_retired = False
         module = _GRPC_MODULE if self.protocol == "grpc" else _MODULES[self.role]
         command = [sys.executable, "-m", module, msgspec.json.encode(launch).decode()]
         inherited = (launch.listen_fd,) if module == _MODULES["frontend"] and launch.listen_fd >= 0 else ()
+        inherited += tls_fds if self.role == "frontend" else ()
         self.process = subprocess.Popen(  # noqa: S603  # our own interpreter, module and launch record
             command, stdin=subprocess.DEVNULL, env=_environment(num_threads), process_group=0, pass_fds=inherited
         )

@@ -24,6 +24,7 @@ from sie.logs import get_logger
 from sie.settings import Settings
 from sie.shm.inflight import InflightPage, InflightStatus
 from sie.shm.pages import CounterPage
+from sie.supervisor.certificates import CertificateFiles
 from sie.supervisor.children import Child
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.losses import DEVICE_LOST_STATUS, plan_after_loss, tokens_after_kill
@@ -70,8 +71,10 @@ class Crew:
         events: CrewEvents,
         *,
         grpc: tuple[str, int] | None = None,
+        certificates: CertificateFiles | None = None,
     ) -> None:
         """Launch is what every child is told, but for who it is; grpc: where one more frontend listens for gRPC."""
+        self._certificates = certificates
         self._grpc = grpc
         self._settings = settings
         self._events = events
@@ -80,6 +83,12 @@ class Crew:
         self.frontends = [Child("frontend", slot, WorkerSlot("")) for slot in range(num_frontends)]
         if grpc is not None:
             self.frontends.append(Child("frontend", num_frontends, WorkerSlot(""), "grpc"))
+        self.stand_in: Child | None = None
+        """The last frontend: without a process but while the others are replaced; only where there are certificates."""
+        if certificates is not None:
+            self.stand_in = Child("frontend", len(self.frontends), WorkerSlot(""))
+            self.stand_in.state = "gone"
+            self.frontends.append(self.stand_in)
         page_bytes = settings.memory.counter_page_bytes
         self._page = CounterPage.create(page_bytes)
         self._pages = {child.name: CounterPage.create(page_bytes) for child in self.all}
@@ -101,6 +110,16 @@ class Crew:
         """Workers, then frontends."""
         return [*self.workers, *self.frontends]
 
+    @property
+    def num_http_frontends(self) -> int:
+        """How many frontends serve HTTP, the stand-in not counted."""
+        return sum(child.protocol == "http" and child is not self.stand_in for child in self.frontends)
+
+    @property
+    def are_frontends_ready(self) -> bool:
+        """Whether every frontend serves."""
+        return all(child.state == "ready" for child in self.frontends if child is not self.stand_in)
+
     def open(self) -> None:
         """Listen for control connections on a 0600 socket, and start everybody."""
         path = Path(self._launch.control_path)
@@ -110,7 +129,8 @@ class Crew:
         self._listener.setblocking(False)
         self._loop.add_reader(self._listener, self._on_connect)
         for child in self.all:
-            self._start(child)
+            if child is not self.stand_in:
+                self._start(child)
 
     def close(self) -> None:
         """Stop listening; every child is gone."""
@@ -142,6 +162,15 @@ class Crew:
         self._page.gauge(families.API_KEYS.name).set(len(keys.keys))
         self._page.gauge(families.API_KEYS_REFUSED.name).set(float(bool(keys.problem)))
         self.send_all(self.frontends, keys)
+
+    def set_certificates(self, certificates: CertificateFiles) -> None:
+        """Start every frontend with these from now on."""
+        self._certificates = certificates
+
+    def start_again(self, frontend: Child) -> None:
+        """Start a frontend whose process has ended, as it was to."""
+        frontend.state = "waiting"
+        self._start(frontend)
 
     async def until_gone(self, children: list[Child], timeout_s: float) -> None:
         """Wait until none of these children has a process, or the time is over."""
@@ -202,6 +231,8 @@ class Crew:
             cores=child.place.cores,
             max_step_tokens=child.max_step_tokens,
         )
+        if child.role == "frontend" and self._certificates is not None:
+            launch = msgspec.structs.replace(launch, **self._certificates.launch_paths)
         if child.protocol == "grpc" and self._grpc is not None:
             host, port = self._grpc
             launch = msgspec.structs.replace(launch, protocol="grpc", host=host, port=port, listen_fd=-1)
@@ -209,7 +240,8 @@ class Crew:
             self._page.counter(families.WORKER_RESTARTS.name, families.WORKER_RESTARTS.label_pairs(str(child.slot)))
             self._show(child)
         try:
-            child.start(launch, self._num_threads(child), time.monotonic())
+            tls_fds = self._certificates.fds if self._certificates is not None else ()
+            child.start(launch, self._num_threads(child), time.monotonic(), tls_fds)
         except OSError as error:  # such as a limit on processes
             child.state = "waiting"
             _log.error("%s cannot be started: %s", child.name, error)
@@ -302,7 +334,7 @@ class Crew:
         was_ready = child.state == "ready"
         child.kill()
         status = child.reap()
-        is_final = self.is_stopping or (self.is_draining and child.role == "frontend")
+        is_final = self.is_stopping or child.is_retired or (self.is_draining and child.role == "frontend")
         child.state = "gone" if is_final else "waiting"
         had_no_memory = self._had_no_memory(status)
         if child.role == "worker":

@@ -54,7 +54,7 @@ class Loads:
         ] = tuple
         self.was_ready = False
         """Whether everything was ready at least once."""
-        self.config_error = ""
+        self.config_error = self.tls_error = ""
         """Why the latest reload of the settings changed nothing; every frontend hears it."""
 
     def bind(self, crew: Crew, not_ready_reason: Callable[[], str], on_first_ready: Callable[[], None]) -> None:
@@ -255,7 +255,7 @@ class Loads:
             for worker in self._crew.workers
         )
         entries = self._with_adapters(self._book.entries())
-        return control_messages.Models(entries, not reason, reason, workers, self.config_error)
+        return control_messages.Models(entries, not reason, reason, workers, self.config_error, self.tls_error)
 
     def reason(self) -> str:
         """Return why the server is not ready, or an empty text when it is."""
