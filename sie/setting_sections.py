@@ -206,6 +206,10 @@ class Devices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads_per_worker: Annotated[
         int, Meta(ge=0, le=1024, description="Compute threads of a CPU worker; 0 takes one for each of its cores.")
     ] = 0
+    native_kernels: Annotated[
+        bool,
+        Meta(description="Whether CPU workers use the compiled kernels, where there are some; torch does the same."),
+    ] = True
     resolve_timeout_s: Annotated[
         float, Meta(ge=1, le=600, description="Longest time `--devices auto` may take to find the devices.")
     ] = 60.0

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sie.workers.batch import Run
+from sie.workers.compiled_attention import attend_compiled, can_attend_compiled
 
 NAME = "sie_packed"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "cache")
@@ -150,6 +151,18 @@ def attend(
     is_plain = boundaries.attended is None or not (rule.causal or rule.window)
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and is_plain:
         attended = _attend_varlen(query[0], key[0], value[0], boundaries, rule)
+    elif can_attend_compiled(query[0], key[0], value[0]):
+        attended = attend_compiled(
+            query[0],
+            key[0],
+            value[0],
+            cu_seqlens=boundaries.cu_seqlens,
+            longest=boundaries.max_length,
+            seen=boundaries.attended,
+            scale=rule.scaling,
+            is_causal=rule.causal,
+            window=rule.window,
+        )
     else:
         attended = _attend_runs(query[0], key[0], value[0], boundaries, rule)
     return attended.unsqueeze(0), None

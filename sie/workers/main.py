@@ -11,7 +11,7 @@ from types import FrameType
 
 import msgspec
 
-from sie import control, failpoints, process
+from sie import control, failpoints, native, process
 from sie.cards import ModelCard
 from sie.control import ChannelClosedError
 from sie.control_messages import Configure, Launch, Ready
@@ -55,6 +55,7 @@ def main() -> int:
     assert isinstance(message, Configure)
     settings = message.settings
     failpoints.arm(settings.testing.failpoints)
+    native.allow(allowed=settings.devices.native_kernels)
     counters = CounterPage.open(fds[0], writable=True)
     metrics = WorkerMetrics(counters, str(launch.slot))
     host = Host(launch.device, _builder(launch, settings), channel.send)

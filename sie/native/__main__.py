@@ -1,0 +1,14 @@
+"""Builds the library of compiled kernels in place: `python -m sie.native`."""
+
+from __future__ import annotations
+
+import sys
+
+from sie.native.build import LIBRARY, BuildError, build
+
+if __name__ == "__main__":
+    try:
+        build()
+    except BuildError as error:
+        sys.exit(f"error: {error}")
+    print(LIBRARY)  # noqa: T201  # the answer of this command

@@ -1,0 +1,51 @@
+"""Owns how packed attention is asked of the library: the record it reads, and whether it computes what is wanted."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import ClassVar
+
+from sie import native
+from sie.native import Feature
+
+MAX_WIDTH = 512
+
+
+class AttentionCall(ctypes.Structure):
+    """One attention over packed sequences; mirrors `SieAttention` in `src/attention.h`, which says what each field is."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out")),
+        *(
+            (f"{tensor}_{part}", ctypes.c_int64)
+            for tensor in ("query", "key", "value", "out")
+            for part in ("token", "head")
+        ),
+        ("bounds", ctypes.c_void_p),
+        ("seen", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("num_sequences", "num_heads", "num_key_heads", "width")),
+        ("scale", ctypes.c_float),
+        ("is_causal", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+    ]
+
+
+def can_attend(*, is_bf16: bool, width: int) -> bool:
+    """Tell whether the library computes attention of this format (else float32) and this width of a head."""
+    needed = Feature.AVX512_BF16 if is_bf16 else Feature.AVX512
+    return 0 < width <= MAX_WIDTH and width % 2 == 0 and native.has(needed)
+
+
+def scratch_bytes(longest: int, width: int) -> int:
+    """Return the bytes that a call needs beside its tensors; longest is the longest sequence's tokens."""
+    library = native.load()
+    assert library is not None
+    library.sie_attention_scratch.restype = ctypes.c_int64
+    return library.sie_attention_scratch(ctypes.c_int64(longest), ctypes.c_int64(width))
+
+
+def run_attention(call: AttentionCall, scratch: int, *, is_bf16: bool) -> None:
+    """Write the attention that a record describes to its `out`. scratch is the address of `scratch_bytes`."""
+    library = native.load()
+    assert library is not None
+    library.sie_attend(ctypes.byref(call), ctypes.c_int32(is_bf16), ctypes.c_void_p(scratch))

@@ -1,0 +1,47 @@
+// What the processor has and the system lets us use.
+#include "features.h"
+
+#ifdef __x86_64__
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace {
+
+constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+constexpr unsigned long kTileData = 18;
+
+// Source: Intel SDM volume 1, 13.2 (XCR0) and Linux Documentation/arch/x86/xstate.rst (permission for tile data).
+int32_t amx_features() {
+    unsigned a, b, c, d, low, high;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & (1u << 24))) return 0;
+    const unsigned leaf7_d = d;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & (1u << 27))) return 0;  // OSXSAVE, which XGETBV needs
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    if ((low >> 17 & 3) != 3 || syscall(SYS_arch_prctl, kRequestPermission, kTileData)) return 0;
+    return (leaf7_d & (1u << 22) ? kAmxBf16 : 0) | (leaf7_d & (1u << 25) ? kAmxInt8 : 0);
+}
+
+int32_t detect() {
+    __builtin_cpu_init();
+    int32_t found = 0;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found |= kAvx2;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
+        return found;
+    found |= kAvx512;
+    if (__builtin_cpu_supports("avx512bf16")) found |= kAvx512Bf16;
+    if (__builtin_cpu_supports("avx512vnni")) found |= kAvx512Vnni;
+    return found | amx_features();
+}
+
+}  // namespace
+#else
+namespace {
+int32_t detect() { return 0; }
+}  // namespace
+#endif
+
+SIE_EXPORT const char* sie_native_digest() { return SIE_NATIVE_DIGEST; }
+
+SIE_EXPORT int32_t sie_native_features() { return detect(); }

@@ -1,0 +1,15 @@
+// What this library tells about itself, and how a function is exported from it.
+#pragma once
+#include <cstdint>
+
+#define SIE_EXPORT extern "C" __attribute__((visibility("default")))
+
+// Mirrored by sie.native.Feature.
+enum : int32_t {
+    kAvx2 = 1,
+    kAvx512 = 2,  // F, BW, DQ and VL
+    kAvx512Bf16 = 4,
+    kAvx512Vnni = 8,
+    kAmxBf16 = 16,
+    kAmxInt8 = 32,
+};
