@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
@@ -20,12 +19,13 @@ from sie import control, control_messages, failpoints, process
 from sie.catalog.profiles import fold_default
 from sie.control import Channel, ChannelClosedError
 from sie.control_messages import Launch, Models
-from sie.errors import BadRequest, ClientGone, SieError
+from sie.errors import BadRequest, SieError
 from sie.frontend.access import open_access
 from sie.frontend.access_log import AccessLog
 from sie.frontend.adapters import AdapterTable
 from sie.frontend.admin import ModelAdmin
 from sie.frontend.body import BodyReader
+from sie.frontend.client_watch import ClientWatch
 from sie.frontend.cors import Cors
 from sie.frontend.dialects.openai import DEFAULT_MODEL
 from sie.frontend.encode import Encoder
@@ -33,7 +33,6 @@ from sie.frontend.engine import ShmEngine
 from sie.frontend.extract import Extractor
 from sie.frontend.image_reader import ImageReader
 from sie.frontend.infer import Tensors
-from sie.frontend.links import Pending
 from sie.frontend.metrics import FrontendMetrics, merge
 from sie.frontend.models import ModelTable
 from sie.frontend.score import Scorer
@@ -58,8 +57,6 @@ Recorder = Callable[[Any, int, Headers, SieError | None], Headers]
 _log = get_logger(__name__)
 _CONFIGURE_TIMEOUT_S: Final = 10.0
 _TICK_S: Final = 0.02
-_WATCH_AFTER_NS: Final = 50_000_000
-"""A request that waited this long gets a watcher of its client's connection; most are answered before."""
 _MAX_TOUCH_S: Final = 5.0
 _MS_PER_DAY: Final = 86_400_000
 
@@ -93,6 +90,8 @@ class FrontendProcess:
             "request", memory.request_segment_bytes, budget, large_extent_bytes=memory.large_extent_bytes
         )
         self.engine = ShmEngine(settings, self._space, self.models.hosted, self._send)
+        self._clients = ClientWatch(self.engine)
+        self.watch_client = self._clients.add
         self._images = ImageReader(settings.limits, settings.server.image_threads)
         self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool, self._images)
         self.scorer = Scorer(self.engine, self.models, settings.limits, self._pool)
@@ -113,7 +112,6 @@ class FrontendProcess:
         )
         self.tracing = _start_tracing(settings, launch)
         self._facts = server_facts(settings, launch)
-        self._unwatched: deque[tuple[Pending, Any]] = deque()
         self._asked_load: dict[str, float] = {}
         self._derive(settings)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -188,10 +186,6 @@ class FrontendProcess:
             able = ", ".join(self.models.able(output))
             raise SieError(f"No default model; name one of: {able}", code="MODEL_NOT_FOUND", http_status=404)
         return default
-
-    def watch_client(self, pending: Pending, protocol: Any) -> None:
-        """See to it that the work is given up when its client leaves before the answer is there."""
-        self._unwatched.append((pending, protocol))
 
     # --- the supervisor -------------------------------------------------------------------------------------------
 
@@ -324,27 +318,11 @@ class FrontendProcess:
             self.metrics.set_extents_in_use(self.engine.num_extents)
             self.engine.expire(now_ns)
             self.bodies.end_stalled(now_ns)
-            self._watch_the_waiting(now_ns)
+            self._clients.tick(now_ns)
             if now_ns / 1e9 - touched_s >= self._touch_s:
                 touched_s = now_ns / 1e9
                 if used := self.models.take_used():
                     self._send(control_messages.Touch(used, self.adapters.take_used()))
-
-    def _watch_the_waiting(self, now_ns: int) -> None:
-        unwatched = self._unwatched
-        while unwatched and (unwatched[0][0].future.done() or now_ns - unwatched[0][0].submitted_ns > _WATCH_AFTER_NS):
-            pending, protocol = unwatched.popleft()
-            if not pending.future.done():
-                self._spawn(self._await_disconnect(pending, protocol))
-
-    async def _await_disconnect(self, pending: Pending, protocol: Any) -> None:
-        gone = asyncio.ensure_future(protocol.client_disconnect())
-        try:
-            await asyncio.wait((gone, pending.future), return_when=asyncio.FIRST_COMPLETED)
-            if not pending.future.done():
-                self.engine.abandon(pending, ClientGone("the client left before its answer was there"))
-        finally:
-            gone.cancel()
 
     # --- status ---------------------------------------------------------------------------------------------------
 

@@ -86,6 +86,7 @@ class InflightPage:
         allowed_ns: int,
         phase: Phase,
         running: Collection[tuple[int, int]] = (),
+        *,
         num_tokens: int = 0,
     ) -> None:
         """Replace what the page says. running holds a (frontend, request_id) for each request of the step.

@@ -13,7 +13,7 @@ from sie.control_messages import Certificates
 from sie.logs import get_logger
 from sie.setting_sections import Access
 from sie.supervisor.host import StartError
-from sie.supervisor.key_file import Mark, mark
+from sie.supervisor.key_file import FileMark, file_mark
 from sie.supervisor.listen import check_certificates, read_tls_file
 
 _log = get_logger(__name__)
@@ -77,8 +77,8 @@ class CertificateFiles:
             os.close(fd)
         self._fds = {}
 
-    def _marks(self) -> tuple[Mark, ...]:
-        return tuple(mark(path) for path in self._paths.values() if path)
+    def _marks(self) -> tuple[FileMark, ...]:
+        return tuple(file_mark(path) for path in self._paths.values() if path)
 
     def _read(self) -> tuple[dict[str, bytes], dict[str, int]]:
         contents = {name: read_tls_file(name, path) for name, path in self._paths.items() if path}
@@ -105,5 +105,3 @@ def _path(fd: int) -> str:
 def open_certificates(access: Access) -> CertificateFiles | None:
     """Return the files to serve with, or None without TLS. Raises StartError."""
     return CertificateFiles(access) if access.tls_cert else None
-
-

@@ -163,10 +163,6 @@ class Crew:
         self._page.gauge(families.API_KEYS_REFUSED.name).set(float(bool(keys.problem)))
         self.send_all(self.frontends, keys)
 
-    def set_certificates(self, certificates: CertificateFiles) -> None:
-        """Start every frontend with these from now on."""
-        self._certificates = certificates
-
     def start_again(self, frontend: Child) -> None:
         """Start a frontend whose process has ended, as it was to."""
         frontend.state = "waiting"

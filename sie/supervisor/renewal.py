@@ -45,14 +45,12 @@ class Renewal:
 
     async def run(self) -> None:
         """Take over what changes, for ever."""
+        stuck = ""
         while True:
             is_asked = await self._wait()
-            changed = await asyncio.to_thread(self._files.poll, at_once=is_asked)
-            self._tell(self._files.problem)
-            if changed:
-                self._crew.set_certificates(self._files)
-                if not await self._roll():
-                    self._tell("the new certificate is not everywhere in force: a frontend did not start with it")
+            if await asyncio.to_thread(self._files.poll, at_once=is_asked):
+                stuck = "" if await self._roll() else "a frontend did not start with the new certificate"
+            self._tell(self._files.problem or stuck)
 
     async def _wait(self) -> bool:
         try:

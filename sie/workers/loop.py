@@ -371,7 +371,7 @@ class Loop:
         running = {id(item.request): item.request.inflight_entry for item in items}
         started_ns = time.monotonic_ns()
         allowed_ns = self._pace.allowed_ns(card.id, num_tokens)
-        self._page.write(self._num_steps, started_ns, allowed_ns, "step", running.values(), num_tokens)
+        self._page.write(self._num_steps, started_ns, allowed_ns, "step", running.values(), num_tokens=num_tokens)
         failpoints.reach("worker.before_step")
         outputs = forward(runner, items)
         self._answers.put(card, items, outputs, time.monotonic_ns() - started_ns)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from websockets.sync.client import connect as connect_ws
 
-from tests.chaos.cluster import MODEL, Leaks, cluster, count_loads, kill
+from tests.chaos.cluster import Leaks, cluster, count_loads, kill
 from tests.chaos.control_group import control_group
 from tests.chaos.history import open_loop, quantile
 from tests.chaos.ledger import SEED, Row, pick
@@ -73,14 +73,17 @@ def test_f20_a_limit_on_processes_is_refused_with_the_number(row: Row):
 @pytest.mark.row("F20", "processes and threads run out while a server runs, and its workers are killed")
 @pytest.mark.timeout(120)
 def test_f20_a_limit_that_comes_later_costs_no_answer(row: Row):
-    with control_group("pids") as group, cluster(prefix=group.prefix, stub="latency_ms=5") as server:
-        with open_loop(server, 50, seed=SEED) as load:
-            group.limit(group.usage() - 1)
-            num_lines = len(server.output.lines)
-            kill(server.pids("worker")[0])
-            eventually(lambda: any("cannot be started" in line for line in server.output.lines[num_lines:]), "an error")
-            group.limit(None)
-            eventually(lambda: count_loads(server, num_lines) == 1, "a successor that serves", 30.0)
+    with (
+        control_group("pids") as group,
+        cluster(prefix=group.prefix, stub="latency_ms=5") as server,
+        open_loop(server, 50, seed=SEED) as load,
+    ):
+        group.limit(group.usage() - 1)
+        num_lines = len(server.output.lines)
+        kill(server.pids("worker")[0])
+        eventually(lambda: any("cannot be started" in line for line in server.output.lines[num_lines:]), "an error")
+        group.limit(None)
+        eventually(lambda: count_loads(server, num_lines) == 1, "a successor that serves", 30.0)
     assert not any("Traceback" in line for line in server.output.lines)
     row.equals("failed requests", len(load.history.failed()), 0)
 

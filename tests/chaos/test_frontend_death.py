@@ -140,7 +140,9 @@ def leave_all(server: Server, body: bytes, num_clients: int) -> None:
     for sock in sockets:
         sock.sendall(body)
     eventually(
-        lambda: total(server.port, "sie_extents_in_use", segment="request") == 1 + num_clients, "all in the queue", STEP_S
+        lambda: total(server.port, "sie_extents_in_use", segment="request") == 1 + num_clients,
+        "all in the queue",
+        STEP_S,
     )
     for sock in sockets:
         sock.close()

@@ -6,11 +6,13 @@ import contextlib
 import http.client
 import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Self
 
 import msgpack
 import numpy as np
@@ -56,7 +58,9 @@ def test_f44_a_file_of_keys_that_goes_never_opens_the_server(row: Row, tmp_path:
     row.equals("of them with an alarm", num_alarms, num_turns)
     row.at_least("questions without a key, or with a wrong one", doors.statuses["closed"].total(), pick(200, 2000), "")
     row.equals("of them answered with 200", doors.statuses["closed"][200], 0)
-    row.equals("of them answered with anything but 401", doors.statuses["closed"].total() - doors.statuses["closed"][401], 0)
+    row.equals(
+        "of them answered with anything but 401", doors.statuses["closed"].total() - doors.statuses["closed"][401], 0
+    )
     row.at_least("questions with the right key", doors.statuses["open"].total(), pick(100, 1000), "")
     row.equals("of them refused", doors.statuses["open"].total() - doors.statuses["open"][200], 0)
 
@@ -74,7 +78,7 @@ class Doors:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._ask, daemon=True)
 
-    def __enter__(self) -> Doors:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -133,21 +137,19 @@ def test_f52_a_cached_model_starts_without_a_network(row: Row, files: dict[str, 
             expected = ask()
         num_fetched = len(hub.downloads())
         hub.requests.clear()
-        for name, prefix, more in (
-            ("no route", WITHOUT_ROUTE, {}),
-            ("HF_HUB_OFFLINE=1", (), {"HF_HUB_OFFLINE": "1"}),
-        ):
+        starts = [("no route", WITHOUT_ROUTE, {}), ("HF_HUB_OFFLINE=1", (), {"HF_HUB_OFFLINE": "1"})]
+        for name, prefix, more in pick(starts[:1], starts):
             began_s = time.monotonic()
             with start_server(*flags, prefix=prefix, env=hub_env(hub, home, **more)), asking(sock) as ask:
                 row.at_most(f"{name}: ready after", time.monotonic() - began_s, 20.0, "s")
-                row.equals(f"{name}: answers that differ", sum(not np.array_equal(ask(), expected) for _ in range(5)), 0)
+                row.equals(
+                    f"{name}: answers that differ", sum(not np.array_equal(ask(), expected) for _ in range(5)), 0
+                )
         row.at_least("files of the model", num_fetched, 3, "")
         row.equals("questions to the hub, which was there", len(hub.requests), 0)
 
 
 def can_unshare() -> bool:
-    import subprocess
-
     return subprocess.run([*WITHOUT_ROUTE, "true"], capture_output=True, check=False, timeout=10).returncode == 0
 
 

@@ -24,7 +24,7 @@ def test_supervisor_reads_what_the_worker_wrote(page: InflightPage) -> None:
     worker = InflightPage.open(os.dup(page.fd))
     for step in range(1, 6):
         running = [(1, 2**64 - 1), (2, step)]
-        worker.write(step, 10 * step, 7, "step", running, 3)
+        worker.write(step, 10 * step, 7, "step", running, num_tokens=3)
 
         assert page.read() == (step, 10 * step, 7, "step", [(1, 2**64 - 1), (2, step)], 3)
     worker.write(6, 100, 0, "load")
