@@ -65,7 +65,6 @@ class Child:
         tls_fds: what the paths of a frontend's TLS files name.
         """
         self.incarnation = launch.incarnation
-        self.state = "starting"
         self.started_s = now_s
         self.is_condemned = self.is_retired = False
         module = _GRPC_MODULE if self.protocol == "grpc" else _MODULES[self.role]
@@ -75,6 +74,7 @@ class Child:
         self.process = subprocess.Popen(  # noqa: S603  # our own interpreter, module and launch record
             command, stdin=subprocess.DEVNULL, env=_environment(num_threads), process_group=0, pass_fds=inherited
         )
+        self.state = "starting"
         self.pidfd = os.pidfd_open(self.process.pid)
 
     def adopt(self, channel: Channel, pid: int) -> None:
@@ -87,6 +87,13 @@ class Child:
         """Send a signal to the process if it still runs."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(number)
+
+    def finish(self) -> None:
+        """Have a frontend finish what it accepted; one that is only starting has nothing, and would not hear of it."""
+        if self.state == "starting":
+            self.kill()
+        else:
+            self.signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """SIGKILL the process and, for a frontend, the Granian child that shares our memory."""

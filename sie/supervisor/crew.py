@@ -187,7 +187,8 @@ class Crew:
         try:
             child.channel.send(message, fds)
         except ChannelClosedError as error:
-            _log.warning("%s does not read its control channel: %s", child.name, error)
+            if not child.is_retired:
+                _log.warning("%s does not read its control channel: %s", child.name, error)
             child.kill()
 
     def send_all(self, children: Iterable[Child], message: Message) -> None:
@@ -239,7 +240,6 @@ class Crew:
             tls_fds = self._certificates.fds if self._certificates is not None else ()
             child.start(launch, self._num_threads(child), time.monotonic(), tls_fds)
         except OSError as error:  # such as a limit on processes
-            child.state = "waiting"
             _log.error("%s cannot be started: %s", child.name, error)
             self._plan_restart(child, was_ready=False, was_killed=False)
             return

@@ -7,7 +7,6 @@ listeners as ever. One that goes answers what it is asked, with `Connection: clo
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Callable
 from typing import Final
 
@@ -105,7 +104,7 @@ class Renewal:
         frontend.is_retired = True
         self._crew.send(frontend, control_messages.Retire())
         await asyncio.sleep(_LINGER_S)
-        frontend.signal(signal.SIGTERM)
+        frontend.finish()
         await self._crew.until_gone([frontend], self._timeouts_s()[1])
         if frontend.process is not None:
             _log.warning("%s did not finish within drain_timeout_s; killing it", frontend.name)

@@ -385,7 +385,7 @@ class Supervisor:
         await asyncio.sleep(_CLOSE_AFTER_S)
         self._place.stop_listening()
         for frontend in frontends:
-            frontend.signal(signal.SIGTERM)
+            frontend.finish()
         await self._crew.until_gone(frontends, self._settings.server.drain_timeout_s)
         self._stopped.set()
 
