@@ -27,6 +27,7 @@ from sie.frontend.admin import ModelAdmin
 from sie.frontend.body import BodyReader
 from sie.frontend.client_watch import ClientWatch
 from sie.frontend.cors import Cors
+from sie.frontend.descriptors import DescriptorLimit
 from sie.frontend.dialects.openai import DEFAULT_MODEL
 from sie.frontend.encode import Encoder
 from sie.frontend.engine import ShmEngine
@@ -57,6 +58,7 @@ Recorder = Callable[[Any, int, Headers, SieError | None], Headers]
 _log = get_logger(__name__)
 _CONFIGURE_TIMEOUT_S: Final = 10.0
 _TICK_S: Final = 0.02
+_CHECK_S: Final = 1.0
 _MAX_TOUCH_S: Final = 5.0
 _MS_PER_DAY: Final = 86_400_000
 
@@ -309,7 +311,9 @@ class FrontendProcess:
 
     async def _run_clock(self) -> None:
         """Every tick: deadlines, stalled bodies, clients that left, event-loop lag; and now and then the rest."""
-        touched_s = time.monotonic()
+        touched_s = checked_s = time.monotonic()
+        # Granian's child asks its parent, which owns the listener; the gRPC process is its own.
+        descriptors = DescriptorLimit(os.getppid() if self._launch.protocol == "http" else os.getpid())
         while True:
             due_s = time.monotonic() + _TICK_S
             await asyncio.sleep(_TICK_S)
@@ -319,6 +323,9 @@ class FrontendProcess:
             self.engine.expire(now_ns)
             self.bodies.end_stalled(now_ns)
             self._clients.tick(now_ns)
+            if now_ns / 1e9 - checked_s >= _CHECK_S:
+                checked_s = now_ns / 1e9
+                descriptors.check()
             if now_ns / 1e9 - touched_s >= self._touch_s:
                 touched_s = now_ns / 1e9
                 if used := self.models.take_used():
