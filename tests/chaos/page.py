@@ -124,8 +124,9 @@ def _facts() -> dict[str, str]:
         "versions": f"Python {platform.python_version()}, "
         + ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES),
         "commit": git.stdout.strip() or "unknown",
-        "load average": "%.1f, %.1f, %.1f over the last 1, 5 and 15 minutes, the rows' own load included; twice as many "
-        "processes as cores and more mean that figures of time are the machine's" % os.getloadavg(),
+        "load average": ", ".join(f"{value:.1f}" for value in os.getloadavg())
+        + " over the last 1, 5 and 15 minutes, the "
+        "rows' own load included; over twice the cores, figures of time are rather the machine's",
         "length": "long" if os.environ.get("CHAOS") == "long" else "short, times may be over by a factor of four",
         "seed": os.environ.get("CHAOS_SEED", "20260"),
         "again": "make chaos",
