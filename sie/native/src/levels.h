@@ -1,6 +1,10 @@
 // The functions that each level of the processor has, for the exported ones to choose from.
 #pragma once
 #include "attention.h"
+#include "linear.h"
 
 void attend_f32_avx512(const SieAttention& shape, void* scratch);
 void attend_bf16_avx512(const SieAttention& shape, void* scratch);
+
+void linear_f32_avx512(const SieLinear& call);
+void linear_bf16_avx512(const SieLinear& call);
