@@ -1,5 +1,7 @@
 """Writes the report of a chaos run, one page that needs nothing else: `python tests/chaos/page.py FOLDER`.
 
+`report.md` beside it is the same table as text, to be kept under `bench/results`.
+
 It shows every figure beside what is demanded of it, also of the rows that failed, and which rows did not run and why.
 """
 
@@ -59,6 +61,22 @@ def render(rows: Sequence[dict[str, Any]], facts: dict[str, str]) -> str:
         "</table></html>",
     ]
     return "\n".join(parts)
+
+
+def render_text(rows: Sequence[dict[str, Any]], facts: dict[str, str]) -> str:
+    """Return the table as Markdown."""
+    lines = [*(f"- {name}: {value}" for name, value in facts.items()), "", _METHOD, ""]
+    lines += ["| row | what happens | figure | demanded | measured |", "|---|---|---|---|---:|"]
+    for row in rows:
+        head = f"{row['row']}{'' if row['outcome'] == 'passed' else ' ' + row['outcome']} | {row['fault']}"
+        if not row["figures"]:
+            lines.append(f"| {head} | {row['reason'].replace('|', '/')} | | |")
+        for figure in row["figures"]:
+            value = f"{_number(figure['value'])} {figure['unit'].removesuffix(' more')}".strip()
+            lines.append(f"| {head} | {figure['name']} | {figure['demand']} | {value} |")
+            head = " | "
+    lines += ["", *(f"- not here: {name}: {reason}" for name, reason in NOT_RUN.items())]
+    return "\n".join(lines) + "\n"
 
 
 def _row(row: dict[str, Any]) -> str:
@@ -138,7 +156,9 @@ def main() -> None:
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     rows.sort(key=lambda row: int(row["row"][1:]))
     page = folder / "report.html"
-    page.write_text(render(rows, _facts()))
+    facts = _facts()
+    page.write_text(render(rows, facts))
+    page.with_suffix(".md").write_text(f"# Chaos\n\n{render_text(rows, facts)}")
     print(f"wrote {page}")
 
 
