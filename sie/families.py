@@ -302,6 +302,20 @@ WORKER_RESTARTS = Family(
     help="Times a worker was started again after it died.",
     labels=("worker",),
 )
+WORKER_UP = Family(
+    name="sie_worker_up",
+    kind="gauge",
+    help="1 while a worker runs, else 0; the sum is what is left of the devices.",
+    labels=("worker",),
+    merge="max",
+)
+DEVICE_LOST = Family(
+    name="sie_device_lost",
+    kind="gauge",
+    help="1 while a worker's device is set aside, since workers lost it again and again, else 0.",
+    labels=("worker",),
+    merge="max",
+)
 CONFIG_RELOADS = Family(
     name="sie_config_reloads_total",
     kind="counter",
@@ -466,6 +480,8 @@ FAMILIES: tuple[Family, ...] = (
     API_KEYS,
     API_KEYS_REFUSED,
     WORKER_RESTARTS,
+    WORKER_UP,
+    DEVICE_LOST,
     CONFIG_RELOADS,
     CONFIG_REFUSED,
     STEP_DURATION,

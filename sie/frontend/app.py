@@ -94,6 +94,9 @@ class App:
             self._fail(exchange, error)
             if error.http_status in _BODY_UNREAD and not exchange.body_bytes:
                 await self._discard_body(exchange)
+            error.__traceback__ = (
+                None  # its frames hold the future that holds the error: a ring, with the request in it
+            )
         except Exception:
             _log.exception("%s %s failed", scope.method, exchange.route.template if exchange.route else "?")
             self._fail(exchange, Internal("internal error"))
@@ -340,7 +343,7 @@ class App:
         error: SieError | None = None,
     ) -> None:
         process = self._process
-        if process.is_draining and _CLOSE not in headers:
+        if process.closes_connections and _CLOSE not in headers:
             headers = [*headers, _CLOSE]
         for record in process.recorders:
             headers = record(exchange, status, headers, error)

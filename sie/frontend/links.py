@@ -74,14 +74,19 @@ class Pending:
 
 
 class Reply:
-    """A terminal reply's extent, read-only. `release` gives it back to the worker, once, after its bytes were copied."""
+    """A terminal reply's extent, read-only. `release` gives it back to the worker, once, after its bytes were copied.
 
-    __slots__ = ("_address", "_link", "pending", "view")
+    It names no `Pending`, whose future it is the result of: such a ring would be left to the collector, which comes so
+    rarely that thousands of requests wait for it.
+    """
+
+    __slots__ = ("_address", "_link", "num_tokens", "submitted_ns", "view")
 
     def __init__(self, link: WorkerLink, pending: Pending, address: int, view: memoryview) -> None:
         self._link = link
         self._address = address
-        self.pending = pending
+        self.num_tokens = pending.num_tokens
+        self.submitted_ns = pending.submitted_ns
         self.view = view
 
     def release(self) -> None:

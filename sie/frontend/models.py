@@ -52,7 +52,7 @@ class ModelTable:
         self.workers: tuple[WorkerEntry, ...] = ()
         self.is_ready = False
         self.reason = "starting"
-        self.config_error = ""
+        self.config_error = self.tls_error = ""
         self.created_s = int(time.time())
         self._changed = asyncio.Event()
         self.used: set[str] = set()
@@ -74,7 +74,7 @@ class ModelTable:
         self.workers = message.workers
         self.is_ready = message.ready
         self.reason = message.reason
-        self.config_error = message.config_error
+        self.config_error, self.tls_error = message.config_error, message.tls_error
         for entry in self.entries.values():
             if entry.card.tokenizer_file and entry.state in ("loading", "loaded"):
                 self._start_tokenizer(entry)

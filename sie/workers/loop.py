@@ -23,7 +23,7 @@ from sie.shm.large import LargeBudget
 from sie.shm.layout import RELEASE, SUBMIT, Descriptor, ProtocolError
 from sie.workers.adapters import AdapterHost
 from sie.workers.answers import NEVER_FITS, Answers
-from sie.workers.ceilings import drop_outgrown
+from sie.workers.ceilings import Ceiling, drop_outgrown
 from sie.workers.generation.host import Generators
 from sie.workers.hosting import Host
 from sie.workers.joining import Joining
@@ -60,8 +60,10 @@ class Loop:
         large: LargeBudget,
         on_loaded: Callable[[ModelCard], None],
         read_memory: Callable[[], control_messages.MemoryReport] | None = None,
+        ceiling: Ceiling | None = None,
     ) -> None:
-        """Report what read_memory returns once a second, if it is given."""
+        """Report what read_memory returns once a second, if it is given; ceiling is that of every model at first."""
+        self._first_ceiling = ceiling
         self._tell_loaded = on_loaded
         self._read_memory = read_memory
         self._channel = channel
@@ -196,6 +198,8 @@ class Loop:
         for hosted in self._host.collect():
             card, runner = hosted.card, hosted.runner
             assert runner is not None
+            if self._first_ceiling is not None:
+                self._state.ceilings[card.id] = self._first_ceiling
             self._metrics.set_model(card.id, self._host.device, loaded=True, memory_bytes=runner.memory_bytes)
             self._tell_loaded(card)
             calm_collector()
@@ -356,7 +360,7 @@ class Loop:
     def _forward(self, runner: Runner, card: ModelCard, items: list[Waiting], num_tokens: int) -> None:
         """Run one forward pass and answer it; raises what the runner raises."""
         running = {id(item.request): item.request.inflight_entry for item in items}
-        started_ns = self._announce(self._pace.allowed_ns(card.id, num_tokens), running.values())
+        started_ns = self._announce(self._pace.allowed_ns(card.id, num_tokens), running.values(), num_tokens)
         outputs = forward(runner, items)
         self._answers.put(card, items, outputs, time.monotonic_ns() - started_ns)
         self._send_replies()
@@ -366,11 +370,11 @@ class Loop:
         for link in self._links.values():
             link.flush()
 
-    def _announce(self, allowed_ns: int, running: Collection[tuple[int, int]]) -> int:
+    def _announce(self, allowed_ns: int, running: Collection[tuple[int, int]], num_tokens: int = 0) -> int:
         """Say what is about to run, for how long at most, and whom to blame for it; return the time."""
         self._num_steps += 1
         started_ns = time.monotonic_ns()
-        self._page.write(self._num_steps, started_ns, allowed_ns, "step", running)
+        self._page.write(self._num_steps, started_ns, allowed_ns, "step", running, num_tokens=num_tokens)
         failpoints.reach("worker.before_step")
         return started_ns
 
