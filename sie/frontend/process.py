@@ -177,7 +177,6 @@ class FrontendProcess:
                 extras={"requested_profile": wanted, "worker_identity": own},
             )
 
-
     # --- the supervisor -------------------------------------------------------------------------------------------
 
     def start(self) -> None:

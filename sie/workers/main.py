@@ -122,7 +122,7 @@ def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callabl
         if card.kind == "stub" and card.generate is not None:
             from sie.workers.generation.stub import StubGenerator  # each kind imports only its own
 
-            return StubGenerator(card, settings.generation.kv_block_tokens)
+            return StubGenerator(card, settings.generation.kv_block_tokens, launch.slot)
         if card.kind == "stub":
             from sie.workers.runners.stub import StubRunner
 
