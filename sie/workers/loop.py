@@ -28,12 +28,12 @@ from sie.workers.generation.host import Generators
 from sie.workers.hosting import Host
 from sie.workers.joining import Joining
 from sie.workers.links import FrontendLink
-from sie.workers.operations import by_operation, forward, row_layout, waiting_items
+from sie.workers.operations import by_operation, forward, refusal, row_layout, waiting_items
 from sie.workers.pace import Pace
 from sie.workers.recovery import Recovery
 from sie.workers.requests import Request, send_error
 from sie.workers.runners import Runner
-from sie.workers.scheduler import Budget, State, Step, Waiting, own_name, plan_step
+from sie.workers.scheduler import Budget, State, Step, Waiting, plan_step
 from sie.workers.telemetry import WorkerMetrics
 
 _log = get_logger(__name__)
@@ -62,7 +62,6 @@ class Loop:
         read_memory: Callable[[], control_messages.MemoryReport] | None = None,
     ) -> None:
         """Report what read_memory returns once a second, if it is given."""
-        self._settings = settings
         self._tell_loaded = on_loaded
         self._read_memory = read_memory
         self._channel = channel
@@ -131,7 +130,8 @@ class Loop:
             self._generators.tend(now_ns)
         step = plan_step(self._state, self._budget, now_ns)
         if step is not None and step.is_own:
-            self._generate(step.model)
+            self._generators.step(step.model)
+            self._beat(time.monotonic_ns())
         elif step is not None:
             self._state.remove(step)
             self._apply(step)
@@ -285,6 +285,9 @@ class Loop:
         for item in step.expired:
             if not item.request.ended:
                 item.request.cancel()
+        for refused in step.refused:
+            if not refused.item.request.ended:
+                refused.item.request.fail(refusal(refused))
         hosted = self._host.models[step.model]
         runner = hosted.runner
         assert runner is not None
@@ -365,18 +368,6 @@ class Loop:
         self._page.write(self._num_steps, started_ns, allowed_ns, "step", running)
         failpoints.reach("worker.before_step")
         return started_ns
-
-    def _generate(self, model: str) -> None:
-        """Run one step of a model that generates; raises only what ends the worker."""
-        started_ns = time.monotonic_ns()
-        size = self._generators.step(model)
-        ended_ns = time.monotonic_ns()
-        self._beat(ended_ns)
-        took_ns = ended_ns - started_ns
-        self._state.charge(own_name(model), took_ns)
-        if size is not None:
-            self._metrics.observe_step(took_ns / 1e9, size.num_tokens)
-            self._metrics.observe_batch(model, size.num_sequences, size.num_tokens, took_ns / 1e9)
 
     def _measure(self, card: ModelCard, items: list[Waiting], num_tokens: int, took_ns: int) -> None:
         self._state.charge(card.id, took_ns)

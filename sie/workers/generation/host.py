@@ -24,7 +24,7 @@ from sie.workers.generation.step import StepSize
 from sie.workers.pace import Pace
 from sie.workers.requests import Link, Request
 from sie.workers.runners import Runner
-from sie.workers.scheduler import State
+from sie.workers.scheduler import State, own_name
 from sie.workers.telemetry import WorkerMetrics
 
 _CPU_PREFILL_TOKENS = 256
@@ -72,6 +72,8 @@ class Generators:
         """Readable: call `collect`."""
         self._pace = Pace({})
         self._num_jobs = 0
+        self._short: set[str] = set()
+        """Models whose last step found no memory."""
         self._metrics: dict[str, GenerationMetrics] = {}
         self.engines: dict[str, Engine] = {}
         """By model; empty while nobody asked for text, so that the loop's other work pays nothing for it."""
@@ -152,22 +154,24 @@ class Generators:
                 engine.tend(now_ns)
                 self._stand(engine)
 
-    def step(self, model: str) -> StepSize | None:
-        """Run one step of a model; None when what was to run has gone. Raises DeviceLostError."""
+    def step(self, model: str) -> None:
+        """Run one step of a model, if what was to run is still there. Raises DeviceLostError."""
         engine = self.engines[model]
         started_ns = time.monotonic_ns()
-        size = engine.step(
-            time.monotonic_ns, lambda step: self._begin(model, step), lambda lost: self._oom(model, lost)
-        )
+        ooms: list[bool] = []
+        size = engine.step(time.monotonic_ns, lambda step: self._begin(model, step), ooms.append)
         self._stand(engine)
         took_ns = time.monotonic_ns() - started_ns
+        self._state.charge(own_name(model), took_ns)
         if size is not None:
             self._learn(model, size, took_ns)
             self._metrics[model].observe_step(took_ns / 1e9)
+            self._worker_metrics.observe_step(took_ns / 1e9, size.num_tokens)
+            self._worker_metrics.observe_batch(model, size.num_sequences, size.num_tokens, took_ns / 1e9)
+            self._count_oom(model, ooms)
         if engine.num_non_finite:
             self._worker_metrics.count_non_finite(model, engine.num_non_finite)
             engine.num_non_finite = 0
-        return size
 
     def drop(self, link: Link) -> None:
         """Forget the requests of a frontend that is gone."""
@@ -200,12 +204,19 @@ class Generators:
         else:
             self._pace.learn(_decode(model), 1, took_ns)
 
-    def _oom(self, model: str, is_lost: bool) -> None:
-        metrics = self._worker_metrics
-        for family in (families.OOM_ATTEMPTED, families.OOM_CACHE_CLEARS):
-            metrics.count_oom(family, model)
-        metrics.count_oom(families.OOM_FAILED if is_lost else families.OOM_SPLITS, model)
-        self._ask_for_memory(model)
+    def _count_oom(self, model: str, ooms: list[bool]) -> None:
+        """Count a step without memory (whether it cost a request its answer), or the first one that found some again."""
+        count = self._worker_metrics.count_oom
+        for is_lost in ooms:
+            for family in (families.OOM_ATTEMPTED, families.OOM_CACHE_CLEARS):
+                count(family, model)
+            count(families.OOM_FAILED if is_lost else families.OOM_SPLITS, model)
+            self._ask_for_memory(model)
+        if any(not is_lost for is_lost in ooms):
+            self._short.add(model)
+        elif model in self._short:
+            self._short.discard(model)
+            count(families.OOM_SUCCEEDED, model)
 
 
 def read_task(request: Request, card: ModelCard) -> GenerateTask:
