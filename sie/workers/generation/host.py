@@ -72,6 +72,8 @@ class Generators:
         """Readable: call `collect`."""
         self._pace = Pace({})
         self._num_jobs = 0
+        self._short: set[str] = set()
+        """Models whose last step found no memory."""
         self._metrics: dict[str, GenerationMetrics] = {}
         self.engines: dict[str, Engine] = {}
         """By model; empty while nobody asked for text, so that the loop's other work pays nothing for it."""
@@ -156,9 +158,8 @@ class Generators:
         """Run one step of a model, if what was to run is still there. Raises DeviceLostError."""
         engine = self.engines[model]
         started_ns = time.monotonic_ns()
-        size = engine.step(
-            time.monotonic_ns, lambda step: self._begin(model, step), lambda lost: self._oom(model, lost)
-        )
+        ooms: list[bool] = []
+        size = engine.step(time.monotonic_ns, lambda step: self._begin(model, step), ooms.append)
         self._stand(engine)
         took_ns = time.monotonic_ns() - started_ns
         self._state.charge(own_name(model), took_ns)
@@ -167,6 +168,7 @@ class Generators:
             self._metrics[model].observe_step(took_ns / 1e9)
             self._worker_metrics.observe_step(took_ns / 1e9, size.num_tokens)
             self._worker_metrics.observe_batch(model, size.num_sequences, size.num_tokens, took_ns / 1e9)
+            self._count_oom(model, ooms)
         if engine.num_non_finite:
             self._worker_metrics.count_non_finite(model, engine.num_non_finite)
             engine.num_non_finite = 0
@@ -202,12 +204,19 @@ class Generators:
         else:
             self._pace.learn(_decode(model), 1, took_ns)
 
-    def _oom(self, model: str, is_lost: bool) -> None:
-        metrics = self._worker_metrics
-        for family in (families.OOM_ATTEMPTED, families.OOM_CACHE_CLEARS):
-            metrics.count_oom(family, model)
-        metrics.count_oom(families.OOM_FAILED if is_lost else families.OOM_SPLITS, model)
-        self._ask_for_memory(model)
+    def _count_oom(self, model: str, ooms: list[bool]) -> None:
+        """Count a step without memory (whether it cost a request its answer), or the first one that found some again."""
+        count = self._worker_metrics.count_oom
+        for is_lost in ooms:
+            for family in (families.OOM_ATTEMPTED, families.OOM_CACHE_CLEARS):
+                count(family, model)
+            count(families.OOM_FAILED if is_lost else families.OOM_SPLITS, model)
+            self._ask_for_memory(model)
+        if any(not is_lost for is_lost in ooms):
+            self._short.add(model)
+        elif model in self._short:
+            self._short.discard(model)
+            count(families.OOM_SUCCEEDED, model)
 
 
 def read_task(request: Request, card: ModelCard) -> GenerateTask:
