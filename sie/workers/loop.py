@@ -199,6 +199,7 @@ class Loop:
             card, runner = hosted.card, hosted.runner
             assert runner is not None
             self._metrics.set_model(card.id, self._host.device, loaded=True, memory_bytes=runner.memory_bytes)
+            self._generators.add(runner)
             self._tell_loaded(card)
             calm_collector()
             self._tended_ns = 0
