@@ -37,7 +37,7 @@ Announce = Callable[[int, Collection[tuple[int, int]]], object]
 
 
 class Generators:
-    """The generating models of one worker that were asked for something."""
+    """The generating models of one worker."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Generators:
         """Models whose last step found no memory."""
         self._metrics: dict[str, GenerationMetrics] = {}
         self.engines: dict[str, Engine] = {}
-        """By model; empty while nobody asked for text, so that the loop's other work pays nothing for it."""
+        """By model; empty where none is loaded, so that the loop's other work pays nothing for it."""
 
     @property
     def is_unsent(self) -> bool:
@@ -93,16 +93,21 @@ class Generators:
         engine = self.engines.get(model)
         return engine is not None and bool(engine.jobs)
 
+    def add(self, runner: Runner) -> Engine | None:
+        """Return the engine of a model that was loaded, and publish its figures from now on; None if it does not generate."""
+        if not isinstance(runner, GenerateRunner):
+            return None
+        model = runner.card.id
+        engine = self.engines[model] = Engine(runner, self._limits)
+        self._metrics[model] = GenerationMetrics(self._worker_metrics.page, engine)
+        return engine
+
     def accept(self, request: Request, runner: Runner, now_ns: int) -> None:
         """Take a request to generate; what is wrong with it is its answer."""
-        model = runner.card.id
-        if not isinstance(runner, GenerateRunner):
-            request.fail(BadRequest(f"Model '{model}' does not generate text"))
-            return
-        engine = self.engines.get(model)
+        engine = self.engines.get(runner.card.id) or self.add(runner)
         if engine is None:
-            engine = self.engines[model] = Engine(runner, self._limits)
-            self._metrics[model] = GenerationMetrics(self._worker_metrics.page, engine)
+            request.fail(BadRequest(f"Model '{runner.card.id}' does not generate text"))
+            return
         try:
             job = self._job(request, engine)
         except SieError as error:
@@ -110,7 +115,7 @@ class Generators:
             return
         engine.add(job)
         if job.task.grammar:
-            self._compiler.add(job, runner, self._start, now_ns)
+            self._compiler.add(job, engine.runner, self._start, now_ns)
         else:
             self._start(job, [])
 
