@@ -285,8 +285,7 @@ class Loop:
         if request.header.lora and (error := self._adapters.refusal(model, request.header.lora)) is not None:
             send_error(link, request.request_id, error)
             return
-        now_ns = time.monotonic_ns()
-        for item in waiting_items(request, runner.card, now_ns):
+        for item in waiting_items(request, runner.card, time.monotonic_ns()):
             self._state.add(model, item)
 
     # --- steps ----------------------------------------------------------------------------------------------------
@@ -318,9 +317,8 @@ class Loop:
             return False
         if request.has_started:
             return True
-        header = request.header
         try:
-            code, width = row_layout(header, card)
+            code, width = row_layout(request.header, card)
         except SieError as error:
             request.fail(error)
             return False
@@ -369,8 +367,7 @@ class Loop:
         """Run one forward pass and answer it; raises what the runner raises."""
         self._num_steps += 1
         running = {id(item.request): item.request.inflight_entry for item in items}
-        started_ns = time.monotonic_ns()
-        allowed_ns = self._pace.allowed_ns(card.id, num_tokens)
+        started_ns, allowed_ns = time.monotonic_ns(), self._pace.allowed_ns(card.id, num_tokens)
         self._page.write(self._num_steps, started_ns, allowed_ns, "step", running.values())
         failpoints.reach("worker.before_step")
         outputs = forward(runner, items)
@@ -378,7 +375,7 @@ class Loop:
         self._send_replies()
 
     def _send_replies(self) -> None:
-        """Send what was answered, with one bell for each frontend; what cannot be sent now is tried again when idle."""
+        """Send what was answered, with one bell for each frontend; the rest is tried again when idle."""
         for link in self._links.values():
             link.flush()
 
