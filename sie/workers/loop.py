@@ -311,9 +311,8 @@ class Loop:
             return False
         if request.has_started:
             return True
-        header = request.header
         try:
-            code, width = row_layout(header, card)
+            code, width = row_layout(request.header, card)
         except SieError as error:
             request.fail(error)
             return False
@@ -367,7 +366,7 @@ class Loop:
         self._send_replies()
 
     def _send_replies(self) -> None:
-        """Send what was answered, with one bell for each frontend; what cannot be sent now is tried again when idle."""
+        """Send what was answered, with one bell for each frontend; the rest is tried again when idle."""
         for link in self._links.values():
             link.flush()
 
