@@ -58,7 +58,7 @@ chaos: $(VENV)/.test ## break running servers on purpose, all faults, and write 
 		CHAOS=long $(BIN)/python tests/chaos/page.py build/chaos && exit $$status
 
 soak: $(VENV)/.test ## keep a server busy for SECONDS (an hour) and see that no process grows; then see a leak caught
-	$(BIN)/python -m tests.chaos.soak --seconds $(SECONDS) --real
+	$(BIN)/python -m tests.chaos.soak --seconds $(SECONDS) --real $(ARGS)
 	$(BIN)/python -m tests.chaos.soak --seconds 60 --leak
 
 clean: ## remove what the commands made, .venv included

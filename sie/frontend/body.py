@@ -11,6 +11,7 @@ import time
 from typing import Any, Protocol
 
 from sie.errors import BadRequest, ClientGone, InputTooLong, SieError
+from sie.limits import Limits
 
 _WHOLE_BYTES = 256 * 1024
 """Up to here a body of known length is taken in one call; larger ones chunk by chunk."""
@@ -27,6 +28,11 @@ class HttpProtocol(Protocol):
 
     def __call__(self) -> Any: ...
     def __aiter__(self) -> Any: ...
+
+
+def body_limits(limits: Limits) -> tuple[int, float, int]:
+    """Return what a `BodyReader` takes of the settings: most bytes, longest pause, slowest rate."""
+    return limits.max_body_bytes, limits.body_idle_timeout_s, limits.min_body_bytes_per_s
 
 
 class Reading:
@@ -48,8 +54,13 @@ class Reading:
 class BodyReader:
     """Reads bodies for one process and ends those that stall."""
 
-    def __init__(self, max_body_bytes: int, idle_timeout_s: float, min_bytes_per_s: int = 0) -> None:
+    def __init__(
+        self, max_body_bytes: int, idle_timeout_s: float, min_bytes_per_s: int = 0, setting: str = "max_body_bytes"
+    ) -> None:
+        """Setting is the name of the one that max_body_bytes comes from, for its refusals."""
+        self._setting = setting
         self._readings: set[Reading] = set()
+        self._others: list[BodyReader] = []
         self.reconfigure(max_body_bytes, idle_timeout_s, min_bytes_per_s)
 
     def reconfigure(self, max_body_bytes: int, idle_timeout_s: float, min_bytes_per_s: int) -> None:
@@ -58,6 +69,15 @@ class BodyReader:
         self._min_bytes_per_s = min_bytes_per_s
         self._idle_ns = int(idle_timeout_s * 1e9)
         self._idle_s = idle_timeout_s
+        for other in self._others:
+            other.reconfigure(other._max_bytes, idle_timeout_s, min_bytes_per_s)
+
+    def with_limit(self, section: object, setting: str) -> BodyReader:
+        """Return a reader whose limit is a setting of its own; this one ends what stalls there, too."""
+        other = BodyReader(getattr(section, setting), self._idle_s, self._min_bytes_per_s, setting)
+        other._readings = self._readings
+        self._others.append(other)
+        return other
 
     async def read(self, headers: Headers, protocol: HttpProtocol, deadline_ns: int) -> bytes:
         """Return the whole body.
@@ -131,4 +151,4 @@ class BodyReader:
         return bytes(body)
 
     def _too_long(self) -> InputTooLong:
-        return InputTooLong(f"The request body is over max_body_bytes ({self._max_bytes})", http_status=413)
+        return InputTooLong(f"The request body is over {self._setting} ({self._max_bytes})", http_status=413)

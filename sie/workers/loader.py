@@ -1,4 +1,5 @@
-"""Owns how a card becomes an encoder, a scorer or a classifier: weights from safetensors, the proof of packing, progress on the way.
+"""Owns how a card becomes an encoder, a scorer, a classifier or a generator: weights from their files, the proof that they
+run packed or paged, progress on the way.
 
 Runs in a thread beside the step loop. The only import of transformers in a worker is behind this module.
 """
@@ -6,13 +7,14 @@ Runs in a thread beside the step loop. The only import of transformers in a work
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from sie.cards import ModelCard
@@ -28,8 +30,15 @@ from sie.catalog.architecture import (
     token_classifier_class,
 )
 from sie.catalog.files import open_checkpoint, refuse
+from sie.catalog.gguf_reader import WeightsReader, reading_with
+from sie.errors import BadRequest
 from sie.extraction import Detection, TokenClassification
+from sie.generation_settings import Generation
 from sie.workers.device import DtypeSetting, choose_dtype, resolve_device
+from sie.workers.generation.formats import choose_format, join_and_pack
+from sie.workers.generation.norms import compile_norms
+from sie.workers.generation.paging import make_pageable
+from sie.workers.generation.runner import TextGenerator
 from sie.workers.probe import choose_execution, choose_scoring, choose_token_classification
 from sie.workers.runners.classify import PairClassifyRunner, TokenClassifyRunner, TokenModel
 from sie.workers.runners.dual import DualRunner, build_dual_runner
@@ -202,6 +211,33 @@ def load_detector(
     return runner
 
 
+def load_generator(
+    card: ModelCard, device_name: str, dtype_setting: DtypeSetting, settings: Generation, on_progress: Progress
+) -> TextGenerator:
+    """Return a model that generates text, ready for its first step. Arguments and errors as in `load_encoder`.
+
+    Raises ModelLoadFailed by name for a model whose layers cannot keep their keys and values in blocks.
+    """
+    device = resolve_device(device_name)
+    form = choose_format(settings.weights, dtype_setting, device)
+    assert card.generate is not None
+    on_progress(0.1, "reading weights")
+    with _storage_faults(card):
+        model = _read_gguf(card) if card.generate.gguf_file else _read_model(card, causal_class)
+    on_progress(0.6, f"converting weights to {form.name} on {device}")
+    join_and_pack(model, form)
+    _convert(model, form.dtype, device)
+    if device.type == "cpu":
+        compile_norms(model, form.dtype)
+    on_progress(0.8, "comparing paged with whole sequences")
+    runner = make_pageable(card, model, device, settings, form.name)
+    on_progress(0.9, "reading the vocabulary for grammars")
+    with suppress(BadRequest):  # whoever asks for a grammar will hear it
+        runner.prepare_grammars()
+    on_progress(1.0, f"{runner.num_blocks} blocks of {runner.block_tokens} tokens")
+    return runner
+
+
 @contextmanager
 def _storage_faults(card: ModelCard) -> Iterator[None]:
     """Turn what reading a damaged or missing file raises into ModelLoadFailed."""
@@ -236,7 +272,30 @@ def _read_model(card: ModelCard, choose_class: ChooseClass, unused: str | None =
     return model.eval().requires_grad_(False)
 
 
-def _check_complete(card: ModelCard, report: dict[str, Any], unused: str | None) -> None:
+def _read_gguf(card: ModelCard) -> PreTrainedModel:
+    """Build the model of a GGUF file on the CPU in float32, its weights dequantised; as `_read_model`."""
+    assert card.generate is not None
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    path = Path(card.generate.gguf_file)
+    auto: Any = AutoModelForCausalLM
+    try:
+        with reading_with(WeightsReader):
+            model, report = auto.from_pretrained(
+                str(path.parent),
+                gguf_file=path.name,
+                dtype=torch.float32,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except (ValueError, KeyError, NotImplementedError) as error:
+        raise refuse(card.id, f"transformers cannot read this GGUF file: {error}") from error
+    model.config.use_cache = False
+    _check_complete(card, report)
+    return model.eval().requires_grad_(False)
+
+
+def _check_complete(card: ModelCard, report: dict[str, Any], unused: str | None = None) -> None:
     """Refuse weights that transformers had to make up: it only warns. unused begins the names of those nobody reads."""
     missing = sorted(name for name in report["missing_keys"] if unused is None or not name.startswith(unused))
     wrong = sorted(str(key) for key in report["mismatched_keys"])

@@ -23,6 +23,10 @@ SLOW = {"torch", "transformers", "sentence_transformers"}
 SERVERS = {"granian", "nats", "uvloop"}
 PURE_FILES = (
     "catalog/options.py",
+    "frontend/generation/detokenise.py",
+    "frontend/generation/parsers.py",
+    "frontend/generation/reader.py",
+    "frontend/generation/stops.py",
     "frontend/options.py",
     "frontend/routes.py",
     "frontend/admission.py",
@@ -32,8 +36,11 @@ PURE_FILES = (
     "supervisor/evictions.py",
     "supervisor/restart.py",
     "workers/ceilings.py",
+    "workers/generation/frames.py",
+    "workers/generation/kv.py",
+    "workers/generation/planner.py",
+    "workers/generation/sequences.py",
     "workers/scheduler.py",
-    "workers/kv.py",
     "workers/pace.py",
 )
 IMPURE = {"time", "datetime", "asyncio", "threading", "socket", "os", "random", "torch", "transformers", "uvloop"}
@@ -114,7 +121,8 @@ def test_the_load_generator_imports_no_part_of_the_server():
 
 
 def test_a_stub_worker_needs_no_torch():
-    assert not roots(loaded_after_importing(["sie.workers.runners.stub"])) & SLOW
+    assert not roots(loaded_after_importing(["sie.workers.runners.stub", "sie.workers.generation.stub"])) & SLOW
+    assert not roots(loaded_after_importing(["sie.workers.loop"])) & SLOW
 
 
 def test_a_worker_of_onnx_models_needs_no_torch():

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from sie.cards import AdapterSpec, ModelCard
 from sie.extraction import Extraction, ExtractTask
 from sie.headers import WorkHeader
+from sie.workers.generation import GenerateRunner
 from sie.workers.tensors import OutputTensor, TensorInputs
 
 
@@ -293,5 +294,6 @@ Runner = (
     | TokenClassifier
     | PairClassifier
     | TensorRunner
+    | GenerateRunner
 )
 """What a loaded model is to the loop; its card's outputs say which operations it may be asked for."""

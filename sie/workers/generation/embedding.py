@@ -1,0 +1,68 @@
+"""Owns the vectors of a generating model: a packed step whose keys and values nobody keeps, and the head behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sie.cards import ModelCard
+from sie.workers.batch import PackedBatch, pack_sequences
+from sie.workers.generation.attention import LayerCache, PagedCache
+from sie.workers.generation.gathered import Rule, attend_one, band_mask
+from sie.workers.runners.encode import dense_rows
+from sie.workers.runners.head import Head
+
+
+class UnkeptStep:
+    """Attention of whole sequences that touches no block; a `StepAttention`."""
+
+    def __init__(self, batch: PackedBatch) -> None:
+        self._bounds = list(pairwise(batch.cu_seqlens.tolist()))
+
+    def attend(self, layer: LayerCache, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        """Attend within each sequence; as `StepAttention`, but that nothing is kept."""
+        out = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
+        for first, last in self._bounds:
+            rows = slice(first, last)
+            is_band = layer.window is not None and layer.window < last - first
+            mask = band_mask(last - first, layer.window, query) if is_band and layer.window else None
+            out[rows] = attend_one(query[:, rows], key[:, rows], value[:, rows], mask, rule)
+        return out
+
+
+class Embedder:
+    """What makes one vector of each sequence, with the model that generates."""
+
+    def __init__(self, card: ModelCard, model: Any, cache: PagedCache) -> None:
+        """Take a model whose layers have their blocks in the cache."""
+        self._model = model.base_model
+        self._cache = cache
+        self._head = Head(card.id, card.pipeline, cache.device)
+        self._width = card.dims["dense"]
+
+    def run(self, token_ids: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:
+        """Return (n, d) float32 rows, the caller's to keep; one of zeros for a sequence without a token."""
+        filled = [row for row, ids in enumerate(token_ids) if len(ids)]
+        rows = np.zeros((len(token_ids), self._width), np.float32)
+        if filled:
+            rows[filled] = self._run_packed(pack_sequences([token_ids[row] for row in filled]))
+        return rows
+
+    @torch.inference_mode()
+    def _run_packed(self, batch: PackedBatch) -> NDArray[np.float32]:
+        self._cache.step = UnkeptStep(batch)
+        try:
+            hidden = self._model(
+                input_ids=torch.from_numpy(batch.input_ids)[None].to(self._cache.device),
+                position_ids=torch.from_numpy(batch.position_ids)[None].to(self._cache.device),
+                use_cache=False,
+            ).last_hidden_state[0]
+        finally:
+            self._cache.step = None
+        return dense_rows(self._head, hidden, batch)

@@ -1,0 +1,101 @@
+"""Owns grammars: a text of a known kind becomes a matcher over one model's vocabulary, within limits.
+
+llguidance does the work.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from numpy.typing import NDArray
+
+from sie.cards import ModelCard
+from sie.errors import BadRequest, Internal
+from sie.workers.generation import Matcher
+
+_FORMS: dict[str, Any] = {
+    "json_schema": LLMatcher.grammar_from_json_schema,
+    "regex": LLMatcher.grammar_from_regex,
+    "lark": LLMatcher.grammar_from_lark,
+    "llguidance": str,
+}
+_LIMITS = LLParserLimits(verbose_errors=False)  # verbose ones show the parser's insides
+
+
+class GrammarMatcher:
+    """How far one choice has followed its grammar; a `Matcher`."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        """Take the tokenizer's vocab_size, which may be larger than the model's."""
+        self._matcher = matcher
+        self._words = np.empty(-(-vocab_size // 32), np.int32)
+
+    def fill_mask(self, allowed: NDArray[np.int32]) -> None:
+        """Write which tokens may come next; asked again, the same. Raises BadRequest when the grammar is too complex.
+
+        Behind a complete text the only one is an end of text.
+        """
+        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        if self._matcher.is_error():
+            raise BadRequest(f"grammar: {self._matcher.get_error()}")
+        allowed[:] = self._words[: len(allowed)]
+
+    def consume(self, token_id: int) -> None:
+        """Take the token that was chosen. Raises Internal for one that the mask did not allow."""
+        if not self._matcher.consume_token(token_id):
+            raise Internal(f"token {token_id} does not follow the grammar: {self._matcher.get_error()}")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing but an end-of-text token may follow."""
+        return self._matcher.is_stopped()
+
+
+class GrammarCompiler:
+    """The grammars of one model. Used from any thread."""
+
+    def __init__(self, card: ModelCard) -> None:
+        self._card = card
+        self._tokenizer: LLTokenizer | None = None
+        self._lock = threading.Lock()
+
+    def compile(self, kind: str, text: str, vocab_size: int) -> Matcher:
+        """Return a fresh matcher over the first vocab_size tokens. Raises BadRequest for a grammar that is none."""
+        if kind not in _FORMS:
+            raise BadRequest(f"grammar kind {kind!r} is not one of {', '.join(_FORMS)}")
+        try:
+            grammar = _FORMS[kind](text)
+            vocabulary = self._vocabulary(vocab_size)
+            matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
+        except ValueError as error:
+            raise BadRequest(f"grammar: {error}") from error
+        if matcher.is_error():
+            raise BadRequest(f"grammar: {matcher.get_error()}")
+        return GrammarMatcher(matcher, vocabulary.vocab_size)
+
+    def read_vocabulary(self, vocab_size: int) -> None:
+        """Read the tokens before a grammar asks for them: of 262,144 it takes seconds, which a request should not wait."""
+        self._vocabulary(vocab_size)
+
+    def _vocabulary(self, vocab_size: int) -> LLTokenizer:
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = _read_tokenizer(self._card, vocab_size)
+            return self._tokenizer
+
+
+def _read_tokenizer(card: ModelCard, vocab_size: int) -> LLTokenizer:
+    """Return the model's tokenizer as llguidance has it, of at least vocab_size tokens. Raises BadRequest."""
+    rule = card.generate
+    assert rule is not None
+    ends = list(rule.eos_token_ids) or None
+    try:
+        return LLTokenizer(card.tokenizer_file, n_vocab=vocab_size, eos_token=ends)
+    except ValueError:  # it may have tokens that the model has not
+        try:
+            return LLTokenizer(card.tokenizer_file, eos_token=ends)
+        except ValueError as error:
+            raise BadRequest(f"model '{card.id}' cannot follow a grammar: {error}") from error

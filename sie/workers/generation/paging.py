@@ -1,0 +1,168 @@
+"""Owns the proof, made once a load, that a causal model runs on paged keys and values, and how many blocks there are.
+
+No family is known by name. Each layer must come through the attention function, with the window that the configuration
+gives it; then the library's own attention over a whole sequence is the oracle of a step that mixes parts of prompts and
+decoding. A model that fails is refused, and the reason names what is in the way.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sie.cards import ModelCard
+from sie.catalog.files import refuse
+from sie.errors import ModelLoadFailed
+from sie.generation import Sampling
+from sie.generation_settings import Generation
+from sie.limits import MIB
+from sie.workers.generation import Draw, Slot, attention
+from sie.workers.generation.attention import LayerForm, PagedCache
+from sie.workers.generation.runner import TextGenerator
+
+_CPU_CACHE_BYTES = 1024 * MIB
+_KNOWN_LAYERS = ("full_attention", "sliding_attention", "attention")
+_MAX_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
+"""Median distance of the tokens' logits, relative to their spread.
+
+A single one may be far off in 16 bits: behind meaningless tokens a few activations are huge, and so is their rounding,
+under any attention. Of tokens that saw the wrong keys most are off by about 1.
+"""
+_MIN_BLOCKS = 6
+"""What the comparison takes, with the smallest blocks."""
+_NUM_DECODED = 8
+_DRAWN = (Draw(Sampling(temperature=0.0), 0, 0),)
+
+
+def make_pageable(
+    card: ModelCard, model: Any, device: torch.device, settings: Generation, weights: str
+) -> TextGenerator:
+    """Return the runner of a model that is on its device; weights names their format.
+
+    Raises ModelLoadFailed for a model that is refused.
+    """
+    sequence = _probe_sequence(model, settings.kv_block_tokens)
+    with torch.inference_mode():
+        expected = _run_whole(card.id, model, sequence, device)
+        layers = _record(card.id, model, sequence, device)
+    _check_layers(card.id, model.config.get_text_config(), [form for _, form in layers])
+    num_blocks = _count_blocks(card, [form for _, form in layers], device, settings)
+    cache = PagedCache(layers, num_blocks, settings.kv_block_tokens, device)
+    runner = TextGenerator(card, model, cache, weights)
+    _compare(runner, cache, sequence, expected)
+    return runner
+
+
+def _probe_sequence(model: Any, block_tokens: int) -> NDArray[np.int32]:
+    """Return the same tokens at every load, over a block and a little more where the model has positions for them."""
+    config = model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or math.inf
+    padding = getattr(config, "pad_token_id", None)
+    ids = [i for i in range(min(int(model.get_input_embeddings().weight.shape[0]), 30_000)) if i != padding]
+    length = int(min(block_tokens + 9, positions))
+    return np.random.default_rng(0).choice(np.array(ids, np.int32), length)
+
+
+def _run_whole(model_id: str, model: Any, sequence: NDArray[np.int32], device: torch.device) -> Tensor:
+    """Return the logits (t, vocabulary) under the library's own attention."""
+    ids = torch.from_numpy(sequence.astype(np.int64))[None].to(device)
+    try:
+        logits = model(input_ids=ids, use_cache=False).logits[0]
+    except Exception as error:  # a foreign architecture may raise whatever it likes
+        raise refuse(model_id, f"it does not run: {type(error).__name__}: {error}") from error
+    if not torch.isfinite(logits).all():
+        raise refuse(model_id, f"its values overflow in {model.dtype}; choose another dtype")
+    return logits
+
+
+def _record(
+    model_id: str, model: Any, sequence: NDArray[np.int32], device: torch.device
+) -> list[tuple[torch.nn.Module, LayerForm]]:
+    """Return the layers that keep keys and values, in their order; leaves the model under paged attention."""
+    ids = torch.from_numpy(sequence.astype(np.int64))[None].to(device)
+    positions = torch.arange(len(sequence), device=device)[None]
+    modules = list(model.modules())
+    attention.register()
+    recorder = attention.start_recording(modules)
+    try:
+        model.set_attn_implementation(attention.NAME)
+        model(input_ids=ids, position_ids=positions, use_cache=False)
+    except Exception as error:  # as above
+        raise _cannot_page(model_id, model, f"{type(error).__name__}: {error}") from error
+    finally:
+        attention.stop_recording(modules)
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if len(recorder.layers) != num_layers:
+        text = f"{len(recorder.layers)} of its {num_layers} layers go through transformers' attention interface"
+        raise _cannot_page(model_id, model, text)
+    return recorder.layers
+
+
+def _cannot_page(model_id: str, model: Any, reason: str) -> ModelLoadFailed:
+    architecture = type(model).__name__
+    return refuse(model_id, f"{architecture} cannot keep its keys and values in blocks: {reason}")
+
+
+def _check_layers(model_id: str, config: Any, forms: list[LayerForm]) -> None:
+    """Refuse windows that reach a layer only through a mask: short probes would never see them."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(forms)
+    unknown = sorted({str(kind) for kind in kinds} - {*_KNOWN_LAYERS})
+    if unknown:
+        raise refuse(model_id, f"layers of kind {', '.join(unknown)} cannot keep their keys and values in blocks")
+    by_mask = [i for i, kind in enumerate(kinds) if kind == "sliding_attention" and forms[i].window is None]
+    is_on = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    if by_mask or (is_on and all(form.window is None for form in forms)):
+        raise refuse(model_id, "its sliding window reaches its layers only as a mask, which is never built")
+
+
+def _count_blocks(card: ModelCard, forms: list[LayerForm], device: torch.device, settings: Generation) -> int:
+    """Return how many blocks fit, and no more than all choices of full length could fill."""
+    num_bytes = settings.kv_cache_bytes or _CPU_CACHE_BYTES
+    if device.type == "cuda" and not settings.kv_cache_bytes:
+        num_bytes = int(torch.cuda.mem_get_info(device)[0] * settings.kv_cache_share)
+    block_bytes = settings.kv_block_tokens * sum(form.token_bytes for form in forms)
+    rule = card.generate
+    assert rule is not None
+    context = min(rule.context_length, settings.max_context_tokens or rule.context_length)
+    # A block more each, for a choice that was forked from a block it shares.
+    most = settings.max_sequences * (-(-context // settings.kv_block_tokens) + 1)
+    num_blocks = min(num_bytes // block_bytes, most)
+    if num_blocks < _MIN_BLOCKS:
+        raise refuse(
+            card.id, f"kv_cache_bytes has room for {num_blocks} blocks of {block_bytes} bytes; it needs {_MIN_BLOCKS}"
+        )
+    return num_blocks
+
+
+def _compare(runner: TextGenerator, cache: PagedCache, sequence: NDArray[np.int32], expected: Tensor) -> None:
+    """Refuse a model whose paged steps differ from its whole sequence. Leaves the blocks clear."""
+    length = len(sequence)
+    own = tuple(range(-(-length // cache.block_tokens)))
+    other = (len(own), len(own) + 1)
+    cuts = sorted({0, length // 3, *range(max(1, length - _NUM_DECODED), length + 1)})
+    distances: list[float] = []
+    try:
+        for number, (first, last) in enumerate(pairwise(cuts)):
+            slots = [
+                Slot(sequence[first:last], first, own, _DRAWN),
+                Slot(sequence[-1 - number : length - number], number, other),
+            ]
+            distances.append(_distance(runner.run_logits(slots)[0], expected[last - 1]))
+    except Exception as error:  # whatever a foreign architecture raises
+        raise _cannot_page(runner.card.id, runner.model, f"{type(error).__name__}: {error}") from error
+    cache.clear((*own, *other))
+    if not median(distances) < _MAX_DIFFERENCE[expected.dtype]:
+        raise _cannot_page(runner.card.id, runner.model, f"its logits differ by {median(distances):.2g}")
+
+
+def _distance(logits: Tensor, expected: Tensor) -> float:
+    """Return how far logits are from the expected ones, relative to these ones' spread."""
+    spread = expected.float() - expected.float().mean()
+    return float((logits.float() - expected.float()).norm() / spread.norm().clamp_min(1e-9))

@@ -1,0 +1,124 @@
+"""Owns a loaded causal model: one step of slots in, one token for each draw out (`sie.workers.generation`)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from sie.cards import ModelCard
+from sie.errors import BadRequest
+from sie.workers.generation import Chosen, Draw, Matcher, Slot
+from sie.workers.generation.attention import PagedCache
+from sie.workers.generation.embedding import Embedder
+from sie.workers.generation.gathered import GatheredStep
+from sie.workers.generation.grammar import GrammarCompiler
+from sie.workers.generation.layout import StepLayout, lay_out
+from sie.workers.generation.sampling import choose
+from sie.workers.generation.weights import PackedLinear
+
+
+class TextGenerator:
+    """A causal transformers model under paged attention; a `GenerateRunner`.
+
+    A step may run again: it writes the same keys and values, and draws the same numbers.
+    """
+
+    takes: Literal["generate"] = "generate"
+
+    def __init__(self, card: ModelCard, model: Any, cache: PagedCache, dtype: str) -> None:
+        """Take a model whose layers have their blocks in the cache; dtype names the format of its weights."""
+        self.card = card
+        self.dtype = dtype
+        self.block_tokens = cache.block_tokens
+        self.num_blocks = cache.num_blocks
+        self.memory_bytes = _count_bytes(model, cache)
+        self.read_bytes = _count_read(model)
+        """Bytes of weights that a step of one token reads: all but the table of token embeddings."""
+        self.model = model
+        self._cache = cache
+        self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._grammars = GrammarCompiler(card)
+        self._embedder = Embedder(card, model, cache) if "dense" in card.outputs else None
+
+    def run_step(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> list[tuple[Chosen, ...]]:
+        """Return what each slot's draws chose (`GenerateRunner`).
+
+        Raises BadRequest for an id outside the vocabulary, NonFinite when a draw's logits are.
+        """
+        drawing = [slot for slot in slots if slot.draws]
+        draws: list[Draw] = [draw for slot in drawing for draw in slot.draws]
+        rows = [row for row, slot in enumerate(drawing) for _ in slot.draws]
+        with torch.inference_mode():
+            logits = self.run_logits(slots, copies)
+            chosen = iter(choose(logits, rows, draws) if draws else ())
+        return [tuple(next(chosen) for _ in slot.draws) for slot in slots]
+
+    @torch.inference_mode()
+    def run_logits(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
+        """Return the logits (k, vocabulary) behind the last tokens of the k slots that have draws. Raises BadRequest."""
+        layout = lay_out(slots, self.block_tokens, self.num_blocks)
+        self._check(layout.token_ids)
+        self._cache.copy(copies)
+        self._cache.clear(layout.unfilled)
+        return self._forward(layout, [end for end, slot in zip(layout.ends, slots, strict=True) if slot.draws])
+
+    def run_tokens(self, token_ids: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:
+        """Return the dense rows of a card that has that output (`sie.workers.runners.TokenRunner`)."""
+        assert self._embedder is not None
+        for ids in token_ids:
+            self._check(ids)
+        return self._embedder.run(token_ids)
+
+    def compile_grammar(self, kind: str, text: str) -> Matcher:
+        """Return a fresh matcher (`GenerateRunner`). Raises BadRequest."""
+        return self._grammars.compile(kind, text, self._vocab_size)
+
+    def prepare_grammars(self) -> None:
+        """Do what the first grammar would have to wait for. Raises BadRequest for a tokenizer that cannot be read."""
+        self._grammars.read_vocabulary(self._vocab_size)
+
+    def _check(self, token_ids: NDArray[np.integer]) -> None:
+        """Raise BadRequest for an id outside the vocabulary, which would end the process on a GPU."""
+        if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self._vocab_size:
+            raise BadRequest(f"a token id is outside the vocabulary of {self._vocab_size}")
+
+    def _forward(self, layout: StepLayout, rows: Sequence[int]) -> Tensor:
+        """Return the logits (k, vocabulary) behind the given tokens of the step's row."""
+        cache = self._cache
+        kept = torch.tensor(rows, dtype=torch.int64).to(cache.device)
+        cache.step = GatheredStep(layout, cache.device, cache.dtype)
+        try:
+            logits = self.model(
+                input_ids=torch.from_numpy(layout.token_ids)[None].to(cache.device),
+                position_ids=torch.from_numpy(layout.positions)[None].to(cache.device),
+                use_cache=False,
+                **({"logits_to_keep": kept} if self._takes_rows else {}),
+            ).logits[0]
+        finally:
+            cache.step = None
+        return logits if self._takes_rows else logits[kept]
+
+
+def _count_bytes(model: nn.Module, cache: PagedCache) -> int:
+    weights = sum(weight.nbytes for weight in model.parameters()) + sum(buffer.nbytes for buffer in model.buffers())
+    blocks = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    return weights + _count_packed(model) + blocks
+
+
+def _count_packed(model: nn.Module) -> int:
+    return sum(module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
+
+
+def _count_read(model: Any) -> int:
+    table = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    is_head = head is not None and getattr(head, "weight", None) is table
+    weights = sum(weight.nbytes for weight in model.parameters())
+    return weights + _count_packed(model) - (0 if is_head else table.nbytes)

@@ -1,0 +1,240 @@
+"""Owns how a step's logits become tokens: penalties, bias, temperature, filters and the draw, in the order of `Sampling`.
+
+All draws of a step go together, on the device, with one wait for it. What a draw chooses depends on its own logits and
+`Sampling` alone: the number it draws comes from (seed, choice, position), and which way it goes through the code never
+depends on the draws beside it.
+Source: the generation sheet, section 3.1 (its meaning of each field, and their order).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sie.errors import NonFinite
+from sie.generation import Sampling, TokenLogprob
+from sie.workers.generation import Chosen, Draw
+
+_GREEDY_BELOW = 1e-7
+"""A lower temperature takes the likeliest token."""
+_NUM_CANDIDATES = 1024
+"""Likeliest tokens that nearly always hold all that top_p keeps; where they do not, all tokens are sorted."""
+_MASK64 = (1 << 64) - 1
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """Return a number in [0, 1) that only the arguments decide, with 53 random bits.
+
+    Source: SplitMix64's finaliser, Steele, Lea and Flood 2014, over each argument in turn.
+    """
+    state = 0
+    for value in (seed, choice, position):
+        state = (state + (value & _MASK64) * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) & _MASK64
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
+        state ^= state >> 31
+    return (state >> 11) * 2.0**-53
+
+
+def choose(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> list[Chosen]:
+    """Choose one token for each draw; draws[i] is from logits[rows[i]].
+
+    logits (k, vocabulary), any float. Raises NonFinite when a draw's logits are.
+    """
+    if all(_is_plain(draw) for draw in draws):
+        best, token_ids = logits.max(-1)  # of equals the first
+        _check_finite(best)
+        chosen = token_ids.tolist()
+        return [Chosen(chosen[row]) for row in rows]
+    raw = logits[_to(rows, logits.device)] if list(rows) != list(range(len(logits))) else logits
+    raw = raw.float()
+    scores = _adjusted(raw, draws)
+    best, token_ids = scores.max(-1)
+    _check_finite(best)
+    sampled = [i for i, draw in enumerate(draws) if not is_greedy(draw.sampling)]
+    for is_filtered in (False, True):
+        own = [i for i in sampled if _is_filtered(draws[i].sampling) == is_filtered]
+        if own:
+            index = _to(own, logits.device)
+            draw = _draw_filtered if is_filtered else _draw_unfiltered
+            token_ids[index] = draw(scores[index], [draws[i] for i in own])
+    return _with_logprobs(raw, token_ids, draws)
+
+
+def is_greedy(sampling: Sampling) -> bool:
+    """Tell whether the likeliest token is taken, and no number is drawn."""
+    return sampling.temperature < _GREEDY_BELOW or sampling.top_k == 1
+
+
+def _is_plain(draw: Draw) -> bool:
+    """Tell whether the likeliest token by the model's own logits is all that is wanted."""
+    return (
+        is_greedy(draw.sampling)
+        and not draw.forbidden
+        and not draw.sampling.logit_bias
+        and not _has_penalty(draw)
+        and draw.matcher is None
+        and draw.logprobs is None
+    )
+
+
+def _has_penalty(draw: Draw) -> bool:
+    sampling = draw.sampling
+    return draw.history is not None and (
+        sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+    )
+
+
+def _is_filtered(sampling: Sampling) -> bool:
+    """Tell whether top_k or top_p keeps some tokens only; min_p needs no order."""
+    return sampling.top_k > 0 or 0 < sampling.top_p < 1
+
+
+def _check_finite(best: Tensor) -> None:
+    if not bool(torch.isfinite(best).all()):
+        raise NonFinite("the model's logits are not finite")
+
+
+def _to(numbers: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64).to(device)
+
+
+# --- before the temperature -----------------------------------------------------------------------------------------
+
+
+def _adjusted(raw: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Return the logits (n, vocabulary) with penalties and bias, and -inf for what must not be chosen."""
+    scores = raw
+    for i, draw in enumerate(draws):
+        edit = _edit(draw, raw.shape[1])
+        if edit is None:
+            continue
+        scores = raw.clone() if scores is raw else scores
+        if edit.seen is not None:
+            _penalise(scores[i], edit.seen, draw.sampling)
+        if edit.biased is not None:
+            ids, values = edit.biased
+            scores[i].index_add_(0, ids.to(raw.device), values.to(raw.device))
+        if edit.hidden is not None:
+            scores[i].masked_fill_(edit.hidden.to(raw.device), -torch.inf)
+    return scores
+
+
+class _Edit(NamedTuple):
+    """What changes a row of logits: counted ids, ids with a bias, and the mask of what is hidden."""
+
+    seen: tuple[Tensor, Tensor] | None
+    biased: tuple[Tensor, Tensor] | None
+    hidden: Tensor | None
+
+
+def _edit(draw: Draw, vocab_size: int) -> _Edit | None:
+    seen = biased = hidden = None
+    if _has_penalty(draw):
+        ids, counts = np.unique(np.asarray(draw.history), return_counts=True)
+        known = ids < vocab_size
+        seen = torch.from_numpy(ids[known].astype(np.int64)), torch.from_numpy(counts[known].astype(np.float32))
+    bias = [(token_id, value) for token_id, value in draw.sampling.logit_bias if 0 <= token_id < vocab_size]
+    if bias:
+        biased = torch.tensor([i for i, _ in bias]), torch.tensor([value for _, value in bias], dtype=torch.float32)
+    if draw.matcher is not None or draw.forbidden:
+        hidden = torch.from_numpy(_hidden(draw, vocab_size))
+    return None if seen is biased is hidden is None else _Edit(seen, biased, hidden)
+
+
+def _hidden(draw: Draw, vocab_size: int) -> NDArray[np.bool_]:
+    """Return what must not be chosen, (vocabulary,). What a grammar leaves as the only choice is never forbidden."""
+    forbidden = [token_id for token_id in draw.forbidden if token_id < vocab_size]
+    hidden = np.zeros(vocab_size, np.bool_)
+    if draw.matcher is not None:
+        words = np.zeros(-(-vocab_size // 32), np.int32)
+        draw.matcher.fill_mask(words)
+        hidden = np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab_size] == 0
+        without = hidden.copy()
+        without[forbidden] = True
+        return hidden if without.all() else without
+    hidden[forbidden] = True
+    return hidden
+
+
+def _penalise(row: Tensor, seen: tuple[Tensor, Tensor], sampling: Sampling) -> None:
+    """Lower what is in the history: by presence, by each time, then by the factor of repetition."""
+    ids, counts = (numbers.to(row.device) for numbers in seen)
+    values = row[ids] - sampling.presence_penalty - sampling.frequency_penalty * counts
+    factor = sampling.repetition_penalty
+    row[ids] = torch.where(values > 0, values / factor, values * factor)
+
+
+# --- the draw -------------------------------------------------------------------------------------------------------
+
+
+def _probabilities(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
+    temperatures = torch.tensor([draw.sampling.temperature for draw in draws], dtype=torch.float32)
+    return (scores / temperatures.to(scores.device)[:, None]).softmax(-1)
+
+
+def _column(values: Sequence[float], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32).to(device)[:, None]
+
+
+def _drop_unlikely(kept: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Return probabilities with 0 for those under min_p times the largest."""
+    least = [draw.sampling.min_p if 0 < draw.sampling.min_p < 1 else 0.0 for draw in draws]
+    if not any(least):
+        return kept
+    return kept.masked_fill(kept < kept.amax(-1, keepdim=True) * _column(least, kept.device), 0)
+
+
+def _draw_unfiltered(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
+    return _invert(_drop_unlikely(_probabilities(scores, draws), draws), draws)
+
+
+def _draw_filtered(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Draw among the likeliest tokens, best first; all of them are sorted only where top_p reaches further."""
+    probabilities = _probabilities(scores, draws)
+    width = max(_NUM_CANDIDATES, *(draw.sampling.top_k for draw in draws))
+    values, ids = probabilities.topk(min(width, scores.shape[1]), dim=-1)
+    top_p = [draw.sampling.top_p if 0 < draw.sampling.top_p < 1 else 1.0 for draw in draws]
+    is_bounded = torch.tensor([draw.sampling.top_k > 0 for draw in draws]).to(scores.device)
+    nucleus = _column(top_p, scores.device)
+    if not bool((is_bounded | (values.sum(-1) >= nucleus[:, 0])).all()):
+        values, ids = probabilities.sort(dim=-1, descending=True, stable=True)
+    before = values.cumsum(-1) - values
+    top_k = _column([draw.sampling.top_k or scores.shape[1] for draw in draws], scores.device)
+    places = torch.arange(values.shape[1], device=scores.device)
+    kept = values.masked_fill((places >= top_k) | (before >= nucleus), 0)
+    return ids.gather(1, _invert(_drop_unlikely(kept, draws), draws)[:, None])[:, 0]
+
+
+def _invert(weights: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Return the place in each row (n, v) of weights where each draw's number falls; never one without weight."""
+    numbers = [uniform(draw.sampling.seed, draw.choice, draw.position) for draw in draws]
+    sums = weights.cumsum(-1, dtype=torch.float64)
+    total = sums[:, -1:].contiguous()
+    target = torch.tensor(numbers, dtype=torch.float64).to(weights.device)[:, None] * total
+    places = torch.searchsorted(sums, target, right=True)
+    # Rounding may put a target at the total, behind the last weight.
+    last = torch.searchsorted(sums, total, right=False)
+    return torch.minimum(places, last)[:, 0]
+
+
+# --- what a draw wants to know --------------------------------------------------------------------------------------
+
+
+def _with_logprobs(raw: Tensor, token_ids: Tensor, draws: Sequence[Draw]) -> list[Chosen]:
+    wanted = [i for i, draw in enumerate(draws) if draw.logprobs is not None]
+    found: dict[int, TokenLogprob] = {}
+    if wanted:
+        index = _to(wanted, raw.device)
+        logprobs = raw[index].log_softmax(-1)
+        own = logprobs.gather(1, token_ids[index][:, None])[:, 0].tolist()
+        values, ids = logprobs.topk(min(max(draws[i].logprobs or 0 for i in wanted), raw.shape[1]), dim=-1)
+        best = [tuple(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
+        for i, logprob, top in zip(wanted, own, best, strict=True):
+            found[i] = TokenLogprob(logprob, top[: draws[i].logprobs])
+    return [Chosen(token_id, found.get(i)) for i, token_id in enumerate(token_ids.tolist())]

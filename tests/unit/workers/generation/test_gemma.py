@@ -1,0 +1,51 @@
+"""Gemma 3 270M, real weights from a GGUF file: its tokens are the library's own, packed weights stay near them."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+
+from sie.cards import ModelCard
+from sie.generation import GenerateRule
+from sie.generation_settings import Generation
+from sie.workers.loader import load_generator
+from tests.generation_models import Stream, generate, step
+from tests.gguf_models import assemble_gemma
+
+CAPITAL = [2, 818, 5279, 529, 7001, 563]  # "The capital of France is"
+PROMPTS = (
+    CAPITAL,
+    [2, 2063, 10779, 78113, 236769, 236749, 1473, 107, 140],  # "def fibonacci(n):\n    "
+    [2, 14946, 3324, 496, 990, 236764, 528, 496, 9744, 684, 506, 5442, 236764, 993, 11742],  # "Once upon a time, ..."
+)
+FRANCE = 7001
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory):
+    path = assemble_gemma(tmp_path_factory.mktemp("gemma"))
+    rule = GenerateRule(context_length=32768, eos_token_ids=(1,), gguf_file=str(path))
+    card = ModelCard(id="gemma", kind="generator", directory=str(path.parent), outputs=("generate",), generate=rule)
+    return load_generator(card, "cpu", "float32", Generation(kv_cache_bytes=1 << 26), lambda *_: None)
+
+
+def test_greedy_tokens_are_the_librarys_own_in_a_mixed_batch(runner):
+    streams = [Stream(prompt, range(3 * i, 3 * i + 3)) for i, prompt in enumerate(PROMPTS)]
+    step(runner, streams[:1], most=3)
+    while min(len(stream.answer) for stream in streams) < 8:
+        step(runner, streams, most=3)
+    runner.model.set_attn_implementation("sdpa")
+    try:
+        oracles = [generate(runner.model, prompt, 8) for prompt in PROMPTS]
+    finally:
+        runner.model.set_attn_implementation("sie_paged")
+    for oracle, stream in zip(oracles, streams, strict=True):
+        assert oracle.agrees(stream.answer)
+    assert FRANCE in streams[0].answer
+
+
+def test_the_vocabulary_is_passed_over_and_everything_else_is_read(runner):
+    config = runner.model.config
+    assert (config.vocab_size, config.num_hidden_layers, config.sliding_window) == (262144, 18, 512)
+    assert isinstance(runner.model, transformers.Gemma3ForCausalLM)
+    assert runner.num_blocks == (1 << 26) // (32 * 18 * 2 * 256 * 4)

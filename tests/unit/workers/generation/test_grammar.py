@@ -1,0 +1,83 @@
+"""Grammars bind what a model writes, whatever its weights are: a tiny GGUF model of bytes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sie.catalog.gguf_file import read_gguf_card
+from sie.errors import BadRequest
+from sie.generation import Sampling
+from sie.generation_settings import Generation
+from sie.workers.generation import Draw
+from sie.workers.loader import load_generator
+from tests.generation_models import Stream
+from tests.gguf_models import EOS, write_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    path = write_tiny_llama(folder / "tiny.gguf")
+    card = read_gguf_card("tiny", str(path), str(folder))
+    return load_generator(card, "cpu", "float32", Generation(kv_block_tokens=8), lambda *_: None)
+
+
+def constrained(runner, kind, grammar, **sampling):
+    """Return the text that a grammar leads an answer to, which must end by itself."""
+    matcher = runner.compile_grammar(kind, grammar)
+    stream = Stream([5, 6, 7], range(16))
+    while not matcher.is_complete:
+        assert len(stream.answer) < 100
+        draw = Draw(Sampling(**sampling), 0, len(stream.tokens), forbidden=(EOS,), matcher=matcher)
+        slot = stream.next_slot()
+        stream.num_read = len(stream.tokens)
+        chosen = runner.run_step([slot._replace(draws=(draw,))])[0][0].token_id
+        matcher.consume(chosen)
+        stream.tokens.append(chosen)
+    merged = {258: b"th", 259: b"er", EOS: b""}
+    return b"".join(merged.get(token, bytes([token % 256])) for token in stream.answer).decode()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_schema_leads_to_json_that_follows_it(runner, seed):
+    schema = {
+        "type": "object", "properties": {"age": {"type": "integer", "maximum": 99}, "ok": {"type": "boolean"}},
+        "required": ["age", "ok"], "additionalProperties": False,
+    }  # fmt: skip
+    found = json.loads(constrained(runner, "json_schema", json.dumps(schema), seed=seed))
+    assert isinstance(found["age"], int)
+    assert isinstance(found["ok"], bool)
+
+
+def test_every_other_kind_binds_every_token(runner):
+    assert constrained(runner, "regex", "(yes|no){2}", seed=2) in {"yesyes", "yesno", "noyes", "nono"}
+    lark = 'start: "a" DIGIT\nDIGIT: /[0-4]/'
+    assert constrained(runner, "lark", lark, temperature=0.0) in {"a0", "a1", "a2", "a3", "a4"}
+    both = json.dumps({"grammars": [{"lark_grammar": lark}]})
+    assert constrained(runner, "llguidance", both, temperature=0.0)[0] == "a"
+
+
+@pytest.mark.parametrize(
+    ("kind", "grammar"),
+    [
+        ("regex", "a("),
+        ("json_schema", "{"),
+        ("json_schema", '{"type": "foo"}'),
+        ("lark", "start: nothing"),
+        ("xml", "<a/>"),
+    ],
+)
+def test_a_grammar_that_is_none_is_the_clients_mistake(runner, kind, grammar):
+    with pytest.raises(BadRequest, match="grammar"):
+        runner.compile_grammar(kind, grammar)
+
+
+def test_behind_a_complete_text_only_its_end_is_allowed(runner):
+    matcher = runner.compile_grammar("regex", "a")
+    assert not matcher.is_complete
+    matcher.consume(ord("a"))
+    assert matcher.is_complete
+    draw = Draw(Sampling(), 0, 4, forbidden=(EOS,), matcher=matcher)
+    assert runner.run_step([Stream([5, 6, 7], [0]).next_slot()._replace(draws=(draw,))])[0][0].token_id == EOS

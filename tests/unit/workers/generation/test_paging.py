@@ -1,0 +1,76 @@
+"""What is refused at load, and why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sie.errors import BadRequest, ModelLoadFailed
+from sie.workers.generation.formats import choose_format
+from tests.generation_models import VOCABULARY, Stream, load, random_prompt, save, step
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        ("bloom", "BloomForCausalLM"),
+        ("codegen", "CodeGenForCausalLM"),
+        ("falcon", "FalconForCausalLM"),
+        ("gpt_neo", "GPTNeoForCausalLM"),
+        ("gptj", "GPTJForCausalLM"),
+        ("lfm2", "Lfm2ForCausalLM"),
+        ("mamba", "MambaForCausalLM"),
+        ("mpt", "MptForCausalLM"),
+    ],
+)
+def test_models_that_bypass_the_attention_interface_are_refused_by_name(name, architecture, tmp_path):
+    save(tmp_path / name, name)
+    with pytest.raises(ModelLoadFailed, match=f"{architecture} cannot keep its keys and values in blocks: . of its"):
+        load(tmp_path / name)
+
+
+def test_a_cache_without_room_is_refused_by_the_setting(tmp_path):
+    save(tmp_path / "llama", "llama")
+    with pytest.raises(ModelLoadFailed, match="kv_cache_bytes has room for 3 blocks of 3072 bytes"):
+        load(tmp_path / "llama", kv_cache_bytes=10_000)
+
+
+def test_blocks_are_no_more_than_all_choices_could_fill(load_tiny):
+    runner, _ = load_tiny("llama")
+    assert runner.block_tokens == 8
+    assert runner.num_blocks == 16 * (256 // 8 + 1)
+
+
+def test_blocks_are_what_their_memory_has_room_for(load_tiny):
+    runner, _ = load_tiny("llama", kv_cache_bytes=100_000)
+    block_bytes = 8 * 3 * 2 * (2 * 8) * 4  # tokens, layers, keys and values, heads times width, float32
+    assert runner.num_blocks == 100_000 // block_bytes
+
+
+@pytest.mark.parametrize(("weights", "dtype"), [("bfloat16", "auto"), ("int8", "bfloat16"), ("int4", "float32")])
+def test_every_format_of_weights_generates(weights, dtype, load_tiny):
+    runner, _ = load_tiny("llama", weights=weights, dtype=dtype)
+    assert runner.dtype == weights
+    stream = Stream(random_prompt(12, 1), [0, 1])
+    step(runner, [stream])
+    assert len(stream.answer) == 1
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_integer_weights_are_refused_on_a_gpu(weights):
+    with pytest.raises(BadRequest, match=f"weights: {weights} is served on a CPU only"):
+        choose_format(weights, "auto", torch.device("cuda"))
+
+
+def test_float32_is_left_to_torch_and_bfloat16_is_packed():
+    cpu = torch.device("cpu")
+    assert choose_format("float32", "bfloat16", cpu) == ("float32", torch.float32, None)
+    assert choose_format("auto", "bfloat16", cpu) == ("bfloat16", torch.bfloat16, 16)
+    assert choose_format("int4", "float32", cpu) == ("int4", torch.float32, 4)
+
+
+def test_a_token_outside_the_vocabulary_is_refused(load_tiny):
+
+    runner, _ = load_tiny("llama")
+    with pytest.raises(BadRequest, match="outside the vocabulary of 101"):
+        runner.run_step([Stream([5, VOCABULARY], [0]).next_slot()])
