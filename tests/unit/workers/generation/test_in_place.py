@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -23,7 +25,7 @@ def attend_by_table(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **argum
     assert len(cu_seq_k) == len(cu_seq_q)
     out = torch.empty_like(query)
     bounds = cu_seq_q.tolist()
-    for i, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for i, (first, last) in enumerate(pairwise(bounds)):
         num_seen = int(arguments["seqused_k"][i])
         table = arguments["block_table"][i].long()
         own_key, own_value = (pages[table].flatten(0, 1)[:num_seen].transpose(0, 1) for pages in (key, value))
