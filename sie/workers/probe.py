@@ -16,6 +16,7 @@ from torch import Tensor
 from sie.catalog.files import refuse
 from sie.workers import attention
 from sie.workers.batch import PackedBatch, pack_sequences
+from sie.workers.compiled_encoder import compile_encoder
 from sie.workers.runners.classify import TokenModel
 from sie.workers.runners.encode import Backbone, Execution
 from sie.workers.runners.score import HeadView, ScoreModel
@@ -48,6 +49,7 @@ def choose_execution(model_id: str, backbone: Backbone) -> Execution:
                 hidden, num_calls = backbone.run_packed(batch, offset)
                 every_layer = num_calls >= model.config.num_hidden_layers
                 if every_layer and difference(hidden, expected) < MAX_DIFFERENCE[expected.dtype]:
+                    _choose_compiled(model_id, backbone, batch, offset, expected)
                     return Execution(packed=True, position_offset=offset)
             reason = "packed results differ"
         except Exception as error:  # whatever a foreign architecture raises, the other way still works
@@ -55,6 +57,19 @@ def choose_execution(model_id: str, backbone: Backbone) -> Execution:
         model.set_attn_implementation(own)
     _log.info("%s runs in rectangles of equal length: %s", model_id, reason)
     return Execution(packed=False)
+
+
+def _choose_compiled(
+    model_id: str, backbone: Backbone, batch: PackedBatch, position_offset: int, expected: Tensor
+) -> None:
+    """Let a model run in its compiled form, if it has one that gives the same."""
+    compiled = compile_encoder(backbone.model)
+    if compiled is None:
+        return
+    if difference(compiled.run(batch, position_offset), expected) < MAX_DIFFERENCE[expected.dtype]:
+        backbone.compiled = compiled
+    else:
+        _log.warning("%s: its compiled form gives other values and is not used", model_id)
 
 
 def choose_scoring(model_id: str, scorer: ScoreModel) -> tuple[Execution, HeadView]:

@@ -17,7 +17,7 @@ struct SieAttention {
 };
 
 // Bytes that an attention needs beside its tensors, for sequences of at most so many tokens.
-inline size_t attention_scratch_bytes(int64_t longest, int64_t width) {
+static inline size_t attention_scratch_bytes(int64_t longest, int64_t width) {
     const size_t padded = (longest + 15) / 16 * 16, columns = (width + 15) / 16 * 16;
     constexpr size_t kRows = 12;
     return 4 * (padded * columns * 2 + kRows * padded * 2) + 64;

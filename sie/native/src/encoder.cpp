@@ -1,4 +1,7 @@
-// What the library does for encoders: each function chooses the level by its number format.
+// What the library does for encoders: each function chooses the level that it is asked for.
+#include "encoder.h"
+
+#include "encoder_layout.h"
 #include "features.h"
 #include "levels.h"
 
@@ -10,5 +13,20 @@ SIE_EXPORT int64_t sie_attention_scratch(int64_t longest, int64_t width) {
 #ifdef __x86_64__
 SIE_EXPORT void sie_attend(const SieAttention* shape, int32_t is_bf16, void* scratch) {
     (is_bf16 ? attend_bf16_avx512 : attend_f32_avx512)(*shape, scratch);
+}
+
+// Bytes that sie_encode writes to beside its result, for a step of so many tokens.
+SIE_EXPORT int64_t sie_encoder_scratch(const SieEncoder* encoder, int64_t num_tokens, int64_t longest) {
+    return static_cast<int64_t>(EncoderLayout(*encoder, num_tokens, longest).end);
+}
+
+SIE_EXPORT void sie_encode(const SieEncoder* encoder, const SieStep* step) {
+    constexpr decltype(&encode_f32_avx512) kLevels[] = {encode_f32_avx512, encode_bf16_avx512};
+    kLevels[encoder->level](*encoder, *step);
+}
+
+// Writes the panels of a weight [outputs][inputs], as products.h reads them.
+SIE_EXPORT void sie_pack_panels(const void* weight, int32_t is_bf16, int32_t outputs, int32_t inputs, uint32_t* panels) {
+    (is_bf16 ? pack_bf16_avx512 : pack_f32_avx512)(weight, outputs, inputs, panels);
 }
 #endif

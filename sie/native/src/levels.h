@@ -1,6 +1,11 @@
 // The functions that each level of the processor has, for the exported ones to choose from.
 #pragma once
 #include "attention.h"
+#include "encoder.h"
 
 void attend_f32_avx512(const SieAttention& shape, void* scratch);
 void attend_bf16_avx512(const SieAttention& shape, void* scratch);
+void encode_f32_avx512(const SieEncoder& encoder, const SieStep& step);
+void encode_bf16_avx512(const SieEncoder& encoder, const SieStep& step);
+void pack_f32_avx512(const void* weight, int outputs, int inputs, uint32_t* panels);
+void pack_bf16_avx512(const void* weight, int outputs, int inputs, uint32_t* panels);

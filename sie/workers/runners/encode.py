@@ -21,6 +21,7 @@ from sie.cards import ModelCard
 from sie.errors import BadRequest, InputTooLong
 from sie.workers.attention import Boundaries, packed_step
 from sie.workers.batch import PackedBatch, pack_sequences, rounded_tokens, with_filler
+from sie.workers.compiled_encoder import CompiledEncoder
 from sie.workers.lora import LoraAdapters, StepRows
 from sie.workers.runners.head import Head
 
@@ -42,9 +43,13 @@ class Backbone:
         self.vocab_size: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]  # an Embedding
         self.max_positions = _max_positions(model)
         self.lora_rows = StepRows(device)
+        self.compiled: CompiledEncoder | None = None
+        """Runs the packed steps in which no adapter takes part, where the model has such a form."""
 
     def run(self, batch: PackedBatch, execution: Execution) -> Tensor:
         """Return (t, d) hidden states in the model's format, in the batch's order."""
+        if self.compiled is not None and execution.packed and not self.lora_rows.parts:
+            return self.compiled.run(batch, execution.position_offset)
         return self.run_packed(batch, execution.position_offset)[0] if execution.packed else self.run_rectangles(batch)
 
     def run_packed(self, batch: PackedBatch, position_offset: int) -> tuple[Tensor, int]:
