@@ -6,6 +6,7 @@ Addresses are plain numbers; whoever fills a record keeps what it points to aliv
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from typing import ClassVar
 
 import numpy as np
@@ -71,11 +72,16 @@ class EncoderStep(ctypes.Structure):
     ]
 
 
-def choose_level(*, is_bf16: bool) -> int | None:
-    """Return the `SieLevel` that encoders of this format (else float32) run at here, None when there is none."""
-    if is_bf16:
-        return 1 if native.has(Feature.AVX512_BF16) else None
-    return 0 if native.has(Feature.AVX512) else None
+def choose_level(*, is_bf16: bool, inputs: Iterable[int]) -> int | None:
+    """Return the `SieLevel` that encoders of this format (else float32) run at here, None when there is none.
+
+    inputs are those of all linear layers: the tiles of AMX hold 32 of them.
+    """
+    if not is_bf16:
+        return 0 if native.has(Feature.AVX512) else None
+    if native.has(Feature.AMX_BF16 | Feature.AVX512_BF16) and all(count % 32 == 0 for count in inputs):
+        return 2
+    return 1 if native.has(Feature.AVX512_BF16) else None
 
 
 def pack_panels(weight: int, outputs: int, inputs: int, *, is_bf16: bool) -> NDArray[np.uint32]:

@@ -159,8 +159,11 @@ def compile_encoder(model: nn.Module) -> CompiledEncoder | None:
     config: Any = model.config
     activation = ACTIVATIONS.get(str(getattr(config, "hidden_act", None) or getattr(config, "activation", None)))
     dtype = parts.words.weight.dtype
-    level = choose_level(is_bf16=dtype == torch.bfloat16) if dtype in (torch.bfloat16, torch.float32) else None
-    if activation is None or level is None or not _has_plain_shapes(model, parts):
+    if activation is None or dtype not in (torch.bfloat16, torch.float32) or not _has_plain_shapes(model, parts):
+        return None
+    inputs = {linear.in_features for layer, _ in parts.layers for linear in layer}
+    level = choose_level(is_bf16=dtype == torch.bfloat16, inputs=inputs)
+    if level is None:
         return None
     return CompiledEncoder(model, parts, activation, level)
 

@@ -21,7 +21,7 @@ SIE_EXPORT int64_t sie_encoder_scratch(const SieEncoder* encoder, int64_t num_to
 }
 
 SIE_EXPORT void sie_encode(const SieEncoder* encoder, const SieStep* step) {
-    constexpr decltype(&encode_f32_avx512) kLevels[] = {encode_f32_avx512, encode_bf16_avx512};
+    constexpr decltype(&encode_f32_avx512) kLevels[] = {encode_f32_avx512, encode_bf16_avx512, encode_bf16_amx};
     kLevels[encoder->level](*encoder, *step);
 }
 

@@ -85,9 +85,9 @@ class Encoder {
         Stored* hidden = hidden_ + at(first, width_);
         add_and_normalise(layer.out, attended_ + at(first, width_), rows, hidden, layer.after_attention, block_);
         switch (encoder_.activation) {
-            case kGelu: linear(layer.up, block_, rows, inner_, gelu); break;
-            case kGeluTanh: linear(layer.up, block_, rows, inner_, gelu_tanh); break;
-            case kRelu: linear(layer.up, block_, rows, inner_, [](Vec x) { return _mm512_max_ps(x, _mm512_setzero_ps()); }); break;
+            case kGelu: linear(layer.up, block_, rows, inner_, [](Vec x) { return gelu(x); }); break;
+            case kGeluTanh: linear(layer.up, block_, rows, inner_, [](Vec x) { return gelu_tanh(x); }); break;
+            case kRelu: linear(layer.up, block_, rows, inner_, [](Vec x) { return _mm512_max_ps(_mm512_setzero_ps(), x); }); break;
             default: linear(layer.up, block_, rows, inner_, [](Vec x) { return times_sigmoid(x, x); });
         }
         add_and_normalise(layer.down, inner_, rows, block_, layer.after_block, hidden);
@@ -155,6 +155,7 @@ class Encoder {
 template <class Products>
 void encode(const SieEncoder& encoder, const SieStep& step) {
     Encoder<Products>(encoder, step).run();
+    Products::finish();
 }
 
 }  // namespace

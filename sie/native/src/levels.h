@@ -7,5 +7,6 @@ void attend_f32_avx512(const SieAttention& shape, void* scratch);
 void attend_bf16_avx512(const SieAttention& shape, void* scratch);
 void encode_f32_avx512(const SieEncoder& encoder, const SieStep& step);
 void encode_bf16_avx512(const SieEncoder& encoder, const SieStep& step);
+void encode_bf16_amx(const SieEncoder& encoder, const SieStep& step);
 void pack_f32_avx512(const void* weight, int outputs, int inputs, uint32_t* panels);
 void pack_bf16_avx512(const void* weight, int outputs, int inputs, uint32_t* panels);

@@ -29,7 +29,8 @@ struct DotProducts {
     template <int kRows>
     static __attribute__((noinline)) void tile(const Stored* rows, size_t stride, const uint32_t* panel, int words, float* to) {
         Vec sums[kRows][2];
-        for (auto& row : sums) row[0] = row[1] = _mm512_setzero_ps();
+#pragma GCC unroll 14
+        for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
         const Stored* half = rows + kRows / 2 * stride;
         for (int word = 0; word < words; ++word, panel += kPanel, rows += T::kPerWord, half += T::kPerWord) {
             const __m512i left = _mm512_load_si512(panel), right = _mm512_load_si512(panel + kLanes);
@@ -43,11 +44,15 @@ struct DotProducts {
                 sums[r][1] = T::dot(sums[r][1], one, right);
             }
         }
+#pragma GCC unroll 14
         for (int r = 0; r < kRows; ++r) {
             _mm512_store_ps(to + r * kPanel, sums[r][0]);
             _mm512_store_ps(to + r * kPanel + kLanes, sums[r][1]);
         }
     }
+
+    static void prepare(int) {}
+    static void finish() {}
 
     static void run(int count, const Stored* rows, size_t stride, const uint32_t* panel, int words, float* to) {
         using Tile = void (*)(const Stored*, size_t, const uint32_t*, int, float*);
@@ -58,20 +63,20 @@ struct DotProducts {
 };
 
 // Runs a linear layer without its bias over num_rows rows; done(first, rows, column, tile) gets each finished tile,
-// [rows][32] float.
+// [rows][32] float. All tiles have one height, and the last overlaps the one before it: done may see a row twice.
 template <class Products, class Done>
 void multiply(const SieLinear& linear, const typename Products::Stored* rows, int num_rows, Done done) {
     const int words = linear.inputs / Products::Format::kPerWord;
-    // Tiles of about equal height: a last one of a row or two would cost as much as a full one.
     const int num_tiles = (num_rows + Products::kMaxRows - 1) / Products::kMaxRows;
     const int height = (num_rows + num_tiles - 1) / num_tiles;
     alignas(64) float sums[Products::kMaxRows * kPanel];
     const uint32_t* panel = linear.panels;
+    Products::prepare(height);
     for (int column = 0; column < linear.outputs; column += kPanel, panel += static_cast<size_t>(words) * kPanel)
-        for (int first = 0; first < num_rows; first += height) {
-            const int count = num_rows - first < height ? num_rows - first : height;
-            Products::run(count, rows + static_cast<size_t>(first) * linear.inputs, linear.inputs, panel, words, sums);
-            done(first, count, column, sums);
+        for (int tile = 0; tile < num_tiles; ++tile) {
+            const int first = tile + 1 < num_tiles ? tile * height : num_rows - height;
+            Products::run(height, rows + static_cast<size_t>(first) * linear.inputs, linear.inputs, panel, words, sums);
+            done(first, height, column, sums);
         }
 }
 
