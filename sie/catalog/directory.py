@@ -14,6 +14,7 @@ from sie.cards import LateInteraction, ModelCard, PipelineStep, SparseOutput, St
 from sie.catalog.detection import read_detector
 from sie.catalog.extraction import count_positions, read_extraction
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
+from sie.catalog.generation import as_generator, is_generator
 from sie.catalog.gli import read_library_card
 from sie.catalog.late import is_late, read_late
 from sie.catalog.modules import Module, default_pipeline, read_modules, read_pipeline
@@ -80,7 +81,8 @@ def read_card(spec: ModelSpec, directory: str) -> ModelCard:
     outputs = _read_outputs(checkpoint, transformer, modules, config)
     if static is not None and outputs.sparse is None:
         raise refuse(spec.id, "its queries have a sparse vector and its documents have none")
-    return _card(spec, checkpoint, transformer, config, msgspec.structs.replace(outputs, static_queries=static))
+    card = _card(spec, checkpoint, transformer, config, msgspec.structs.replace(outputs, static_queries=static))
+    return as_generator(checkpoint, config, card) if is_generator(modules, config) else card
 
 
 class _Outputs(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from sie.catalog.spec import ModelSpec
 Progress = Callable[[float, str], None]
 """Takes the fraction that is done, 0 to 1, and what is being done."""
 
-ALLOWED = ["*.safetensors", "*.json", "*.txt", "*.model", "artifact.metadata"]
+ALLOWED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "artifact.metadata"]
 IGNORED = ["onnx/*", "openvino/*", "coreml/*", "runs/*", "checkpoint-*/*"]
 _DIGESTS = {64: "sha256", 40: "sha1"}  # a blob is named by its LFS or by its git hash
 _CHUNK_BYTES = 1 << 20

@@ -16,9 +16,11 @@ import msgspec
 
 from sie.cards import ModelCard
 from sie.catalog.architecture import read_model_config
-from sie.catalog.cards import make_card
+from sie.catalog.cards import complete_card, make_card
 from sie.catalog.chat_pairs import read_pair_template
 from sie.catalog.files import open_checkpoint
+from sie.catalog.generation import finish_generator
+from sie.catalog.gguf_file import find_gguf
 from sie.catalog.hub import Progress, fetch
 from sie.catalog.lora import CONFIG_FILE, WEIGHTS_FILE
 from sie.catalog.spec import ModelSpec, RepositoryModel
@@ -34,6 +36,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_dir: str
     is_adapter: bool = False
     """Whether the spec is that of an adapter on the hub, which only has to be fetched."""
+    chat_template: str = ""
+    """Path of the template for generators without one of their own; empty for none."""
     repositories: tuple[str, ...] = ()
     """Model repositories to look into, for the model that the spec names or, where its id is empty, for all."""
 
@@ -85,6 +89,8 @@ def prepare(request: Request, on_progress: Progress) -> ModelCard:
 
         return read_tensor_card(spec)
     directory = spec.directory or fetch(spec, on_progress)
+    if gguf := find_gguf(spec.id, directory):
+        return finish_generator(_read_gguf(spec, gguf, request, on_progress), request.chat_template)
     card = make_card(spec, directory)
     if "auto_map" in open_checkpoint(card.id, card.directory).read_object("config.json"):
         on_progress(1.0, "checking the architecture")
@@ -97,7 +103,16 @@ def prepare(request: Request, on_progress: Progress) -> ModelCard:
         on_progress(1.0, "reading the chat template")
         score = msgspec.structs.replace(card.score, template=read_pair_template(card))
         card = msgspec.structs.replace(card, score=score)
+    if card.generate is not None:
+        card = finish_generator(card, request.chat_template)
     return with_num_weights(card)
+
+
+def _read_gguf(spec: ModelSpec, path: str, request: Request, on_progress: Progress) -> ModelCard:
+    from sie.catalog.gguf_file import read_gguf_card  # imports gguf
+
+    on_progress(1.0, "reading the GGUF file")
+    return complete_card(read_gguf_card(spec.id, path, request.cache_dir), spec)
 
 
 def main(arguments: list[str]) -> int:

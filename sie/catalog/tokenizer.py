@@ -27,10 +27,18 @@ def convert_tokenizer(model_id: str, directory: str, cache_dir: str) -> str:
     Imports transformers unless the cache has it. Raises ModelLoadFailed, with `error_class` DEPENDENCY when a library
     that the conversion needs is not installed.
     """
-    path = Path(cache_dir, _FOLDER, f"{_fingerprint(directory)}.json")
+    return keep_tokenizer(model_id, cache_dir, _fingerprint(directory), lambda: _convert(model_id, directory))
+
+
+def keep_tokenizer(model_id: str, cache_dir: str, fingerprint: str, convert: Callable[[], str]) -> str:
+    """Return the path of the cached `tokenizer.json` of a fingerprint; convert makes its text where there is none yet.
+
+    Raises ModelLoadFailed when it cannot be written, and whatever convert raises.
+    """
+    path = Path(cache_dir, _FOLDER, f"{fingerprint}.json")
     if path.is_file():
         return str(path)
-    text = _convert(model_id, directory)
+    text = convert()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:

@@ -98,9 +98,14 @@ class ModelTable:
         return used
 
     def able(self, output: str) -> list[str]:
-        """Return the ids of the models that give this output to a request without a profile."""
+        """Return the ids of the models that give this output to a request without a profile.
+
+        Generators, which embed as well, are named for another output only where nothing else gives it.
+        """
         cards = [entry.card for entry in self.entries.values()]
-        return [card.id for card in cards if gives(card, output) and is_own_entry(card, self.entries)]
+        able = [card for card in cards if gives(card, output) and is_own_entry(card, self.entries)]
+        made_for_it = [card for card in able if (card.kind == "generator") == (output == "generate")]
+        return [card.id for card in made_for_it or able]
 
     def check_serving(self, entry: ModelEntry) -> None:
         """Raise what a request for this model has to hear, unless it can be served or waits for a recovery.

@@ -1,4 +1,4 @@
-"""Owns how a payload lies in an extent: the prologue with the cancel byte, the typed header, the aligned arrays.
+"""Owns how a payload lies in an extent: the prologue with the cancel byte and the stop bits, the typed header, the aligned arrays.
 
 Writing, when the arrays are there:          plan = plan_arrays([("token_ids", "<i4", (t,)), ...])
                                               length = write_extent(lease.view, encode(header), plan.refs, arrays)
@@ -26,6 +26,7 @@ from sie.shm.layout import PROLOGUE, PROLOGUE_BYTES, ProtocolError, round_up
 
 MAX_HEADER_BYTES: Final = 1 << 20
 MAX_DIMENSIONS: Final = 8
+_STOPPED_AT: Final = 8
 
 DTYPES: Final[dict[str, np.dtype[Any]]] = {
     code: np.dtype(code)
@@ -156,3 +157,13 @@ def set_cancelled(view: memoryview) -> None:
 def is_cancelled(view: memoryview) -> bool:
     """Whether the owner of this extent has cancelled it; too late once its step was planned."""
     return view[0] != 0
+
+
+def set_stopped(view: memoryview, choice: int) -> None:
+    """Ask the peer to generate no more of a choice, 0 to 63. Only the extent's owner writes, before the lease ends."""
+    view[_STOPPED_AT + (choice >> 3)] |= 1 << (choice & 7)
+
+
+def is_stopped(view: memoryview, choice: int) -> bool:
+    """Whether the owner of this extent wants no more of a choice."""
+    return bool(view[_STOPPED_AT + (choice >> 3)] & (1 << (choice & 7)))

@@ -25,12 +25,13 @@ Extent: where a payload lies in a segment. `length` of its descriptor counts fro
 
      0        1       4               8               16                    16 + header_length
     +--------+-------+---------------+---------------+---------------------+----+
-    | cancel | 0 0 0 | header_length | reserved (0)  | header (msgpack)    | .. |
+    | cancel | 0 0 0 | header_length | stopped       | header (msgpack)    | .. |
     +--------+-------+---------------+---------------+---------------------+----+ P = round_up(16 + header_length, 64)
     | array 0, C order          .. | array 1, C order          .. |  each starts 64 x k after P
     +------------------------------+------------------------------+
 
-    cancel: 0, then 1 at most once; the only byte that changes after the extent was handed over.
+    cancel: 0, then 1 at most once. stopped: of a request to generate, the choices whose rest nobody wants, choice i as bit
+    i & 7 of byte 8 + (i >> 3); a bit is set at most once. Nothing else changes after the extent was handed over.
 
 Counter page: one writer, many readers; `used` is written last, so a record is either whole or not there.
 

@@ -16,6 +16,8 @@ from sie import failpoints
 from sie.api_keys import KeyFileError
 from sie.cards import AdapterSpec, ModelCard
 from sie.catalog.cards import make_card
+from sie.catalog.generation import finish_generator
+from sie.catalog.gguf_file import find_gguf
 from sie.catalog.lora import find_lora_weights, read_lora_config
 from sie.catalog.spec import ModelSpec
 from sie.catalog.weights import with_num_weights
@@ -136,7 +138,7 @@ def _read_models(loaded: Loaded) -> Models:
     models: Models = []
     for spec, start in check_models(loaded).values():
         try:
-            card = _read_local_card(spec)
+            card = _read_local_card(spec, loaded.settings.generation.chat_template)
         except SieError as error:
             raise StartError(f"{'model' if start == 'preload' else 'lazy_model'}: {error.message}") from error
         models.append((spec, start == "preload", card))
@@ -175,8 +177,10 @@ def _open_key_file(path: str) -> KeyFileWatch | None:
         raise StartError(f"api_keys: {error}") from error
 
 
-def _read_local_card(spec: ModelSpec) -> ModelCard | None:
-    if spec.stub is None and spec.directory is None:
+def _read_local_card(spec: ModelSpec, chat_template: str) -> ModelCard | None:
+    if spec.stub is None and (spec.directory is None or find_gguf(spec.id, spec.directory)):
         return None
     card = make_card(spec, spec.directory or "")
+    if card.generate is not None and card.tokenizer_file:
+        card = finish_generator(card, chat_template)
     return with_num_weights(card) if card.stub is not None or card.tokenizer_file else None

@@ -30,6 +30,7 @@ class Preparer:
 
     def __init__(self, settings: Settings, progress: Progress) -> None:
         self._cache_dir = settings.models.cache_dir
+        self._chat_template = settings.generation.chat_template
         self._timeout_s = settings.models.load_timeout_s
         self._progress = progress
         self._readers = asyncio.Semaphore(_MAX_READERS)
@@ -41,7 +42,7 @@ class Preparer:
     async def prepare(self, spec: ModelSpec) -> ModelCard | WireError:
         """Return the card of a model that is now on disk, or why it is not."""
         async with self._readers if spec.tensor is not None else contextlib.nullcontext():
-            last = await self._run(Request(spec=spec, cache_dir=self._cache_dir))
+            last = await self._run(Request(spec=spec, cache_dir=self._cache_dir, chat_template=self._chat_template))
         if isinstance(last, Ready):
             return last.card
         return last.error if isinstance(last, Failed) else failed(spec, "the prepare helper mixed things up", "ENGINE")

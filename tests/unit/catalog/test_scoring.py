@@ -119,7 +119,7 @@ def test_causal_reranker_is_known_by_its_id(write_files: Any, model_id: str) -> 
     assert (card.kind, card.outputs, card.max_sequence_length) == ("causal-reranker", ("score",), 8192)
     assert card.score is not None
     assert (card.score.true_token_id, card.score.false_token_id) == (2, 1)
-    assert _read(write_files(files), "Qwen/Qwen3-0.6B").kind == "encoder"
+    assert _read(write_files(files), "Qwen/Qwen3-0.6B").kind == "generator"
 
 
 def test_causal_reranker_without_its_tokens_is_refused(write_files: Any) -> None:

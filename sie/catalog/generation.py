@@ -1,0 +1,203 @@
+"""Owns how a checkpoint's files say that it generates text, and how: contexts, special tokens, templates, defaults.
+
+Reads what transformers 5.23 reads: config.json, generation_config.json, tokenizer_config.json, chat_template.jinja and
+the added tokens of tokenizer.json. Imports nothing slow and reads no weight.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from sie.cards import ModelCard
+from sie.catalog.extraction import count_positions
+from sie.catalog.files import Checkpoint, refuse
+from sie.errors import ModelLoadFailed
+from sie.generation import GenerateRule, ToolFormat
+
+_CAUSAL: Final = ("ForCausalLM", "LMHeadModel")
+_NO_LIMIT: Final = 1 << 20
+"""Context of a model that names none: relative positions have no end."""
+_MAX_TEMPLATE_BYTES: Final = 1 << 20
+_TEMPLATE_FILE: Final = "chat_template.jinja"
+_SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TOOL_FORMATS: Final[tuple[tuple[str, ToolFormat], ...]] = (
+    ("<tool_call>", "hermes"),
+    ("<|python_tag|>", "llama"),
+    ("ipython", "llama"),
+    ("<start_of_turn>", "gemma"),
+)
+"""Texts of chat templates, and the way in which a model with such a template writes its calls."""
+_REASONING: Final = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<reasoning>", "</reasoning>"))
+
+
+def is_generator(modules: Any, config: dict[str, Any]) -> bool:
+    """Tell a causal language model: a bare checkpoint whose architecture ends in its head, not made to see both ways.
+
+    modules is what `modules.json` lists, None without one: with one, it is an encoder that was built from such a model.
+    """
+    architecture = str((config.get("architectures") or [""])[0])
+    is_causal = config.get("is_causal", True) and not config.get("use_bidirectional_attention", False)
+    return modules is None and architecture.endswith(_CAUSAL) and bool(is_causal)
+
+
+def as_generator(checkpoint: Checkpoint, config: dict[str, Any], card: ModelCard) -> ModelCard:
+    """Return the card of a causal language model, from the one it has as an encoder: it stays one, and generates, too.
+
+    Raises ModelLoadFailed for settings that mean nothing.
+    """
+    settings = checkpoint.read_object("tokenizer_config.json")
+    generation = checkpoint.read_object("generation_config.json")
+    template, tool_template = _read_templates(checkpoint, settings)
+    rule = make_rule(
+        checkpoint.id,
+        template=template,
+        tool_template=tool_template,
+        specials=read_special_tokens(settings, checkpoint.read_object("special_tokens_map.json")),
+        context_length=count_positions(config) or config.get("n_positions") or _NO_LIMIT,
+        eos_token_ids=_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
+        defaults=generation,
+    )
+    return msgspec.structs.replace(card, kind="generator", outputs=(*card.outputs, "generate"), generate=rule)
+
+
+def make_rule(
+    model_id: str,
+    *,
+    template: str,
+    tool_template: str,
+    specials: dict[str, str],
+    context_length: int,
+    eos_token_ids: tuple[int, ...],
+    defaults: dict[str, Any],
+) -> GenerateRule:
+    """Return the rule of a model from what its files say; defaults as generation_config.json has them."""
+    rule = GenerateRule(
+        context_length=context_length,
+        eos_token_ids=eos_token_ids,
+        special_tokens=specials,
+        temperature=_number(model_id, defaults, "temperature", 0.0),
+        top_p=_number(model_id, defaults, "top_p", 0.0),
+        top_k=None if (top_k := _number(model_id, defaults, "top_k", 0.0)) is None else int(top_k),
+        min_p=_number(model_id, defaults, "min_p", 0.0),
+        repetition_penalty=_number(model_id, defaults, "repetition_penalty", 1e-9),
+    )
+    return _with_templates(rule, template, tool_template)
+
+
+def _with_templates(rule: GenerateRule, template: str, tool_template: str = "") -> GenerateRule:
+    """Return a rule with its templates, and what their texts tell of how the model writes calls and reasoning."""
+    tool_source = tool_template or template
+    return msgspec.structs.replace(
+        rule,
+        chat_template=template,
+        tool_chat_template=tool_template,
+        tool_format=next((form for text, form in _TOOL_FORMATS if text in tool_source), "json"),
+        reasoning_tags=next((tags for tags in _REASONING if any(tag in template for tag in tags)), None),
+    )
+
+
+def finish_generator(card: ModelCard, chat_template: str) -> ModelCard:
+    """Return the card of a generator whose tokenizer_file is set with everything that a frontend needs of it.
+
+    chat_template is the path of the Jinja file for models without a template of their own, or empty. Raises
+    ModelLoadFailed for a file that cannot be read.
+    """
+    card = _with_tokenizer(card)
+    rule = card.generate
+    assert rule is not None
+    if rule.chat_template or not chat_template:
+        return card
+    return msgspec.structs.replace(card, generate=_with_templates(rule, _read_template(card.id, Path(chat_template))))
+
+
+def read_special_tokens(settings: dict[str, Any], mapping: dict[str, Any]) -> dict[str, str]:
+    """Return the special tokens by name, from tokenizer_config.json before special_tokens_map.json."""
+    named = {name: settings.get(name, mapping.get(name)) for name in _SPECIAL_NAMES}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str) and text}
+
+
+class _AddedToken(msgspec.Struct):
+    content: str
+    id: int
+    special: bool = False
+
+
+class _Tokenizer(msgspec.Struct):
+    """What is read of tokenizer.json here; the vocabulary, of megabytes, is passed over."""
+
+    added_tokens: list[_AddedToken] = []
+
+
+def _with_tokenizer(card: ModelCard) -> ModelCard:
+    """Add what only the tokenizer knows: special texts, and the end of text where no other file names it."""
+    rule = card.generate
+    assert rule is not None
+    try:
+        added = msgspec.json.decode(Path(card.tokenizer_file).read_bytes(), type=_Tokenizer).added_tokens
+    except OSError as error:
+        raise refuse(card.id, f"tokenizer.json: {error.strerror}", "STORAGE") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise refuse(card.id, f"tokenizer.json cannot be read: {error}") from error
+    ends = rule.eos_token_ids
+    if not ends:
+        ends = tuple(token.id for token in added if token.content == rule.special_tokens.get("eos_token"))
+    special = tuple(token.content for token in added if token.special)
+    return msgspec.structs.replace(
+        card, generate=msgspec.structs.replace(rule, eos_token_ids=ends, special_texts=special)
+    )
+
+
+def _read_templates(checkpoint: Checkpoint, settings: dict[str, Any]) -> tuple[str, str]:
+    """Return the chat template and the one for tools, each empty where there is none.
+
+    Source: transformers 5.23 tokenization_utils_base.py: a file chat_template.jinja goes before the setting, which is
+    one text or a list of named ones.
+    """
+    path = checkpoint.find(_TEMPLATE_FILE)
+    if path is not None:
+        return _read_template(checkpoint.id, path), ""
+    named = settings.get("chat_template") or checkpoint.read_object("chat_template.json").get("chat_template") or ""
+    if isinstance(named, str):
+        return named, ""
+    try:
+        entries = msgspec.convert(named, list[dict[str, str]])
+        templates = {entry["name"]: entry["template"] for entry in entries}
+    except (msgspec.ValidationError, KeyError) as error:
+        raise refuse(
+            checkpoint.id, "chat_template in tokenizer_config.json is neither a text nor named texts"
+        ) from error
+    return templates.get("default", ""), templates.get("tool_use", "")
+
+
+def _read_template(model_id: str, path: Path) -> str:
+    try:
+        data = path.read_bytes()
+        if len(data) > _MAX_TEMPLATE_BYTES:
+            raise refuse(model_id, f"{path.name} is over {_MAX_TEMPLATE_BYTES} bytes")
+        return data.decode()
+    except OSError as error:
+        raise refuse(model_id, f"{path.name}: {error.strerror}", "STORAGE") from error
+    except UnicodeDecodeError as error:
+        raise refuse(model_id, f"{path.name} is not UTF-8") from error
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    values = value if isinstance(value, list) else [value]
+    return tuple(one for one in values if isinstance(one, int) and not isinstance(one, bool))
+
+
+def _number(model_id: str, defaults: dict[str, Any], name: str, least: float) -> float | None:
+    value = defaults.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < float("inf"):
+        raise _wrong(model_id, name, value)
+    return float(value)
+
+
+def _wrong(model_id: str, name: str, value: Any) -> ModelLoadFailed:
+    return refuse(model_id, f"generation_config.json sets {name} to {value!r}")

@@ -1,0 +1,137 @@
+"""Owns how a GGUF file becomes the card of a generating model, and its tokenizer a `tokenizer.json`.
+
+The file's own metadata say nearly everything; what they mean for an architecture is transformers' to know, which reads
+the weights later as well. Imports gguf and transformers when called: only the prepare helper calls it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from sie.cards import ModelCard
+from sie.catalog.files import refuse
+from sie.catalog.generation import make_rule
+from sie.catalog.tokenizer import keep_tokenizer
+from sie.generation import GenerateRule
+
+SUFFIX: Final = ".gguf"
+_SPECIALS: Final = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+_ENDS: Final = ("eos", "eot", "eom")
+"""Names of ids that end an answer: of the text, of a turn, of a message."""
+
+
+def find_gguf(model_id: str, directory: str) -> str:
+    """Return the path of the GGUF file that a spec's directory means, or empty when it is another kind of checkpoint.
+
+    directory is the file itself, or holds one and no config.json. Raises ModelLoadFailed when it holds several.
+    """
+    path = Path(directory).absolute()
+    if path.suffix == SUFFIX:
+        if not path.is_file():
+            raise refuse(model_id, f"there is no file {path.name}", "STORAGE")
+        return str(path)
+    if not path.is_dir() or (path / "config.json").exists():
+        return ""
+    files = sorted(file.name for file in path.glob(f"*{SUFFIX}"))
+    if len(files) > 1:
+        raise refuse(model_id, f"there are several GGUF files; write ID=DIRECTORY/{files[0]} for that one")
+    return str(path / files[0]) if files else ""
+
+
+def read_gguf_card(model_id: str, path: str, cache_dir: str) -> ModelCard:
+    """Return the card of a GGUF model, its tokenizer converted; imports transformers.
+
+    Raises ModelLoadFailed for a damaged file, an architecture that transformers does not know, and a split one.
+    """
+    fields, counts, header_bytes = _read_file(model_id, path)
+    if fields.get("split.count", 0) not in (0, 1):
+        raise refuse(model_id, "the GGUF file is one part of several; merge them into one")
+    config = _read_config(model_id, path)
+    architecture = str(fields.get("general.architecture", ""))
+    rule = _read_rule(model_id, fields, config)
+    return ModelCard(
+        id=model_id,
+        kind="generator",
+        directory=str(Path(path).parent),
+        architecture=architecture,
+        outputs=("generate",),
+        max_sequence_length=rule.context_length,
+        vocab_size=int(config.vocab_size),
+        num_weights=sum(counts),
+        tokenizer_file=_convert_tokenizer(model_id, path, header_bytes, cache_dir),
+        generate=msgspec.structs.replace(rule, gguf_file=path),
+    )
+
+
+def _read_file(model_id: str, path: str) -> tuple[dict[str, Any], list[int], int]:
+    """Return the metadata without the vocabulary, the number of weights of each tensor and where the tensors begin."""
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(path)
+        tokens = reader.fields.get("tokenizer.ggml.tokens")
+        fields = {
+            name: field.contents()
+            for name, field in reader.fields.items()
+            if len(field.data) <= 1 or not name.startswith("tokenizer.ggml.")
+        }
+        for name in (*_SPECIALS, "eot", "eom"):
+            number = fields.get(f"tokenizer.ggml.{name}_token_id")
+            if tokens is not None and isinstance(number, int) and 0 <= number < len(tokens.data):
+                fields[name] = bytes(tokens.parts[tokens.data[number]]).decode("utf-8", "replace")
+        counts = [prod(map(int, tensor.shape)) for tensor in reader.tensors]
+        return fields, counts, int(reader.data_offset)
+    except OSError as error:
+        raise refuse(model_id, f"{Path(path).name}: {error.strerror}", "STORAGE") from error
+    except Exception as error:  # the reader trusts the file, and fails in many ways on one that is damaged
+        raise refuse(model_id, f"the GGUF file is damaged: {type(error).__name__}: {error}", "STORAGE") from error
+
+
+def _read_config(model_id: str, path: str) -> Any:
+    from transformers import AutoConfig
+
+    load: Callable[..., Any] = AutoConfig.from_pretrained  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    try:
+        return load(str(Path(path).parent), gguf_file=Path(path).name, local_files_only=True)
+    except Exception as error:  # an unknown architecture is a ValueError, missing fields are whatever they are
+        raise refuse(model_id, f"transformers cannot read its GGUF metadata: {error}") from error
+
+
+def _read_rule(model_id: str, fields: dict[str, Any], config: Any) -> GenerateRule:
+    ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in _ENDS]
+    template = fields.get("tokenizer.chat_template", "")
+    return make_rule(
+        model_id,
+        template=template if isinstance(template, str) else "",
+        tool_template="",
+        specials={known: fields[name] for name, known in _SPECIALS.items() if name in fields},
+        context_length=int(config.max_position_embeddings),
+        eos_token_ids=tuple(dict.fromkeys(number for number in ends if isinstance(number, int))),
+        defaults={},
+    )
+
+
+def _convert_tokenizer(model_id: str, path: str, header_bytes: int, cache_dir: str) -> str:
+    """Return the path of the `tokenizer.json` made from a file's metadata, which alone the cached one depends on."""
+    digest = hashlib.blake2b(version("transformers").encode(), digest_size=16)
+    with Path(path).open("rb") as file:
+        digest.update(file.read(header_bytes))
+
+    def convert() -> str:
+        from transformers import AutoTokenizer
+
+        load: Callable[..., Any] = AutoTokenizer.from_pretrained  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        try:
+            tokenizer = load(str(Path(path).parent), gguf_file=Path(path).name, local_files_only=True)
+        except Exception as error:  # each family fails in its own way
+            raise refuse(model_id, f"its GGUF tokenizer cannot be converted: {error}") from error
+        return tokenizer.backend_tokenizer.to_str()
+
+    return keep_tokenizer(model_id, cache_dir, digest.hexdigest(), convert)

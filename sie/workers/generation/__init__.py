@@ -1,0 +1,98 @@
+"""Owns what the generation engine and a loaded model say to each other: one step in, one token for each draw out.
+
+The engine (`engine`, with the pure `kv` and `planner`) decides what runs and keeps the books; a `GenerateRunner` computes
+and keeps nothing but the weights and the memory of keys and values. Both are called from the loop's thread only, but for
+`compile_grammar`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sie.cards import ModelCard
+from sie.generation import Sampling, TokenLogprob
+
+
+class Matcher(Protocol):
+    """How far one choice has followed its grammar."""
+
+    def fill_mask(self, allowed: NDArray[np.int32]) -> None:
+        """Write which tokens may come next: bit i & 31 of word i >> 5."""
+        ...
+
+    def consume(self, token_id: int) -> None:
+        """Take the token that was chosen."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing but an end-of-text token may follow."""
+        ...
+
+
+class Draw(NamedTuple):
+    """One token to choose from a slot's last logits.
+
+    position is that of the token to choose, in the whole sequence; with the seed and the choice it gives the random
+    number (`Sampling`). history holds the ids (t,) of prompt and answer that penalties count; None where there are none.
+    forbidden: tokens that must not be chosen, as end of text while it is ignored. logprobs as in `GenerateTask`.
+    num_prompt: tokens of the sequence that are the prompt; the answer is behind them.
+    """
+
+    sampling: Sampling
+    choice: int
+    position: int
+    history: NDArray[np.int32] | None = None
+    forbidden: tuple[int, ...] = ()
+    logprobs: int | None = None
+    matcher: Matcher | None = None
+    num_prompt: int = 0
+
+
+class Slot(NamedTuple):
+    """The part of one sequence in a step: its next tokens, and where its keys and values lie.
+
+    token_ids (t,) int32 stand at positions start, start + 1, ... Position p has its keys and values in block
+    blocks[p // block_tokens], row p % block_tokens; those before start are there already. Without draws nothing is
+    chosen, as behind all but the last part of a prompt; the choices of a request whose prompt has just been read have
+    a draw each, from one slot.
+    """
+
+    token_ids: NDArray[np.int32]
+    start: int
+    blocks: Sequence[int]
+    draws: tuple[Draw, ...] = ()
+
+
+class Chosen(NamedTuple):
+    """A token, and what its draw wanted to know of it."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+class GenerateRunner(Protocol):
+    """A model that generates text; what `sie.workers.runners.Runner` means by one."""
+
+    takes: Literal["generate"]
+    card: ModelCard
+    memory_bytes: int
+    dtype: str
+    block_tokens: int
+    num_blocks: int
+    """Blocks of keys and values there is memory for, numbers 0 to num_blocks - 1."""
+
+    def run_step(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> Sequence[tuple[Chosen, ...]]:
+        """Copy blocks (from, to), run all slots in one forward pass, and return what each slot's draws chose.
+
+        Whether slots share a step changes results only by rounding. Raises what the library raises.
+        """
+        ...
+
+    def compile_grammar(self, kind: str, text: str) -> Matcher:
+        """Return a fresh matcher (`sie.generation.GrammarKind`). Runs on any thread. Raises BadRequest."""
+        ...

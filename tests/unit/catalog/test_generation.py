@@ -1,0 +1,123 @@
+"""Cards of generating models: what their files say of contexts, ends, templates and defaults."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sie.catalog.directory import read_card
+from sie.catalog.generation import finish_generator
+from sie.catalog.spec import ModelSpec
+from sie.errors import ModelLoadFailed
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 8, "vocab_size": 64,
+    "max_position_embeddings": 256, "eos_token_id": 7,
+}  # fmt: skip
+ADDED = [
+    {"id": 7, "content": "<|im_end|>", "special": True},
+    {"id": 8, "content": "<tool_call>", "special": False},
+]
+HERMES = "{{ messages }} <tool_call> <think>"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": ADDED, "model": {"vocab": {"a": 0}}}))
+    write(tmp_path, "config.json", CONFIG)
+    return tmp_path
+
+
+def write(directory: Path, name: str, content: object) -> None:
+    (directory / name).write_text(json.dumps(content))
+
+
+def read(directory: Path, chat_template: str = "") -> Any:
+    card = finish_generator(read_card(ModelSpec(id="m"), str(directory)), chat_template)
+    assert card.generate is not None
+    return card
+
+
+def test_a_bare_causal_checkpoint_generates_and_embeds(directory: Path) -> None:
+    card = read(directory)
+    assert (card.kind, card.outputs, card.dims) == ("generator", ("dense", "generate"), {"dense": 8})
+    assert card.generate.context_length == 256
+    assert card.generate.eos_token_ids == (7,)
+    assert card.generate.special_texts == ("<|im_end|>",)
+
+
+def test_gpt2_names_its_limit_and_its_head_otherwise(directory: Path) -> None:
+    config = {**CONFIG, "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_positions": 1024}
+    del config["max_position_embeddings"]
+    write(directory, "config.json", config)
+    assert read(directory).generate.context_length == 1024
+
+
+def test_generation_config_names_ends_and_defaults(directory: Path) -> None:
+    defaults = {"eos_token_id": [3, 4], "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1}
+    write(directory, "generation_config.json", defaults)
+    rule = read(directory).generate
+    assert rule.eos_token_ids == (3, 4)
+    assert (rule.temperature, rule.top_k, rule.top_p, rule.min_p) == (0.6, 20, 0.95, None)
+    assert rule.repetition_penalty == 1.1
+
+
+def test_the_tokenizer_names_the_end_where_nothing_else_does(directory: Path) -> None:
+    write(directory, "config.json", {**CONFIG, "eos_token_id": None})
+    write(directory, "tokenizer_config.json", {"eos_token": {"content": "<|im_end|>"}, "bos_token": None})
+    rule = read(directory).generate
+    assert rule.eos_token_ids == (7,)
+    assert rule.special_tokens == {"eos_token": "<|im_end|>"}
+
+
+@pytest.mark.parametrize("value", ["warm", -1, True, [1]])
+def test_a_default_that_means_nothing_is_refused_by_name(directory: Path, value: object) -> None:
+    write(directory, "generation_config.json", {"temperature": value})
+    with pytest.raises(ModelLoadFailed, match="temperature"):
+        read(directory)
+
+
+def test_a_template_file_goes_before_the_setting(directory: Path) -> None:
+    write(directory, "tokenizer_config.json", {"chat_template": "setting"})
+    assert read(directory).generate.chat_template == "setting"
+    (directory / "chat_template.jinja").write_text(HERMES)
+    rule = read(directory).generate
+    assert rule.chat_template == HERMES
+    assert (rule.tool_format, rule.reasoning_tags) == ("hermes", ("<think>", "</think>"))
+
+
+def test_named_templates_are_told_apart(directory: Path) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "<|python_tag|>"}]
+    write(directory, "tokenizer_config.json", {"chat_template": named})
+    rule = read(directory).generate
+    assert (rule.chat_template, rule.tool_chat_template, rule.tool_format) == ("plain", "<|python_tag|>", "llama")
+    write(directory, "tokenizer_config.json", {"chat_template": [{"name": 3}]})
+    with pytest.raises(ModelLoadFailed, match="chat_template"):
+        read(directory)
+
+
+def test_the_operators_template_is_for_models_without_one(directory: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.jinja"
+    own.write_text("<start_of_turn>")
+    assert read(directory, str(own)).generate.tool_format == "gemma"
+    write(directory, "tokenizer_config.json", {"chat_template": "setting"})
+    assert read(directory, str(own)).generate.chat_template == "setting"
+
+
+def test_a_template_out_of_bounds_is_refused(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ModelLoadFailed, match="UTF-8"):
+        read(directory)
+    (directory / "chat_template.jinja").write_text("x" * ((1 << 20) + 1))
+    with pytest.raises(ModelLoadFailed, match="over 1048576"):
+        read(directory)
+
+
+@pytest.mark.parametrize("change", [{"is_causal": False}, {"use_bidirectional_attention": True}])
+def test_one_that_sees_both_ways_stays_an_encoder(directory: Path, change: dict[str, Any]) -> None:
+    write(directory, "config.json", {**CONFIG, **change})
+    assert read_card(ModelSpec(id="m"), str(directory)).kind == "encoder"

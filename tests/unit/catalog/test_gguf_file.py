@@ -1,0 +1,98 @@
+"""GGUF files as models: the card from their metadata, their tokenizer in the cache, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from tokenizers import Tokenizer
+
+from sie.catalog.generation import finish_generator
+from sie.catalog.gguf_file import find_gguf, read_gguf_card
+from sie.catalog.prepare import Request, prepare
+from sie.catalog.spec import parse_model_spec
+from sie.errors import ModelLoadFailed
+from tests.gguf_models import BOS, CONTEXT, EOS, write_tiny_llama
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}<think>{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("gguf") / "tiny.gguf", chat_template=TEMPLATE)
+
+
+def card_of(path: Path, cache: Path) -> Any:
+    return finish_generator(read_gguf_card("m", str(path), str(cache)), "")
+
+
+def test_the_card_is_in_the_metadata(path: Path, tmp_path: Path) -> None:
+    card = card_of(path, tmp_path)
+    rule = card.generate
+    assert (card.kind, card.outputs, card.vocab_size, card.architecture) == ("generator", ("generate",), 260, "llama")
+    assert rule.gguf_file == str(path)
+    assert (rule.context_length, rule.eos_token_ids) == (CONTEXT, (EOS,))
+    assert (rule.chat_template, rule.reasoning_tags) == (TEMPLATE, ("<think>", "</think>"))
+    assert rule.special_tokens == {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+    assert set(rule.special_texts) >= {"<|begin|>", "<|end|>"}
+    assert card.num_weights == sum(weight.size for weight in _weights(path))
+
+
+def _weights(path: Path) -> list[Any]:
+    import gguf
+
+    return [tensor.data for tensor in gguf.GGUFReader(path).tensors]
+
+
+def test_its_tokenizer_is_the_librarys_own_and_is_kept(path: Path, tmp_path: Path) -> None:
+    card = card_of(path, tmp_path)
+    own = Tokenizer.from_file(card.tokenizer_file)
+    library = transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    for text in ("there, another\n", "äöü €", "a<|end|>b"):
+        assert own.encode(text).ids == library(text).input_ids
+    before = Path(card.tokenizer_file).stat().st_mtime_ns
+    assert card_of(path, tmp_path).tokenizer_file == card.tokenizer_file
+    assert Path(card.tokenizer_file).stat().st_mtime_ns == before
+    assert own.token_to_id("<|begin|>") == BOS
+
+
+def test_a_file_or_the_only_one_of_a_directory_is_meant(path: Path, tmp_path: Path) -> None:
+    assert find_gguf("m", str(path)) == find_gguf("m", str(path.parent)) == str(path)
+    assert find_gguf("m", str(tmp_path)) == ""
+    for name in ("b.gguf", "a.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(ModelLoadFailed, match=r"a\.gguf"):
+        find_gguf("m", str(tmp_path))
+    (tmp_path / "config.json").touch()
+    assert find_gguf("m", str(tmp_path)) == ""
+    with pytest.raises(ModelLoadFailed, match=r"no file none\.gguf"):
+        find_gguf("m", str(tmp_path / "none.gguf"))
+
+
+def test_the_helper_prepares_it_from_a_spec(path: Path, tmp_path: Path) -> None:
+    request = Request(spec=parse_model_spec(f"tiny={path}"), cache_dir=str(tmp_path))
+    card = prepare(request, lambda *_: None)
+    assert (card.id, card.kind) == ("tiny", "generator")
+
+
+@pytest.mark.parametrize("size", [0, 3, 24, 400, 2000])
+def test_a_cut_file_is_refused(path: Path, tmp_path: Path, size: int) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ModelLoadFailed, match="damaged"):
+        read_gguf_card("m", str(cut), str(tmp_path))
+
+
+def test_a_part_of_a_split_file_is_refused(tmp_path: Path) -> None:
+    path = write_tiny_llama(tmp_path / "part.gguf", split__count=3)
+    with pytest.raises(ModelLoadFailed, match="one part of several"):
+        read_gguf_card("m", str(path), str(tmp_path))
+
+
+def test_an_architecture_nobody_knows_is_refused_by_name(path: Path, tmp_path: Path) -> None:
+    strange = tmp_path / "strange.gguf"
+    strange.write_bytes(path.read_bytes().replace(b"llama", b"lmaxx"))
+    with pytest.raises(ModelLoadFailed, match="lmaxx"):
+        read_gguf_card("m", str(strange), str(tmp_path))
