@@ -199,7 +199,7 @@ class Devices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str,
         Meta(
             pattern=_DEVICES,
-            description="Devices to use; cpu:N is N workers that share the cores out.",
+            description="Devices to use; cpu is a worker for each core, as far as memory goes; cpu:N is N that share them out.",
             extra={"form": "auto, cpu, cpu:N, cuda or cuda:0,cuda:1"},
         ),
     ] = "auto"
