@@ -252,9 +252,14 @@ class Scheduler(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_age_ms: Annotated[
         float, Meta(ge=0, le=60000, description="Age from which a sequence runs before any that fit better.")
     ] = 250.0
-    max_tensor_step_ms: Annotated[
-        float, Meta(ge=0, le=60000, description="Longest step that tensor requests are put together for; 0 for any.")
-    ] = 100.0
+    max_step_ms: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=60000,
+            description="Time that a step of several requests should not exceed, so that a newcomer waits no longer; 0 for any.",
+        ),
+    ] = 50.0
 
 
 class Supervisor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

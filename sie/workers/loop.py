@@ -86,7 +86,9 @@ class Loop:
         self._links: dict[int, FrontendLink] = {}
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
-        self._pace = Pace(self._state.paces)
+        self._pace = Pace(self._state.max_tokens, int(settings.scheduler.max_step_ms * 1e6))
+        # On a busy machine a step on a CPU takes longer however small it is: there its processor time counts.
+        self._busy_ns = time.thread_time_ns if host.device == "cpu" else time.monotonic_ns
         self._num_steps = 0
         self._beat_ns = 0
         self._tended_ns = 0
@@ -347,7 +349,7 @@ class Loop:
 
     def _run(self, runner: Runner, card: ModelCard, items: list[Waiting]) -> None:
         num_tokens = sum(item.num_tokens for item in items)
-        started_ns = time.monotonic_ns()
+        started_ns, started_busy_ns = time.monotonic_ns(), self._busy_ns()
         try:
             self._forward(runner, card, items, num_tokens)
         except Exception as error:
@@ -356,6 +358,7 @@ class Loop:
         ended_ns = time.monotonic_ns()
         self._beat(ended_ns)
         self._measure(card, items, num_tokens, ended_ns - started_ns)
+        self._pace.adapt(card.id, num_tokens, self._busy_ns() - started_busy_ns)
 
     def _attempt(self, runner: Runner, card: ModelCard, items: list[Waiting]) -> None:
         """Run items of a failed step once more; raises what the runner raises."""
