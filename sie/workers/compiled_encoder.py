@@ -7,7 +7,7 @@ its norm, and no parameter besides (a pooler is not read). `sie.workers.probe` t
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,7 +131,7 @@ class CompiledEncoder:
 
     def _linear(self, *parts: nn.Linear) -> Linear:
         """Pack linear layers that read the same as one."""
-        weight = torch.cat([part.weight for part in parts]) if len(parts) > 1 else parts[0].weight.contiguous()
+        weight = torch.cat([part.weight for part in parts])
         outputs, inputs = weight.shape
         panels = pack_panels(weight.data_ptr(), outputs, inputs, is_bf16=self._is_bf16)
         bias = self._floats(torch.cat([_bias(part) for part in parts]))
@@ -171,19 +171,18 @@ def compile_encoder(model: nn.Module) -> CompiledEncoder | None:
 def _find_parts(model: nn.Module, names: _Names) -> _Parts | None:
     """Return a model's parts, None unless they are all there and hold every parameter that it has."""
     try:
-        table: Callable[[str], Any] = lambda name: model.get_submodule(f"{_EMBEDDINGS}.{name}")  # noqa: E731
-        has_types = hasattr(model.get_submodule(_EMBEDDINGS), "token_type_embeddings")
+        has_types = hasattr(_part(model, _EMBEDDINGS), "token_type_embeddings")
         parts = _Parts(
-            table("word_embeddings"),
-            table("position_embeddings"),
-            table("token_type_embeddings") if has_types else None,
-            table("LayerNorm"),
+            _part(model, f"{_EMBEDDINGS}.word_embeddings"),
+            _part(model, f"{_EMBEDDINGS}.position_embeddings"),
+            _part(model, f"{_EMBEDDINGS}.token_type_embeddings") if has_types else None,
+            _part(model, f"{_EMBEDDINGS}.LayerNorm"),
             [
                 (
-                    tuple(layer.get_submodule(name) for name in (*names.attention, *names.linears)),
-                    tuple(layer.get_submodule(name) for name in names.norms),
+                    tuple(_part(layer, name) for name in (*names.attention, *names.linears)),
+                    tuple(_part(layer, name) for name in names.norms),
                 )
-                for layer in model.get_submodule(names.layers).children()
+                for layer in _part(model, names.layers).children()
             ],
         )
     except AttributeError:
@@ -191,6 +190,11 @@ def _find_parts(model: nn.Module, names: _Names) -> _Parts | None:
     known = {id(parameter) for module in _modules(parts) for parameter in module.parameters()}
     own = {id(parameter) for name, parameter in model.named_parameters() if not name.startswith(_UNREAD)}
     return parts if own == known else None
+
+
+def _part(model: nn.Module, path: str) -> Any:
+    """Return a submodule; `_has_plain_shapes` looks at its kind. Raises AttributeError when there is none."""
+    return model.get_submodule(path)
 
 
 def _modules(parts: _Parts) -> Iterator[nn.Module]:
@@ -235,4 +239,5 @@ def _fits(linears: tuple[nn.Linear, ...], width: int) -> bool:
 
 
 def _bias(linear: nn.Linear) -> Tensor:
-    return linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+    bias: Tensor | None = linear.bias  # torch's annotation leaves None out
+    return linear.weight.new_zeros(linear.out_features) if bias is None else bias

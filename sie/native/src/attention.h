@@ -11,7 +11,7 @@ struct SieAttention {
     const int32_t* bounds;  // (num_sequences + 1): where each begins
     const int32_t* seen;    // (num_sequences): how many tokens of each, from the first, are attended to; null: all
     int32_t num_sequences, num_heads, num_key_heads, width;
-    float scale;
+    float scale;  // above zero
     int32_t is_causal;
     int32_t window;  // a token attends to those less than so many positions away; 0: to all
 };

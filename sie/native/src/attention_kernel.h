@@ -137,17 +137,19 @@ struct Attention {
     float softmax(int r, int lowest, int highest, int begin, int end) {
         const float* from = scores + r * padded_keys;
         Stored* to = weights + r * padded_keys;
-        const Vec scale = _mm512_set1_ps(shape.scale * 1.44269504f);
+        const auto lanes_at = [=](int key) {
+            return key >= lowest && key + kLanes <= highest ? __mmask16{0xFFFF} : between(lowest - key, highest - key);
+        };
         Vec top = _mm512_set1_ps(-3e38f);
-        for (int key = begin; key < end; key += kLanes) {
-            const Vec scaled = _mm512_mul_ps(_mm512_loadu_ps(from + key), scale);
-            top = _mm512_mask_max_ps(top, between(lowest - key, highest - key), top, scaled);
-        }
-        const Vec most = _mm512_set1_ps(_mm512_reduce_max_ps(top));
+        for (int key = begin; key < end; key += kLanes)
+            top = _mm512_mask_max_ps(top, lanes_at(key), top, _mm512_loadu_ps(from + key));
+        const Vec scale = _mm512_set1_ps(shape.scale * 1.44269504f);
+        const Vec most = _mm512_mul_ps(_mm512_set1_ps(_mm512_reduce_max_ps(top)), scale);
         Vec sum = _mm512_setzero_ps();
         for (int key = begin; key < end; key += kLanes) {
-            const Vec power = exp2(_mm512_fmsub_ps(_mm512_loadu_ps(from + key), scale, most));
-            const Vec weight = _mm512_maskz_mov_ps(between(lowest - key, highest - key), power);
+            const Vec exponent = _mm512_fmsub_ps(_mm512_loadu_ps(from + key), scale, most);
+            const Vec power = sizeof(Stored) == 2 ? rough_exp2(exponent) : exp2(exponent);
+            const Vec weight = _mm512_maskz_mov_ps(lanes_at(key), power);
             sum = _mm512_add_ps(sum, weight);
             T::store(to + key, 0xFFFF, weight);
         }

@@ -29,4 +29,10 @@ SIE_EXPORT void sie_encode(const SieEncoder* encoder, const SieStep* step) {
 SIE_EXPORT void sie_pack_panels(const void* weight, int32_t is_bf16, int32_t outputs, int32_t inputs, uint32_t* panels) {
     (is_bf16 ? pack_bf16_avx512 : pack_f32_avx512)(weight, outputs, inputs, panels);
 }
+
+// Writes the mean (num_sequences, width) of the tokens (num_tokens, width) of each sequence, in float32.
+SIE_EXPORT void sie_pool_mean(const void* hidden, int32_t is_bf16, int64_t width, const int32_t* bounds,
+                              int32_t num_sequences, float* to) {
+    (is_bf16 ? pool_mean_bf16_avx512 : pool_mean_f32_avx512)(hidden, width, bounds, num_sequences, to);
+}
 #endif

@@ -10,3 +10,5 @@ void encode_bf16_avx512(const SieEncoder& encoder, const SieStep& step);
 void encode_bf16_amx(const SieEncoder& encoder, const SieStep& step);
 void pack_f32_avx512(const void* weight, int outputs, int inputs, uint32_t* panels);
 void pack_bf16_avx512(const void* weight, int outputs, int inputs, uint32_t* panels);
+void pool_mean_f32_avx512(const void* hidden, int64_t width, const int32_t* bounds, int32_t num_sequences, float* to);
+void pool_mean_bf16_avx512(const void* hidden, int64_t width, const int32_t* bounds, int32_t num_sequences, float* to);
