@@ -204,7 +204,8 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One model as every frontend sees it.
 
     recovering: it was loaded, its workers died, and they are being restarted; its requests wait. reloading: it was
-    loaded and is being loaded anew, on request; its requests wait, too, and are read by the new one. is_read: whether the
+    loaded and is being loaded anew, on request; its requests wait, too, and are read by the new one. dismissed: it was
+    unloaded on request. is_read: whether the
     card says what the model is; one that is still on the hub has hardly more than its id.
     """
 
@@ -213,6 +214,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     is_read: bool = True
     recovering: bool = False
     reloading: bool = False
+    dismissed: bool = False
     preload: bool = False
     """Whether readiness waits for it."""
     workers: tuple[int, ...] = ()

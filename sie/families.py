@@ -49,13 +49,14 @@ _GPU_LABELS = ("device", "index", "name", "gpu_type", "uuid")
 REQUESTS = Family(
     name="sie_requests_total",
     kind="counter",
-    help="Requests answered, by model, endpoint and status (success, error, queue_full).",
+    help="Requests that ended, by model, endpoint and status (success, error, queue_full, cancelled: its client left).",
     labels=("model", "endpoint", "status"),
 )
 REQUEST_DURATION = Family(
     name="sie_request_duration_seconds",
     kind="histogram",
-    help="Time of a request by phase (total, queue, tokenize, inference); a phase that took no time is left out.",
+    help="Time of a request by phase (total, queue, tokenize, inference; failed: all of one for tensors that failed); a "
+    "phase that took no time is left out.",
     labels=("model", "endpoint", "phase"),
     bounds=_DURATION_BOUNDS,
 )

@@ -143,7 +143,8 @@ class App:
 
     async def _dispatch(self, exchange: Exchange) -> None:
         route = exchange.route
-        if route is None or exchange.scope.method != route.method:
+        method = exchange.scope.method
+        if route is None or (method != route.method and method != route.also):  # noqa: PLR1714  # a tuple for each request
             self._answer_mismatch(exchange, route)
             await self._discard_body(exchange)
             return

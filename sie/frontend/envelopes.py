@@ -59,14 +59,14 @@ def unknown_path(path: str) -> Response:
     """Return the answer to a path that is no route: that of the dialect whose paths begin so."""
     if path.startswith("/v2/") or path == "/v2":
         return Response(404, [JSON], kserve.error_body("Not Found"))
-    if path.startswith("/api/"):
+    if path.startswith("/api/") or path == "/api":
         return Response(400, [], b"")  # the v1 API has no 404
     return Response(404, [JSON], sie.not_found_body())
 
 
 def wrong_method(route: Route) -> Response:
     """Return the answer to a method that is not the route's."""
-    allow = ("allow", route.method)
+    allow = ("allow", ", ".join(route.methods))
     if route.envelope == "trtis":
         return Response(405, [allow], b"")
     body = kserve.error_body("Method Not Allowed") if route.envelope == "kserve" else sie.method_not_allowed_body()

@@ -75,6 +75,10 @@ class ModelTable:
                     self._tokenizers.pop(known_as, None)
         for gone in self._tokenizers.keys() - self.entries.keys() - self._hosted.keys():
             del self._tokenizers[gone]
+        self.announce()
+
+    def announce(self) -> None:
+        """Wake those who wait for news: of models, or that the server stops."""
         self._changed.set()
         self._changed = asyncio.Event()
 

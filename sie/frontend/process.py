@@ -39,6 +39,7 @@ from sie.frontend.models import ModelTable
 from sie.frontend.score import Scorer
 from sie.frontend.status import StatusInputs, build_status, encode_frame, server_facts
 from sie.frontend.status_hub import StatusHub
+from sie.frontend.tensor_images import TensorImages
 from sie.frontend.text_tensors import TextTensors
 from sie.logs import get_logger, set_level
 from sie.settings import Settings
@@ -95,7 +96,8 @@ class FrontendProcess:
         self.scorer = Scorer(self.engine, self.models, settings.limits, self._pool)
         self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool, self._images)
         texts = TextTensors(self.encoder, self.scorer, limits=lambda: self.settings.limits)
-        self.tensors = Tensors(self.engine, self.models, self.admin, self._pool, texts)
+        tensor_images = TensorImages(self._images, limits=lambda: self.settings.limits)
+        self.tensors = Tensors(self.engine, self.models, self.admin, self._pool, texts=texts, images=tensor_images)
         limits = settings.limits
         self.bodies = BodyReader(limits.max_body_bytes, limits.body_idle_timeout_s, limits.min_body_bytes_per_s)
         self.metrics = FrontendMetrics(pages[0], self.models)
@@ -250,6 +252,7 @@ class FrontendProcess:
                 self._send(control_messages.Pong(number))
             case control_messages.Drain():
                 self.is_draining = True
+                self.models.announce()
                 self.status.close()
             case _:
                 _log.warning("unexpected control message %s", type(message).__name__)

@@ -22,6 +22,13 @@ class Route(NamedTuple):
     envelope: str = "sie"
     endpoint: str = ""
     need: Need = "infer"
+    also: str = ""
+    """A second method."""
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """One method, or both."""
+        return (self.method, self.also) if self.also else (self.method,)
 
 
 class Match(NamedTuple):
@@ -65,12 +72,16 @@ ROUTES: tuple[Route, ...] = (
     Route("/v2/repository/index", "POST", "index", "kserve"),
     Route("/v2/repository/models/{model}/load", "POST", "manage", "kserve", need="admin"),
     Route("/v2/repository/models/{model}/unload", "POST", "manage", "kserve", need="admin"),
+    Route("/v2/repository/{model}", "POST", "refuse_repository", "kserve"),
     Route("/v2/systemsharedmemory/status", "GET", "shared_memory_status", "kserve"),
     Route("/v2/systemsharedmemory/unregister", "POST", "unregister", "kserve"),
-    Route("/v2/systemsharedmemory/region/{model}", "POST", "refuse_shared_memory", "kserve"),
+    Route("/v2/systemsharedmemory/region/{model}", "POST", "region", "kserve", also="GET"),
     Route("/v2/cudasharedmemory/status", "GET", "shared_memory_status", "kserve"),
     Route("/v2/cudasharedmemory/unregister", "POST", "unregister", "kserve"),
-    Route("/v2/cudasharedmemory/region/{model}", "POST", "refuse_shared_memory", "kserve"),
+    Route("/v2/cudasharedmemory/region/{model}", "POST", "region", "kserve", also="GET"),
+    Route("/v2/trace/setting", "GET", "trace", "kserve", also="POST"),
+    Route("/v2/models/{model}/trace/setting", "GET", "trace", "kserve", also="POST"),
+    Route("/v2/logging", "GET", "logging", "kserve", also="POST"),
     Route("/v1/config", "GET", "config_statuses", "kserve"),
     Route("/v1/config/reload", "POST", "reload_config", "kserve", need="admin"),
     Route("/api/health/live", "GET", "live", "trtis", need="open"),
@@ -80,7 +91,8 @@ ROUTES: tuple[Route, ...] = (
     Route("/api/infer/{model}", "POST", "infer", "trtis"),
     Route("/api/modelcontrol/{model}", "POST", "control", "trtis", need="admin"),
     Route("/api/repository/index", "GET", "repository_index", "trtis"),
-    Route("/api/sharedmemorycontrol/{model}", "POST", "refuse_shared_memory", "trtis"),
+    Route("/api/sharedmemorycontrol/{model}", "POST", "refuse_shared_memory", "trtis", also="GET"),
+    Route("/api/profile", "GET", "refuse_profile", "trtis"),
 )
 BY_TEMPLATE: dict[str, Route] = {route.template: route for route in ROUTES}
 COUNTED = {

@@ -20,7 +20,7 @@ from typing import Final
 SOURCES: Final = Path(__file__).with_name("src")
 LIBRARY: Final = Path(__file__).with_name("libsie_native.so")
 
-_FLAGS: Final = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-exceptions", "-fno-rtti",
+_FLAGS: Final = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-pthread",
                  "-Wall", "-Wextra")  # fmt: skip
 _AVX2: Final = ("-mavx2", "-mfma", "-mf16c")
 _AVX512: Final = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")

@@ -21,8 +21,8 @@ ACTIVATIONS = {"gelu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "relu": 2, "sil
 """By the name that a checkpoint's configuration has for it; the numbers are `SieActivation`."""
 
 
-class Linear(ctypes.Structure):
-    """Mirrors `SieLinear`."""
+class Dense(ctypes.Structure):
+    """Mirrors `SieDense`."""
 
     _fields_: ClassVar = [
         ("panels", ctypes.c_void_p),
@@ -42,7 +42,7 @@ class Layer(ctypes.Structure):
     """Mirrors `SieLayer`."""
 
     _fields_: ClassVar = [
-        *((name, Linear) for name in ("qkv", "out", "up", "down")),
+        *((name, Dense) for name in ("qkv", "out", "up", "down")),
         ("after_attention", Norm),
         ("after_block", Norm),
     ]
@@ -85,7 +85,7 @@ def choose_level(*, is_bf16: bool, inputs: Iterable[int]) -> int | None:
 
 
 def pack_panels(weight: int, outputs: int, inputs: int, *, is_bf16: bool) -> NDArray[np.uint32]:
-    """Return a copy of the weight at an address, (outputs, inputs) row by row, as `Linear.panels` wants it; 64-byte aligned."""
+    """Return a copy of the weight at an address, (outputs, inputs) row by row, as `Dense.panels` wants it; 64-byte aligned."""
     words = inputs // 2 if is_bf16 else inputs
     panels = empty_aligned(-(-outputs // _PANEL) * _PANEL * words * 4).view(np.uint32)
     library = native.load()

@@ -49,6 +49,7 @@ class Loads:
         self._with_adapters: Callable[
             [tuple[control_messages.ModelEntry, ...]], tuple[control_messages.ModelEntry, ...]
         ] = tuple
+        self._on_settled: Callable[[], None] = lambda: None
         self.was_ready = False
         """Whether everything was ready at least once."""
         self.config_error = ""
@@ -67,6 +68,10 @@ class Loads:
     ) -> None:
         """Say who knows the models' adapters."""
         self._with_adapters = with_adapters
+
+    def bind_repositories(self, on_settled: Callable[[], None]) -> None:
+        """Say who is to hear when a model has come, gone or failed."""
+        self._on_settled = on_settled
 
     def start(self) -> None:
         """Begin with the models that readiness waits for."""
@@ -174,6 +179,7 @@ class Loads:
             self._progress.done(report.model, f"{worker.place.device} {report.dtype}".strip())
         elif report.state == "failed" and report.error is not None:
             self._progress.fail(report.model, report.error.message)
+        self._on_settled()
         self.broadcast()
 
     def take_memory(self, worker: Child, memory: Memory) -> None:
@@ -306,4 +312,5 @@ class Loads:
     def _refuse(self, record: Record, error: WireError) -> None:
         self._book.fail(record, error, time.monotonic())
         self._progress.fail(record.spec.id, error.message)
+        self._on_settled()
         self.broadcast()

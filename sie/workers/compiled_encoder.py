@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from sie.native.attention import MAX_WIDTH
 from sie.native.encoder import (
     ACTIVATIONS,
+    Dense,
     Encoder,
     EncoderStep,
     Layer,
-    Linear,
     Norm,
     choose_level,
     empty_aligned,
@@ -129,14 +129,14 @@ class CompiledEncoder:
         projections = self._linear(query, key, value)
         return Layer(projections, *map(self._linear, (out, up, down)), *map(self._norm, norms))
 
-    def _linear(self, *parts: nn.Linear) -> Linear:
+    def _linear(self, *parts: nn.Linear) -> Dense:
         """Pack linear layers that read the same as one."""
         weight = torch.cat([part.weight for part in parts])
         outputs, inputs = weight.shape
         panels = pack_panels(weight.data_ptr(), outputs, inputs, is_bf16=self._is_bf16)
         bias = self._floats(torch.cat([_bias(part) for part in parts]))
         self._keep(panels)
-        return Linear(panels.ctypes.data, bias, inputs, outputs)
+        return Dense(panels.ctypes.data, bias, inputs, outputs)
 
     def _norm(self, norm: nn.LayerNorm) -> Norm:
         return Norm(self._floats(norm.weight), self._floats(norm.bias))

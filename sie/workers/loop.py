@@ -27,7 +27,7 @@ from sie.workers.answers import NEVER_FITS, Answers
 from sie.workers.ceilings import drop_outgrown
 from sie.workers.hosting import Host
 from sie.workers.links import FrontendLink, JoiningFrontend
-from sie.workers.operations import by_operation, forward, row_layout, waiting_items
+from sie.workers.operations import by_operation, forward, refusal, row_layout, waiting_items
 from sie.workers.pace import Pace
 from sie.workers.recovery import Recovery
 from sie.workers.requests import Request, send_error
@@ -297,6 +297,9 @@ class Loop:
         for item in step.expired:
             if not item.request.ended:
                 item.request.cancel()
+        for refused in step.refused:
+            if not refused.item.request.ended:
+                refused.item.request.fail(refusal(refused))
         hosted = self._host.models[step.model]
         runner = hosted.runner
         assert runner is not None

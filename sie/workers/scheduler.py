@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from sie.workers.ceilings import Ceiling
+from sie.workers.turns import Refused, Turn, in_turn
 
 
 class Waiting(msgspec.Struct, eq=False):
@@ -23,7 +24,8 @@ class Waiting(msgspec.Struct, eq=False):
     request is the loop's own record and opaque here; index is the item's row in it. alone: its request was running
     when a worker died, so it shares no step with others. leads: the rest of its request, which is behind it in the
     queue, needs what it gives, so no step may take one of them and leave it. likeness: it shares a step only with items
-    of an equal one, with at most max_rows rows together; None: with any.
+    of an equal one, with at most max_rows rows together; None: with any. turn: its place among the others of its model,
+    all of which have one then.
     """
 
     request: Any
@@ -36,6 +38,7 @@ class Waiting(msgspec.Struct, eq=False):
     likeness: object = None
     num_rows: int = 1
     max_rows: int = 1
+    turn: Turn | None = None
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,12 +53,16 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """What to run now: items of one model, and those whose deadline passed while they waited."""
+    """What to run now: items of one model; beside them those that no longer wait.
+
+    expired: their deadline passed. refused: the model's queue policy says so.
+    """
 
     model: str
     items: list[Waiting]
     num_tokens: int
     expired: list[Waiting]
+    refused: list[Refused] = []
 
 
 class State:
@@ -97,6 +104,7 @@ class State:
         queue = self.queues[step.model]
         gone = {id(item) for item in step.items}
         gone.update(id(item) for item in step.expired)
+        gone.update(id(refused.item) for refused in step.refused)
         kept: list[Waiting] = []
         while gone:
             item = queue.popleft()
@@ -147,14 +155,20 @@ def plan_step(state: State, budget: Budget, now_ns: int) -> Step | None:
         budget = msgspec.structs.replace(budget, max_tokens=max_tokens)
     if model in state.max_tokens and state.max_tokens[model] < budget.max_tokens:
         budget = msgspec.structs.replace(budget, max_tokens=int(state.max_tokens[model]))
-    window = list(islice(state.queues[model], budget.window_items))
+    queue = state.queues[model]
+    refused: list[Refused] = []
+    if queue[0].turn is None:
+        window = list(islice(queue, budget.window_items))
+    else:
+        ordered, refused = in_turn(queue, now_ns)
+        window = ordered[: budget.window_items]
     expired = [item for item in window if item.deadline_ns <= now_ns]
     live = [item for item in window if item.deadline_ns > now_ns] if expired else window
     if live and live[0].likeness is not None and not live[0].alone:
         chosen = _choose_alike(live, budget.max_items, _max_alike_tokens(state, budget, model))
     else:
         chosen = _choose(live, budget, now_ns) if live else []
-    return Step(model, chosen, sum(item.num_tokens for item in chosen), expired)
+    return Step(model, chosen, sum(item.num_tokens for item in chosen), expired, refused)
 
 
 def _choose(live: list[Waiting], budget: Budget, now_ns: int) -> list[Waiting]:

@@ -18,7 +18,8 @@ from msgspec import Meta
 
 from sie.errors import BadRequest
 from sie.frontend.body_limits import check_json, decode_typed
-from sie.frontend.dialects.tensor_json import elements_from_json, elements_to_json
+from sie.frontend.dialects.tensor_json import elements_from_json, elements_to_json, images_from_json
+from sie.frontend.image_inputs import image_form
 from sie.limits import Limits
 from sie.tensor_bytes import frame_elements
 from sie.tensors import ITEM_BYTES, MAX_RANK, Tensor, TensorReply, TensorRequest, TensorRule
@@ -28,6 +29,8 @@ _ABSENT: Final = msgspec.Raw(b"")
 _INTEGER: Final = re.compile(r"-?[0-9]+")
 _RAW_INPUT: Final = "raw_input"
 _SIZE_LIMIT: Final = 1 << 63
+_IMAGE_STARTS: Final = (b"\xff\xd8\xff", b"\x89PNG")
+"""How a JPEG and a PNG begin."""
 _MIXED: Final = (
     "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
     "'shared_memory_region' in 'parameters'."
@@ -95,14 +98,14 @@ def decode_infer(body: bytes, header_length: str | None, model: str, rule: Tenso
     check_json(text, limits.max_depth, limits.max_tensor_values + _MAX_TENSORS, limits.max_tensor_values + _MAX_TENSORS)
     parsed = decode_typed(_BODY, text)
     parameters = checked_parameters(parsed.parameters)
-    reader = _TensorReader(memoryview(body)[split:], rule.name, limits.max_tensor_values)
+    reader = _TensorReader(memoryview(body)[split:], rule, limits.max_tensor_values)
     inputs = [reader.read(item, is_only=len(parsed.inputs) == 1) for item in parsed.inputs]
     reader.check_end()
     is_binary = flag(parameters, "binary_data_output")
     wanted = _wanted(parsed.outputs or (), is_binary=is_binary)
     request = TensorRequest(
         model=model, inputs=inputs, outputs=tuple(output.name for output in wanted), id=parsed.id or "",
-        priority=unsigned(parameters, "priority"), timeout_us=unsigned(parameters, "timeout"),
+        priority=priority_of(parameters, rule), timeout_us=unsigned(parameters, "timeout"),
     )  # fmt: skip
     return InferCall(request=request, wanted=wanted, is_binary=is_binary)
 
@@ -110,10 +113,11 @@ def decode_infer(body: bytes, header_length: str | None, model: str, rule: Tenso
 class _TensorReader:
     """Takes each input's elements from the JSON, or from the binary tail behind those of the inputs before it."""
 
-    def __init__(self, tail: memoryview, model: str, max_values: int) -> None:
+    def __init__(self, tail: memoryview, rule: TensorRule, max_values: int) -> None:
         self._tail = tail
         self._position = 0
-        self._model = model
+        self._rule = rule
+        self._model = rule.name
         self._max_values = max_values
 
     def read(self, item: InferInput, *, is_only: bool) -> Tensor:
@@ -147,6 +151,8 @@ class _TensorReader:
                 f"input '{item.name}' has {num_elements} elements as JSON, over max_tensor_values ({self._max_values}); "
                 "send it as binary data"
             )
+        if item.datatype == "BYTES" and _takes_images(item.name, self._rule):
+            return images_from_json(item.data, item.name, num_elements)
         return elements_from_json(item.data, item.name, item.datatype, num_elements)
 
     def _take(self, name: str, nbytes: int) -> memoryview:
@@ -179,7 +185,23 @@ def _framed(data: memoryview) -> memoryview:
     return memoryview(frame_elements([bytes(data)]))
 
 
+def _takes_images(name: str, rule: TensorRule) -> bool:
+    return any(spec.name == name and image_form(spec) is not None for spec in rule.inputs)
+
+
 def _raw_input(body: memoryview, rule: TensorRule) -> Tensor:
+    """Return the whole body as the model's only input: the bytes of a tensor that fits it, or an encoded image."""
+    try:
+        return _raw_tensor(body, rule)
+    except BadRequest:
+        if len(rule.inputs) != 1 or not _takes_images(rule.inputs[0].name, rule):
+            raise
+        if not bytes(body[:4]).startswith(_IMAGE_STARTS):
+            raise
+    return Tensor(rule.inputs[0].name, "BYTES", (1,), memoryview(frame_elements([bytes(body)])))
+
+
+def _raw_tensor(body: memoryview, rule: TensorRule) -> Tensor:
     """Return the whole body as the model's only input, its shape deduced."""
     if len(rule.inputs) != 1:
         raise BadRequest(
@@ -247,6 +269,19 @@ def unsigned(parameters: dict[str, Any], name: str) -> int:
     if type(value) is not int or not 0 <= value < _SIZE_LIMIT:
         raise BadRequest(f"parameter '{name}' must be an integer that is not negative")
     return value
+
+
+def priority_of(parameters: dict[str, Any], rule: TensorRule) -> int:
+    """Return the request's priority, 0 for the model's own. Raises BadRequest for one that the model does not have.
+
+    A model without priorities takes any, and treats all alike.
+    """
+    priority = unsigned(parameters, "priority")
+    if 0 < rule.num_priorities < priority:
+        raise BadRequest(
+            f"parameter 'priority' is {priority}, and model '{rule.name}' has {rule.num_priorities} levels"
+        )
+    return priority
 
 
 def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule) -> tuple[bytes, int | None]:

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from sie.errors import BadRequest
-from sie.frontend.dialects.kserve import InferCall, Wanted, checked_parameters, flag, unsigned
+from sie.frontend.dialects.kserve import InferCall, Wanted, checked_parameters, flag, priority_of, unsigned
 from sie.frontend.dialects.protobuf_wire import append_bytes, parse_with_views
 from sie.proto import message_class
 from sie.tensor_bytes import frame_elements
@@ -64,7 +64,7 @@ def decode_infer(parsed: InferMessage, model: str, rule: TensorRule, max_values:
     wanted = _wanted(message.outputs)
     request = TensorRequest(
         model=model, inputs=inputs, outputs=tuple(output.name for output in wanted), id=message.id,
-        priority=unsigned(parameters, "priority"), timeout_us=unsigned(parameters, "timeout"),
+        priority=priority_of(parameters, rule), timeout_us=unsigned(parameters, "timeout"),
     )  # fmt: skip
     return InferCall(request=request, wanted=wanted, is_binary=True)
 

@@ -54,7 +54,8 @@ def document(limits: Limits) -> Document:
         "servers": [{"url": "/"}],
         "tags": [{"name": name, "description": text} for name, text in TAGS.items()],
         "paths": {
-            operation.template: {route.method.lower(): _operation(operation, route)} for operation, route in rows
+            operation.template: {method.lower(): _operation(operation, route, method) for method in route.methods}
+            for operation, route in rows
         },
         "components": {"schemas": schemas.components(_structs(), limits), "securitySchemes": _SECURITY_SCHEMES},
     }
@@ -86,10 +87,10 @@ def _structs() -> list[type[msgspec.Struct]]:
     return [struct for struct in named if struct is not None]
 
 
-def _operation(operation: Operation, route: Route) -> Document:
+def _operation(operation: Operation, route: Route, method: str) -> Document:
     name = operation.template.strip("/").replace("{model}", "").replace("/", "_").strip("_") or "home"
     described: Document = {
-        "operationId": f"{route.method.lower()}_{name.replace('.', '_').replace('-', '_')}",
+        "operationId": f"{method.lower()}_{name.replace('.', '_').replace('-', '_')}",
         "tags": [operation.tag],
         "summary": operation.summary,
     }

@@ -41,6 +41,7 @@ class Scope(NamedTuple):
     path: str
     client: str
     headers: dict[str, str]
+    proto: str = "grpc"
 
 
 class Dialect(Protocol):
@@ -64,9 +65,13 @@ class Service:
         """Return what a gRPC server is told to serve."""
         by_service: dict[str, dict[str, Any]] = {}
         for method in methods:
-            serve = self._stream if method.is_stream else self._answer
-            make = grpc.stream_stream_rpc_method_handler if method.is_stream else grpc.unary_unary_rpc_method_handler
-            handler = cast("Any", make)(functools.partial(serve, method))
+            if method.is_stream:
+                serve, make = self._stream, grpc.stream_stream_rpc_method_handler
+            elif method.is_watch:
+                serve, make = self._watch, grpc.unary_stream_rpc_method_handler
+            else:
+                serve, make = self._answer, grpc.unary_unary_rpc_method_handler
+            handler = cast("Any", make)(functools.partial(cast("Any", serve), method))
             by_service.setdefault(method.service, {})[method.name] = handler
         return [grpc.method_handlers_generic_handler(name, found) for name, found in by_service.items()]
 
@@ -83,6 +88,9 @@ class Service:
             failure = error
         await context.abort(status_code(failure), details(failure))
         raise AssertionError("abort raises")
+
+    async def _watch(self, method: Method, message: bytes, context: Context) -> None:
+        await context.write(await self._answer(method, message, context))
 
     async def _stream(self, method: Method, messages: AsyncIterator[bytes], context: Context) -> None:
         async def answer(message: bytes) -> bytes:
@@ -132,7 +140,7 @@ class Service:
             failure = Internal("internal error")
             raise failure from None
         finally:
-            self._end(exchange, failure)
+            self._end(exchange, failure, is_stream=method.is_stream)
 
     def _enter(self, exchange: Exchange) -> None:
         """Let in whom the keys and `admin_from` let in. Raises Unauthorized, Forbidden or RateLimited."""
@@ -169,12 +177,15 @@ class Service:
 
     # --- figures --------------------------------------------------------------------------------------------------
 
-    def _end(self, exchange: Exchange, error: SieError | None) -> None:
+    def _end(self, exchange: Exchange, error: SieError | None, *, is_stream: bool) -> None:
         process = self._process
         status = 200 if error is None else error.http_status
+        headers: list[tuple[str, str]] = []
         for record in process.recorders:
-            record(exchange, status, [], error)
-        count_exchange(process.metrics, exchange, status, error, is_request=not isinstance(error, ClientGone))
+            headers = record(exchange, status, headers, error)
+        if headers and not is_stream:  # of a stream's many requests each would have its own
+            exchange.protocol.set_trailing_metadata(headers)
+        count_exchange(process.metrics, exchange, status, error)
 
 
 class Watched:

@@ -10,7 +10,7 @@
 constexpr int kPanel = 32;  // columns of a packed weight that lie side by side
 
 // y = x w^T + b. panels: [outputs / 32][inputs, in words][32 words], zero behind the last column.
-struct SieLinear {
+struct SieDense {
     const uint32_t* panels;
     const float* bias;
     int32_t inputs, outputs;
@@ -21,7 +21,7 @@ struct SieNorm {
 };
 
 struct SieLayer {
-    SieLinear qkv, out, up, down;
+    SieDense qkv, out, up, down;
     SieNorm after_attention, after_block;
 };
 

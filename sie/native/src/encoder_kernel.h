@@ -94,7 +94,7 @@ class Encoder {
     }
 
     template <class Activation>
-    static void linear(const SieLinear& linear, const Stored* from, int rows, Stored* to, Activation activate) {
+    static void linear(const SieDense& linear, const Stored* from, int rows, Stored* to, Activation activate) {
         multiply<Products>(linear, from, rows, [&](int first, int count, int column, const float* tile) {
             for (int c = column; c < column + kPanel && c < linear.outputs; c += kLanes) {
                 const __mmask16 lanes = first_lanes(linear.outputs - c);
@@ -108,7 +108,7 @@ class Encoder {
     }
 
     // to = norm(linear(from) + residual); to may be residual.
-    void add_and_normalise(const SieLinear& linear, const Stored* from, int rows, const Stored* residual,
+    void add_and_normalise(const SieDense& linear, const Stored* from, int rows, const Stored* residual,
                            const SieNorm& norm, Stored* to) {
         const size_t stride = sums_stride();
         multiply<Products>(linear, from, rows, [&](int first, int count, int column, const float* tile) {

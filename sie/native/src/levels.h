@@ -2,6 +2,7 @@
 #pragma once
 #include "attention.h"
 #include "encoder.h"
+#include "linear.h"
 
 void attend_f32_avx512(const SieAttention& shape, void* scratch);
 void attend_bf16_avx512(const SieAttention& shape, void* scratch);
@@ -12,3 +13,5 @@ void pack_f32_avx512(const void* weight, int outputs, int inputs, uint32_t* pane
 void pack_bf16_avx512(const void* weight, int outputs, int inputs, uint32_t* panels);
 void pool_mean_f32_avx512(const void* hidden, int64_t width, const int32_t* bounds, int32_t num_sequences, float* to);
 void pool_mean_bf16_avx512(const void* hidden, int64_t width, const int32_t* bounds, int32_t num_sequences, float* to);
+void linear_f32_avx512(const SieLinear& call);
+void linear_bf16_avx512(const SieLinear& call);

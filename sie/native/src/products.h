@@ -65,7 +65,7 @@ struct DotProducts {
 // Runs a linear layer without its bias over num_rows rows; done(first, rows, column, tile) gets each finished tile,
 // [rows][32] float. All tiles have one height, and the last overlaps the one before it: done may see a row twice.
 template <class Products, class Done>
-void multiply(const SieLinear& linear, const typename Products::Stored* rows, int num_rows, Done done) {
+void multiply(const SieDense& linear, const typename Products::Stored* rows, int num_rows, Done done) {
     const int words = linear.inputs / Products::Format::kPerWord;
     const int num_tiles = (num_rows + Products::kMaxRows - 1) / Products::kMaxRows;
     const int height = (num_rows + num_tiles - 1) / num_tiles;

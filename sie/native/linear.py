@@ -1,0 +1,89 @@
+"""Owns how a linear layer over packed weights is asked of the library: the record it reads, and the layout of weights.
+
+`src/linear.h` draws the layout; `pack` and `unpack` are the same in NumPy, for one matrix at load and for tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from enum import IntEnum
+from typing import ClassVar, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sie import native
+from sie.native import Feature
+
+TILE_OUTPUTS = 16
+GROUP_INPUTS = 32
+NumberT = TypeVar("NumberT", np.uint8, np.int8, np.uint16)
+
+
+class WeightFormat(IntEnum):
+    """How a weight is stored."""
+
+    BF16 = 0
+    INT8 = 1
+    INT4 = 2
+
+
+class LinearCall(ctypes.Structure):
+    """One linear layer; mirrors `SieLinear` in `src/linear.h`, which says what each field is."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("input", "weights", "codebook", "bias", "output", "scratch")),
+        *((name, ctypes.c_int64) for name in ("input_stride", "output_stride")),
+        *((name, ctypes.c_int32) for name in ("rows", "inputs", "outputs", "format", "is_bf16", "num_threads")),
+    ]
+
+
+def can_multiply(*, is_bf16: bool) -> bool:
+    """Tell whether the library computes linear layers with inputs of bfloat16, or else of float32."""
+    return native.has(Feature.AVX512_BF16 if is_bf16 else Feature.AVX512)
+
+
+def scratch_bytes(rows: int, inputs: int, num_threads: int) -> int:
+    """Return the bytes, 64-byte aligned, that a call needs beside its tensors."""
+    width = -(-inputs // GROUP_INPUTS) * GROUP_INPUTS
+    return rows * width * 4 + num_threads * width * 64 + 128
+
+
+def run_linear(call: LinearCall) -> None:
+    """Write the layer's result to its `output`."""
+    library = native.load()
+    assert library is not None
+    library.sie_linear(ctypes.byref(call))
+
+
+def pack_bf16(bits: NDArray[np.uint16]) -> NDArray[np.uint8]:
+    """Return the packed bytes of a bfloat16 matrix (outputs, inputs), given as its bits."""
+    return _tiles(bits).reshape(-1).view(np.uint8)
+
+
+def pack_int8(numbers: NDArray[np.int8], scales: NDArray[np.float16]) -> NDArray[np.uint8]:
+    """Return the packed bytes of numbers (outputs, inputs) with a scale for each group of 32 (outputs, groups)."""
+    return _with_scales(_tiles(numbers).view(np.uint8), scales)
+
+
+def pack_int4(numbers: NDArray[np.uint8], scales: NDArray[np.float16]) -> NDArray[np.uint8]:
+    """Return the packed bytes of numbers 0 to 15 (outputs, inputs) with a scale for each group of 32 (outputs, groups)."""
+    tiles = _tiles(numbers)
+    low, high = tiles[:, :, 0::2], tiles[:, :, 1::2]
+    return _with_scales((low | high << 4).astype(np.uint8), scales)
+
+
+def _tiles(matrix: NDArray[NumberT]) -> NDArray[NumberT]:
+    """Return (tiles, groups, 32 inputs, 16 outputs), zero behind the last output and input."""
+    outputs, inputs = matrix.shape
+    padded = np.pad(matrix, ((0, -outputs % TILE_OUTPUTS), (0, -inputs % GROUP_INPUTS)))
+    split = padded.reshape(len(padded) // TILE_OUTPUTS, TILE_OUTPUTS, -1, GROUP_INPUTS)
+    return np.ascontiguousarray(split.transpose(0, 2, 3, 1))
+
+
+def _with_scales(numbers: NDArray[np.uint8], scales: NDArray[np.float16]) -> NDArray[np.uint8]:
+    tiles, groups = numbers.shape[:2]
+    padded = np.pad(scales.astype(np.float16), ((0, -len(scales) % TILE_OUTPUTS), (0, 0)))
+    columns = padded.reshape(tiles, TILE_OUTPUTS, groups).transpose(0, 2, 1)
+    head = np.ascontiguousarray(columns).view(np.uint8)
+    return np.concatenate((head, numbers.reshape(tiles, groups, -1)), axis=2).reshape(-1)

@@ -1,0 +1,13 @@
+// Linear layers over packed weights: the level is chosen by the number format of what goes in and comes out.
+#include "linear.h"
+
+#include "features.h"
+#include "levels.h"
+
+SIE_EXPORT int64_t sie_linear_scratch(int64_t rows, int64_t inputs, int64_t num_threads) {
+    return linear_scratch_bytes(rows, inputs, num_threads);
+}
+
+#ifdef __x86_64__
+SIE_EXPORT void sie_linear(const SieLinear* call) { (call->is_bf16 ? linear_bf16_avx512 : linear_f32_avx512)(*call); }
+#endif
