@@ -59,10 +59,10 @@ def test_gpus_get_a_worker_each(machine, setting, num_gpus, names):
     ("free_gib", "shares"),
     [
         (1, [(0, 1, 2, 3)]),
-        (15, [(0, 1, 2, 3)]),
-        (16, [(0, 1), (2, 3)]),
-        (31, [(0, 1), (2,), (3,)]),
-        (32, [(0,), (1,), (2,), (3,)]),
+        (7, [(0, 1, 2, 3)]),
+        (8, [(0, 1), (2, 3)]),
+        (15, [(0, 1), (2,), (3,)]),
+        (16, [(0,), (1,), (2,), (3,)]),
     ],
 )
 def test_with_little_memory_fewer_workers_share_the_cores(machine, free_gib, shares):
