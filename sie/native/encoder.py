@@ -68,7 +68,7 @@ class EncoderStep(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("ids", "positions", "types", "bounds", "seen", "hidden", "scratch")),
-        *((name, ctypes.c_int32) for name in ("num_tokens", "num_sequences", "longest")),
+        *((name, ctypes.c_int32) for name in ("num_tokens", "num_sequences", "longest", "num_threads")),
     ]
 
 
@@ -100,12 +100,13 @@ def pack_panels(weight: int, outputs: int, inputs: int, *, is_bf16: bool) -> NDA
     return panels
 
 
-def encoder_scratch_bytes(encoder: Encoder, num_tokens: int, longest: int) -> int:
+def encoder_scratch_bytes(encoder: Encoder, num_tokens: int, longest: int, num_threads: int) -> int:
     """Return the bytes that a step of so many tokens needs beside its result."""
     library = native.load()
     assert library is not None
     library.sie_encoder_scratch.restype = ctypes.c_int64
-    return library.sie_encoder_scratch(ctypes.byref(encoder), ctypes.c_int64(num_tokens), ctypes.c_int64(longest))
+    sizes = (ctypes.c_int64(size) for size in (num_tokens, longest, num_threads))
+    return library.sie_encoder_scratch(ctypes.byref(encoder), *sizes)
 
 
 def run_encoder(encoder: Encoder, step: EncoderStep) -> None:

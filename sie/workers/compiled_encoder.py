@@ -104,7 +104,8 @@ class CompiledEncoder:
     def run(self, batch: PackedBatch, position_offset: int) -> Tensor:
         """Return (t, d) hidden states in the model's format; ids, positions and types must be in its tables."""
         num_tokens = len(batch.input_ids)
-        num_bytes = encoder_scratch_bytes(self._record, num_tokens, batch.max_length)
+        num_threads = torch.get_num_threads()
+        num_bytes = encoder_scratch_bytes(self._record, num_tokens, batch.max_length, num_threads)
         if len(self._scratch) < num_bytes:
             self._scratch = empty_aligned(num_bytes)
         positions = batch.position_ids + position_offset if position_offset else batch.position_ids
@@ -120,6 +121,7 @@ class CompiledEncoder:
             num_tokens,
             len(batch.cu_seqlens) - 1,
             batch.max_length,
+            num_threads,
         )
         run_encoder(self._record, step)
         return hidden

@@ -69,8 +69,7 @@ def _choose_compiled(
 ) -> None:
     """Let a model run in its compiled form, if it has one that gives the same, in the steps in which that is faster.
 
-    It runs on one thread: with many of them, or on a processor that the library's products know better, large steps are
-    the library's.
+    On a processor that the library's products know better, large steps are the library's.
     """
     compiled = compile_encoder(backbone.model)
     if compiled is None:

@@ -5,7 +5,7 @@
 #include "features.h"
 #include "levels.h"
 
-// Bytes that sie_attend writes to beside its output.
+// Bytes that each thread of sie_attend writes to beside its output.
 SIE_EXPORT int64_t sie_attention_scratch(int64_t longest, int64_t width) {
     return static_cast<int64_t>(attention_scratch_bytes(longest, width));
 }
@@ -16,8 +16,9 @@ SIE_EXPORT void sie_attend(const SieAttention* shape, int32_t is_bf16, void* scr
 }
 
 // Bytes that sie_encode writes to beside its result, for a step of so many tokens.
-SIE_EXPORT int64_t sie_encoder_scratch(const SieEncoder* encoder, int64_t num_tokens, int64_t longest) {
-    return static_cast<int64_t>(EncoderLayout(*encoder, num_tokens, longest).end);
+SIE_EXPORT int64_t sie_encoder_scratch(const SieEncoder* encoder, int64_t num_tokens, int64_t longest,
+                                       int64_t num_threads) {
+    return static_cast<int64_t>(EncoderLayout(*encoder, num_tokens, longest, num_threads).end);
 }
 
 SIE_EXPORT void sie_encode(const SieEncoder* encoder, const SieStep* step) {

@@ -45,5 +45,5 @@ struct SieStep {
     const int32_t *bounds, *seen;            // as in SieAttention
     void* hidden;                            // (num_tokens, width), the result
     void* scratch;                           // of encoder_scratch_bytes
-    int32_t num_tokens, num_sequences, longest;
+    int32_t num_tokens, num_sequences, longest, num_threads;
 };

@@ -110,6 +110,24 @@ def test_a_sequence_is_the_same_alone_and_in_every_place(dtype: torch.dtype) -> 
 
 
 @needs_kernels
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_any_number_of_threads_gives_the_same(num_threads: int) -> None:
+    compiled = compile_encoder(MODELS["bert"]().to(torch.bfloat16))
+    assert compiled is not None
+    before = torch.get_num_threads()
+    found: list[list[torch.Tensor]] = []
+    try:
+        for count in (1, num_threads, 2):
+            torch.set_num_threads(count)
+            found.append([compiled.run(pack_sequences(some), 0) for some in (_sequences(), _sequences()[1:2])])
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        for alone, shared in zip(found[0], other, strict=True):
+            torch.testing.assert_close(shared, alone, rtol=0, atol=0)
+
+
+@needs_kernels
 def test_token_types_and_unseen_tokens_are_read() -> None:
     backbone = Backbone(MODELS["bert"](), torch.device("cpu"))
     execution = choose_execution("bert", backbone)
