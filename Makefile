@@ -47,7 +47,7 @@ fix: $(VENV)/.check ## format, mend what the linter can mend, write docs/setting
 	$(BIN)/sie config --format markdown > docs/settings.md
 	for name in $(UNITS); do $(BIN)/sie service print --executable /opt/sie/bin/sie $$name > systemd/$$name; done
 
-bench: $(VENV)/.bench $(NATIVE) ## measure the path of a request; BENCH=limits, engine, peers, fairness, shm or plot measures something else
+bench: $(VENV)/.bench $(NATIVE) ## measure the path of a request; BENCH=limits, engine, peers, generate, fairness, shm or plot measures something else
 	$(BIN)/python -m bench $(BENCH) $(ARGS)
 
 peers: $(PEERS:%=build/peers/%/.installed) ## install what `make bench BENCH=peers` compares with; one at a time with build/peers/NAME/.installed
