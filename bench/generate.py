@@ -50,7 +50,9 @@ class Options(NamedTuple):
 @click.option("--tokens", default=24, show_default=True, help="Tokens that each stream generates.")
 @click.option("--prompt", default=1024, show_default=True, help="Tokens of the prompt that is read.")
 @click.option("--rounds", default=5, show_default=True)
-@click.option("--threads", default=torch.get_num_threads, help="Compute threads, by default torch's own number.")
+@click.option(
+    "--threads", type=int, default=torch.get_num_threads, help="Compute threads, by default torch's own number."
+)
 def main(**options: Any) -> None:
     """Measure generation. MODEL: directory of a checkpoint, or a GGUF file."""
     args = Options(**options)
