@@ -160,12 +160,105 @@ LORAS_LOADED = Family(
     labels=("model",),
     merge="max",
 )
+SEQUENCES_RUNNING = Family(
+    name="sie_sequences_running",
+    kind="gauge",
+    help="Choices of requests to generate that are being generated.",
+    labels=("model",),
+)
+SEQUENCES_WAITING = Family(
+    name="sie_sequences_waiting",
+    kind="gauge",
+    help="Choices of requests to generate that wait in the workers for blocks, or for their grammar.",
+    labels=("model",),
+)
+SEQUENCES_COMPLETED = Family(
+    name="sie_sequences_completed_total",
+    kind="counter",
+    help="Choices that ended, by reason (stop, length, stopped by a stop string, cancelled, failed).",
+    labels=("model", "reason"),
+)
+PREEMPTIONS = Family(
+    name="sie_preemptions_total",
+    kind="counter",
+    help="Choices that went back to wait because older ones needed their blocks; their tokens are read again.",
+    labels=("model",),
+)
+KV_BLOCKS = Family(
+    name="sie_kv_cache_blocks",
+    kind="gauge",
+    help="Blocks of keys and values that there is memory for.",
+    labels=("model",),
+)
+KV_BLOCKS_USED = Family(
+    name="sie_kv_cache_blocks_used",
+    kind="gauge",
+    help="Blocks of keys and values that running choices hold.",
+    labels=("model",),
+)
+PREFIX_LOOKUPS = Family(
+    name="sie_prefix_cache_lookups_total",
+    kind="counter",
+    help="Prompts whose beginning was looked for in the cache.",
+    labels=("model",),
+)
+PREFIX_HITS = Family(
+    name="sie_prefix_cache_hits_total",
+    kind="counter",
+    help="Prompts of which some of the beginning was in the cache.",
+    labels=("model",),
+)
+PREFIX_EVICTIONS = Family(
+    name="sie_prefix_cache_evictions_total",
+    kind="counter",
+    help="Cached blocks that were taken for something else.",
+    labels=("model",),
+)
+PROMPT_TOKENS = Family(
+    name="sie_prompt_tokens_total",
+    kind="counter",
+    help="Tokens of prompts that were read; those from the cache are not among them.",
+    labels=("model",),
+)
+GENERATED_TOKENS = Family(
+    name="sie_generated_tokens_total",
+    kind="counter",
+    help="Tokens that were generated.",
+    labels=("model",),
+)
+GENERATION_STEP = Family(
+    name="sie_generation_step_seconds",
+    kind="histogram",
+    help="Time of one step of a generating model.",
+    labels=("model",),
+    bounds=_STEP_DURATION_BOUNDS,
+)
 LAST_INFERENCE = Family(
     name="sie_last_inference_timestamp_seconds",
     kind="gauge",
     help="When a tensor request to this model was last answered, Unix time.",
     labels=("model",),
     merge="max",
+)
+FIRST_TOKEN = Family(
+    name="sie_time_to_first_token_seconds",
+    kind="histogram",
+    help="Time from a request's submission to its first token.",
+    labels=("model",),
+    bounds=_HTTP_DURATION_BOUNDS,
+)
+TOKEN_GAP = Family(
+    name="sie_inter_token_latency_seconds",
+    kind="histogram",
+    help="Time from one step's tokens of a request to the next step's.",
+    labels=("model",),
+    bounds=_STEP_DURATION_BOUNDS,
+)
+HTTP_IN_FLIGHT = Family(
+    name="http_requests_in_flight",
+    kind="gauge",
+    help="Requests to generate that are being answered, streams to their end.",
+    labels=("method", "path", "model"),
 )
 REFUSALS = Family(
     name="sie_refusals_total",
@@ -208,6 +301,20 @@ WORKER_RESTARTS = Family(
     kind="counter",
     help="Times a worker was started again after it died.",
     labels=("worker",),
+)
+WORKER_UP = Family(
+    name="sie_worker_up",
+    kind="gauge",
+    help="1 while a worker runs, else 0; the sum is what is left of the devices.",
+    labels=("worker",),
+    merge="max",
+)
+DEVICE_LOST = Family(
+    name="sie_device_lost",
+    kind="gauge",
+    help="1 while a worker's device is set aside, since workers lost it again and again, else 0.",
+    labels=("worker",),
+    merge="max",
 )
 CONFIG_RELOADS = Family(
     name="sie_config_reloads_total",
@@ -351,6 +458,20 @@ FAMILIES: tuple[Family, ...] = (
     NON_FINITE,
     NON_FINITE_SHARE,
     LORAS_LOADED,
+    SEQUENCES_RUNNING,
+    SEQUENCES_WAITING,
+    SEQUENCES_COMPLETED,
+    PREEMPTIONS,
+    KV_BLOCKS,
+    KV_BLOCKS_USED,
+    PREFIX_LOOKUPS,
+    PREFIX_HITS,
+    PREFIX_EVICTIONS,
+    PROMPT_TOKENS,
+    GENERATED_TOKENS,
+    GENERATION_STEP,
+    FIRST_TOKEN,
+    TOKEN_GAP,
     LAST_INFERENCE,
     REFUSALS,
     AUTH_FAILURES,
@@ -359,6 +480,8 @@ FAMILIES: tuple[Family, ...] = (
     API_KEYS,
     API_KEYS_REFUSED,
     WORKER_RESTARTS,
+    WORKER_UP,
+    DEVICE_LOST,
     CONFIG_RELOADS,
     CONFIG_REFUSED,
     STEP_DURATION,
@@ -369,6 +492,7 @@ FAMILIES: tuple[Family, ...] = (
     LOOP_LAG_LATEST,
     STATUS_WATCHERS,
     HTTP_REQUESTS,
+    HTTP_IN_FLIGHT,
     HTTP_DURATION,
     HTTP_BODY,
     DROPPED,

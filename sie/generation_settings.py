@@ -50,6 +50,9 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int, Meta(ge=0, le=256, description="Most likeliest tokens beside each chosen one; over it is 400.")
     ] = 20
     max_stop_strings: Annotated[int, Meta(ge=0, le=1024, description="Most stop strings; over it is 400.")] = 16
+    max_stop_chars: Annotated[
+        int, Meta(ge=1, le=65536, description="Longest stop string, in characters; over it is 400.")
+    ] = 256
     max_tools: Annotated[int, Meta(ge=0, le=4096, description="Most tools of a request; over it is 400.")] = 128
     max_messages: Annotated[int, Meta(ge=1, le=65536, description="Most messages of a chat; over it is 400.")] = 2048
     max_generation_body_bytes: Annotated[
@@ -77,7 +80,11 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int, Meta(ge=65536, le=1 << 30, description="What a client may leave unread before its stream is cut.")
     ] = 8 * MIB
     chat_template: Annotated[
-        str, Meta(description="Jinja file to use as the chat template of models that have none of their own.")
+        str,
+        Meta(
+            description="Jinja file to use as the chat template of models that have none of their own; empty "
+            "takes a plain transcript."
+        ),
     ] = ""
     max_responses: Annotated[
         int, Meta(ge=0, le=1 << 24, description="Responses kept for `/v1/responses/{id}`; the oldest go first.")

@@ -21,6 +21,7 @@ _CAUSAL: Final = ("ForCausalLM", "LMHeadModel")
 _NO_LIMIT: Final = 1 << 20
 """Context of a model that names none: relative positions have no end."""
 _MAX_TEMPLATE_BYTES: Final = 1 << 20
+_PLAIN_TEMPLATE: Final = Path(__file__).with_name("plain_chat.jinja")
 _TEMPLATE_FILE: Final = "chat_template.jinja"
 _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TOOL_FORMATS: Final[tuple[tuple[str, ToolFormat], ...]] = (
@@ -102,15 +103,17 @@ def _with_templates(rule: GenerateRule, template: str, tool_template: str = "") 
 def finish_generator(card: ModelCard, chat_template: str) -> ModelCard:
     """Return the card of a generator whose tokenizer_file is set with everything that a frontend needs of it.
 
-    chat_template is the path of the Jinja file for models without a template of their own, or empty. Raises
-    ModelLoadFailed for a file that cannot be read.
+    chat_template is the path of the Jinja file for models without a template of their own; empty takes the plain one, which
+    writes a conversation as a base model has seen many: the role, a colon, the text. Raises ModelLoadFailed for a file that
+    cannot be read.
     """
     card = _with_tokenizer(card)
     rule = card.generate
     assert rule is not None
-    if rule.chat_template or not chat_template:
+    if rule.chat_template:
         return card
-    return msgspec.structs.replace(card, generate=_with_templates(rule, _read_template(card.id, Path(chat_template))))
+    path = Path(chat_template) if chat_template else _PLAIN_TEMPLATE
+    return msgspec.structs.replace(card, generate=_with_templates(rule, _read_template(card.id, path)))
 
 
 def read_special_tokens(settings: dict[str, Any], mapping: dict[str, Any]) -> dict[str, str]:

@@ -23,6 +23,8 @@ from sie.generation import GenerateRule
 
 SUFFIX: Final = ".gguf"
 _SPECIALS: Final = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+_MOST_VALUES: Final = 1024
+"""Fields of more are the vocabulary's."""
 _ENDS: Final = ("eos", "eot", "eom")
 """Names of ids that end an answer: of the text, of a turn, of a message."""
 
@@ -50,10 +52,15 @@ def read_gguf_card(model_id: str, path: str, cache_dir: str) -> ModelCard:
 
     Raises ModelLoadFailed for a damaged file, an architecture that transformers does not know, and a split one.
     """
-    fields, counts, header_bytes = _read_file(model_id, path)
+    from sie.catalog.gguf_reader import reading_with
+
+    reader = _open(model_id, path)
+    fields, counts = _read_fields(model_id, reader)
     if fields.get("split.count", 0) not in (0, 1):
         raise refuse(model_id, "the GGUF file is one part of several; merge them into one")
-    config = _read_config(model_id, path)
+    with reading_with(lambda *_arguments, **_options: reader):  # the one file that is read here, once
+        config = _read_config(model_id, path)
+        tokenizer_file = _convert_tokenizer(model_id, path, int(reader.data_offset), cache_dir)
     architecture = str(fields.get("general.architecture", ""))
     rule = _read_rule(model_id, fields, config)
     return ModelCard(
@@ -65,32 +72,33 @@ def read_gguf_card(model_id: str, path: str, cache_dir: str) -> ModelCard:
         max_sequence_length=rule.context_length,
         vocab_size=int(config.vocab_size),
         num_weights=sum(counts),
-        tokenizer_file=_convert_tokenizer(model_id, path, header_bytes, cache_dir),
+        tokenizer_file=tokenizer_file,
         generate=msgspec.structs.replace(rule, gguf_file=path),
     )
 
 
-def _read_file(model_id: str, path: str) -> tuple[dict[str, Any], list[int], int]:
-    """Return the metadata without the vocabulary, the number of weights of each tensor and where the tensors begin."""
-    from gguf import GGUFReader
+def _open(model_id: str, path: str) -> Any:
+    from sie.catalog.gguf_reader import VocabularyReader
 
     try:
-        reader = GGUFReader(path)
+        return VocabularyReader(path)
+    except OSError as error:
+        raise refuse(model_id, f"{Path(path).name}: {error.strerror}", "STORAGE") from error
+    except Exception as error:  # the library trusts the file, and fails in many ways on one that is damaged
+        raise refuse(model_id, f"the GGUF file is damaged: {type(error).__name__}: {error}", "STORAGE") from error
+
+
+def _read_fields(model_id: str, reader: Any) -> tuple[dict[str, Any], list[int]]:
+    """Return the metadata without the vocabulary, special tokens by name among them, and each tensor's number of weights."""
+    try:
+        fields = {name: field.contents() for name, field in reader.fields.items() if len(field.data) <= _MOST_VALUES}
         tokens = reader.fields.get("tokenizer.ggml.tokens")
-        fields = {
-            name: field.contents()
-            for name, field in reader.fields.items()
-            if len(field.data) <= 1 or not name.startswith("tokenizer.ggml.")
-        }
-        for name in (*_SPECIALS, "eot", "eom"):
+        for name in _SPECIALS:
             number = fields.get(f"tokenizer.ggml.{name}_token_id")
             if tokens is not None and isinstance(number, int) and 0 <= number < len(tokens.data):
                 fields[name] = bytes(tokens.parts[tokens.data[number]]).decode("utf-8", "replace")
-        counts = [prod(map(int, tensor.shape)) for tensor in reader.tensors]
-        return fields, counts, int(reader.data_offset)
-    except OSError as error:
-        raise refuse(model_id, f"{Path(path).name}: {error.strerror}", "STORAGE") from error
-    except Exception as error:  # the reader trusts the file, and fails in many ways on one that is damaged
+        return fields, [prod(map(int, tensor.shape)) for tensor in reader.tensors]
+    except Exception as error:
         raise refuse(model_id, f"the GGUF file is damaged: {type(error).__name__}: {error}", "STORAGE") from error
 
 

@@ -27,7 +27,8 @@ _REVISION = re.compile(r"[A-Za-z0-9._/-]+")
 _DEFAULT_STUB = StubOptions()
 _STUB_WIDTHS = ("dense", "sparse", "multivector")
 _NOT_OF_TENSORS = {"dense", "sparse", "multivector", "score", "extract", "image", "max_tokens", "per_token_us"}
-_STUB_MINIMUM = {"dense": 1, "max_tokens": 1}
+_NOT_OF_TEXTS = {"dense", "sparse", "multivector", "score", "extract", "image", "tensor"}
+_STUB_MINIMUM = {"dense": 1, "max_tokens": 1, "blocks": 1}
 
 
 class TensorSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,6 +191,8 @@ def _parse_stub(options: str, text: str) -> StubOptions:
             raise BadRequest(f"model spec {text!r}: stub option {key!r} is {value}, but must be at least {least}")
     if stub.tensor and (others := _NOT_OF_TENSORS & set(pairs)):
         raise BadRequest(f"model spec {text!r}: a stub that takes tensors has no option {min(others)!r}")
+    if stub.generate and (others := _NOT_OF_TEXTS & set(pairs)):
+        raise BadRequest(f"model spec {text!r}: a stub that generates has no option {min(others)!r}")
     for key in _STUB_WIDTHS:
         if getattr(stub, key) > MAX_STUB_WIDTH:
             raise BadRequest(

@@ -22,6 +22,12 @@ H(x) = SHAKE-256 of x and `text` the UTF-8 of the text:
                  modulo what is left of the width, 1 + D[9:11] modulo what is left of the height, all little-endian
 
     tensor       input INPUTn, of any datatype and shape, is output OUTPUTn; nothing else is taken then. A token is a KiB
+    generate     a token is one byte of the UTF-8, and 256, written `<|end|>`, ends a text; nothing else is given then. Choice
+                 c of a prompt of n tokens continues it with its tokens c, c + 1, ..., each modulo n, and ends after n of
+                 them, or goes on where the end is ignored. Where that token may not come (a bias, a grammar), the
+                 likeliest does that may: token (x + r) modulo 257 has the probability 2**-(r + 1) where x is the one that should come. Whatever
+                 the temperature is, the likeliest comes. A grammar, of whatever kind, is the answer itself; one that
+                 is blank does not compile
 
 Values are float32. Queries and documents are alike. Options that lower the limit of tokens cut the UTF-8 at four bytes
 for each token left. With an adapter, `text` is "lora", its id in UTF-8, a zero byte and then the text's own bytes; how
@@ -30,13 +36,22 @@ many rows a multivector has follows from that, too.
 
 from __future__ import annotations
 
-from sie.cards import ImageRule, ModelCard
+from sie.cards import ImageRule, ModelCard, StubOptions
 from sie.catalog.spec import ModelSpec
 from sie.errors import BadRequest
 from sie.extraction import StubExtract
+from sie.generation import GenerateRule
 from sie.tensors import TensorRule, TensorSpec
 
 BYTES_PER_TOKEN = 4
+END_OF_TEXT = 256
+"""The token that ends a text of a stub that generates; those before it are bytes."""
+_END_TEXT = "<|end|>"
+_CHAT_TEMPLATE = (
+    "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content or '' }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 def stub_card(spec: ModelSpec) -> ModelCard:
@@ -46,6 +61,8 @@ def stub_card(spec: ModelSpec) -> ModelCard:
     if spec.stub.tensor:
         return ModelCard(id=spec.id, kind="stub", architecture="stub", inputs=("tensor",), outputs=(), stub=spec.stub,
                          tensor=_stub_rule(spec.id))  # fmt: skip
+    if spec.stub.generate:
+        return _generator_card(spec.id, spec.stub)
     widths = {"dense": spec.stub.dense, "sparse": spec.stub.sparse, "multivector": spec.stub.multivector}
     flags = {"score": spec.stub.score, "extract": spec.stub.extract}
     dims = {output: width for output, width in widths.items() if width}
@@ -62,6 +79,20 @@ def stub_card(spec: ModelSpec) -> ModelCard:
         stub=spec.stub,
         extract=StubExtract() if spec.stub.extract else None,
     )
+
+
+def _generator_card(name: str, stub: StubOptions) -> ModelCard:
+    rule = GenerateRule(
+        context_length=stub.max_tokens,
+        eos_token_ids=(END_OF_TEXT,),
+        chat_template=_CHAT_TEMPLATE,
+        special_tokens={"eos_token": _END_TEXT},
+        special_texts=(_END_TEXT,),
+    )
+    return ModelCard(
+        id=name, kind="stub", architecture="stub", outputs=("generate",), max_sequence_length=stub.max_tokens,
+        vocab_size=END_OF_TEXT + 1, stub=stub, generate=rule,
+    )  # fmt: skip
 
 
 def _stub_rule(name: str) -> TensorRule:

@@ -37,6 +37,7 @@ class Exchange(Protocol):
     holder: KeyHolder | None
     route: Route | None
     known_model: str
+    request_id: str
     body_bytes: int
     num_items: int
     timing: Timing | None
@@ -57,11 +58,16 @@ class AccessLog:
         """
         if self._draw() >= self._share:
             return headers
-        sent = exchange.headers.get("x-request-id") or ""
-        request_id = sent if _REQUEST_ID.fullmatch(sent) else f"req_{secrets.token_hex(16)}"
+        request_id = exchange.request_id or request_id_of(exchange.headers)
         trace_id = dict(headers).get("x-trace-id") or _trace_id(exchange.headers.get("traceparent"))
         _log.info("request", extra=_facts(exchange, status, error, request_id, trace_id))
-        return [*headers, ("x-request-id", request_id)]
+        return headers if exchange.request_id else [*headers, ("x-request-id", request_id)]
+
+
+def request_id_of(headers: Any) -> str:
+    """Return the `x-request-id` that a client sent, or a new one."""
+    sent = headers.get("x-request-id") or ""
+    return sent if _REQUEST_ID.fullmatch(sent) else f"req_{secrets.token_hex(16)}"
 
 
 def _facts(exchange: Exchange, status: int, error: SieError | None, request_id: str, trace_id: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from sie.control_messages import ModelEntry
 from sie.errors import ClientGone, Internal, SieError
 from sie.frontend import dashboard, envelopes, openapi, routes
 from sie.frontend.access import CHALLENGE, Access
+from sie.frontend.access_log import request_id_of
 from sie.frontend.admin import check_admin
 from sie.frontend.counting import count_exchange
 from sie.frontend.dialects import models as models_dialect
@@ -28,10 +29,12 @@ from sie.frontend.kserve import KServe
 from sie.frontend.metrics import CONTENT_TYPE, render
 from sie.frontend.openapi import page as docs
 from sie.frontend.process import FrontendProcess
+from sie.frontend.stream import STREAM_HEADERS, Streamed, send_stream
 from sie.logs import get_logger
 from sie.process import calm_collector
 
 if TYPE_CHECKING:
+    from sie.frontend.generate import TextRoutes
     from sie.frontend.trtis import Trtis
 
 _log = get_logger(__name__)
@@ -45,6 +48,7 @@ _MUST_CLOSE: Final = frozenset({408, 413})
 _BODY_UNREAD: Final = frozenset({401, 403, 429, 503})
 """These may be known from the headers alone."""
 _MAX_DISCARDED_BYTES: Final = 256 * 1024
+_TEXT_DIALECTS: Final = frozenset({"text", "anthropic"})
 _TENSOR_DIALECTS: Final = frozenset({"kserve", "trtis"})
 
 
@@ -65,6 +69,7 @@ class App:
         self._inference = Inference(self._process, self._identity)
         self._kserve = KServe(self._process, self._inference.pool)
         self._trtis: Trtis | None = None
+        self._texts: TextRoutes | None = None
         calm_collector()
 
     def __rsgi_del__(self, _loop: asyncio.AbstractEventLoop) -> None:
@@ -89,6 +94,9 @@ class App:
             self._fail(exchange, error)
             if error.http_status in _BODY_UNREAD and not exchange.body_bytes:
                 await self._discard_body(exchange)
+            error.__traceback__ = (
+                None  # its frames hold the future that holds the error: a ring, with the request in it
+            )
         except Exception:
             _log.exception("%s %s failed", scope.method, exchange.route.template if exchange.route else "?")
             self._fail(exchange, Internal("internal error"))
@@ -156,6 +164,9 @@ class App:
 
     async def _handle(self, exchange: Exchange, route: routes.Route) -> None:
         """Serve a route that is none of the inference routes of `sie.frontend.inference`."""
+        if route.envelope in _TEXT_DIALECTS:
+            await self._serve_text(exchange, route)
+            return
         if route.envelope not in _TENSOR_DIALECTS:
             await getattr(self, f"_{route.handler}")(exchange)
             return
@@ -173,6 +184,41 @@ class App:
             )
             self._trtis = cast("Trtis", module.Trtis(self._process, self._kserve, pool))
         return self._trtis
+
+    async def _serve_text(self, exchange: Exchange, route: routes.Route) -> None:
+        """Serve a route that generates text: answered at once, or as a stream that is counted when it ends."""
+        process = self._process
+        if self._texts is None:
+            module = await asyncio.get_running_loop().run_in_executor(
+                self._inference.pool, importlib.import_module, "sie.frontend.generate"
+            )
+            self._texts = cast("TextRoutes", module.TextRoutes(process, self._inference.pool))
+        exchange.request_id = request_id_of(exchange.headers)
+        try:
+            answer = await getattr(self._texts, route.handler)(exchange)
+            if isinstance(answer, Streamed):
+                await self._stream(exchange, answer)
+            else:
+                headers, body = answer
+                self._respond(exchange, 200, [*headers, ("x-request-id", exchange.request_id)], body)
+        finally:
+            self._texts.leave(exchange)
+
+    async def _stream(self, exchange: Exchange, answer: Streamed) -> None:
+        """Send an answer as it comes. It is recorded and counted when it ends."""
+        process = self._process
+        headers = [*STREAM_HEADERS, ("x-request-id", exchange.request_id)]
+        for part in (process.access, process.cors):  # the other recorders write down what has ended
+            headers = part.record(exchange, 200, headers, None) if part is not None else headers
+
+        def begin() -> Any:
+            return exchange.protocol.response_stream(200, headers)
+
+        error = await send_stream(answer, begin, exchange.scope.client, process.settings.generation)
+        exchange.timing = answer.run.timing(exchange.began_ns)
+        for record in process.recorders:
+            record(exchange, 200, [], error)
+        count_exchange(process.metrics, exchange, 200, error)
 
     def _answer_mismatch(self, exchange: Exchange, route: routes.Route | None) -> None:
         """Answer a request for a path that is no route, or with a method that is not its route's."""
@@ -192,7 +238,7 @@ class App:
     async def _list_models(self, exchange: Exchange) -> None:
         models = self._process.models
         infos = [_info(entry, models.created_s) for entry in models.entries.values()]
-        default = self._process.default_model("dense")
+        default = models.default_of("dense") or models.default_of("generate")
         self._respond(exchange, 200, [_JSON], models_dialect.models_body(infos, default))
 
     async def _show_model(self, exchange: Exchange) -> None:
@@ -279,6 +325,9 @@ class App:
             headers = [*headers, *self._identity]
         if error.http_status == 401:
             headers.append(CHALLENGE)
+        if envelope == "text":
+            exchange.request_id = exchange.request_id or request_id_of(exchange.headers)
+            headers.append(("x-request-id", exchange.request_id))
         if error.retry_after_s is not None:
             headers.append(("retry-after", str(error.retry_after_s)))
         if error.http_status in _MUST_CLOSE:
@@ -294,7 +343,7 @@ class App:
         error: SieError | None = None,
     ) -> None:
         process = self._process
-        if process.is_draining and _CLOSE not in headers:
+        if process.closes_connections and _CLOSE not in headers:
             headers = [*headers, _CLOSE]
         for record in process.recorders:
             headers = record(exchange, status, headers, error)

@@ -48,8 +48,13 @@ class Reading:
 class BodyReader:
     """Reads bodies for one process and ends those that stall."""
 
-    def __init__(self, max_body_bytes: int, idle_timeout_s: float, min_bytes_per_s: int = 0) -> None:
+    def __init__(
+        self, max_body_bytes: int, idle_timeout_s: float, min_bytes_per_s: int = 0, setting: str = "max_body_bytes"
+    ) -> None:
+        """Setting is the name of the one that max_body_bytes comes from, for its refusals."""
+        self._setting = setting
         self._readings: set[Reading] = set()
+        self._others: list[BodyReader] = []
         self.reconfigure(max_body_bytes, idle_timeout_s, min_bytes_per_s)
 
     def reconfigure(self, max_body_bytes: int, idle_timeout_s: float, min_bytes_per_s: int) -> None:
@@ -58,6 +63,15 @@ class BodyReader:
         self._min_bytes_per_s = min_bytes_per_s
         self._idle_ns = int(idle_timeout_s * 1e9)
         self._idle_s = idle_timeout_s
+        for other in self._others:
+            other.reconfigure(other._max_bytes, idle_timeout_s, min_bytes_per_s)
+
+    def with_limit(self, section: object, setting: str) -> BodyReader:
+        """Return a reader whose limit is a setting of its own; this one ends what stalls there, too."""
+        other = BodyReader(getattr(section, setting), self._idle_s, self._min_bytes_per_s, setting)
+        other._readings = self._readings
+        self._others.append(other)
+        return other
 
     async def read(self, headers: Headers, protocol: HttpProtocol, deadline_ns: int) -> bytes:
         """Return the whole body.
@@ -131,4 +145,4 @@ class BodyReader:
         return bytes(body)
 
     def _too_long(self) -> InputTooLong:
-        return InputTooLong(f"The request body is over max_body_bytes ({self._max_bytes})", http_status=413)
+        return InputTooLong(f"The request body is over {self._setting} ({self._max_bytes})", http_status=413)

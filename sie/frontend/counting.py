@@ -7,10 +7,14 @@ from typing import Final
 
 from sie.errors import ClientGone, Overloaded, SieError
 from sie.frontend.inference import Exchange
-from sie.frontend.metrics import FrontendMetrics
+from sie.frontend.metrics import UNKNOWN_MODEL, FrontendMetrics
+from sie.frontend.routes import COUNTED
 
 _NO_REQUEST: Final = frozenset({204, 401, 403, 405, 429})
 """These never reached the model that their route is about, and are no requests in `sie_requests_total`."""
+
+_TEXT_ROUTES: Final = frozenset(route for route in COUNTED.values() if route.endpoint == "generate")
+"""Routes whose requests name their model in the body, perhaps in one that cannot be read."""
 
 
 def count_exchange(metrics: FrontendMetrics, exchange: Exchange, status: int, error: SieError | None) -> None:
@@ -19,7 +23,7 @@ def count_exchange(metrics: FrontendMetrics, exchange: Exchange, status: int, er
     total_s = (time.monotonic_ns() - exchange.began_ns) / 1e9
     metrics.record_http(
         exchange.scope.method if route is not None else "ANY", route.template if route is not None else "unmatched",
-        exchange.known_model, status, duration_s=total_s, body_bytes=exchange.body_bytes,
+        exchange.known_model or (UNKNOWN_MODEL if route in _TEXT_ROUTES else ""), status, duration_s=total_s, body_bytes=exchange.body_bytes,
     )  # fmt: skip
     if error is not None and error.retryable:
         metrics.record_refusal(error.code)

@@ -18,20 +18,22 @@ from numpy.typing import NDArray
 
 from sie import failpoints
 from sie.control_messages import ModelEntry, PeerFault, Quarantine
-from sie.errors import DeadlineExceeded, Overloaded, SieError, Unavailable, WorkerLost
+from sie.errors import ClientGone, DeadlineExceeded, Overloaded, SieError, Unavailable, WorkerLost
 from sie.frontend import admission
 from sie.frontend.adapters import is_coming, loading, workers_with
-from sie.frontend.links import Pending, Reply, WorkerLink, read_error
+from sie.frontend.answers import Answers, end
+from sie.frontend.links import Pending, WorkerLink
 from sie.frontend.placement import choose_worker
 from sie.frontend.quarantine import QuarantinedInputs, poison
-from sie.frontend.request_layout import RequestLayout, lay_out
+from sie.frontend.request_layout import RequestLayout, lay_out, lay_out_once
+from sie.frontend.token_stream import TokenStream
 from sie.headers import WorkHeader
 from sie.limits import Limits
 from sie.logs import get_logger
 from sie.settings import Settings
 from sie.shm.attach import Attachment
-from sie.shm.extent import set_cancelled, write_extent, write_pieces
-from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
+from sie.shm.extent import set_cancelled, write_bytes, write_extent, write_pieces
+from sie.shm.layout import FLAG_ALONE, ProtocolError
 from sie.shm.pool import Lease
 from sie.shm.space import OutboundSpace
 
@@ -39,7 +41,6 @@ _log = get_logger(__name__)
 _MAX_STRIKES = 2
 _PIECE_BYTES = 1 << 20
 """Of a large payload so much is copied between two turns of the event loop: about a millisecond."""
-_RATE_WEIGHT = 0.2
 
 
 class ShmEngine:
@@ -54,6 +55,7 @@ class ShmEngine:
     ) -> None:
         self._limits = settings.limits
         self._max_per_link = settings.memory.ring_capacity // 2
+        self._max_stream_bytes = settings.memory.request_segment_bytes // 2
         self._space = space
         self._find_model = find_model
         self._send = send
@@ -62,10 +64,7 @@ class ShmEngine:
         self._held: dict[int, Pending] = {}
         self._ids = itertools.count(1)
         self._quarantined = QuarantinedInputs()
-        self._tokens_done = 0
-        self._rate_at_ns = time.monotonic_ns()
-        self.tokens_per_s = 0.0
-        """How fast answers come back, smoothed; what `Retry-After` is computed from."""
+        self._answers = Answers(find_model, self._take_back)
 
     # --- asking ---------------------------------------------------------------------------------------------------
 
@@ -83,6 +82,11 @@ class ShmEngine:
     def queued_tokens(self) -> int:
         """Tokens submitted and not answered, over all workers."""
         return sum(link.outstanding_tokens for link in self._links.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """How fast answers come back, smoothed; what `Retry-After` is computed from."""
+        return self._answers.tokens_per_s
 
     def reconfigure(self, limits: Limits) -> None:
         """Take over reloaded limits for what is submitted from now on."""
@@ -111,6 +115,14 @@ class ShmEngine:
             write_extent(lease.view, layout.header, layout.refs, [array for _, array in arrays])
             return self._hand_over(lease, layout, header.lora, num_tokens, deadline_ns)
 
+    def submit_bytes(
+        self, layout: RequestLayout, parts: Sequence[memoryview], num_tokens: int, deadline_ns: int
+    ) -> Pending:
+        """Do as `submit` does for a request that is laid out already and whose arrays are bytes (uint8)."""
+        with self._lease(layout) as lease:
+            write_bytes(lease.view, layout.header, layout.refs, parts)
+            return self._hand_over(lease, layout, "", num_tokens, deadline_ns)
+
     async def submit_large(
         self, header: WorkHeader, arrays: Sequence[tuple[str, NDArray[Any]]], num_tokens: int, deadline_ns: int
     ) -> Pending:
@@ -122,6 +134,30 @@ class ShmEngine:
                 await asyncio.sleep(0)
             return self._hand_over(lease, layout, header.lora, num_tokens, deadline_ns)
 
+    async def submit_stream(
+        self,
+        header: WorkHeader,
+        arrays: Sequence[tuple[str, NDArray[Any]]],
+        num_tokens: int,
+        deadline_ns: int,
+        stream: TokenStream,
+    ) -> Pending:
+        """Do as `submit_large` does for work whose tokens go to stream; deadline_ns is that of the first token.
+
+        Such work, which stays long, gets at most half of the request segment: over it, Overloaded.
+        """
+        layout = lay_out_once(header, arrays)
+        held = sum(pending.lease.nbytes for pending in self._all_pending() if pending.stream is not None)
+        if held + layout.nbytes > self._max_stream_bytes:
+            raise self._overloaded("half of the request memory holds prompts")
+        with self._lease(layout) as lease:
+            own = [array for _, array in arrays]
+            for _ in write_pieces(lease.view, layout.header, layout.refs, own, _PIECE_BYTES):
+                await asyncio.sleep(0)
+            pending = self._hand_over(lease, layout, header.lora, num_tokens, deadline_ns, stream=stream)
+        stream.join(pending)
+        return pending
+
     def _lease(self, layout: RequestLayout) -> Lease:
         lease = self._space.lease(layout.nbytes)
         if lease is None:
@@ -129,8 +165,9 @@ class ShmEngine:
         return lease
 
     def _hand_over(
-        self, lease: Lease, layout: RequestLayout, adapter: str, num_tokens: int, deadline_ns: int
-    ) -> Pending:
+        self, lease: Lease, layout: RequestLayout, adapter: str, num_tokens: int, deadline_ns: int,
+        *, stream: TokenStream | None = None,
+    ) -> Pending:  # fmt: skip
         """Give a written request to a worker, or hold it until there is one."""
         pending = Pending(
             next(self._ids),
@@ -142,8 +179,10 @@ class ShmEngine:
             submitted_ns=time.monotonic_ns(),
             future=asyncio.get_running_loop().create_future(),
             adapter=adapter,
+            stream=stream,
         )
-        self._quarantined.check(lease.view[: layout.nbytes])
+        if self._quarantined:
+            self._quarantined.check(lease.view[: layout.nbytes])
         link = self._choose(pending)
         failpoints.reach("frontend.before_commit")
         if link is None or not self._try_submit(link, pending):
@@ -157,7 +196,7 @@ class ShmEngine:
         candidates = self._candidates(pending)
         if not candidates:
             return None
-        slot = choose_worker((link.slot, link.outstanding_tokens) for link in candidates if self._has_room(link))
+        slot = choose_worker([(link.slot, link.outstanding_tokens) for link in candidates if self._has_room(link)])
         if slot is None:
             raise self._overloaded("the ring is full")
         link = self._links[slot]
@@ -212,17 +251,17 @@ class ShmEngine:
         elif pending.link is not None and pending.request_id in pending.link.pending:
             set_cancelled(pending.lease.view)
 
+    def finish(self, pending: Pending) -> None:
+        """Do as `abandon` does for a request that nobody waits for any more, since all that was wanted of it is there."""
+        if not pending.future.done():
+            self.abandon(pending, ClientGone("nothing more is wanted"))
+
     def expire(self, now_ns: int) -> None:
         """Abandon what is past its deadline, and measure how fast answers come back."""
         for pending in self._all_pending():
             if pending.deadline_ns <= now_ns and not pending.future.done():
-                self.abandon(pending, DeadlineExceeded("the request's deadline passed before its answer was there"))
-        elapsed_s = (now_ns - self._rate_at_ns) / 1e9
-        if elapsed_s >= 0.5:
-            rate = self._tokens_done / elapsed_s
-            if rate or self.queued_tokens:
-                self.tokens_per_s += _RATE_WEIGHT * (rate - self.tokens_per_s) if self.tokens_per_s else rate
-            self._tokens_done, self._rate_at_ns = 0, now_ns
+                self.abandon(pending, _overdue(pending))
+        self._answers.measure(now_ns, is_busy=self.queued_tokens > 0)
 
     def _all_links(self) -> list[WorkerLink]:
         return [*self._links.values(), *self._dying.values()]
@@ -237,7 +276,7 @@ class ShmEngine:
 
     def attach(self, slot: int, attachment: Attachment) -> None:
         """Start to use a worker. Its replies are read whenever its bell rings."""
-        link = WorkerLink(slot, attachment)
+        link = WorkerLink(slot, attachment, self._accuse)
         self._links[slot] = link
         loop = asyncio.get_running_loop()
         loop.add_reader(attachment.bell_fd, self._on_bell, link)
@@ -300,7 +339,7 @@ class ShmEngine:
                 return
             del self._links[slot]
         try:
-            self._drain(link)
+            self._answers.drain(link)
         except ProtocolError as error:
             _log.error("worker-%d died while it wrote: %s", slot, error)
         loop = asyncio.get_running_loop()
@@ -317,8 +356,14 @@ class ShmEngine:
         if pending.future.done():
             pending.lease.end()
             return
+        if not pending.may_run_again():
+            end(pending, WorkerLost("the worker died while it generated; what it had sent stands"))
+            return
         if is_suspect:
             self._strike(pending)
+        self._take_back(pending)
+
+    def _take_back(self, pending: Pending) -> None:
         pending.link = None
         self._held[pending.request_id] = pending
 
@@ -339,53 +384,16 @@ class ShmEngine:
         for pending in [held for held in self._held.values() if held.num_strikes and held.digest() == digest]:
             self.abandon(pending, poison())
 
-    # --- replies --------------------------------------------------------------------------------------------------
-
     def _on_bell(self, link: WorkerLink) -> None:
         try:
-            self._drain(link)
+            self._answers.drain(link)
         except ProtocolError as error:
             self._accuse(link, error)
         if self._held:
             self.place_held()  # what a dead worker left may have been more than the others' rings could take
 
-    def _drain(self, link: WorkerLink) -> None:
-        for descriptor in link.attachment.drain():
-            self._on_descriptor(link, descriptor)
 
-    def _on_descriptor(self, link: WorkerLink, descriptor: Descriptor) -> None:
-        if descriptor.kind not in (REPLY, ERROR):
-            raise ProtocolError(f"a worker sent kind {descriptor.kind}")
-        pending = link.pending.get(descriptor.request_id)
-        if pending is None:
-            raise ProtocolError(f"a reply to request {descriptor.request_id}, which is not outstanding")
-        # Before anything is settled: a request whose reply cannot be read waits like the worker's others.
-        view = link.attachment.view(descriptor) if descriptor.length else None
-        link.settle(pending)
-        self._tokens_done += pending.num_tokens
-        if view is None:
-            self._end(pending, DeadlineExceeded("the worker dropped the request at its deadline"))
-            return
-        reply = Reply(link, pending, descriptor.offset, view)
-        if descriptor.kind == ERROR:
-            self._on_error(pending, read_error(reply))
-        elif pending.future.done():
-            reply.release()
-            pending.lease.end()
-        else:
-            pending.lease.end()
-            pending.future.set_result(reply)
-
-    def _on_error(self, pending: Pending, error: SieError) -> None:
-        """Pass a worker's error on; where its model is being restored, an unload or a restart only crossed our way."""
-        entry = self._find_model(pending.model)
-        if error.code == "MODEL_NOT_LOADED" and entry is not None and entry.recovering and not pending.future.done():
-            pending.link = None
-            self._held[pending.request_id] = pending
-        else:
-            self._end(pending, error)
-
-    def _end(self, pending: Pending, error: SieError) -> None:
-        pending.lease.end()
-        if not pending.future.done():
-            pending.future.set_exception(error)
+def _overdue(pending: Pending) -> SieError:
+    if pending.stream is not None:
+        return pending.stream.overdue()
+    return DeadlineExceeded("the request's deadline passed before its answer was there")

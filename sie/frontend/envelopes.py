@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from sie.errors import NotFound, SieError
-from sie.frontend.dialects import kserve, openai, sie
+from sie.errors import BadRequest, NotFound, SieError
+from sie.frontend.dialects import kserve, messages_reply, openai, sie, text_fields
 from sie.frontend.dialects import models as models_dialect
 from sie.frontend.routes import Route
 
@@ -50,6 +50,8 @@ _FAILURES: Final[dict[str, Callable[[SieError], Response]]] = {
     "sie": lambda error: Response(error.http_status, [JSON], sie.error_body(error)),
     "openai": _openai,
     "models": _models,
+    "text": lambda error: Response(error.http_status, [JSON], text_fields.error_body(error)),
+    "anthropic": lambda error: Response(messages_reply.error_status(error), [JSON], messages_reply.error_body(error)),
     "kserve": lambda error: Response(error.http_status, [JSON], kserve.error_body(error.message)),
     "trtis": _trtis,
 }
@@ -59,6 +61,8 @@ def unknown_path(path: str) -> Response:
     """Return the answer to a path that is no route: that of the dialect whose paths begin so."""
     if path.startswith("/v2/") or path == "/v2":
         return Response(404, [JSON], kserve.error_body("Not Found"))
+    if path.startswith("/v1/messages/"):
+        return failure("anthropic", NotFound("Not Found"))
     if path.startswith("/api/") or path == "/api":
         return Response(400, [], b"")  # the v1 API has no 404
     return Response(404, [JSON], sie.not_found_body())
@@ -69,5 +73,8 @@ def wrong_method(route: Route) -> Response:
     allow = ("allow", ", ".join(route.methods))
     if route.envelope == "trtis":
         return Response(405, [allow], b"")
+    if route.envelope in ("text", "anthropic"):
+        refusal = BadRequest(f"The method of {route.template} is {route.method}", http_status=405)
+        return Response(405, [JSON, allow], failure(route.envelope, refusal).body)
     body = kserve.error_body("Method Not Allowed") if route.envelope == "kserve" else sie.method_not_allowed_body()
     return Response(405, [JSON, allow], body)

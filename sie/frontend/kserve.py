@@ -136,19 +136,28 @@ class KServe:
         length_header, limits = headers.get(_LENGTH_HEADER), process.settings.limits
         if length_header is None and _LENGTH_HEADER in headers:
             raise BadRequest("Unable to parse Inference-Header-Content-Length: it is not ASCII")
-        call: InferCall = await offload(
-            self._pool, len(body), kserve.decode_infer, body, length_header, entry.card.id, rule, limits
-        )
+        # Without `offload` where they are small: each coroutine costs, and these requests come by the ten thousand.
+        arguments = (body, length_header, entry.card.id, rule, limits)
+        if len(body) < LARGE_BYTES:
+            call = kserve.decode_infer(*arguments)
+        else:
+            call = await offload(self._pool, len(body), kserve.decode_infer, *arguments)
         exchange.decoded_ns = time.monotonic_ns()
-        async with self._tensors.infer(
+        with await self._tensors.infer(
             call.request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns,
             watch=lambda pending: process.watch_client(pending, exchange.protocol),
         ) as reply:  # fmt: skip
             exchange.timing = reply.timing
             nbytes = sum(len(output.data) for output in reply.outputs)
-            answer, length = await offload(self._pool, nbytes, _encode, call, reply, rule)
+            if nbytes < LARGE_BYTES:
+                answer, length = _encode(call, reply, rule)
+            else:
+                answer, length = await offload(self._pool, nbytes, _encode, call, reply, rule)
         process.metrics.record_last_inference(entry.card.id)
-        return await self._packed(headers.get("accept-encoding"), answer, length)
+        accepted = headers.get("accept-encoding")
+        if accepted is None:
+            return Response(200, _headers(length), answer)
+        return await self._packed(accepted, answer, length)
 
     async def admit(self, name: str, version: str, deadline_ns: int) -> None:
         """Return when a request to a version is taken. Raises what `Tensors.wait_serving` and the engine raise."""
@@ -171,9 +180,9 @@ class KServe:
             self._pool, LARGE_BYTES, decompress, body, coding, limits.max_body_bytes, limits.max_compression_ratio
         )
 
-    async def _packed(self, accepted: str | None, body: bytes, length: int | None) -> Response:
-        headers: Headers = [JSON] if length is None else [_BINARY, (_LENGTH_HEADER, str(length))]
-        coding = choose_coding(accepted) if accepted and len(body) >= MIN_BYTES else None
+    async def _packed(self, accepted: str, body: bytes, length: int | None) -> Response:
+        headers = _headers(length)
+        coding = choose_coding(accepted) if len(body) >= MIN_BYTES else None
         packed = await offload(self._pool, len(body), compress, body, coding) if coding is not None else None
         if packed is None or coding is None:
             return Response(200, headers, body)
@@ -284,6 +293,11 @@ def check_known(entry: ModelEntry) -> None:
 def unsupported(message: str) -> SieError:
     """Return the refusal of something that the protocol has and this server has not: 400, over gRPC UNIMPLEMENTED."""
     return SieError(message, code="UNSUPPORTED", http_status=400)
+
+
+def _headers(json_bytes: int | None) -> Headers:
+    """Return the headers of an answer; json_bytes is None where no tensors follow the JSON."""
+    return [JSON] if json_bytes is None else [_BINARY, (_LENGTH_HEADER, str(json_bytes))]
 
 
 def _encode(call: InferCall, reply: TensorReply, rule: TensorRule) -> tuple[bytes, int | None]:

@@ -33,6 +33,16 @@ def lay_out(header: WorkHeader, arrays: Sequence[tuple[str, NDArray[Any]]]) -> R
     return (_lay_out if len(header.task) <= _MAX_KEPT_TASK_BYTES else _lay_out.__wrapped__)(header, shapes)
 
 
+def lay_out_once(header: WorkHeader, arrays: Sequence[tuple[str, NDArray[Any]]]) -> RequestLayout:
+    """Return the layout of a request whose header is its own, as one with a random seed is: it is not kept."""
+    return _lay_out.__wrapped__(header, tuple([(name, array.dtype.str, array.shape) for name, array in arrays]))
+
+
+def lay_out_bytes(header: WorkHeader, sizes: Sequence[int]) -> RequestLayout:
+    """Return the layout of a request whose arrays are bytes (uint8), called by their numbers; not kept here."""
+    return _lay_out.__wrapped__(header, tuple([(str(index), "|u1", (size,)) for index, size in enumerate(sizes)]))
+
+
 @lru_cache(maxsize=4096)
 def _lay_out(header: WorkHeader, shapes: tuple[tuple[str, str, tuple[int, ...]], ...]) -> RequestLayout:
     plan = plan_arrays(shapes)

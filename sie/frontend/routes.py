@@ -44,6 +44,10 @@ ROUTES: tuple[Route, ...] = (
     Route("/v1/extract/{model}", "POST", "extract", endpoint="extract"),
     Route("/v1/rerank", "POST", "rerank", "openai", "score"),
     Route("/v1/embeddings", "POST", "embeddings", "openai", "embeddings"),
+    Route("/v1/chat/completions", "POST", "chat", "text"),
+    Route("/v1/completions", "POST", "completions", "text"),
+    Route("/v1/messages", "POST", "messages", "anthropic"),
+    Route("/v1/messages/count_tokens", "POST", "count_tokens", "anthropic"),
     Route("/v1/models", "GET", "list_models", "models"),
     Route("/v1/models/load", "POST", "manage_model", need="admin"),
     Route("/v1/models/unload", "POST", "manage_model", need="admin"),
@@ -96,10 +100,14 @@ ROUTES: tuple[Route, ...] = (
 )
 BY_TEMPLATE: dict[str, Route] = {route.template: route for route in ROUTES}
 COUNTED = {
-    template: BY_TEMPLATE[template]._replace(endpoint="infer")
-    for template in ("/v2/models/{model}/infer", "/api/infer/{model}")
+    template: BY_TEMPLATE[template]._replace(endpoint=endpoint)
+    for endpoint, templates in (
+        ("infer", ("/v2/models/{model}/infer", "/api/infer/{model}")),
+        ("generate", ("/v1/chat/completions", "/v1/completions", "/v1/messages")),
+    )
+    for template in templates
 }
-"""What a request to infer tensors is counted as, once its path was read."""
+"""What a request to infer tensors or to generate text is counted as, once its path was read."""
 WEBSOCKETS: dict[str, Need] = {"/ws/status": "metrics"}
 """Path and need of each websocket."""
 _EXACT = {route.template: route for route in ROUTES if "{" not in route.template}
@@ -112,6 +120,12 @@ _AROUND = tuple(
     )
 )
 """What stands before and behind a model's name, for each row with one."""
+_START_CHARS = 8
+_BY_START = {
+    start: tuple(row for row in _AROUND if row[0].startswith(start))
+    for start in {row[0][:_START_CHARS] for row in _AROUND}
+}
+"""The same by the path's first characters, so that a path is compared with few of them."""
 
 
 def match(path: str) -> Match | None:
@@ -119,7 +133,7 @@ def match(path: str) -> Match | None:
     route = _EXACT.get(path)
     if route is not None:
         return Match(route)
-    for prefix, suffix, candidate in _AROUND:
+    for prefix, suffix, candidate in _BY_START.get(path[:_START_CHARS], ()):
         if path.startswith(prefix) and path.endswith(suffix) and len(path) >= len(prefix) + len(suffix):
             return Match(candidate, path[len(prefix) : len(path) - len(suffix)])
     return None

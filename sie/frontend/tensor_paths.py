@@ -26,6 +26,8 @@ class ModelPath(NamedTuple):
 def split_model_path(tail: str, actions: Container[str], known: Container[str]) -> ModelPath | None:
     """Return what `NAME[/versions/V][/ACTION]` means, or None for what is no such path; actions are the known ones."""
     head, slash, last = tail.rpartition("/")
+    if last in actions and head in known and tail not in known:
+        return ModelPath(head, "", last)  # the longest name that it can be
     readings = [ModelPath(tail, "", "")]
     if slash and head and last in actions:
         readings.append(ModelPath(head, "", last))

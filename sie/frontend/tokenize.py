@@ -76,7 +76,8 @@ class Tokenizer:
         late, static = card.late, card.static_queries
         if late is None:
             # An extractor's texts are cut into windows, or beside their label, by `extract_tokens` and `extract_pairs`.
-            limit = card.max_sequence_length if card.extract is None else None
+            # A prompt to generate from is refused when it is too long, or loses its oldest tokens.
+            limit = card.max_sequence_length if card.extract is None and card.generate is None else None
             tokenizer = cls(card, _open(card, card.tokenizer_file, limit))
         else:
             document = _open_late(card, late.document_length, late.document_prefix)

@@ -90,8 +90,7 @@ class Trtis:
         ]
         state = "SERVER_EXITING" if self._process.is_draining else \
                 "SERVER_READY" if self._process.is_ready else "SERVER_INITIALIZING"  # fmt: skip
-        uptime_ns = int((time.time() - self._process.started_s) * 1e9)
-        return trtis_status.server_status(described, state=state, uptime_ns=max(0, uptime_ns))
+        return trtis_status.server_status(described, state=state, uptime_ns=int(self._process.uptime_s * 1e9))
 
     async def repository_index(self, exchange: Exchange) -> Response:
         """Answer `GET /api/repository/index`."""
@@ -151,7 +150,7 @@ class Trtis:
         exchange.known_model = entry.card.id
         request = trtis.decode_infer(head, memoryview(body), entry.card.id, rule)
         exchange.decoded_ns = time.monotonic_ns()
-        async with self._tensors.infer(
+        with await self._tensors.infer(
             request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns,
             watch=lambda pending: process.watch_client(pending, exchange.protocol),
         ) as reply:  # fmt: skip

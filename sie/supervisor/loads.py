@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Final, Literal
 
 from sie import control_messages, families
 from sie.cards import ModelCard
@@ -14,7 +14,7 @@ from sie.errors import WireError
 from sie.logs import get_logger
 from sie.progress import Progress
 from sie.settings import Settings
-from sie.supervisor.children import Child
+from sie.supervisor.children import Child, ChildState
 from sie.supervisor.crew import Crew
 from sie.supervisor.evictions import Memory
 from sie.supervisor.models import ModelBook, Record
@@ -22,6 +22,9 @@ from sie.supervisor.prepare import Preparer, failed
 from sie.supervisor.room import Rooms
 
 _log = get_logger(__name__)
+_SHOWN_STATES: Final[dict[ChildState, Literal["starting", "ready", "lost", "dead"]]] = {
+    "waiting": "starting", "starting": "starting", "ready": "ready", "lost": "lost", "gone": "dead",
+}  # fmt: skip
 _PRESSURE_GAP_S = 2.0
 """Between two models that go because of pressure: what the first one frees has to show."""
 
@@ -52,7 +55,7 @@ class Loads:
         self._on_settled: Callable[[], None] = lambda: None
         self.was_ready = False
         """Whether everything was ready at least once."""
-        self.config_error = ""
+        self.config_error = self.tls_error = ""
         """Why the latest reload of the settings changed nothing; every frontend hears it."""
 
     def bind(self, crew: Crew, not_ready_reason: Callable[[], str], on_first_ready: Callable[[], None]) -> None:
@@ -252,13 +255,13 @@ class Loads:
                 slot=worker.slot,
                 device=worker.place.device,
                 pid=worker.peer_pid,
-                state="ready" if worker.state == "ready" else "dead" if worker.state == "gone" else "starting",
+                state=_SHOWN_STATES[worker.state],
                 restarts=worker.num_restarts,
             )
             for worker in self._crew.workers
         )
         entries = self._with_adapters(self._book.entries())
-        return control_messages.Models(entries, not reason, reason, workers, self.config_error)
+        return control_messages.Models(entries, not reason, reason, workers, self.config_error, self.tls_error)
 
     def reason(self) -> str:
         """Return why the server is not ready, or an empty text when it is."""

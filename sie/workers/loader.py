@@ -7,7 +7,7 @@ Runs in a thread beside the step loop. The only import of transformers in a work
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,12 @@ from sie.catalog.architecture import (
     token_classifier_class,
 )
 from sie.catalog.files import open_checkpoint, refuse
+from sie.catalog.gguf_reader import WeightsReader, reading_with
+from sie.errors import BadRequest
 from sie.extraction import Detection, TokenClassification
 from sie.generation_settings import Generation
 from sie.workers.device import DtypeSetting, choose_dtype, resolve_device
 from sie.workers.generation.formats import choose_format, join_and_pack
-from sie.workers.generation.gguf_reader import quick_reading
 from sie.workers.generation.norms import compile_norms
 from sie.workers.generation.paging import make_pageable
 from sie.workers.generation.runner import TextGenerator
@@ -230,6 +231,9 @@ def load_generator(
         compile_norms(model, form.dtype)
     on_progress(0.8, "comparing paged with whole sequences")
     runner = make_pageable(card, model, device, settings, form.name)
+    on_progress(0.9, "reading the vocabulary for grammars")
+    with suppress(BadRequest):  # whoever asks for a grammar will hear it
+        runner.prepare_grammars()
     on_progress(1.0, f"{runner.num_blocks} blocks of {runner.block_tokens} tokens")
     return runner
 
@@ -276,7 +280,7 @@ def _read_gguf(card: ModelCard) -> PreTrainedModel:
     path = Path(card.generate.gguf_file)
     auto: Any = AutoModelForCausalLM
     try:
-        with quick_reading():
+        with reading_with(WeightsReader):
             model, report = auto.from_pretrained(
                 str(path.parent),
                 gguf_file=path.name,

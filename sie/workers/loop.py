@@ -9,7 +9,7 @@ import contextlib
 import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from sie import control_messages, failpoints
 from sie.cards import ModelCard
@@ -21,12 +21,13 @@ from sie.settings import Settings
 from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.layout import RELEASE, SUBMIT, Descriptor, ProtocolError
-from sie.shm.segment import ReservationError
 from sie.workers.adapters import AdapterHost
 from sie.workers.answers import NEVER_FITS, Answers
-from sie.workers.ceilings import drop_outgrown
+from sie.workers.ceilings import Ceiling, drop_outgrown
+from sie.workers.generation.host import Generators
 from sie.workers.hosting import Host
-from sie.workers.links import FrontendLink, JoiningFrontend
+from sie.workers.joining import Joining
+from sie.workers.links import FrontendLink
 from sie.workers.operations import by_operation, forward, refusal, row_layout, waiting_items
 from sie.workers.pace import Pace
 from sie.workers.recovery import Recovery
@@ -59,10 +60,10 @@ class Loop:
         large: LargeBudget,
         on_loaded: Callable[[ModelCard], None],
         read_memory: Callable[[], control_messages.MemoryReport] | None = None,
+        ceiling: Ceiling | None = None,
     ) -> None:
-        """Report what read_memory returns once a second, if it is given."""
-        self._settings = settings
-        self._large = large
+        """Report what read_memory returns once a second, if it is given; ceiling is that of every model at first."""
+        self._first_ceiling = ceiling
         self._tell_loaded = on_loaded
         self._read_memory = read_memory
         self._channel = channel
@@ -82,17 +83,25 @@ class Loop:
             retry_after_s=settings.limits.oom_retry_after_s,
             ask_for_memory=lambda model: channel.send(control_messages.MemoryShort(model)),
         )
-        self._joining: dict[int, JoiningFrontend] = {}
         self._links: dict[int, FrontendLink] = {}
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
+        self._joining = Joining(settings, large, watch=self._watch, unwatch=self._unwatch, on_link=self._welcome)
+        self._generators = Generators(
+            settings,
+            device=host.device,
+            state=self._state,
+            metrics=metrics,
+            max_suspects=page.max_entries,
+            announce=self._announce,
+            ask_for_memory=self._recovery.ask_for_memory,
+        )
         self._pace = Pace(self._state.paces)
-        self._num_steps = 0
-        self._beat_ns = 0
-        self._tended_ns = 0
+        self._num_steps = self._beat_ns = self._tended_ns = 0
         self._watch(channel.fileno(), self._on_control)
         self._watch(host.event_fd, self._on_loaded)
         self._watch(self._adapters.event_fd, self._adapters.collect)
+        self._watch(self._generators.event_fd, self._generators.collect)
 
     def run(self) -> None:
         """Serve until the supervisor closes the control channel."""
@@ -117,8 +126,13 @@ class Loop:
             self._beat(now_ns)
         if now_ns - self._tended_ns > _TEND_NS:
             self._tend(now_ns)
+        if self._generators.engines:
+            self._generators.tend(now_ns)
         step = plan_step(self._state, self._budget, now_ns)
-        if step is not None:
+        if step is not None and step.is_own:
+            self._generators.step(step.model)
+            self._beat(time.monotonic_ns())
+        elif step is not None:
             self._state.remove(step)
             self._apply(step)
         self._settle()
@@ -142,7 +156,8 @@ class Loop:
     def _idle_wait_s(self, wait_s: float) -> float:
         """Return how long to wait for news; replies without credit or room are tried again soon."""
         num_unsent = sum(not link.flush() for link in self._links.values())
-        return min(wait_s, _CREDIT_WAIT_S) if num_unsent or self._answers else wait_s
+        is_unsent = num_unsent or self._answers or self._generators.is_unsent
+        return min(wait_s, _CREDIT_WAIT_S) if is_unsent else wait_s
 
     def _watch(self, fd: int, handler: Callable[[], None]) -> None:
         self._handlers[fd] = handler
@@ -164,7 +179,8 @@ class Loop:
             message, fds = received
             match message:
                 case control_messages.Attach():
-                    self._attach(message, fds)
+                    self._leave(message.peer_slot)
+                    self._joining.add(message, fds)
                 case control_messages.Load(card):
                     self._host.load(card)
                 case control_messages.Unload(model):
@@ -182,48 +198,20 @@ class Loop:
         for hosted in self._host.collect():
             card, runner = hosted.card, hosted.runner
             assert runner is not None
+            if self._first_ceiling is not None:
+                self._state.ceilings[card.id] = self._first_ceiling
             self._metrics.set_model(card.id, self._host.device, loaded=True, memory_bytes=runner.memory_bytes)
             self._tell_loaded(card)
             calm_collector()
             self._tended_ns = 0
 
-    def _attach(self, message: control_messages.Attach, fds: list[int]) -> None:
-        """Send our offer and go on: a frontend that is stopped must not stop this loop."""
-        self._leave(message.peer_slot)
-        try:
-            joining = JoiningFrontend(message, fds, self._settings, self._large)
-        except (OSError, ReservationError) as error:
-            _log.error("frontend-%d cannot be attached: %s", message.peer_slot, error)
-            return
-        self._joining[joining.slot] = joining
-        self._watch(joining.sock_fd, lambda: self._join(joining))
-        self._watch(joining.pidfd, lambda: self._leave(joining.slot))
-
     def _leave(self, slot: int) -> None:
-        """Forget whoever has this slot, attached or on its way."""
-        joining = self._joining.pop(slot, None)
-        if joining is not None:
-            self._unwatch(joining.sock_fd)
-            self._unwatch(joining.pidfd)
-            joining.close()
+        """Forget whoever has this slot."""
         link = self._links.get(slot)
         if link is not None:
             self._detach(link)
 
-    def _join(self, joining: JoiningFrontend) -> None:
-        try:
-            link = joining.try_finish()
-        except (OSError, ProtocolError) as error:
-            _log.warning("frontend-%d did not attach: %s", joining.slot, error)
-            self._unwatch(joining.sock_fd)
-            self._unwatch(joining.pidfd)
-            del self._joining[joining.slot]
-            return
-        if link is None:
-            return
-        del self._joining[joining.slot]
-        self._unwatch(joining.sock_fd)
-        self._unwatch(joining.pidfd)
+    def _welcome(self, link: FrontendLink) -> None:
         self._links[link.slot] = link
         self._watch(link.attachment.bell_fd, lambda: self._on_bell(link))
         self._watch(link.attachment.sock_fd, lambda: self._on_socket(link))
@@ -237,6 +225,7 @@ class Loop:
         for item in self._state.drop_where(lambda request: request.link is link):
             item.request.drop()
         self._answers.drop(link)
+        self._generators.drop(link)
         if self._links.get(link.slot) is link:
             del self._links[link.slot]
         link.close()
@@ -286,6 +275,9 @@ class Loop:
             send_error(link, request.request_id, error)
             return
         now_ns = time.monotonic_ns()
+        if request.header.operation == "generate":
+            self._generators.accept(request, runner, now_ns)
+            return
         for item in waiting_items(request, runner.card, now_ns):
             self._state.add(model, item)
 
@@ -309,6 +301,7 @@ class Loop:
         blocked = [item for item in step.items if not item.request.ended and not item.request.has_started]
         if blocked:
             self._park(step.model, blocked)
+        self._send_replies()  # of those that do not run
         for same in by_operation(items):
             self._run(runner, hosted.card, same)
 
@@ -366,14 +359,24 @@ class Loop:
 
     def _forward(self, runner: Runner, card: ModelCard, items: list[Waiting], num_tokens: int) -> None:
         """Run one forward pass and answer it; raises what the runner raises."""
-        self._num_steps += 1
         running = {id(item.request): item.request.inflight_entry for item in items}
-        started_ns = time.monotonic_ns()
-        allowed_ns = self._pace.allowed_ns(card.id, num_tokens)
-        self._page.write(self._num_steps, started_ns, allowed_ns, "step", running.values())
-        failpoints.reach("worker.before_step")
+        started_ns = self._announce(self._pace.allowed_ns(card.id, num_tokens), running.values(), num_tokens)
         outputs = forward(runner, items)
         self._answers.put(card, items, outputs, time.monotonic_ns() - started_ns)
+        self._send_replies()
+
+    def _send_replies(self) -> None:
+        """Send what was answered, with one bell for each frontend; what cannot be sent now is tried again when idle."""
+        for link in self._links.values():
+            link.flush()
+
+    def _announce(self, allowed_ns: int, running: Collection[tuple[int, int]], num_tokens: int = 0) -> int:
+        """Say what is about to run, for how long at most, and whom to blame for it; return the time."""
+        self._num_steps += 1
+        started_ns = time.monotonic_ns()
+        self._page.write(self._num_steps, started_ns, allowed_ns, "step", running, num_tokens=num_tokens)
+        failpoints.reach("worker.before_step")
+        return started_ns
 
     def _measure(self, card: ModelCard, items: list[Waiting], num_tokens: int, took_ns: int) -> None:
         self._state.charge(card.id, took_ns)
@@ -383,13 +386,15 @@ class Loop:
         self._pace.learn(card.id, num_tokens, took_ns)
 
     def _settle(self) -> None:
-        """Free the models that are to go and that nothing waits for, and publish what is in use."""
+        """Send what is left, free the models that are to go and that nothing waits for, and publish what is in use."""
+        self._send_replies()
         for model in self._host.unloading():
-            if model not in self._state.queues and model not in self._parked:
+            if not (model in self._state.queues or model in self._parked or self._generators.is_busy(model)):
                 self._host.finish_unload(model)
                 self._tended_ns = 0  # what is free now matters to loads that wait
                 self._metrics.set_model(model, self._host.device, loaded=False, memory_bytes=0)
                 self._adapters.forget(model)
+                self._generators.forget(model)
         self._adapters.settle(lambda model: (*self._state.queues.get(model, ()), *self._parked.get(model, ())))
         self._metrics.set_queue_depths(self._state.queues)
         self._metrics.set_extents_in_use(sum(link.num_leased for link in self._links.values()))

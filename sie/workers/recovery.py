@@ -44,7 +44,7 @@ class Recovery:
         self._ceilings = ceilings
         self._metrics = metrics
         self._retry_after_s = retry_after_s
-        self._ask_for_memory = ask_for_memory
+        self.ask_for_memory = ask_for_memory
 
     def recover(self, runner: Runner, card: ModelCard, items: list[Waiting], error: Exception) -> None:
         """Answer the items of a step that raised `error`. Raises DeviceLostError when nothing more can be computed."""
@@ -83,7 +83,7 @@ class Recovery:
         that lead them.
         """
         self._metrics.count_oom(families.OOM_ATTEMPTED, card.id)
-        self._ask_for_memory(card.id)
+        self.ask_for_memory(card.id)
         waiting = deque(sorted(items, key=_by_length))
         max_items, max_tokens = self._shrink(card, items, error)
         num_lost = 0

@@ -57,7 +57,8 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 class Step(msgspec.Struct, frozen=True):
     """What to run now: items of one model; beside them those that no longer wait.
 
-    expired: their deadline passed. refused: the model's queue policy says so.
+    expired: their deadline passed. refused: the model's queue policy says so. is_own: the model decides itself what its
+    step runs (it generates), and there are no items.
     """
 
     model: str
@@ -65,6 +66,7 @@ class Step(msgspec.Struct, frozen=True):
     num_tokens: int
     expired: list[Waiting]
     refused: list[Refused] = []
+    is_own: bool = False
 
 
 class State:
@@ -79,6 +81,8 @@ class State:
 
     def __init__(self) -> None:
         self.queues: dict[str, deque[Waiting]] = {}
+        self.standing: dict[str, str] = {}
+        """Models with a step to run that they decide themselves, by the name under which that time is counted."""
         self.served_ns: dict[str, int] = {}
         self.ceilings: dict[str, Ceiling] = {}
         """Models whose steps found no memory, with the most tokens that a step of theirs may have."""
@@ -87,7 +91,18 @@ class State:
         self._start_ns = 0
 
     def __bool__(self) -> bool:
-        return bool(self.queues)
+        return bool(self.queues or self.standing)
+
+    def stand(self, model: str) -> None:
+        """Let a model compete for a step that it decides itself, beside its items, if it has any."""
+        name = own_name(model)
+        if name not in self.standing:
+            self._begin_service(name)
+            self.standing[name] = model
+
+    def sit(self, model: str) -> None:
+        """End what `stand` began."""
+        self.standing.pop(own_name(model), None)
 
     def add(self, model: str, item: Waiting) -> None:
         """Queue one item behind all others of its model."""
@@ -98,8 +113,11 @@ class State:
         queue.append(item)
 
     def _enter(self, model: str) -> None:
-        self.served_ns[model] = max(self.served_ns.get(model, 0), self._start_ns)
+        self._begin_service(model)
         self.queues[model] = deque()
+
+    def _begin_service(self, name: str) -> None:
+        self.served_ns[name] = max(self.served_ns.get(name, 0), self._start_ns)
 
     def remove(self, step: Step) -> None:
         """Take a step's items out of the queue."""
@@ -142,6 +160,11 @@ class State:
         return gone
 
 
+def own_name(model: str) -> str:
+    """Return the name under which the time of a model's own steps is counted: no id of a model has a space."""
+    return f"{model} own"
+
+
 def plan_step(state: State, budget: Budget, now_ns: int) -> Step | None:
     """Choose the next step, or None when nothing waits. Changes nothing: `State.remove` applies the step.
 
@@ -149,9 +172,14 @@ def plan_step(state: State, budget: Budget, now_ns: int) -> Step | None:
     are taken whole if they fit, else those that waited longer than max_age_ns in order of arrival, then those that lead
     and the shortest, which keeps lengths in a step alike and a short text's wait short.
     """
-    if not state.queues:
+    if state.standing:
+        model = min((*state.queues, *state.standing), key=state.served_ns.__getitem__)
+        if model in state.standing:
+            return Step(state.standing[model], [], 0, [], is_own=True)
+    elif not state.queues:
         return None
-    model = min(state.queues, key=state.served_ns.__getitem__)
+    else:
+        model = min(state.queues, key=state.served_ns.__getitem__)
     if state.ceilings and model in state.ceilings:
         max_tokens = min(budget.max_tokens, state.ceilings[model].max_tokens(now_ns))
         budget = msgspec.structs.replace(budget, max_tokens=max_tokens)

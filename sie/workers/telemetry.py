@@ -56,6 +56,11 @@ class WorkerMetrics:
         """Of the models that produced values that are not finite, the share of such sequences of late."""
         self._depths: dict[str, int] = {}
 
+    @property
+    def page(self) -> CounterPage:
+        """The page that all of it goes into."""
+        return self._page
+
     def observe_step(self, duration_s: float, num_tokens: int) -> None:
         """Count one step of the loop, whatever models it ran."""
         self._step_duration.observe(duration_s)

@@ -14,10 +14,13 @@ from sie.frontend.routes import ROUTES, WEBSOCKETS
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS.joinpath("sie-api.md").read_text(encoding="utf-8")
 TENSORS = DOCS.joinpath("tensors.md").read_text(encoding="utf-8")
+GENERATION = DOCS.joinpath("generation.md").read_text(encoding="utf-8")
 SOURCES = Path(errors.__file__).parent
 _SILENT = {"CLIENT_GONE", "INTERNAL_ERROR", "NOT_ALLOWED", "QUEUE_TIMEOUT", "UNSUPPORTED", "UNSUPPORTED_MEDIA_TYPE"}
 """Codes of classes that are never sent as such, and of the tensor dialects, which send none or their own."""
 _OF_TENSORS = {route.template for route in ROUTES if route.envelope in ("kserve", "trtis")}
+
+_OF_TEXT = {route.template for route in ROUTES if route.envelope in ("text", "anthropic")}
 
 
 def codes() -> set[str]:
@@ -30,13 +33,13 @@ def codes() -> set[str]:
 @pytest.mark.parametrize("path", sorted({route.template for route in ROUTES} | WEBSOCKETS.keys()))
 def test_route_is_there(path: str) -> None:
     name = path.removeprefix("/v1/models/") if path.startswith("/v1/models/") and "{" not in path else path
-    page = TENSORS if path in _OF_TENSORS else PAGE
+    page = TENSORS if path in _OF_TENSORS else GENERATION if path in _OF_TEXT else PAGE
     assert re.search(rf"[` ]{re.escape(name)}`", page)
 
 
 @pytest.mark.parametrize("code", sorted(codes()))
 def test_error_is_in_a_table(code: str) -> None:
-    rows = [line for line in PAGE.splitlines() if line.startswith(f"| `{code}` |")]
+    rows = [line for line in (PAGE + GENERATION).splitlines() if line.startswith(f"| `{code}` |")]
     assert rows or code in _SILENT
 
 

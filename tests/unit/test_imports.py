@@ -23,6 +23,10 @@ SLOW = {"torch", "transformers", "sentence_transformers"}
 SERVERS = {"granian", "nats", "uvloop"}
 PURE_FILES = (
     "catalog/options.py",
+    "frontend/generation/detokenise.py",
+    "frontend/generation/parsers.py",
+    "frontend/generation/reader.py",
+    "frontend/generation/stops.py",
     "frontend/options.py",
     "frontend/routes.py",
     "frontend/admission.py",
@@ -32,8 +36,11 @@ PURE_FILES = (
     "supervisor/evictions.py",
     "supervisor/restart.py",
     "workers/ceilings.py",
+    "workers/generation/frames.py",
+    "workers/generation/kv.py",
+    "workers/generation/planner.py",
+    "workers/generation/sequences.py",
     "workers/scheduler.py",
-    "workers/kv.py",
     "workers/pace.py",
 )
 IMPURE = {"time", "datetime", "asyncio", "threading", "socket", "os", "random", "torch", "transformers", "uvloop"}
@@ -107,8 +114,15 @@ def test_supervisor_never_imports_torch_or_http():
     assert not {name for name in loaded if name.startswith(("sie.frontend", "sie.workers"))}
 
 
+def test_the_load_generator_imports_no_part_of_the_server():
+    loaded = loaded_after_importing(modules_under("sie.loadgen"))
+    assert not roots(loaded) & {*SLOW, *SERVERS, "click", "grpc", "google", "tokenizers"}
+    assert {name for name in ours(loaded) if not name.startswith("sie.loadgen")} == {"sie"}
+
+
 def test_a_stub_worker_needs_no_torch():
-    assert not roots(loaded_after_importing(["sie.workers.runners.stub"])) & SLOW
+    assert not roots(loaded_after_importing(["sie.workers.runners.stub", "sie.workers.generation.stub"])) & SLOW
+    assert not roots(loaded_after_importing(["sie.workers.loop"])) & SLOW
 
 
 def test_a_worker_of_onnx_models_needs_no_torch():

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from sie import __version__
 from sie.frontend import routes
+from sie.frontend.dialects import text_fields
 from sie.frontend.dialects.negotiate import JSON
 from sie.frontend.dialects.openai import wire_code
-from sie.frontend.openapi import replies, schemas
+from sie.frontend.openapi import generation_replies, messages_operations, replies, schemas
 from sie.frontend.openapi.operations import ACCESS, OPERATIONS, TAGS
 from sie.frontend.openapi.rows import Answer, Fault, Operation
 from sie.frontend.routes import Route
@@ -72,9 +74,13 @@ _ENVELOPES: dict[str, type[msgspec.Struct]] = {
     "sie": replies.NativeError,
     "openai": replies.OpenAIError,
     "models": replies.ModelMissing,
+    "text": generation_replies.TextError,
+    "anthropic": messages_operations.MessageError,
     "kserve": replies.TensorError,
 }
 """The v1 tensor API has no body for a failure."""
+_CODE_WRITERS: dict[str, Callable[[str], str]] = {"openai": wire_code, "text": text_fields.code_word}
+"""How a dialect writes one of our codes; others write it as it is."""
 
 
 def _structs() -> list[type[msgspec.Struct]]:
@@ -83,7 +89,15 @@ def _structs() -> list[type[msgspec.Struct]]:
     for operation in OPERATIONS:
         parts = (*operation.answers, *operation.faults)
         named |= dict.fromkeys((operation.request, *(part.type for part in parts)))
-    named |= dict.fromkeys((replies.NativeError, replies.OpenAIError, replies.TensorError))
+    named |= dict.fromkeys(
+        (
+            replies.NativeError,
+            replies.OpenAIError,
+            generation_replies.TextError,
+            messages_operations.MessageError,
+            replies.TensorError,
+        )
+    )
     return [struct for struct in named if struct is not None]
 
 
@@ -134,6 +148,9 @@ def _answer(answer: Answer, has_timing: bool) -> Document:
     schema = {"type": "string"} if answer.type is None else schemas.ref(answer.type)
     content: Document = {}
     for media in answer.media:
+        if media.startswith("text/"):
+            content[media] = {"schema": {"type": "string"}}
+            continue
         is_free = answer.type is None and media.endswith("json")
         content[media] = {"schema": {"type": "array" if answer.is_list else "object"} if is_free else schema}
     if content:
@@ -142,9 +159,9 @@ def _answer(answer: Answer, has_timing: bool) -> Document:
 
 
 def _fault(fault: Fault, envelope: str) -> Document:
-    is_openai = envelope == "openai"
+    write_code = _CODE_WRITERS.get(envelope, str)
     struct = fault.type or _ENVELOPES.get(envelope)
-    names = dict.fromkeys(wire_code(code) if is_openai else code for code in fault.codes)
+    names = dict.fromkeys(write_code(code) for code in fault.codes)
     codes = ", ".join(f"`{name}`" for name in names)
     described: Document = {
         "description": f"{fault.description} Codes: {codes}.",

@@ -17,7 +17,7 @@ from sie.frontend.dialects.openai import EmbeddingsBody
 from sie.frontend.dialects.rerank import RerankBody
 from sie.frontend.dialects.score import ScoreBody
 from sie.frontend.dialects.sie import EncodeBody
-from sie.frontend.openapi import replies, tensor_operations
+from sie.frontend.openapi import generation_operations, messages_operations, replies, tensor_operations
 from sie.frontend.openapi.rows import Answer, Fault, Operation
 
 HTML: Final = "text/html"
@@ -28,6 +28,8 @@ TAGS: Final = {
     "Inference": "Ask a model. Bodies may be JSON or, on the SIE routes, msgpack.",
     "Models": "What is served, and for administrators: what is in memory.",
     "Operation": "Health, metrics and this document.",
+    **generation_operations.TAGS,
+    **messages_operations.TAGS,
     **tensor_operations.TAGS,
 }
 
@@ -222,5 +224,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     _text("/docs", "This document as a page", Answer(200, "A page that fetches nothing from elsewhere.", (HTML,))),
     _text("/openapi.json", "This document", _DOCUMENT),
     _text("/api-doc/openapi.json", "This document, where other servers have it", _DOCUMENT),
+    *generation_operations.OPERATIONS,
+    *messages_operations.OPERATIONS,
     *tensor_operations.OPERATIONS,
 )

@@ -168,6 +168,9 @@ class ModelInfo(_Reply):
     revision: str | None
     capabilities: dict[str, Any] | None
     routing: Routing
+    status: Literal["loaded", "unloaded", "reloading"] | UnsetType = UNSET
+    root: str | UnsetType = UNSET
+    tools_available: bool | UnsetType = UNSET
     loras: list[Lora] | UnsetType = UNSET
 
 

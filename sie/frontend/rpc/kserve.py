@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from google.protobuf import json_format
@@ -16,11 +17,12 @@ from sie import __version__
 from sie.control_messages import ModelEntry
 from sie.errors import BadRequest, NotFound, SieError
 from sie.frontend.dialects import kserve_grpc, kserve_settings
+from sie.frontend.dialects.kserve import InferCall
 from sie.frontend.dialects.kserve_grpc import InferMessage
 from sie.frontend.dialects.kserve_models import EXTENSIONS, index_entries, model_metadata, refused_parameter, statistics
 from sie.frontend.inference import Exchange
 from sie.frontend.kserve import KServe, check_known, ranked, unsupported
-from sie.frontend.offload import offload
+from sie.frontend.offload import LARGE_BYTES, offload
 from sie.frontend.process import FrontendProcess
 from sie.frontend.rpc.codes import details
 from sie.frontend.rpc.service import Watched
@@ -28,6 +30,7 @@ from sie.frontend.tensor_figures import read_figures
 from sie.frontend.tensor_states import rule_of
 from sie.frontend.tensor_table import is_servable
 from sie.proto import message_class
+from sie.tensors import TensorReply, TensorRule
 
 
 class KServeGrpc:
@@ -113,48 +116,47 @@ class KServeGrpc:
     async def infer(self, exchange: Exchange, message: bytes) -> bytes:
         """Answer `ModelInfer`."""
         parsed = kserve_grpc.parse_infer(message)
-        return await self._infer(exchange, parsed, _typed_bytes(parsed, message), is_final=False)
+        return await self._infer(exchange, parsed, is_final=False)
 
     async def stream_infer(self, exchange: Exchange, message: bytes) -> bytes:
         """Answer one request of `ModelStreamInfer`."""
         parsed = kserve_grpc.parse_infer(message)
         is_final = kserve_grpc.wants_final_response(parsed.message)
-        reply = await self._infer(exchange, parsed, _typed_bytes(parsed, message), is_final=is_final)
+        reply = await self._infer(exchange, parsed, is_final=is_final)
         return kserve_grpc.stream_reply(reply)
 
-    async def _infer(self, exchange: Exchange, parsed: InferMessage, typed_bytes: int, *, is_final: bool) -> bytes:
+    async def _infer(self, exchange: Exchange, parsed: InferMessage, *, is_final: bool) -> bytes:
         message = parsed.message
         name, version = message.model_name, message.model_version
         exchange.known_model = self._find(name, version).card.id
         await self._kserve.admit(name, version, exchange.deadline_ns)
 
         async def run(entry: ModelEntry) -> bytes:
-            return await self._run(exchange, entry, parsed, typed_bytes, is_final=is_final)
+            return await self._run(exchange, entry, parsed, is_final=is_final)
 
         return await self._tensors.serve(name, version, exchange.deadline_ns, run)
 
-    async def _run(
-        self, exchange: Exchange, entry: ModelEntry, parsed: InferMessage, typed_bytes: int, *, is_final: bool
-    ) -> bytes:
+    async def _run(self, exchange: Exchange, entry: ModelEntry, parsed: InferMessage, *, is_final: bool) -> bytes:
         process, rule = self._process, rule_of(entry)
         exchange.known_model = entry.card.id
-        max_values = process.settings.limits.max_tensor_values
-        call = await offload(
-            self._pool, typed_bytes, lambda: kserve_grpc.decode_infer(parsed, entry.card.id, rule, max_values)
-        )
+        # Without `offload` where they are small: each coroutine costs, and these requests come by the ten thousand.
+        arguments = (parsed, entry.card.id, rule, process.settings.limits.max_tensor_values)
+        if len(parsed.rest) < LARGE_BYTES:
+            call = kserve_grpc.decode_infer(*arguments)
+        else:
+            call = await offload(self._pool, len(parsed.rest), kserve_grpc.decode_infer, *arguments)
         exchange.decoded_ns = time.monotonic_ns()
         watched = Watched(process)
         try:
-            async with self._tensors.infer(
+            with await self._tensors.infer(
                 call.request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns, watch=watched.watch
             ) as reply:
                 exchange.timing = reply.timing
-                nbytes = sum(len(output.data) for output in reply.outputs)
-                answer = await offload(
-                    self._pool,
-                    nbytes,
-                    lambda: kserve_grpc.encode_infer(call, ranked(call, reply, rule), rule, is_final=is_final),
-                )
+                nbytes = sum([len(output.data) for output in reply.outputs])
+                if nbytes < LARGE_BYTES:
+                    answer = _encode(call, reply, rule, is_final=is_final)
+                else:
+                    answer = await offload(self._pool, nbytes, partial(_encode, call, reply, rule, is_final=is_final))
         except asyncio.CancelledError:
             watched.give_up()
             raise
@@ -251,8 +253,8 @@ def _bytes_of(message: Any) -> bytes:
     return encoded
 
 
-def _typed_bytes(parsed: InferMessage, message: bytes) -> int:
-    return len(message) - sum(len(view) for view in parsed.raw)
+def _encode(call: InferCall, reply: TensorReply, rule: TensorRule, *, is_final: bool) -> bytes:
+    return kserve_grpc.encode_infer(call, ranked(call, reply, rule), rule, is_final=is_final)
 
 
 def _encoded(name: str, /, **fields: Any) -> bytes:

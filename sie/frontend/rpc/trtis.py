@@ -113,7 +113,7 @@ class TrtisGrpc:
         exchange.decoded_ns = time.monotonic_ns()
         watched = Watched(process)
         try:
-            async with self._tensors.infer(
+            with await self._tensors.infer(
                 request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns, watch=watched.watch
             ) as reply:
                 exchange.timing = reply.timing

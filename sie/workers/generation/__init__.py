@@ -8,7 +8,7 @@ and keeps nothing but the weights and the memory of keys and values. Both are ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,6 +75,7 @@ class Chosen(NamedTuple):
     logprob: TokenLogprob | None = None
 
 
+@runtime_checkable
 class GenerateRunner(Protocol):
     """A model that generates text; what `sie.workers.runners.Runner` means by one."""
 

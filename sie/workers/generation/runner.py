@@ -87,6 +87,10 @@ class TextGenerator:
         """Return a fresh matcher (`GenerateRunner`). Raises BadRequest."""
         return self._grammars.compile(kind, text, self._vocab_size)
 
+    def prepare_grammars(self) -> None:
+        """Do what the first grammar would have to wait for. Raises BadRequest for a tokenizer that cannot be read."""
+        self._grammars.read_vocabulary(self._vocab_size)
+
     def _check(self, token_ids: NDArray[np.integer]) -> None:
         """Raise BadRequest for an id outside the vocabulary, which would end the process on a GPU."""
         if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self._vocab_size:

@@ -21,7 +21,7 @@ def ended(path: str = "/v1/encode/a/b", **changes: Any) -> Any:
     found = match(path)
     exchange = SimpleNamespace(
         scope=SimpleNamespace(method="POST", path=path), headers={}, began_ns=time.monotonic_ns() - 5_000_000,
-        holder=None, route=found.route if found else None, known_model="a/b", body_bytes=120, num_items=2,
+        holder=None, route=found.route if found else None, known_model="a/b", request_id="", body_bytes=120, num_items=2,
         timing=Timing(total_ms=4.0, queue_ms=1.0, inference_ms=2.5),
     )  # fmt: skip
     for name, value in changes.items():

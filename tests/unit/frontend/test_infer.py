@@ -127,7 +127,7 @@ class Office:
         inputs = [value if isinstance(value, Tensor) else tensor(key, value) for key, value in arrays.items()]
         deadline_ns = request.pop("deadline_ns", FAR_NS)
         wanted = TensorRequest(model=self.table.resolve(name).card.id, inputs=inputs, **request)
-        async with self.tensors.infer(wanted, began_ns=time.monotonic_ns(), deadline_ns=deadline_ns) as reply:
+        with await self.tensors.infer(wanted, began_ns=time.monotonic_ns(), deadline_ns=deadline_ns) as reply:
             assert reply.timing.total_ms >= reply.timing.inference_ms
             return {output.name: array(output) for output in reply.outputs}
 
@@ -233,6 +233,29 @@ async def test_a_model_without_a_batch_dimension_runs_each_request_alone(office:
         exponents = np.exp(values - values.max(axis=0))
         np.testing.assert_allclose(answer["y"], exponents / exponents.sum(axis=0), rtol=1e-5)
     assert office.num_steps == 3
+
+
+@in_office()
+async def test_what_is_known_of_a_form_ends_with_the_rule_that_it_was_judged_by(office: Office):
+    card = office.add("m", onnx_models.affine())
+    await office.answer(office.ask("m", rows(2)))
+    narrower = msgspec.structs.replace(card, tensor=msgspec.structs.replace(card.tensor, max_batch_size=1))
+    office.know(ModelEntry(card=narrower, state="loaded", workers=(office.worker.slot,)))
+    for _ in range(2):
+        (error,) = await office.answer(office.ask("m", rows(2)))
+        assert isinstance(error, BadRequest)
+        assert "batch-size must be <= 1" in error.message
+
+
+@in_office()
+async def test_requests_of_one_form_are_judged_by_their_own_bytes(office: Office):
+    office.stub()
+    (answer,) = await office.answer(office.ask("stub", {"INPUT0": strings("INPUT0", [b"ab", b"c"], (2,))}))
+    assert answer["OUTPUT0"] == ([b"ab", b"c"], (2,))
+    cut = Tensor("INPUT0", "BYTES", (2,), memoryview(b"\2\0\0\0ab\2\0\0\0c"))
+    (error,) = await office.answer(office.ask("stub", {"INPUT0": cut}))
+    assert isinstance(error, BadRequest)
+    assert "incomplete string" in error.message
 
 
 @in_office()

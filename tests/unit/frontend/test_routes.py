@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from sie.frontend.app import App
+from sie.frontend.generate import TextRoutes
 from sie.frontend.inference import Inference
 from sie.frontend.kserve import KServe
 from sie.frontend.routes import ROUTES, match, redirect_of
@@ -46,7 +47,7 @@ def test_missing_tail_is_redirected_unless_the_path_itself_is_served(path, targe
 
 
 def test_every_route_has_a_handler():
-    owners = {"kserve": KServe, "trtis": Trtis}
+    owners = {"kserve": KServe, "trtis": Trtis, "text": TextRoutes, "anthropic": TextRoutes}
     for route in ROUTES:
         owner = owners.get(route.envelope) or (Inference if route.endpoint else App)
         assert callable(getattr(owner, route.handler if owner is not App else f"_{route.handler}", None)), route

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from sie.workers.ceilings import lower_ceiling
-from sie.workers.scheduler import Budget, State, Step, Waiting, plan_step
+from sie.workers.scheduler import Budget, State, Step, Waiting, own_name, plan_step
 
 NEVER_NS = 1 << 62
 BUDGET = Budget(max_tokens=100, max_items=8, max_age_ns=1000)
@@ -313,3 +313,50 @@ def test_an_item_that_must_run_alone_shares_no_step_with_those_like_it():
     state = state_of(first, suspect, last)
     assert take(state).items == [first, last]
     assert take(state).items == [suspect]
+
+
+# --- models that decide themselves what their step runs -----------------------------------------------------------------
+
+
+ONE_ITEM = Budget(max_tokens=1, max_items=1, max_age_ns=10**12)
+
+
+@pytest.mark.parametrize("other", ["e", "g"])
+def test_model_that_stands_shares_the_time_with_items_that_wait_its_own_among_them(other):
+    state = State()
+    state.stand("g")
+    order = ""
+    for number in range(30):
+        state.add(other, Waiting(None, number, 1, number, 10**9))
+    for _ in range(30):
+        step = plan_step(state, ONE_ITEM, 100)
+        assert step.model == ("g" if step.is_own else other)
+        order += "o" if step.is_own else "i"
+        if not step.is_own:
+            state.remove(step)
+        state.charge(own_name("g") if step.is_own else other, 10 if step.is_own else 20)
+    assert order.count("o") == 20
+    assert "ii" not in order
+
+
+def test_model_that_stands_late_has_saved_up_nothing():
+    state = State()
+    state.stand("a")
+    for _ in range(10):
+        state.charge(own_name("a"), 100)
+    state.stand("b")
+    order = ""
+    for _ in range(6):
+        step = plan_step(state, ONE_ITEM, 0)
+        order += step.model
+        state.charge(own_name(step.model), 100)
+    assert order == "bababa"
+
+
+def test_state_is_true_while_a_model_stands():
+    state = State()
+    assert not state
+    state.stand("g")
+    assert state
+    state.sit("g")
+    assert plan_step(state, ONE_ITEM, 0) is None

@@ -56,6 +56,17 @@ def array(tensor: Tensor) -> np.ndarray[Any, Any]:
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
+def test_bodies_that_differ_in_their_binary_data_alone_keep_it():
+    """They share what is read of their JSON."""
+    body = {"inputs": [{"name": "A", "shape": [2, 4], "datatype": "FP32", "parameters": {"binary_data_size": 32}}]}
+    for values in (A, A + 1):
+        np.testing.assert_array_equal(array(decode(*with_tail(body, values.tobytes())).request.inputs[0]), values)
+    for _ in range(2):
+        assert "expecting 4 additional bytes" in refusal(*with_tail(body, A.tobytes()[:-4]))
+        assert "unexpected additional input data" in refusal(*with_tail(body, A.tobytes() + b"more"))
+    np.testing.assert_array_equal(array(decode(*with_tail(body, A.tobytes())).request.inputs[0]), A)
+
+
 @pytest.mark.parametrize("is_binary", [False, True])
 def test_a_request_of_the_client(is_binary: bool):
     first, second = triton.InferInput("A", [2, 4], "FP32"), triton.InferInput("S", [2, 1], "BYTES")

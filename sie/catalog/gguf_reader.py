@@ -1,0 +1,94 @@
+"""Owns reading a GGUF file's metadata quickly.
+
+The library makes several numpy views of every token, score and merge: of a vocabulary of 262,144 tokens that takes half a
+minute, and transformers does it anew for each thing that it wants to know. Here a vocabulary is read in one pass, once, or
+passed over where only the weights matter. Everything else is the library's own reading. Imports gguf.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import gguf
+import numpy as np
+
+_LONG = 1024
+"""Arrays of more elements are a vocabulary's; those that say something of a model's layers are shorter."""
+_patching = threading.Lock()
+
+
+class _Reader(gguf.GGUFReader):
+    """A reader that treats long arrays in a way of its own."""
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
+        if raw_type == gguf.GGUFValueType.ARRAY:
+            kind = gguf.GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
+            length = int(self._get(orig_offs + 4, np.uint64)[0])
+            if length > _LONG and kind != gguf.GGUFValueType.ARRAY:
+                nbytes, parts = self._read_long(kind, orig_offs + 12, length)
+                return 12 + nbytes, parts, list(range(len(parts))), [gguf.GGUFValueType.ARRAY, kind]
+        return super()._get_field_parts(orig_offs, raw_type)
+
+    def _read_long(self, kind: Any, offset: int, length: int) -> tuple[int, list[Any]]:
+        """Return the bytes of an array's values and its parts, each what transformers reads one value from."""
+        raise NotImplementedError
+
+    def _strings(self, offset: int, length: int) -> Iterator[tuple[int, int]]:
+        """Yield where each of an array's strings begins and ends."""
+        unpack = struct.Struct(">Q" if self.byte_order == "S" else "<Q").unpack_from
+        view = self.data.data
+        for _ in range(length):
+            start = offset + 8
+            offset = start + unpack(view, start - 8)[0]
+            yield start, offset
+
+
+class VocabularyReader(_Reader):
+    """A reader of everything, the vocabulary's strings as bytes."""
+
+    def _read_long(self, kind: Any, offset: int, length: int) -> tuple[int, list[Any]]:
+        item = self.gguf_scalar_to_np.get(kind)
+        if item is not None:
+            values = self._get(offset, item, length)
+            return values.nbytes, [(value,) for value in values.tolist()]
+        view = self.data.data
+        places = list(self._strings(offset, length))
+        return places[-1][1] - offset, [bytes(view[start:end]) for start, end in places]
+
+
+class WeightsReader(_Reader):
+    """A reader whose long arrays are empty; the size of the vocabulary is kept as a field of its own."""
+
+    def __init__(self, path: Any, mode: Any = "r") -> None:
+        """Read a file's metadata and tensor table. Raises what the library raises."""
+        self._num_tokens = 0
+        super().__init__(path, mode)
+        architecture = self.fields.get("general.architecture")
+        name = f"{'' if architecture is None else bytes(architecture.parts[-1]).decode()}.vocab_size"
+        if name not in self.fields and self._num_tokens:
+            size = np.array([self._num_tokens], np.uint32)
+            self.fields[name] = gguf.ReaderField(0, name, [size], [0], [gguf.GGUFValueType.UINT32])
+
+    def _read_long(self, kind: Any, offset: int, length: int) -> tuple[int, list[Any]]:
+        item = self.gguf_scalar_to_np.get(kind)
+        if item is not None:
+            return length * np.dtype(item).itemsize, []
+        if not self._num_tokens:  # the first array of strings is the vocabulary, before its merges
+            self._num_tokens = length
+        return max(end for _, end in self._strings(offset, length)) - offset, []
+
+
+@contextmanager
+def reading_with(open_file: Callable[..., gguf.GGUFReader]) -> Iterator[None]:
+    """Let transformers open GGUF files by another reader meanwhile; it looks the reader up by name whenever it opens one."""
+    with _patching:
+        original = gguf.GGUFReader
+        gguf.GGUFReader = open_file  # type: ignore[misc,assignment]
+        try:
+            yield
+        finally:
+            gguf.GGUFReader = original  # type: ignore[misc]

@@ -1,0 +1,49 @@
+"""Owns the fields and tools by which a client asks the server to act: run code, search, keep files and sessions.
+
+Nothing of that is served; a request that asks for it is refused with the field's name.
+Source: generation API reference, sections 3.1 and 8.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from sie.errors import BadRequest
+
+
+class AgentFields(msgspec.Struct, kw_only=True):
+    """What no route serves. A field that is null, false or empty asks for nothing."""
+
+    files: Any = None
+    session_id: Any = None
+    agent_permission: Any = None
+    code_execution_permission: Any = None
+    enable_shell: Any = None
+    enable_code_execution: Any = None
+    max_tool_rounds: Any = None
+    web_search_options: Any = None
+
+
+AGENT_TOOLS = frozenset(
+    {"code_interpreter", "web_search", "web_search_preview", "shell", "namespace", "file_search", "mcp"}
+)
+"""Types of tools that the server itself would run."""
+
+
+def refuse_agent_fields(body: AgentFields) -> None:
+    """Raise BadRequest for the first field by which the request asks the server to act."""
+    for field in AgentFields.__struct_fields__:
+        value = getattr(body, field)
+        is_absent = value is None or value is False or (value != {} and isinstance(value, list | str) and not value)
+        if not is_absent:
+            text = f"Field '{field}' asks the server to act as an agent, which it does not do"
+            raise BadRequest(text, extras={"param": field})
+
+
+def refuse_agent_tool(kind: str, path: str) -> None:
+    """Raise BadRequest for a tool that is no function of the client's."""
+    reason = "would run on the server, which runs none" if kind in AGENT_TOOLS else "is not known"
+    raise BadRequest(f"Field '{path}.type': a tool of type {kind!r} {reason}; 'function' is served",
+                     extras={"param": path})  # fmt: skip

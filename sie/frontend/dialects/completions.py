@@ -1,0 +1,204 @@
+"""Owns the wire of `/v1/completions`: prompts without a template. Source: generation API reference, section 4."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from sie.errors import SieError
+from sie.frontend.dialects.text_fields import (
+    DONE,
+    FINGERPRINT,
+    KEEP_ALIVE,
+    Shown,
+    TextFields,
+    data_line,
+    decode_body,
+    error_events,
+    read_text_fields,
+    usage_object,
+    wants_usage,
+    wrong,
+)
+from sie.generation import (
+    Ended,
+    Finished,
+    FinishReason,
+    GenerateEvent,
+    GenerateReply,
+    GenerateRequest,
+    GenerateUsage,
+    LogprobText,
+    Started,
+    TextDelta,
+)
+from sie.limits import Limits
+
+_DEFAULT_MAX_TOKENS: Final = 16
+"""Source: OpenAI API reference, completions."""
+_MOST_IDS: Final = 1 << 24
+_TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+_TokenIds = Annotated[list[_TokenId], Meta(max_length=_MOST_IDS)]
+_Prompts = Annotated[list[str | _TokenId | _TokenIds], Meta(max_length=_MOST_IDS)]
+_Number = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+_to_json: Final = msgspec.json.Encoder().encode
+
+
+class CompletionsBody(TextFields, kw_only=True):
+    """The body of a request."""
+
+    prompt: str | _Prompts
+    best_of: _Number | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    logprobs: _Number | bool | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    user: str | None = None
+
+
+_DECODER: Final = msgspec.json.Decoder(CompletionsBody)
+
+
+def decode_completions(body: bytes, content_type: str | None, limits: Limits) -> tuple[GenerateRequest, Shown]:
+    """Return the request in a body, and how its answer is written. Raises BadRequest naming the field."""
+    call = decode_body(_DECODER, body, content_type, limits)
+    request = read_text_fields(call)
+    if call.max_tokens is None:
+        request.max_tokens = _DEFAULT_MAX_TOKENS
+    if call.suffix:
+        raise wrong("suffix", "is not served: no model fills a gap")
+    if call.best_of is not None and call.best_of != request.num_choices:
+        raise wrong("best_of", "must be equal to 'n': all that is generated is returned")
+    if call.tools:
+        raise wrong("tools", "are served on /v1/chat/completions")
+    request.logprobs = None if call.logprobs is None or call.logprobs is False else int(call.logprobs)
+    if call.echo and request.logprobs is not None:
+        raise wrong("echo", "and 'logprobs' cannot both be given: a prompt's tokens have none")
+    num_prompts = _read_prompt(call.prompt, request)
+    if num_prompts > limits.max_items:
+        raise wrong("prompt", f"must hold at most max_items ({limits.max_items}) prompts, not {num_prompts}")
+    shown = Shown.begin(
+        "cmpl", num_choices=num_prompts * request.num_choices, wants_usage=wants_usage(call), echo=bool(call.echo)
+    )
+    return request, shown
+
+
+def _read_prompt(prompt: str | list[Any], request: GenerateRequest) -> int:
+    """Set the request's prompts and return how many there are."""
+    if isinstance(prompt, str):
+        request.texts = [prompt]
+        return 1
+    kinds = set(map(type, prompt))
+    if not kinds:
+        raise wrong("prompt", "must not be empty")
+    if kinds == {str}:
+        request.texts = prompt
+    elif kinds == {int}:
+        request.token_lists = [prompt]
+    elif kinds == {list}:
+        request.token_lists = prompt
+    else:
+        raise wrong("prompt", "must be all texts, all token ids or all lists of token ids")
+    return len(request.texts if request.texts is not None else request.token_lists or ())
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def encode_completions(reply: GenerateReply, shown: Shown, prompts: Sequence[str]) -> bytes:
+    """Return the body of a whole answer; prompts are those to echo, if any."""
+    choices = [
+        _choice(
+            index,
+            _echoed(prompts, index, shown) + choice.text,
+            choice.reason,
+            Logprobs().take(choice.logprobs) if choice.logprobs else None,
+        )
+        for index, choice in enumerate(reply.choices)
+    ]
+    head = {"id": shown.id, "object": "text_completion", "created": shown.created, "model": reply.model}
+    return _to_json({**head, "system_fingerprint": FINGERPRINT, "choices": choices, "usage": usage_object(reply.usage)})
+
+
+class Logprobs:
+    """Writes logprobs in the shape of this route, whose offsets count characters from the answer's first."""
+
+    def __init__(self) -> None:
+        self._offset = 0
+
+    def take(self, logprobs: Sequence[LogprobText]) -> dict[str, Any]:
+        """Return the next tokens."""
+        offsets: list[int] = []
+        for one in logprobs:
+            offsets.append(self._offset)
+            self._offset += len(one.text)
+        return {
+            "tokens": [one.text for one in logprobs],
+            "token_logprobs": [one.logprob for one in logprobs],
+            "top_logprobs": [{other.text: other.logprob for other in (*reversed(one.top), one)} for one in logprobs],
+            "text_offset": offsets,
+        }
+
+
+class CompletionsWriter:
+    """Writes a stream: texts, finishing chunks, usage once, `[DONE]`."""
+
+    keep_alive = KEEP_ALIVE
+
+    def __init__(self, shown: Shown, model: str, prompts: Sequence[str]) -> None:
+        self._shown = shown
+        self._prompts = prompts
+        self._logprobs = [Logprobs() for _ in range(shown.num_choices)]
+        self._head = {
+            "id": shown.id, "object": "text_completion", "created": shown.created, "model": model,
+            "system_fingerprint": FINGERPRINT,
+        }  # fmt: skip
+
+    def write(self, events: Sequence[GenerateEvent]) -> bytes:
+        """See `sie.frontend.stream.EventWriter`."""
+        usage = events[-1].usage if isinstance(events[-1], Ended) else None
+        last = max((number for number, event in enumerate(events) if isinstance(event, Finished)), default=-1)
+        lines: list[bytes] = []
+        for number, event in enumerate(events):
+            ends_all = number == last and not self._shown.wants_usage
+            lines += self._lines(event, usage if ends_all else None)
+        return b"".join(lines)
+
+    def write_error(self, error: SieError) -> bytes:
+        """See `sie.frontend.stream.EventWriter`."""
+        return error_events(error)
+
+    def _lines(self, event: GenerateEvent, usage: GenerateUsage | None) -> list[bytes]:
+        match event:
+            case Started() if self._shown.echo:
+                echoed = [
+                    (index, _echoed(self._prompts, index, self._shown)) for index in range(self._shown.num_choices)
+                ]
+                return [self._chunk([_choice(index, text)]) for index, text in echoed]
+            case TextDelta(choice, text, logprobs):
+                shown = self._logprobs[choice].take(logprobs) if logprobs else None
+                return [self._chunk([_choice(choice, text, logprobs=shown)])]
+            case Finished(choice, reason):
+                return [self._chunk([_choice(choice, "", reason)], usage)]
+            case Ended(total):
+                return [*([self._chunk([], total)] if self._shown.wants_usage else []), DONE]
+            case _:
+                return []
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: GenerateUsage | None = None) -> bytes:
+        return data_line({**self._head, "choices": choices, "usage": usage_object(usage) if usage else None})
+
+
+def _choice(
+    index: int, text: str, reason: FinishReason | None = None, logprobs: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "finish_reason": reason, "logprobs": logprobs}
+
+
+def _echoed(prompts: Sequence[str], index: int, shown: Shown) -> str:
+    """Return what stands before a choice's text: its prompt, where the request wants it back."""
+    return prompts[index // (shown.num_choices // len(prompts))] if shown.echo and prompts else ""

@@ -1,0 +1,138 @@
+"""Owns the conversation on the wire of `/v1/messages`: blocks of content to the messages that chat templates know.
+
+Source: generation API reference, section 6.1. Results of tools become messages of the role `tool`, in the place where they
+stand between a user's texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from sie.frontend.dialects.text_fields import wrong
+from sie.generation import ChatMessage, ToolCall
+
+_MAX_LIST: Final = 65_536
+_DROPPED: Final = frozenset(
+    {
+        "redacted_thinking",
+        "server_tool_use",
+        "web_search_tool_result",
+        "web_fetch_tool_result",
+        "code_execution_tool_result",
+    }
+)
+"""What a server-side tool of another server left in a conversation; no template has a place for it."""
+_MEDIA: Final = frozenset({"image", "document", "audio", "video", "container_upload", "search_result"})
+_to_json: Final = msgspec.json.Encoder().encode
+
+
+class TextBlock(msgspec.Struct):
+    """A block that must be text."""
+
+    type: str
+    text: str | None = None
+
+
+class BlockField(TextBlock):
+    """One block of a content; which fields count depends on its type."""
+
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | Annotated[list[TextBlock], Meta(max_length=_MAX_LIST)] | None = None
+    is_error: bool | None = None
+
+
+class InputMessage(msgspec.Struct):
+    """One message."""
+
+    role: Literal["user", "assistant"]
+    content: str | Annotated[list[BlockField], Meta(max_length=_MAX_LIST)]
+
+
+def read_conversation(messages: Sequence[InputMessage]) -> list[ChatMessage]:
+    """Return the conversation. Raises BadRequest naming the block."""
+    if not messages:
+        raise wrong("messages", "must hold at least one message")
+    read: list[ChatMessage] = []
+    for number, message in enumerate(messages):
+        path = f"messages[{number}].content"
+        if isinstance(message.content, str):
+            read.append(ChatMessage(role=message.role, content=message.content))
+        elif message.role == "user":
+            read.extend(_read_user(message.content, path))
+        else:
+            read.append(_read_assistant(message.content, path))
+    return read
+
+
+def join_text(blocks: Sequence[TextBlock], path: str) -> str:
+    """Return the text of blocks that must all be text, a line each. Raises BadRequest naming the block."""
+    return "\n".join(_text(block, f"{path}[{number}]") for number, block in enumerate(blocks))
+
+
+def _read_user(blocks: Sequence[BlockField], path: str) -> Iterator[ChatMessage]:
+    texts: list[str] = []
+    for number, block in enumerate(blocks):
+        here = f"{path}[{number}]"
+        if block.type in _DROPPED:
+            continue
+        if block.type != "tool_result":
+            texts.append(_text(block, here))
+            continue
+        if texts:
+            yield ChatMessage(role="user", content="\n".join(texts))
+            texts = []
+        yield _read_result(block, here)
+    if texts or not blocks:
+        yield ChatMessage(role="user", content="\n".join(texts))
+
+
+def _read_result(block: BlockField, path: str) -> ChatMessage:
+    if not block.tool_use_id:
+        raise wrong(f"{path}.tool_use_id", "is required")
+    content = block.content or ""
+    text = content if isinstance(content, str) else join_text(content, f"{path}.content")
+    return ChatMessage(role="tool", content=text, tool_call_id=block.tool_use_id)
+
+
+def _read_assistant(blocks: Sequence[BlockField], path: str) -> ChatMessage:
+    texts: list[str] = []
+    reasoning: list[str] = []
+    calls: list[ToolCall] = []
+    for number, block in enumerate(blocks):
+        here = f"{path}[{number}]"
+        if block.type == "tool_use":
+            calls.append(_read_call(block, here))
+        elif block.type == "thinking":
+            reasoning.append(block.thinking or "")
+        elif block.type not in _DROPPED:
+            texts.append(_text(block, here))
+    return ChatMessage(
+        role="assistant",
+        content="\n".join(texts) if texts or not calls else None,
+        tool_calls=tuple(calls),
+        reasoning="\n".join(reasoning) or None,
+    )
+
+
+def _read_call(block: BlockField, path: str) -> ToolCall:
+    if not block.id or not block.name:
+        raise wrong(f"{path}.{'name' if block.id else 'id'}", "is required")
+    return ToolCall(id=block.id, name=block.name, arguments=_to_json(block.input or {}).decode())
+
+
+def _text(block: TextBlock, path: str) -> str:
+    if block.type in _MEDIA:
+        raise wrong(f"{path}.type", f"is {block.type!r}; text is served, media and documents are not")
+    if block.type != "text":
+        raise wrong(f"{path}.type", f"is {block.type[:40]!r}, which is not known here")
+    if block.text is None:
+        raise wrong(f"{path}.text", "is required")
+    return block.text

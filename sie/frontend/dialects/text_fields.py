@@ -1,0 +1,254 @@
+"""Owns what OpenAI's chat and completions have in common on the wire: sampling fields, their checks, usage, errors.
+
+Source: generation API reference, sections 2, 3.1 and 3.3. A field of the wrong type is 422, a wrong value 400; unknown
+fields are ignored.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from sie.errors import BadRequest, NotFound, SieError
+from sie.frontend.body_limits import check_json
+from sie.frontend.dialects import openai
+from sie.frontend.dialects.agent_fields import AgentFields, refuse_agent_fields
+from sie.generation import GenerateRequest, GenerateUsage, Grammar, GrammarKind
+from sie.limits import Limits
+
+FINGERPRINT: Final = "local"
+DONE: Final = b"data: [DONE]\n\n"
+KEEP_ALIVE: Final = b": keep-alive\n\n"
+"""A comment, which no client reads as an event."""
+_MAX_LIST: Final = 65_536
+_Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+_Share = Annotated[float, Meta(ge=-1e9, le=1e9)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_MAX_ID_DIGITS: Final = 10
+_JSON_ENDS: Final = ("/json", "+json")
+_PATH: Final = re.compile(r" - at `(?:key in `)?\$\.?([^`]*)`$")
+_OUT_OF_BOUNDS: Final = re.compile(r"Expected `[^`]*` (?:[<>]|of length)")
+_MISSING: Final = re.compile(r"Object missing required field `([^`]+)`")
+_StructT = TypeVar("_StructT", bound=msgspec.Struct)
+
+_to_json: Final = msgspec.json.Encoder().encode
+
+
+class GrammarField(msgspec.Struct):
+    """What binds an answer, in this server's own spelling."""
+
+    type: GrammarKind
+    value: Any
+
+
+class StreamEnding(msgspec.Struct):
+    """How a stream ends."""
+
+    include_usage: bool | None = None
+
+
+class TextFields(AgentFields, kw_only=True):
+    """The fields that both routes have. None: not given."""
+
+    model: str | None = None
+    max_tokens: _Count | None = None
+    n: _Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1e6)] | None = None
+    top_p: _Share | None = None
+    top_k: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    min_p: _Share | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    dry_multiplier: _Share | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | Annotated[list[str], Meta(max_length=_MAX_LIST)] | None = None
+    ignore_eos: bool | None = None
+    truncate_sequence: bool | None = None
+    grammar: GrammarField | None = None
+    adapter: Any = None
+    stream: bool | None = None
+    stream_options: StreamEnding | None = None
+
+
+class Shown(msgspec.Struct, frozen=True, kw_only=True):
+    """How an answer is written: what is the same in all of its parts."""
+
+    id: str
+    created: int
+    num_choices: int
+    """Of all prompts."""
+    wants_usage: bool = False
+    """Whether a stream ends with a part of its own for usage."""
+    echo: bool = False
+
+    @classmethod
+    def begin(cls, prefix: str, **facts: Any) -> Shown:
+        """Return a new answer's, with an id and the time of now."""
+        return cls(id=f"{prefix}-{secrets.token_hex(16)}", created=int(time.time()), **facts)
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+def decode_body(
+    decoder: msgspec.json.Decoder[_StructT], body: bytes, content_type: str | None, limits: Limits
+) -> _StructT:
+    """Return a typed body. Raises BadRequest: 415 for another content type, 400 for what is not JSON
+    or out of bounds, 422 for a wrong type.
+    """
+    kind = (content_type or "").partition(";")[0].strip().lower()
+    if kind and not kind.endswith(_JSON_ENDS):
+        raise BadRequest(f"Content-Type must be application/json, not {kind!r}", http_status=415)
+    check_json(body, limits.max_depth)
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _type_error(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(f"The body is not valid JSON: {error}", code="INVALID_JSON") from None
+    except RecursionError:
+        raise BadRequest("The body is nested too deep") from None
+
+
+def _type_error(message: str) -> BadRequest:
+    at = _PATH.search(message)
+    missing = _MISSING.search(message)
+    path = at[1] if at else ""
+    param = ".".join(part for part in (path, missing[1] if missing else "") if part) or None
+    text = message[: at.start()] if at else message
+    if missing:
+        text = f"Field '{param}' is required"
+    elif path:
+        text = f"Field '{path}': {text[0].lower()}{text[1:]}"
+    status = 400 if _OUT_OF_BOUNDS.match(message) else 422
+    return BadRequest(text, http_status=status, extras={"param": param})
+
+
+def wrong(field: str, reason: str) -> BadRequest:
+    """Return the refusal of a field's value."""
+    return BadRequest(f"Field '{field}' {reason}", extras={"param": field})
+
+
+def read_text_fields(body: TextFields) -> GenerateRequest:
+    """Return a request with all that the two routes have in common. Raises BadRequest for a wrong value."""
+    refuse_agent_fields(body)
+    if body.dry_multiplier:
+        raise wrong("dry_multiplier", "is not served; leave it out, or give 0")
+    if body.adapter is not None:
+        raise wrong("adapter", "is not served for generation")
+    return GenerateRequest(
+        model=body.model or openai.DEFAULT_MODEL,
+        num_choices=body.n or 1,
+        max_tokens=body.max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=read_bias(body.logit_bias or {}),
+        seed=body.seed,
+        stop=read_stop(body.stop),
+        ignore_eos=bool(body.ignore_eos),
+        truncate_prompt=bool(body.truncate_sequence),
+        grammar=read_grammar(body.grammar),
+        stream=bool(body.stream),
+    )
+
+
+def wants_usage(body: TextFields) -> bool:
+    """Tell whether a stream is to end with a part for its usage."""
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+def read_grammar(field: GrammarField | None) -> Grammar | None:
+    """Return a grammar; a schema may be JSON or text of it. Raises BadRequest."""
+    if field is None:
+        return None
+    value: Any = field.value
+    if isinstance(value, str):
+        return Grammar(kind=field.type, value=value)
+    if field.type == "json_schema" and isinstance(value, dict):
+        return Grammar(kind=field.type, value=_to_json(value).decode())
+    raise wrong("grammar.value", f"must be a text{' or an object' if field.type == 'json_schema' else ''}")
+
+
+def read_bias(bias: dict[str, float]) -> dict[int, float]:
+    """Return biases by token id. Raises BadRequest for a key that is none."""
+    for key in bias:
+        if not (key.isascii() and key.isdigit() and len(key) < _MAX_ID_DIGITS):
+            raise wrong("logit_bias", f"has the key {key[:20]!r}, which is no token id")
+    return {int(key): value for key, value in bias.items()}
+
+
+def read_stop(stop: str | list[str] | None, field: str = "stop") -> tuple[str, ...]:
+    """Return the stop strings. Raises BadRequest for an empty one."""
+    stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(stops):
+        raise wrong(field, "must not hold an empty text")
+    return tuple(dict.fromkeys(stops))
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def usage_object(usage: GenerateUsage) -> dict[str, Any]:
+    """Return what an answer cost, with the rates that this API adds to OpenAI's counts."""
+    total_s = usage.prompt_s + usage.completion_s
+    total = usage.prompt_tokens + usage.completion_tokens
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": total,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "avg_tok_per_sec": _rate(total, total_s),
+        "avg_prompt_tok_per_sec": _rate(usage.prompt_tokens, usage.prompt_s),
+        "avg_compl_tok_per_sec": _rate(usage.completion_tokens, usage.completion_s),
+        "total_time_sec": round(total_s, 6),
+        "total_prompt_time_sec": round(usage.prompt_s, 6),
+        "total_completion_time_sec": round(usage.completion_s, 6),
+    }
+
+
+def _rate(count: int, elapsed_s: float) -> float:
+    return round(count / elapsed_s, 3) if elapsed_s > 0 else 0.0
+
+
+def data_line(value: Any) -> bytes:
+    """Return one unnamed event."""
+    return b"data: %b\n\n" % _to_json(value)
+
+
+def error_object(error: SieError) -> dict[str, Any]:
+    """Return OpenAI's error object: lower-case codes, none for a mistake that has no name of its own."""
+    made = openai.error_object(error)
+    if isinstance(error, NotFound) or error.code == "MODEL_NOT_FOUND":
+        made["param"] = made["param"] or "model"
+    made["code"] = code_word(error.code) if error.code != BadRequest.code else None
+    if error.http_status >= 500:
+        made["type"] = "server_error"
+    return made
+
+
+def code_word(code: str) -> str:
+    """Return what these routes call one of our codes."""
+    return openai.wire_code(code).lower()
+
+
+def error_body(error: SieError) -> bytes:
+    """Return `{"error": {message, type, param, code}, "message"}`."""
+    return _to_json({"error": error_object(error), "message": error.message})
+
+
+def error_events(error: SieError) -> bytes:
+    """Return what a stream ends with when it fails."""
+    return data_line({"error": error_object(error)}) + DONE

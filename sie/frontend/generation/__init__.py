@@ -1,0 +1,8 @@
+"""Owns text generation in a frontend: a typed request to a prompt, its tokens to events, whatever dialect it came in.
+
+    dialect ─► GenerateRequest ─► templates ─► prompt ─► vocabulary ─► run ═► engine ═► worker
+    dialect ◄─ GenerateEvent ◄── reader ◄── stops ◄── detokenise ◄── run ◄═ token_stream ◄═ worker
+
+`sie.frontend.generate` has the routes, `sie.frontend.stream` writes events as they come. A dialect knows
+`GenerateRequest`, the events and `GenerateReply`, and nothing of the rest.
+"""

@@ -1,0 +1,125 @@
+"""Owns which grammar binds an answer: the request's own, the calls that it demands, or both as alternatives.
+
+A demanded call is bound from its first token. A strict tool binds only its own arguments: any text may stand around its
+calls. Grammars are written in llguidance's Lark and checked here, so that a client hears what is wrong with which field
+before anything is queued; a worker compiles them over its model's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from sie.errors import BadRequest
+from sie.frontend.generation.formats import callable_tools
+from sie.generation import GenerateRequest, GenerateRule, Grammar, Tool
+
+_HEADER: Final = "%llguidance {}\n"
+_ANY_OBJECT: Final[dict[str, Any]] = {"type": "object"}
+_MAX_ERROR_CHARS: Final = 400
+
+
+def constrain(request: GenerateRequest, rule: GenerateRule) -> Grammar | None:
+    """Return the grammar that every token of an answer follows, None where there is none.
+
+    Raises BadRequest for a grammar or a strict tool's parameters that cannot be compiled.
+    """
+    if request.grammar is not None:
+        _check(request.grammar, "response_format")
+    tools = callable_tools(request) if request.messages is not None else ()
+    if tools and request.tool_choice.mode == "required":
+        return _lark(_Calls(tools, rule, request.parallel_tool_calls).demanded())
+    if tools and request.grammar is not None and (answer := _as_rule(request.grammar)) is not None:
+        return _lark(_Calls(tools, rule, request.parallel_tool_calls).demanded(answer))
+    if request.grammar is None and any(tool.strict for tool in tools):
+        return _lark(_Calls(tools, rule, request.parallel_tool_calls).amid_text())
+    return request.grammar
+
+
+def _lark(text: str) -> Grammar:
+    grammar = Grammar(kind="lark", value=text)
+    _check(grammar, "tools")
+    return grammar
+
+
+def _as_rule(grammar: Grammar) -> str | None:
+    """Return a grammar as the body of a rule; None for one that cannot be an alternative, and binds everything then."""
+    if grammar.kind == "json_schema":
+        return f"%json {_to_json(msgspec.json.decode(grammar.value))}"
+    return None
+
+
+class _Calls:
+    """Writes the grammars of one request's calls."""
+
+    def __init__(self, tools: Sequence[Tool], rule: GenerateRule, is_parallel: bool) -> None:
+        self._is_tagged = rule.tool_format == "hermes"
+        self._key = "parameters" if rule.tool_format == "llama" else "arguments"
+        self._is_parallel = is_parallel and self._is_tagged
+        self._bodies = [f"body_{number}: %json {self._schema(tool)}" for number, tool in enumerate(tools)]
+        self._any_body = " | ".join(f"body_{number}" for number in range(len(tools)))
+
+    def demanded(self, answer: str = "") -> str:
+        """Return the grammar of nothing but calls, or of the answer that a rule's body describes."""
+        calls = 'call ("\\n" call)*' if self._is_parallel else "call"
+        call = f'"<tool_call>\\n" ({self._any_body}) "\\n</tool_call>"' if self._is_tagged else self._any_body
+        rules = [f"start: {calls} | answer" if answer else f"start: {calls}", f"call: {call}"]
+        return self._join([*rules, *([f"answer: {answer}"] if answer else [])])
+
+    def amid_text(self) -> str:
+        """Return the grammar of any text, in which calls are well-formed."""
+        if self._is_tagged:
+            times = "*" if self._is_parallel else "?"
+            return self._join([
+                f'start: (head body "</tool_call>"){times} tail',
+                'head[lazy]: TEXT "<tool_call>"',
+                "tail: TEXT",
+                f"body: SPACE ({self._any_body}) SPACE",
+                r"TEXT: /(.|\n)*/",
+                r"SPACE: /[ \n]*/",
+            ])  # fmt: skip
+        # A bare call begins the answer, with a brace: text that begins otherwise is free.
+        return self._join([f"start: {self._any_body} | answer", r"answer: /([^{\[](.|\n)*)?/"])
+
+    def _join(self, rules: Sequence[str]) -> str:
+        return _HEADER + "\n".join([*rules, *self._bodies]) + "\n"
+
+    def _schema(self, tool: Tool) -> str:
+        """Return the schema of one tool's call; without strict, parameters that cannot be compiled are any object."""
+        parameters = tool.parameters or _ANY_OBJECT
+        problem = problem_of(Grammar(kind="json_schema", value=_to_json(parameters)))
+        if problem and tool.strict:
+            raise BadRequest(f"Field 'tools': the parameters of {tool.name!r}: {problem}", extras={"param": "tools"})
+        properties = {"name": {"const": tool.name}, self._key: _ANY_OBJECT if problem else parameters}
+        return _to_json(
+            {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        )
+
+
+def _to_json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _check(grammar: Grammar, field: str) -> None:
+    problem = problem_of(grammar)
+    if problem:
+        raise BadRequest(f"Field '{field}': {problem}", extras={"param": field})
+
+
+def problem_of(grammar: Grammar) -> str:
+    """Return what is wrong with a grammar, empty when it can be compiled. Slow for a large one; imports llguidance."""
+    from llguidance import LLMatcher
+
+    forms: dict[str, Any] = {
+        "json_schema": LLMatcher.grammar_from_json_schema,
+        "regex": LLMatcher.grammar_from_regex,
+        "lark": LLMatcher.grammar_from_lark,
+        "llguidance": str,
+    }
+    try:
+        text = LLMatcher.validate_grammar(forms[grammar.kind](grammar.value))
+    except ValueError as error:
+        text = str(error)
+    return "" if text.startswith("WARNING") else text[:_MAX_ERROR_CHARS]

@@ -1,0 +1,43 @@
+"""Owns the two questions about text that comes in pieces: what may still become a marker, and where JSON ends. Pure."""
+
+from __future__ import annotations
+
+
+def common_end(text: str, marker: str) -> int:
+    """Return how many characters at the end of text may be the beginning of a marker, all of which is not there."""
+    for length in range(min(len(text), len(marker) - 1), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0
+
+
+class JsonScanner:
+    """Finds the end of a JSON object or array in text that comes in pieces; it does not check what is in it."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._is_escaped = False
+
+    def scan(self, text: str) -> int | None:
+        """Return the number of characters up to and with the end, or None when it is behind this piece."""
+        for position, char in enumerate(text):
+            if self._in_string:
+                self._read_in_string(char)
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return position + 1
+        return None
+
+    def _read_in_string(self, char: str) -> None:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif char == "\\":
+            self._is_escaped = True
+        elif char == '"':
+            self._in_string = False

@@ -1,0 +1,60 @@
+"""Owns the seam between an answer's text and what a client is given of it: text, reasoning, calls of tools. Pure.
+
+A parser belongs to one choice. It gets the text in whatever pieces it comes, and what it returns must not depend on
+them: the pieces of each kind joined are the same for every split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from sie.generation import ToolCall
+
+
+class Text(NamedTuple):
+    """Text of the answer itself."""
+
+    text: str
+
+
+class Reasoning(NamedTuple):
+    """Text of the reasoning before it."""
+
+    text: str
+
+
+Piece = Text | Reasoning | ToolCall
+
+
+class OutputParser(Protocol):
+    """What takes a model's text apart."""
+
+    keeps_special: bool
+    """Whether it wants the special tokens in its text, too."""
+
+    def push(self, text: str) -> list[Piece]:
+        """Return what is certain now and was not before."""
+        ...
+
+    def flush(self) -> list[Piece]:
+        """Return what is left when no text follows."""
+        ...
+
+
+class PlainText:
+    """The parser of an answer that is text and nothing else."""
+
+    keeps_special = False
+
+    def push(self, text: str) -> list[Piece]:
+        """See `OutputParser`."""
+        return [Text(text)] if text else []
+
+    def flush(self) -> list[Piece]:
+        """See `OutputParser`."""
+        return []
+
+
+ParserFactory = Callable[[], OutputParser]
+"""Makes a fresh parser for each choice."""

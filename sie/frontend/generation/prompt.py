@@ -1,0 +1,174 @@
+"""Owns a conversation to the token ids of its prompt. Pure but for the time that a template may ask for.
+
+A client's own text never becomes a special token. Where one of its texts holds what the tokenizer would read as such,
+that place is marked before the template sees it, with two characters that occur in none of the texts. What the
+template then writes is cut at the marks, and what was marked is read as plain text. Texts without special ones are not
+touched, so their prompts are token by token those of the library. Idea: transformers 5.23
+(`mark_control_tokens`, `encode_marked_chat`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NamedTuple, cast
+
+import msgspec
+
+from sie.errors import BadRequest, InputTooLong
+from sie.frontend.body_limits import children_of
+from sie.frontend.generation.templates import compile_template, render
+from sie.frontend.generation.vocabulary import Vocabulary
+from sie.generation import ChatMessage, GenerateRequest, GenerateRule, Tool, ToolCall
+
+_PRIVATE_USE: Final = range(0xE000, 0xF900)
+
+
+class Marks:
+    """The two characters around special texts in a client's strings, and where those are."""
+
+    def __init__(self, special_texts: Sequence[str], texts: Iterable[str]) -> None:
+        longest_first = sorted(filter(None, special_texts), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        used = {char for text in texts if not text.isascii() for char in text}
+        free = (chr(code) for code in _PRIVATE_USE if chr(code) not in used)
+        try:
+            self.start, self.end = next(free), next(free)
+        except StopIteration:
+            raise BadRequest("the texts use all private characters of Unicode") from None
+
+    def put(self, value: Any) -> Any:
+        """Return JSON data with every special text in its strings marked; keys of objects stay."""
+        if isinstance(value, str):
+            return self._special.sub(f"{self.start}\\g<0>{self.end}", value)
+        if isinstance(value, dict):
+            return {key: self.put(part) for key, part in cast("dict[str, Any]", value).items()}
+        if isinstance(value, list):
+            return [self.put(part) for part in cast("list[Any]", value)]
+        return value
+
+    def cut(self, text: str) -> list[tuple[str, bool]]:
+        """Return a text's pieces without the marks, each with whether it was marked.
+
+        A template may have torn the two marks of a place apart; a single one still separates what it stands between.
+        """
+        pattern = f"{self.start}({self._special.pattern}){self.end}|[{self.start}{self.end}]"
+        parts: list[str | None] = re.split(pattern, text)
+        return [(part, index % 2 == 1) for index, part in enumerate(parts) if part]
+
+
+def chat_variables(request: GenerateRequest, rule: GenerateRule) -> dict[str, Any]:
+    """Return what a template gets of a request, as plain data."""
+    variables: dict[str, Any] = {
+        "messages": [_message(message) for message in request.messages or ()],
+        "tools": [_tool(tool) for tool in request.tools] or None,
+        "documents": None,
+        "add_generation_prompt": True,
+    }
+    if request.tool_choice.mode == "none":
+        variables["tools"] = None
+    if request.thinking is not None:
+        variables["enable_thinking"] = request.thinking
+    if request.reasoning_effort is not None:
+        variables["reasoning_effort"] = request.reasoning_effort
+    return {**rule.special_tokens, **variables}
+
+
+class Rendered(NamedTuple):
+    """What a template wrote, with the marks in it."""
+
+    text: str
+    marks: Marks
+
+
+def render_chat(request: GenerateRequest, rule: GenerateRule) -> Rendered:
+    """Return a conversation as its model's template writes it. Raises BadRequest for one that the template refuses."""
+    source = (rule.tool_chat_template if request.tools else "") or rule.chat_template
+    if not source:
+        text = "has no chat template: ask it on /v1/completions, or give the server one with the setting chat_template"
+        raise BadRequest(f"Model '{request.model}' {text}", extras={"param": "model"})
+    variables = chat_variables(request, rule)
+    marks = Marks(rule.special_texts, _strings([variables["messages"], variables["tools"]]))
+    for name in ("messages", "tools"):
+        variables[name] = marks.put(variables[name])
+    return Rendered(render(compile_template(source), variables), marks)
+
+
+def chat_ids(rendered: Rendered, vocabulary: Vocabulary) -> list[int]:
+    """Return the prompt that a template wrote."""
+    ids: list[int] = []
+    for piece, is_marked in rendered.marks.cut(rendered.text):
+        if ids or is_marked:
+            ids += vocabulary.encode_behind(piece, plain=is_marked)
+        else:
+            ids = vocabulary.encode(piece, whole=False)
+    return ids
+
+
+def fit(ids: list[int], max_tokens: int | None, context_length: int, *, truncate: bool) -> tuple[list[int], int]:
+    """Return the prompt and how many tokens each choice may have, within the context together.
+
+    truncate: an overlong prompt loses its oldest tokens, so many that max_tokens fit, or a quarter of the context where
+    that is not given. Raises BadRequest for an empty prompt, and for one without room for a single token.
+    """
+    if not ids:
+        raise BadRequest("The prompt is empty: it has no token", extras={"param": "prompt"})
+    room = max_tokens if max_tokens is not None else max(1, context_length // 4)
+    if truncate and len(ids) + room > context_length:
+        ids = ids[-max(1, context_length - room) :]
+    left = context_length - len(ids)
+    if left < 1:
+        raise InputTooLong(
+            f"This model's context is {context_length} tokens, and the prompt alone has {len(ids)}; shorten it, or set "
+            "truncate_sequence",
+            code="CONTEXT_LENGTH_EXCEEDED",
+            extras={"param": "messages"},
+        )
+    return ids, left if max_tokens is None else min(left, max_tokens)
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raise BadRequest for an id that a client made and that the model has not."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        text = f"Field '{param}' holds an id outside the vocabulary [0, {vocab_size})"
+        raise BadRequest(text, extras={"param": param})
+
+
+def _message(message: ChatMessage) -> dict[str, Any]:
+    """Return a message as templates know it; reasoning under each name that some template reads."""
+    shown: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name is not None:
+        shown["name"] = message.name
+    if message.tool_calls:
+        shown["tool_calls"] = [_call(call) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        shown["tool_call_id"] = message.tool_call_id
+    if message.reasoning is not None:
+        shown["reasoning_content"] = shown["thinking"] = shown["reasoning"] = message.reasoning
+    return shown
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    """Return a call; its arguments as the object that templates write as JSON, unless they are none."""
+    try:
+        arguments = msgspec.json.decode(call.arguments, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError):
+        arguments = call.arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    function["parameters"] = tool.parameters if tool.parameters is not None else {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def _strings(value: Any) -> Iterable[str]:
+    """Yield every string in JSON data but the keys of objects."""
+    if isinstance(value, str):
+        yield value
+    else:
+        for part in children_of(value):
+            yield from _strings(part)

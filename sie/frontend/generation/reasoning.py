@@ -1,0 +1,83 @@
+"""Owns a model's reasoning: what it writes between its tags before the answer becomes a kind of its own. Pure."""
+
+from __future__ import annotations
+
+from sie.frontend.generation.markers import common_end
+from sie.frontend.generation.parsers import OutputParser, Piece, Reasoning
+
+
+class ReasoningParser:
+    """Passes what stands between the tags on as reasoning, and what follows to another parser.
+
+    Reasoning comes first or not at all. White space at both of its ends, and before what follows, is nobody's. is_open:
+    the prompt has the begin already. Reasoning that nothing ends is reasoning to the last character.
+    """
+
+    def __init__(self, tags: tuple[str, str], inner: OutputParser, *, is_open: bool) -> None:
+        self.keeps_special = True  # the tags of some models are special tokens
+        self._begin, self._end = tags
+        self._inner = inner
+        self._held = ""
+        """What may become a tag, and white space that may turn out to be an end's."""
+        self._state = "inside" if is_open else "before"
+        self._has_begun = False
+
+    def push(self, text: str) -> list[Piece]:
+        """See `OutputParser`."""
+        if self._state == "behind":
+            return self._inner.push(text)
+        self._held += text
+        pieces: list[Piece] = []
+        if self._state == "before":
+            pieces += self._read_before()
+        if self._state == "inside":
+            pieces += self._read_inside()
+        if self._state == "gap":
+            pieces += self._read_gap()
+        return pieces
+
+    def flush(self) -> list[Piece]:
+        """See `OutputParser`."""
+        held, self._held = self._held, ""
+        if self._state == "inside":
+            # A begin that was cut off is no reasoning yet, and white space at the end is nobody's.
+            rest = held.rstrip()
+            return [Reasoning(rest)] if rest else []
+        pieces = self._inner.push(held) if self._state == "before" and held else []
+        return [*pieces, *self._inner.flush()]
+
+    def _read_before(self) -> list[Piece]:
+        start = self._held.lstrip()
+        if start.startswith(self._begin):
+            self._held, self._state = start.removeprefix(self._begin), "inside"
+            return []
+        if self._begin.startswith(start):
+            return []
+        held, self._held, self._state = self._held, "", "behind"
+        return self._inner.push(held)
+
+    def _read_inside(self) -> list[Piece]:
+        if not self._has_begun:
+            self._held = self._held.lstrip()
+            # Some models repeat the tag that their prompt ends with.
+            if self._held.startswith(self._begin):
+                self._held = self._held.removeprefix(self._begin).lstrip()
+            elif self._held and self._begin.startswith(self._held):
+                return []
+        text, end, rest = self._held.partition(self._end)
+        if end:
+            self._held, self._state = rest, "gap"
+            text = text.rstrip()
+            return [Reasoning(text)] if text else []
+        certain = text[: len(text) - common_end(text, self._end)].rstrip()
+        self._has_begun = self._has_begun or bool(certain)
+        self._held = text[len(certain) :]
+        return [Reasoning(certain)] if certain else []
+
+    def _read_gap(self) -> list[Piece]:
+        start = self._held.lstrip()
+        self._held = ""
+        if not start:
+            return []
+        self._state = "behind"
+        return self._inner.push(start)

@@ -1,0 +1,221 @@
+"""Owns one request to generate while it runs: its prompts on the engine, the events they come to, the end of all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Final, Protocol
+
+from sie.errors import Internal, SieError
+from sie.frontend.engine import ShmEngine
+from sie.frontend.generation.reader import Reader
+from sie.frontend.links import Pending
+from sie.frontend.token_stream import TokenStream
+from sie.generation import (
+    ChoiceReply,
+    Ended,
+    Finished,
+    GenerateEvent,
+    GenerateReply,
+    GenerateUsage,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    ToolCallDelta,
+)
+from sie.types import Timing
+
+_LONG_S: Final = 86_400.0
+"""The engine ends what takes too long; this only bounds one wait."""
+
+
+class TokenMeter(Protocol):
+    """What is told how long tokens took, in seconds."""
+
+    def record_first_token(self, model: str, elapsed_s: float) -> None: ...
+    def record_next_token(self, model: str, gap_s: float) -> None: ...
+
+
+class Part:
+    """One prompt: its submitted request, and what reads its tokens. new_reader makes a fresh reader, as often as needed."""
+
+    __slots__ = ("last_ns", "new_reader", "num_prompt_tokens", "num_restarts", "pending", "reader", "stream")
+
+    def __init__(
+        self, pending: Pending, stream: TokenStream, new_reader: Callable[[], Reader], num_prompt_tokens: int
+    ) -> None:
+        self.pending = pending
+        self.stream = stream
+        self.new_reader = new_reader
+        self.reader = new_reader()
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_restarts = 0
+        self.last_ns = 0
+
+
+class Run:
+    """A request that was submitted. Take its events with `wait` or `async for`, or all of it with `whole`, once.
+
+    Whoever takes them gives up (`give_up`) when he does not take them to their end.
+    """
+
+    def __init__(
+        self, engine: ShmEngine, model: str, parts: Sequence[Part], news: asyncio.Event,
+        *, meter: TokenMeter, prompts: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self.model = model
+        """Id of the model that answers."""
+        self.prompts = prompts
+        """Texts of its prompts, for a request that wants them back; else none."""
+        self.parts = parts
+        self.is_over = False
+        """Whether the last event was taken."""
+        self._engine = engine
+        self._news = news
+        self._meter = meter
+        self._is_started = False
+        self._error: SieError | None = None
+        self._choices: dict[int, ChoiceReply] | None = None
+        self._submitted_ns = min(part.pending.submitted_ns for part in parts)
+
+    @property
+    def pendings(self) -> list[Pending]:
+        """Its requests on the engine."""
+        return [part.pending for part in self.parts]
+
+    async def wait(self, timeout_s: float) -> list[GenerateEvent]:
+        """Return the next events, at least one, or none when timeout_s passes first; the caller sends them now.
+
+        Raises what ended the request, after the events before it.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not (events := self._collect()):
+                    await self._news.wait()
+        except TimeoutError:
+            return []
+        for part in self.parts:
+            part.stream.is_sent = part.stream.is_sent or part.last_ns > 0
+        return events
+
+    async def __aiter__(self) -> AsyncIterator[GenerateEvent]:
+        """Yield every event; raises as `wait` does."""
+        while not self.is_over:
+            for event in await self.wait(_LONG_S):
+                yield event
+
+    async def whole(self) -> GenerateReply:
+        """Return the whole answer. A worker's death on the way is made good by another one. Raises what ended it."""
+        self._choices = {choice.number: ChoiceReply() for part in self.parts for choice in part.reader.choices}
+        while not self.is_over:
+            for event in self._collect():
+                _add(self._choices, event)
+            if not self.is_over:
+                await self._news.wait()
+        return GenerateReply(model=self.model, choices=list(self._choices.values()), usage=self.usage())
+
+    def give_up(self, error: SieError) -> None:
+        """Let the workers go on with nothing of it; who still waits gets this error."""
+        for part in self.parts:
+            if not part.pending.future.done():
+                self._engine.abandon(part.pending, error)
+
+    def usage(self) -> GenerateUsage:
+        """Return what it cost so far."""
+        first_ns = min((part.stream.first_ns for part in self.parts if part.stream.first_ns), default=0)
+        last_ns = max(part.last_ns for part in self.parts)
+        return GenerateUsage(
+            prompt_tokens=sum(part.num_prompt_tokens for part in self.parts),
+            completion_tokens=sum(part.reader.num_tokens for part in self.parts),
+            cached_tokens=sum(part.reader.num_cached for part in self.parts),
+            reasoning_tokens=sum(part.reader.num_reasoning_tokens for part in self.parts),
+            prompt_s=max(0, first_ns - self._submitted_ns) / 1e9,
+            completion_s=max(0, last_ns - first_ns) / 1e9,
+        )
+
+    def timing(self, began_ns: int) -> Timing:
+        """Return where the time of a request went whose headers were read at began_ns, up to now."""
+        first = self.parts[0]
+        submitted_ns, now_ns = first.pending.submitted_ns, time.monotonic_ns()
+        totals = first.stream.totals
+        queue_ns = max(0, totals.started_ns - submitted_ns) if totals is not None else 0
+        return Timing(
+            total_ms=(now_ns - began_ns) / 1e6,
+            queue_ms=queue_ns / 1e6,
+            inference_ms=(now_ns - submitted_ns - queue_ns) / 1e6,
+            submitted_ns=submitted_ns,
+        )
+
+    def _collect(self) -> list[GenerateEvent]:
+        """Return what has happened since the last call."""
+        self._news.clear()
+        if self._error is not None:
+            raise self._error
+        events: list[GenerateEvent] = []
+        try:
+            for part in self.parts:
+                self._read(part, events)
+        except SieError as error:
+            self.give_up(error)
+            if not events:
+                raise
+            self._error = error
+            self._news.set()
+        if events and not self._is_started:
+            self._is_started = True
+            usage = self.usage()
+            events.insert(0, Started(usage.prompt_tokens, usage.cached_tokens))
+        if not self.is_over and all(part.reader.is_finished for part in self.parts):
+            self.is_over = True
+            events.append(Ended(self.usage()))
+        return events
+
+    def _read(self, part: Part, events: list[GenerateEvent]) -> None:
+        """Add what a part's worker has sent to events."""
+        if part.num_restarts != part.stream.num_restarts:
+            self._begin_anew(part)
+        reader = part.reader
+        records = part.stream.take() if not reader.is_finished else []
+        if not records:
+            if part.stream.is_over and not reader.is_finished:
+                raise Internal("the worker ended an answer that it had not finished")
+            return
+        self._measure(part)
+        for record in records:
+            choice = reader.choices[record.choice]
+            events += reader.read(record)
+            if choice.is_finished and not record.finish:
+                part.stream.stop(record.choice)
+        if reader.is_finished and not part.pending.future.done():
+            self._engine.finish(part.pending)
+
+    def _begin_anew(self, part: Part) -> None:
+        part.num_restarts = part.stream.num_restarts
+        part.reader = part.new_reader()
+        if self._choices is not None:
+            self._choices.update({choice.number: ChoiceReply() for choice in part.reader.choices})
+
+    def _measure(self, part: Part) -> None:
+        now_ns = time.monotonic_ns()
+        if part.last_ns:
+            self._meter.record_next_token(self.model, (now_ns - part.last_ns) / 1e9)
+        else:
+            self._meter.record_first_token(self.model, (part.stream.first_ns - self._submitted_ns) / 1e9)
+        part.last_ns = now_ns
+
+
+def _add(choices: dict[int, ChoiceReply], event: GenerateEvent) -> None:
+    """Put an event into the choice that it is about."""
+    match event:
+        case TextDelta(choice, text, logprobs):
+            choices[choice].text += text
+            choices[choice].logprobs += logprobs
+        case ReasoningDelta(choice, text):
+            choices[choice].reasoning += text
+        case ToolCallDelta(choice, _, call):
+            choices[choice].calls.append(call)
+        case Finished(choice, reason, stop_string):
+            choices[choice].reason, choices[choice].stop_string = reason, stop_string
+        case _:
+            pass

@@ -1,0 +1,209 @@
+"""Owns a typed request up to the engine: its limits, its prompts' tokens, and what is asked of the worker."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
+
+import msgspec
+import numpy as np
+
+from sie.control_messages import ModelEntry
+from sie.errors import BadRequest
+from sie.frontend.engine import ShmEngine
+from sie.frontend.generation.constraints import constrain
+from sie.frontend.generation.formats import choose_parser
+from sie.frontend.generation.prompt import chat_ids, check_ids, fit, render_chat
+from sie.frontend.generation.reader import Reader
+from sie.frontend.generation.run import Part, Run, TokenMeter
+from sie.frontend.generation.templates import run_limited
+from sie.frontend.generation.vocabulary import FileVocabulary, StubVocabulary, Vocabulary
+from sie.frontend.models import ModelTable
+from sie.frontend.token_stream import StreamTimes, TokenStream
+from sie.frontend.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
+from sie.generation import GenerateRequest, GenerateRule, GenerateTask, Grammar, Sampling
+from sie.generation_settings import Generation
+from sie.headers import WorkHeader
+
+_encode_task: Final = msgspec.msgpack.Encoder().encode
+_EXPECTED_TOKENS: Final = 256
+"""What a choice counts for at most, beside its prompt, when work is shared out: few use all that they may."""
+_GREEDY_BELOW: Final = 1e-7
+_MAX_SEED: Final = (1 << 63) - 1
+_PROMPT_END_CHARS: Final = 64
+_T = TypeVar("_T")
+_N = TypeVar("_N", int, float)
+
+
+class Generator:
+    """Starts requests to generate."""
+
+    def __init__(self, engine: ShmEngine, models: ModelTable, settings: Generation, meter: TokenMeter) -> None:
+        self._engine = engine
+        self._models = models
+        self._settings = settings
+        self._meter = meter
+        self._pool = ThreadPoolExecutor(2, "prompt")
+        self._times = StreamTimes(int(settings.stream_idle_timeout_s * 1e9), int(settings.generation_timeout_s * 1e9))
+        self._vocabularies: dict[str, tuple[Tokenizer | None, Vocabulary]] = {}
+
+    async def start(
+        self, entry: ModelEntry, request: GenerateRequest, deadline_ns: int, *, salt: bytes = b"", echoes: bool = False
+    ) -> Run:
+        """Submit a request to the model of an entry that is served.
+
+        deadline_ns is that of the first token. Prompts share what is cached only under an equal salt. echoes: the run knows
+        its prompts' texts. Raises BadRequest for what the model or the settings do not allow, and what the engine raises.
+        """
+        rule = entry.card.generate
+        if rule is None:
+            raise BadRequest(f"Model '{entry.card.id}' does not generate text", extras={"param": "model"})
+        check_request(request, self._settings)
+        vocabulary = await self.vocabulary(entry)
+        prompts, prompt_end = await self._prompts(request, rule, vocabulary)
+        context = min(rule.context_length, self._settings.max_context_tokens or rule.context_length)
+        fitted = [fit(ids, request.max_tokens, context, truncate=request.truncate_prompt) for ids in prompts]
+        grammar = None
+        if request.grammar is not None or request.tools:
+            grammar = await self._on_thread(constrain, request, rule)
+        task = plan_task(request, rule, vocabulary.size, salt, grammar)
+        news = asyncio.Event()
+        new_readers = _readers(request, rule, vocabulary, len(fitted), prompt_end)
+        parts: list[Part] = []
+        try:
+            for number, (ids, max_tokens) in enumerate(fitted):
+                stream = TokenStream(request.num_choices, self._times, news.set)
+                own = msgspec.structs.replace(task, max_tokens=max_tokens, sampling=_own_seed(task.sampling, number))
+                pending = await self._engine.submit_stream(
+                    WorkHeader(entry.card.id, "generate", 1, (), task=_encode_task(own)),
+                    [("cu_seqlens", np.array([0, len(ids)], np.int32)), ("token_ids", np.array(ids, np.int32))],
+                    len(ids) + request.num_choices * min(max_tokens, _EXPECTED_TOKENS), deadline_ns, stream,
+                )  # fmt: skip
+                parts.append(Part(pending, stream, new_readers[number], len(ids)))
+        except BaseException:
+            for part in parts:
+                self._engine.finish(part.pending)
+            raise
+        texts = [vocabulary.decode(ids) for ids in prompts] if echoes and request.texts is None else request.texts
+        return Run(self._engine, entry.card.id, parts, news, meter=self._meter, prompts=(texts or ()) if echoes else ())
+
+    async def prompt_ids(self, entry: ModelEntry, request: GenerateRequest) -> list[list[int]]:
+        """Return the tokens of a request's prompts, for who only counts them. Raises as `start` does."""
+        rule = entry.card.generate
+        if rule is None:
+            raise BadRequest(f"Model '{entry.card.id}' does not generate text", extras={"param": "model"})
+        check_request(request, self._settings)
+        return (await self._prompts(request, rule, await self.vocabulary(entry)))[0]
+
+    async def vocabulary(self, entry: ModelEntry) -> Vocabulary:
+        """Return the tokens of an entry's model. Raises Internal when its tokenizer cannot be read."""
+        card = entry.card
+        tokenizer = await self._models.tokenizer(entry) if card.tokenizer_file else None
+        known = self._vocabularies.get(card.id)
+        if known is not None and known[0] is tokenizer:
+            return known[1]
+        if tokenizer is None:
+            vocabulary: Vocabulary = StubVocabulary(card)
+        else:
+            vocabulary = await self._on_thread(FileVocabulary, card, tokenizer.backend)
+        self._vocabularies = {
+            name: other for name, other in self._vocabularies.items() if name in self._models
+        } | {card.id: (tokenizer, vocabulary)}  # fmt: skip
+        return vocabulary
+
+    async def _prompts(
+        self, request: GenerateRequest, rule: GenerateRule, vocabulary: Vocabulary
+    ) -> tuple[list[list[int]], str]:
+        """Return the tokens of each prompt, and the text that a chat's ends with."""
+        if request.token_lists is not None:
+            for ids in request.token_lists:
+                check_ids(ids, vocabulary.size, "prompt")
+            return request.token_lists, ""
+        if request.texts is not None:
+            encode = functools.partial(_encode_texts, vocabulary, request.texts)
+            is_large = is_long(request.texts, LONG_TEXT_BYTES)
+            return (await self._on_thread(encode) if is_large else encode()), ""
+        rendered = await run_limited(
+            self._pool, self._settings.template_timeout_s, functools.partial(render_chat, request, rule)
+        )
+        tokenise = functools.partial(chat_ids, rendered, vocabulary)
+        ids = await self._on_thread(tokenise) if is_long([rendered.text], LONG_TEXT_BYTES) else tokenise()
+        return [ids], rendered.text[-_PROMPT_END_CHARS:]
+
+    async def _on_thread(self, work: Callable[..., _T], *args: object) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+
+
+def check_request(request: GenerateRequest, settings: Generation) -> None:
+    """Raise BadRequest for what is over a limit of the settings; it names field and setting."""
+    for field, count, setting in (
+        ("n", request.num_choices, "max_choices"),
+        ("top_logprobs", request.logprobs or 0, "max_logprobs"),
+        ("stop", len(request.stop), "max_stop_strings"),
+        ("stop", max(map(len, request.stop), default=0), "max_stop_chars"),
+        ("tools", len(request.tools), "max_tools"),
+        ("messages", len(request.messages or ()), "max_messages"),
+        ("response_format", len(request.grammar.value) if request.grammar is not None else 0, "max_grammar_bytes"),
+    ):
+        limit: int = getattr(settings, setting)
+        if count > limit:
+            raise BadRequest(f"Field '{field}' is over {setting} ({limit})", extras={"param": field})
+
+
+def plan_task(
+    request: GenerateRequest, rule: GenerateRule, vocab_size: int, salt: bytes, grammar: Grammar | None = None
+) -> GenerateTask:
+    """Return what a worker is asked for: what the request says, else the model's own defaults, else the API's.
+
+    max_tokens is each prompt's own. Raises BadRequest for a bias of a token that the model has not.
+    """
+    check_ids(list(request.logit_bias), vocab_size, "logit_bias")
+    temperature = _first(request.temperature, rule.temperature, 1.0)
+    seed = secrets.randbits(63) if request.seed is None else request.seed
+    sampling = Sampling(
+        temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
+        top_k=max(0, _first(request.top_k, rule.top_k, 0)),
+        top_p=_share(_first(request.top_p, rule.top_p, 1.0), 1.0),
+        min_p=_share(_first(request.min_p, rule.min_p, 0.0), 0.0),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=_first(request.repetition_penalty, rule.repetition_penalty, 1.0),
+        logit_bias=tuple(request.logit_bias.items()),
+        seed=seed & _MAX_SEED,
+    )
+    return GenerateTask(
+        0, request.num_choices, sampling, request.logprobs, (), request.ignore_eos, salt,
+        grammar.kind if grammar is not None else "", grammar.value if grammar is not None else "",
+    )  # fmt: skip
+
+
+def _own_seed(sampling: Sampling, prompt: int) -> Sampling:
+    """Return the sampling of one prompt of several: equal prompts shall not get equal answers."""
+    return sampling if not prompt else msgspec.structs.replace(sampling, seed=(sampling.seed + prompt) & _MAX_SEED)
+
+
+def _readers(
+    request: GenerateRequest, rule: GenerateRule, vocabulary: Vocabulary, num_prompts: int, prompt_end: str
+) -> list[Callable[[], Reader]]:
+    parsers, n = choose_parser(request, rule, prompt_end), request.num_choices
+    return [
+        functools.partial(Reader, n, vocabulary, request.stop, parsers, first_number=prompt * n)
+        for prompt in range(num_prompts)
+    ]
+
+
+def _encode_texts(vocabulary: Vocabulary, texts: Sequence[str]) -> list[list[int]]:
+    return [vocabulary.encode(text, whole=True) for text in texts]
+
+
+def _share(value: float, off: float) -> float:
+    """Return a share of probability; outside 0 to 1 it is off."""
+    return value if 0 < value < 1 else off
+
+
+def _first(asked: _N | None, own: _N | None, default: _N) -> _N:
+    return asked if asked is not None else own if own is not None else default

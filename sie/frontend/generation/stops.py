@@ -1,0 +1,54 @@
+"""Owns where an answer stops: the first of the request's stop strings, which may span tokens. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopFilter:
+    """Pass text on up to a stop string, and hold back only what may still become the beginning of one.
+
+    Of several, the one counts that is complete first, read character by character, and of those the longest; so it does not
+    matter in which pieces the text comes.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+        self.found: str | None = None
+        """The stop string that was met; nothing is passed on any more."""
+
+    def push(self, text: str) -> str:
+        """Return the part of the text so far, not returned yet, that belongs to the answer for certain."""
+        if not self._stops:
+            return text
+        if self.found is not None:
+            return ""
+        held = self._held + text
+        match = self._first(held)
+        if match is not None:
+            self.found = match
+            self._held = ""
+            return held[: held.index(match)]
+        keep = self._num_open(held)
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep]
+
+    def flush(self) -> str:
+        """Return what was held back, when no text follows."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first(self, text: str) -> str | None:
+        """Return the stop string whose first occurrence ends first."""
+        ends = [(start + len(stop), -len(stop), stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        return min(ends)[2] if ends else None
+
+    def _num_open(self, text: str) -> int:
+        """Return how many of the last characters are the beginning of some stop string, at most."""
+        for size in range(min(self._longest - 1, len(text)), 0, -1):
+            tail = text[len(text) - size :]
+            if any(len(stop) > size and stop.startswith(tail) for stop in self._stops):
+                return size
+        return 0

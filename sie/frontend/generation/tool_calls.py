@@ -1,0 +1,221 @@
+"""Owns the calls of tools in what a model writes, for the formats that models are trained on. Pure.
+
+    hermes   any text, and anywhere in it <tool_call>{"name": ..., "arguments": {...}}</tool_call>, repeatedly
+    llama    nothing but calls: {"name": ..., "parameters": {...}}, perhaps behind <|python_tag|>, separated by ;
+    gemma    nothing but calls, as llama's or in an array, perhaps in a fence ```json or ```tool_code
+    json     as gemma
+
+What only looks like a call (no JSON, no name, or not one of the request's tools) is text, as it was written. White space
+around calls is nobody's.
+Source: chat templates of Hermes 2 Pro, Qwen 2.5 and 3, Llama 3.1 and 3.2, and the prompt guide of Gemma 3.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection
+from typing import Any, Final
+
+import msgspec
+
+from sie.frontend.generation.markers import JsonScanner, common_end
+from sie.frontend.generation.parsers import OutputParser, Piece, Text
+from sie.generation import ToolCall
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_OPENERS: Final = ("<|python_tag|>", "```json", "```tool_call", "```tool_code", "```")
+_SEPARATORS: Final = " \t\r\n;,"
+NewId = Callable[[], str]
+
+
+def new_call_id() -> str:
+    """Return the id of a call; no other has it."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+class _Written(msgspec.Struct):
+    """A call as models write it."""
+
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw()
+    parameters: msgspec.Raw = msgspec.Raw()
+
+
+_decode_call = msgspec.json.Decoder(_Written).decode
+_decode_calls = msgspec.json.Decoder(list[_Written]).decode
+
+
+def read_calls(text: str, names: Collection[str], new_id: NewId) -> list[ToolCall] | None:
+    """Return the calls in JSON text, one object or an array of them; None when it holds anything else."""
+    try:
+        written = _decode_calls(text) if text.lstrip().startswith("[") else [_decode_call(text)]
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return None
+    calls: list[ToolCall] = []
+    for call in written:
+        arguments = _arguments(call)
+        if call.name not in names or arguments is None:
+            return None
+        calls.append(ToolCall(id=new_id(), name=call.name, arguments=arguments))
+    return calls or None
+
+
+def _arguments(call: _Written) -> str | None:
+    """Return the arguments' own text; some models write the object as a string. None for what is no object."""
+    text = (bytes(call.arguments) or bytes(call.parameters) or b"{}").decode()
+    if text.startswith('"'):
+        text = msgspec.json.decode(text, type=str)
+    try:
+        msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    return text
+
+
+class TaggedCalls:
+    """The parser of calls between two tags, anywhere in the text (hermes)."""
+
+    keeps_special = True  # the tags of some models are special tokens
+
+    def __init__(self, names: Collection[str], new_id: NewId = new_call_id) -> None:
+        self._names = names
+        self._new_id = new_id
+        self._held = ""
+        self._gap = ""
+        """White space before the call that is being read: text again, should it be no call."""
+        self._is_inside = False
+        self._is_behind_call = False
+
+    def push(self, text: str) -> list[Piece]:
+        """See `OutputParser`."""
+        self._held += text
+        pieces: list[Piece] = []
+        while (read := self._read_inside() if self._is_inside else self._read_text()) is not None:
+            pieces += read
+        return pieces
+
+    def flush(self) -> list[Piece]:
+        """See `OutputParser`."""
+        held, self._held = self._held, ""
+        if self._is_inside:  # the end of the answer ends a call as well
+            calls = read_calls(held, self._names, self._new_id)
+            return [*calls] if calls is not None else [Text(self._gap + _OPEN + held)]
+        if self._is_behind_call:
+            held = held.lstrip()
+        return [Text(held)] if held else []
+
+    def _read_text(self) -> list[Piece] | None:
+        """Return what stands before the next call, None when more text has to come first."""
+        before, found, rest = self._held.partition(_OPEN)
+        if self._is_behind_call:
+            before = before.lstrip()
+        certain = before if found else before[: len(before) - common_end(before, _OPEN)]
+        certain = certain.rstrip()
+        if found:
+            self._held, self._gap, self._is_inside = rest, before[len(certain) :], True
+        else:
+            self._held = before[len(certain) :]
+            if not certain:
+                return None
+        self._is_behind_call = self._is_behind_call and not certain
+        return [Text(certain)] if certain else []
+
+    def _read_inside(self) -> list[Piece] | None:
+        written, found, rest = self._held.partition(_CLOSE)
+        if not found:
+            return None
+        self._held, self._is_inside = rest, False
+        calls = read_calls(written, self._names, self._new_id)
+        self._is_behind_call = calls is not None
+        return [*calls] if calls is not None else [Text(self._gap + _OPEN + written + _CLOSE)]
+
+
+class BareCalls:
+    """The parser of answers that are calls from their first character on, or else text (llama, gemma, json)."""
+
+    keeps_special = True
+
+    def __init__(self, names: Collection[str], new_id: NewId = new_call_id) -> None:
+        self._names = names
+        self._new_id = new_id
+        self._prefix: str = ""
+        """What stands before JSON, as far as it was not passed on."""
+        self._json: list[str] = []
+        self._scanner: JsonScanner | None = None
+        self._is_text = False
+        self._is_behind_call = False
+
+    def push(self, text: str) -> list[Piece]:
+        """See `OutputParser`."""
+        if not text:
+            return []
+        if self._is_text:
+            return [Text(text)]
+        if self._scanner is not None:
+            return self._scan(self._scanner, text)
+        self._prefix += text
+        return self._look()
+
+    def flush(self) -> list[Piece]:
+        """See `OutputParser`."""
+        held = self._prefix + "".join(self._json)
+        self._prefix, self._json = "", []
+        if self._is_behind_call and self._scanner is None:
+            held = held.strip(_SEPARATORS + "`")
+        return [Text(held)] if held else []
+
+    def _look(self) -> list[Piece]:
+        """Look for the beginning of JSON; all that begins otherwise is text."""
+        start = self._prefix.lstrip(_SEPARATORS if self._is_behind_call else None)
+        if any(opener.startswith(start) for opener in _OPENERS):
+            return []  # empty, or what may become one
+        opener = next((opener for opener in _OPENERS if start.startswith(opener)), "")
+        rest = start.removeprefix(opener).lstrip()
+        if not rest:
+            return []
+        if rest[0] in "{[":
+            self._prefix = self._prefix[: len(self._prefix) - len(rest)]
+            self._scanner = JsonScanner()
+            return self._scan(self._scanner, rest)
+        text = rest if self._is_behind_call else self._prefix
+        self._prefix, self._is_text = "", True
+        return [Text(text)]
+
+    def _scan(self, scanner: JsonScanner, text: str) -> list[Piece]:
+        end = scanner.scan(text)
+        self._json.append(text[:end])
+        if end is None:
+            return []
+        written, rest = "".join(self._json), text[end:]
+        calls = read_calls(written, self._names, self._new_id)
+        prefix, self._prefix, self._json, self._scanner = self._prefix, "", [], None
+        if calls is None:
+            self._is_text = True
+            return [Text((prefix.lstrip(_SEPARATORS) if self._is_behind_call else prefix) + written + rest)]
+        self._is_behind_call = True
+        return [*calls, *self.push(rest)]
+
+
+class FirstCall:
+    """Passes one call on and nothing after it, for a request that wants no two (`parallel_tool_calls` false)."""
+
+    def __init__(self, inner: OutputParser) -> None:
+        self.keeps_special = inner.keeps_special
+        self._inner = inner
+        self._is_over = False
+
+    def push(self, text: str) -> list[Piece]:
+        """See `OutputParser`."""
+        return self._take(self._inner.push(text))
+
+    def flush(self) -> list[Piece]:
+        """See `OutputParser`."""
+        return self._take(self._inner.flush())
+
+    def _take(self, pieces: list[Piece]) -> list[Piece]:
+        taken: list[Piece] = []
+        for piece in pieces:
+            if not self._is_over:
+                taken.append(piece)
+            self._is_over = self._is_over or isinstance(piece, ToolCall)
+        return taken

@@ -1,0 +1,181 @@
+"""Owns text to token ids of a model that generates, and what each token is in text.
+
+The tokens of a model with a tokenizer file are that file's. A stub has no file: its tokens are bytes
+(`sie.catalog.stub`).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import tokenizers
+from tokenizers import decoders
+
+from sie.cards import ModelCard
+from sie.errors import BadRequest
+from sie.frontend.generation.detokenise import ByteDecoder, TextDecoder, TokenDecoder
+from sie.frontend.tokenize import unicode_error
+
+_NUM_BYTES: Final = 256
+_BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_ANCHORS: Final = ("\n", "|", "x")
+_SPACE: Final = "\u2581"
+"""What SentencePiece writes for a space."""
+
+
+class Vocabulary(Protocol):
+    """The tokens of one model. Safe to use from several threads at once."""
+
+    size: int
+    """Ids are 0 to size - 1."""
+
+    def encode(self, text: str, *, whole: bool) -> list[int]:
+        """Return a text's ids, special texts read as special tokens.
+
+        whole: with those that the tokenizer puts around every text. Raises BadRequest for what is not valid Unicode.
+        """
+        ...
+
+    def encode_behind(self, text: str, *, plain: bool = False) -> list[int]:
+        """Return the ids of a text that goes on behind another one; plain: it is a special token's, but means none."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens included."""
+        ...
+
+    def decoder(self, *, keeps_special: bool = False) -> TokenDecoder:
+        """Return what turns the tokens of one answer into text as they come; special tokens are left out by default."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what one token stands for; alone that may be no whole character."""
+        ...
+
+
+class StubVocabulary:
+    """Bytes, and the special tokens behind them in the order of the card's."""
+
+    def __init__(self, card: ModelCard) -> None:
+        rule = card.generate
+        self._texts = rule.special_texts if rule is not None else ()
+        self.size = card.vocab_size or _NUM_BYTES + len(self._texts)
+        self._pattern = re.compile("|".join(map(re.escape, self._texts)) or "(?!)")
+
+    def encode(self, text: str, *, whole: bool) -> list[int]:
+        """See `Vocabulary`."""
+        ids: list[int] = []
+        start = 0
+        for found in self._pattern.finditer(text):
+            ids += self.encode_behind(text[start : found.start()], plain=True)
+            ids.append(_NUM_BYTES + self._texts.index(found[0]))
+            start = found.end()
+        return ids + self.encode_behind(text[start:], plain=True)
+
+    def encode_behind(self, text: str, *, plain: bool = False) -> list[int]:
+        """See `Vocabulary`."""
+        if not plain:
+            return self.encode(text, whole=False)
+        try:
+            return list(text.encode())
+        except UnicodeEncodeError as error:
+            raise BadRequest("a text of the request is not valid Unicode") from error
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """See `Vocabulary`."""
+        return b"".join(map(self.token_bytes, token_ids)).decode(errors="replace")
+
+    def decoder(self, *, keeps_special: bool = False) -> TokenDecoder:
+        """See `Vocabulary`."""
+        return ByteDecoder(self.token_bytes, range(0) if keeps_special else range(_NUM_BYTES, self.size))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """See `Vocabulary`."""
+        if token_id < _NUM_BYTES:
+            return bytes((token_id,))
+        number = token_id - _NUM_BYTES
+        return self._texts[number].encode() if number < len(self._texts) else b""
+
+
+class FileVocabulary:
+    """The tokens of a tokenizer file."""
+
+    def __init__(self, card: ModelCard, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.size = card.vocab_size or tokenizer.get_vocab_size()
+        self._is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
+        """Whether tokens stand for bytes, one character each, and for nothing else."""
+        self._special = frozenset(
+            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        self._byte_ids = frozenset(
+            token_id for byte in range(_NUM_BYTES) if (token_id := tokenizer.token_to_id(f"<0x{byte:02X}>")) is not None
+        )
+        self._anchors = [(text, self._ids(text, whole=False)) for text in _ANCHORS]
+        self.token_bytes = functools.lru_cache(maxsize=65536)(self._token_bytes)
+
+    def encode(self, text: str, *, whole: bool) -> list[int]:
+        """See `Vocabulary`."""
+        return self._ids(text, whole=whole)
+
+    def encode_behind(self, text: str, *, plain: bool = False) -> list[int]:
+        """See `Vocabulary`. A special token's text is read in two parts, neither of which is it.
+
+        What is read stands behind a short text that does not merge with it, as a tokenizer may put a space before the
+        beginning; idea: transformers 5.23 utils/chat_template_utils.py.
+        """
+        parts = (text[:1], text[1:]) if plain else (text,)
+        return [token_id for part in parts if part for token_id in self._behind(part)]
+
+    def _behind(self, text: str) -> list[int]:
+        for anchor, ids in self._anchors:
+            behind = self._ids(anchor + text, whole=False)
+            if behind[: len(ids)] == ids:
+                return behind[len(ids) :]
+        return self._ids(text, whole=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """See `Vocabulary`."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def decoder(self, *, keeps_special: bool = False) -> TokenDecoder:
+        """See `Vocabulary`."""
+        skipped = () if keeps_special else self._special
+        if self._is_byte_level:
+            return ByteDecoder(self.token_bytes, skipped)
+
+        def decode(ids: Sequence[int]) -> str:
+            return self._tokenizer.decode(list(ids), skip_special_tokens=not keeps_special)
+
+        return TextDecoder(decode, self._byte_ids, skipped)
+
+    def _ids(self, text: str, *, whole: bool) -> list[int]:
+        try:
+            # The batch call, as it alone lets other threads run meanwhile.
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=whole)[0].ids
+        except TypeError as error:
+            raise unicode_error([text], error) from None
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._is_byte_level:
+            alphabet = _byte_alphabet()
+            values = [alphabet.get(char, -1) for char in token]
+            return token.encode() if -1 in values else bytes(values)
+        if (found := _BYTE_TOKEN.fullmatch(token)) is not None:
+            return bytes((int(found[1], 16),))
+        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return (" " + text if token.startswith(_SPACE) and not text.startswith(" ") else text).encode()
+
+
+@functools.cache
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte of each character of byte-level tokens. Source: GPT-2, encoder.py (bytes_to_unicode)."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(_NUM_BYTES) if byte not in set(shown)]
+    return {**{chr(byte): byte for byte in shown}, **{chr(0x100 + n): byte for n, byte in enumerate(hidden)}}

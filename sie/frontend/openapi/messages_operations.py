@@ -1,0 +1,87 @@
+"""Owns the rows of Anthropic's routes, and the types of what they answer. Source: generation API reference, section 6."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+from msgspec import Struct
+
+from sie.frontend.dialects.messages import MessagesBody
+from sie.frontend.dialects.negotiate import JSON
+from sie.frontend.openapi.generation_operations import EVENTS
+from sie.frontend.openapi.rows import Answer, Fault, Operation
+
+
+class MessageUsage(Struct, kw_only=True, forbid_unknown_fields=True):
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageAnswer(Struct, kw_only=True, forbid_unknown_fields=True):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class TokenCount(Struct, kw_only=True, forbid_unknown_fields=True):
+    input_tokens: int
+
+
+class MessageErrorObject(Struct, kw_only=True):
+    type: str
+    message: str
+
+
+class MessageError(Struct, kw_only=True):
+    type: Literal["error"]
+    error: MessageErrorObject
+
+
+_TAG: Final = "Messages"
+TAGS: Final = {_TAG: "Text from models that generate, in Anthropic's form; docs/generation.md has the details."}
+_FAULTS: Final = (
+    Fault(
+        400, ("invalid_request_error",), "The request is wrong, whatever is wrong with it; the message names the field."
+    ),
+    Fault(
+        404, ("not_found_error",), "No such model, or none named and no default; the message names those that generate."
+    ),
+    Fault(408, ("invalid_request_error",), "The body made no progress, or missed the deadline."),
+    Fault(413, ("request_too_large",), "The body is over `max_generation_body_bytes`."),
+    Fault(500, ("api_error",), "Something of the server's failed."),
+    Fault(502, ("api_error",), "The model's last load failed."),
+    Fault(503, ("api_error",), "Not now; `Retry-After` says when to ask again."),
+    Fault(504, ("timeout_error",), "The deadline passed before the first token was there."),
+    Fault(529, ("overloaded_error",), "The queue is full; `Retry-After` says when to ask again."),
+)
+_EXAMPLE: Final = {"messages": [{"role": "user", "content": "What is a fox?"}], "max_tokens": 64}
+
+OPERATIONS: Final[tuple[Operation, ...]] = (
+    Operation(
+        template="/v1/messages",
+        tag=_TAG,
+        summary="The next message of a conversation, Anthropic's way",
+        description="A model that loads is waited for.",
+        request=MessagesBody,
+        example=_EXAMPLE,
+        answers=(Answer(200, "The message. With `stream`, named events.", (JSON, EVENTS), MessageAnswer),),
+        faults=_FAULTS,
+    ),
+    Operation(
+        template="/v1/messages/count_tokens",
+        tag=_TAG,
+        summary="How many tokens a conversation has",
+        description="The same body as `/v1/messages`, whose answer would have this number as its `input_tokens`.",
+        request=MessagesBody,
+        example=_EXAMPLE,
+        answers=(Answer(200, "The number.", (JSON,), TokenCount),),
+        faults=_FAULTS,
+    ),
+)

@@ -1,0 +1,323 @@
+"""Runs one generating model: its jobs from a request to its end, a step at a time.
+
+What runs is the planner's to say, what a step gives the runner's, and where steps fail `recovery` decides. Nothing here
+waits: what cannot be sent stays in its sequence, and the next frame carries everything since the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Final, NamedTuple
+
+import msgspec
+
+from sie.errors import Internal, NonFinite, ResourceExhausted, SieError
+from sie.generation import GenerateTotals, TokenFrame
+from sie.logs import get_logger
+from sie.shm.extent import begin_extent, extent_bytes
+from sie.workers.ceilings import Ceiling, lower_ceiling
+from sie.workers.generation import Chosen, GenerateRunner, Matcher
+from sie.workers.generation.frames import note_sent, take_records
+from sie.workers.generation.kv import BlockPool
+from sie.workers.generation.planner import Limits, Part, Planner
+from sie.workers.generation.sequences import Job, Sequence, Tokens
+from sie.workers.generation.step import StepSize, run_parts
+from sie.workers.requests import Link
+
+_log = get_logger(__name__)
+_to_msgpack = msgspec.msgpack.Encoder().encode
+REASONS: Final = ("stop", "length", "stopped", "cancelled", "failed")
+"""How choices end; `stopped` by their frontend, which has found a stop string."""
+
+
+class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The bounds of one model's engine, from the settings and the worker's device."""
+
+    max_sequences: int
+    max_prefill_tokens: int
+    max_context_tokens: int = 0
+    """0: the card's own."""
+    max_prefills: int = 1024
+    is_sharing: bool = True
+    oom_retry_after_s: int = 5
+
+
+class Begin(NamedTuple):
+    """What is told of a step before it runs."""
+
+    size: StepSize
+    suspects: Collection[tuple[int, int]]
+    """(frontend, request id) of each request that is blamed if the worker dies in this step."""
+
+
+class Engine:
+    """The jobs of one model. now_ns is CLOCK_MONOTONIC."""
+
+    def __init__(self, runner: GenerateRunner, limits: EngineLimits) -> None:
+        rule = runner.card.generate
+        assert rule is not None
+        self.runner = runner
+        self.limits = limits
+        pool_tokens = runner.num_blocks * runner.block_tokens
+        self.max_tokens = min(limits.max_context_tokens or rule.context_length, rule.context_length, pool_tokens)
+        """Most tokens of a prompt and its answer."""
+        self.planner = Planner(
+            BlockPool(runner.num_blocks),
+            Limits(block_tokens=runner.block_tokens, max_prefills=limits.max_prefills, is_sharing=limits.is_sharing),
+        )
+        self.jobs: list[Job] = []
+        """All jobs whose request was not answered, oldest first; those whose grammar is not there yet are not planned."""
+        self.num_ended: dict[str, int] = dict.fromkeys(REASONS, 0)
+        """Choices by how they ended."""
+        self.num_prompt_tokens = self.num_generated = 0
+        self.num_non_finite = 0
+        """Sequences that failed because a value was not finite."""
+        self._prefill_ceiling: Ceiling | None = None
+        self._sequence_ceiling: Ceiling | None = None
+        self._talking: dict[Link, dict[Job, None]] = {}
+        """Jobs with something to send, by the link that it goes to."""
+
+    @property
+    def can_run(self) -> bool:
+        """Whether `step` has something to run."""
+        return bool(self.planner.running or self.planner.waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        """Choices that wait for blocks, or for their grammar."""
+        compiling = sum(job.task.num_choices for job in self.jobs if not job.sequences and not job.first_token_ns)
+        return compiling + sum(sequence.num_choices for sequence in self.planner.waiting)
+
+    @property
+    def is_unsent(self) -> bool:
+        """Whether something waits for room or credit."""
+        return bool(self._talking)
+
+    # --- jobs -----------------------------------------------------------------------------------------------------
+
+    def add(self, job: Job) -> None:
+        """Take a job; it is planned from `start` on."""
+        self.jobs.append(job)
+
+    def start(self, job: Job, matchers: list[Matcher]) -> None:
+        """Let a job's prompt wait for its first step; matchers has one for each choice, or none."""
+        job.matchers = matchers
+        sequence = Sequence(job, 0, Tokens(job.request.inputs[0]))
+        job.sequences.append(sequence)
+        self.planner.add(sequence)
+
+    def fail(self, job: Job, error: SieError) -> None:
+        """Answer a job with an error; what was not sent of it is dropped."""
+        self._forget(job, "failed")
+        job.request.fail(error)
+
+    def drop(self, link: Link) -> None:
+        """Forget the jobs of a frontend that is gone."""
+        self._talking.pop(link, None)
+        for job in [job for job in self.jobs if job.request.link is link]:
+            self._forget(job, "cancelled")
+            job.request.drop()
+
+    def _cancel(self, job: Job) -> None:
+        self._forget(job, "cancelled")
+        job.request.cancel()
+
+    def _forget(self, job: Job, reason: str) -> None:
+        for sequence in job.sequences:
+            if not sequence.finish:
+                self.planner.remove(sequence)
+                self._count(reason, sequence.num_choices)
+        job.sequences.clear()
+        self.jobs.remove(job)
+        talking = self._talking.get(job.request.link)
+        if talking is not None:
+            talking.pop(job, None)
+
+    def _count(self, reason: str, count: int = 1) -> None:
+        self.num_ended[reason] += count
+
+    def tend(self, now_ns: int) -> None:
+        """Do what the frontends have asked for since: end what was cancelled, stopped or is too late; send what waits."""
+        for job in list(self.jobs):
+            request = job.request
+            if request.is_cancelled or (not job.first_token_ns and request.deadline_ns <= now_ns):
+                self._cancel(job)
+            elif job.first_token_ns:
+                for sequence in [found for found in job.sequences if request.is_stopped(found.choice)]:
+                    self._stop(sequence)
+        self.send()
+
+    def _stop(self, sequence: Sequence) -> None:
+        """End a choice whose rest nobody wants, without a word about it."""
+        if not sequence.finish:
+            self.planner.remove(sequence)
+            self._count("stopped")
+        sequence.job.sequences.remove(sequence)
+        self._talk(sequence.job)
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+
+    def step(
+        self, now_ns: Callable[[], int], begin: Callable[[Begin], None], on_oom: Callable[[bool], None]
+    ) -> StepSize | None:
+        """Run one step and return its size; None when there was nothing to run. Call `tend` right before it.
+
+        begin is told of each forward pass before it runs; on_oom of each without memory, and whether that cost a request
+        its answer. Raises DeviceLostError when nothing more can be computed.
+        """
+        now = now_ns()
+        plan = self.planner.plan(
+            _capped(self.limits.max_prefill_tokens, self._prefill_ceiling, now),
+            _capped(self.limits.max_sequences, self._sequence_ceiling, now),
+        )
+        if plan is None:
+            return None
+        for part in plan.parts:
+            part.sequence.job.started_ns = part.sequence.job.started_ns or now
+        size = StepSize.of(plan.parts)
+        results = run_parts(self.runner, plan, begin=lambda parts: begin(Begin(StepSize.of(parts), _suspects(parts))))
+        if results is None:
+            on_oom(self._shrink(plan.parts, size.num_prefill, now_ns()))
+        else:
+            self.planner.copied()
+            now = now_ns()
+            for part, result in zip(plan.parts, results, strict=True):
+                if not part.sequence.job.request.ended:
+                    self._apply(part, result, now)
+        self.send()
+        return size
+
+    def _apply(self, part: Part, result: tuple[Chosen, ...] | SieError, now_ns: int) -> None:
+        sequence, job = part.sequence, part.sequence.job
+        if isinstance(result, SieError):
+            self.num_non_finite += isinstance(result, NonFinite)
+            self.fail(job, result)
+            return
+        self.planner.advance(part)
+        if not sequence.num_generated:
+            self.num_prompt_tokens += part.count
+        if not part.is_last:
+            return
+        job.is_proven = not sequence.is_first
+        job.last_token_ns = now_ns
+        choices = [sequence]
+        if sequence.is_first:
+            job.first_token_ns = now_ns
+            sequence.is_first = False
+            choices += [self.planner.fork(sequence, choice) for choice in range(1, job.task.num_choices)]
+            job.sequences[:] = choices
+        try:
+            for choice, chosen in zip(choices, result, strict=True):
+                self._take(choice, chosen)
+        except Exception:  # a matcher is the library's code, run on what a client wrote
+            _log.exception("a token of %s could not be taken", self.runner.card.id)
+            self.fail(job, Internal("internal error during generation"))
+            return
+        self._talk(job)
+
+    def _take(self, sequence: Sequence, chosen: Chosen) -> None:
+        """Add a token to a choice, and see whether it ends it."""
+        job, token_id = sequence.job, chosen.token_id
+        if token_id in job.stops:
+            self._finish(sequence, "stop")
+            return
+        sequence.tokens.append(token_id)
+        sequence.num_unsent += 1
+        if chosen.logprob is not None:
+            sequence.logprobs.append(chosen.logprob)
+        job.num_generated += 1
+        self.num_generated += 1
+        is_complete = False
+        if job.matchers:
+            matcher = job.matchers[sequence.choice]
+            matcher.consume(token_id)
+            is_complete = matcher.is_complete
+        if is_complete:
+            self._finish(sequence, "stop")
+        elif sequence.num_generated >= job.task.max_tokens or len(sequence.tokens) >= self.max_tokens:
+            self._finish(sequence, "length")
+
+    def _finish(self, sequence: Sequence, reason: str) -> None:
+        sequence.finish = reason
+        self.planner.remove(sequence)
+        self._count(reason)
+
+    def _shrink(self, parts: list[Part], num_prefill: int, now_ns: int) -> bool:
+        """Make the next steps smaller than one that found no memory; return whether that cost a request its answer.
+
+        Fewer tokens of prompts first, then fewer choices, the newest of which go back to wait.
+        """
+        if num_prefill > 1:
+            self._prefill_ceiling = lower_ceiling(self._prefill_ceiling, num_prefill, now_ns)
+        elif len(parts) > 1:
+            self._sequence_ceiling = lower_ceiling(self._sequence_ceiling, len(parts), now_ns)
+            for part in sorted(parts, key=lambda part: part.sequence.age)[self._sequence_ceiling.num_tokens :]:
+                self.planner.preempt(part.sequence)
+        else:
+            text = f"Model '{self.runner.card.id}': no memory for one token, even alone"
+            self.fail(parts[0].sequence.job, ResourceExhausted(text, retry_after_s=self.limits.oom_retry_after_s))
+            return True
+        return False
+
+    # --- what goes out --------------------------------------------------------------------------------------------
+
+    def _talk(self, job: Job) -> None:
+        self._talking.setdefault(job.request.link, {})[job] = None
+
+    def send(self) -> None:
+        """Send what there is, a frame for each frontend; without room or credit it waits."""
+        for link in list(self._talking):
+            self._send(link)
+
+    def _send(self, link: Link) -> None:
+        jobs = self._talking[link]
+        if not self._try_frames(link, jobs):
+            return
+        for job in list(jobs):
+            if job.sequences or self._try_end(job):
+                del jobs[job]
+        if not jobs:
+            del self._talking[link]
+
+    def _try_frames(self, link: Link, jobs: Collection[Job]) -> bool:
+        """Send all tokens that these jobs have for a frontend; False when there is no room or credit for the rest."""
+        while True:
+            records, is_all = take_records(jobs)
+            if records:
+                header = _to_msgpack(TokenFrame(tuple([record for _, record in records])))
+                nbytes = extent_bytes(len(header), 0)
+                lease = link.lease(nbytes)
+                if lease is None:
+                    return False
+                begin_extent(lease.view, header)
+                if not link.try_tokens(lease, nbytes):
+                    return False
+                for sequence, record in records:
+                    note_sent(sequence, record)
+            if is_all:
+                return True
+
+    def _try_end(self, job: Job) -> bool:
+        """Send the terminal reply of a job whose choices have all ended."""
+        totals = GenerateTotals(
+            job.num_cached,
+            job.num_generated,
+            job.started_ns,
+            job.first_token_ns - job.started_ns,
+            job.last_token_ns - job.first_token_ns,
+        )
+        # ORDER: behind the last record of each choice; the frontend forgets the request when it reads this.
+        if not job.request.try_end(_to_msgpack(totals)):
+            return False
+        self.jobs.remove(job)
+        return True
+
+
+def _capped(limit: int, ceiling: Ceiling | None, now_ns: int) -> int:
+    return limit if ceiling is None else min(limit, ceiling.max_tokens(now_ns))
+
+
+def _suspects(parts: Collection[Part]) -> Collection[tuple[int, int]]:
+    """Return the requests of which nothing has come through a decode step yet: only these can have harmed a step."""
+    jobs = {part.sequence.job.number: part.sequence.job for part in parts}
+    return [job.request.inflight_entry for job in jobs.values() if not job.is_proven]

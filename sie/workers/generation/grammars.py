@@ -1,0 +1,95 @@
+"""Owns the compiling of grammars: on threads beside the step loop, so that a hard one makes only its own request wait."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from sie.errors import BadRequest, Internal, SieError
+from sie.logs import get_logger
+from sie.workers.generation import GenerateRunner, Matcher
+from sie.workers.generation.sequences import Job
+
+_log = get_logger(__name__)
+_MAX_THREADS: Final = 4
+"""A library cannot be stopped: a grammar that never compiles keeps its thread, and the others go on."""
+
+Compiled = list[Matcher] | SieError
+
+
+class _Task(NamedTuple):
+    job: Job
+    runner: GenerateRunner
+    on_done: Callable[[Job, Compiled], None]
+
+
+class Compiler:
+    """The grammars of one worker that are compiled or wait for it. All but the compiling is done in the loop's thread."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """A grammar may take timeout_s from when its turn has come."""
+        self._timeout_s = timeout_s
+        self._waiting: deque[_Task] = deque()
+        self._under_way: dict[Job, tuple[_Task, int]] = {}
+        """With the time, CLOCK_MONOTONIC, after which nobody waits for it any more."""
+        self.num_threads = 0
+        self._done: queue.SimpleQueue[tuple[Job, Compiled]] = queue.SimpleQueue()
+        self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable: call `collect`."""
+
+    def __bool__(self) -> bool:
+        """Whether `tend` has something to look after."""
+        return bool(self._under_way or self._waiting)
+
+    def add(self, job: Job, runner: GenerateRunner, on_done: Callable[[Job, Compiled], None], now_ns: int) -> None:
+        """Compile a job's grammar; on_done(job, matchers or error) is called by `collect` or `tend`, at most once.
+
+        By then the job's request may have ended, and if it has before its turn comes, there is no call.
+        """
+        self._waiting.append(_Task(job, runner, on_done))
+        self._start_next(now_ns)
+
+    def collect(self, now_ns: int) -> None:
+        """Hand over what has been compiled."""
+        os.eventfd_read(self.event_fd)
+        while not self._done.empty():
+            job, compiled = self._done.get()
+            self.num_threads -= 1
+            task, _ = self._under_way.pop(job, (None, 0))
+            if task is not None:
+                task.on_done(job, compiled)
+        self._start_next(now_ns)
+
+    def tend(self, now_ns: int) -> None:
+        """Refuse grammars that have taken too long."""
+        for task, until_ns in list(self._under_way.values()):
+            if until_ns <= now_ns:
+                del self._under_way[task.job]
+                text = f"grammar: it did not compile within grammar_timeout_s ({self._timeout_s:g} s)"
+                task.on_done(task.job, BadRequest(text))
+
+    def _start_next(self, now_ns: int) -> None:
+        while self._waiting and self.num_threads < _MAX_THREADS:
+            task = self._waiting.popleft()
+            if task.job.request.ended:
+                continue
+            self.num_threads += 1
+            self._under_way[task.job] = task, now_ns + int(self._timeout_s * 1e9)
+            threading.Thread(target=self._compile, args=(task.job, task.runner), name="grammar", daemon=True).start()
+
+    def _compile(self, job: Job, runner: GenerateRunner) -> None:
+        compiled: Compiled
+        try:
+            task = job.task
+            compiled = [runner.compile_grammar(task.grammar_kind, task.grammar) for _ in range(task.num_choices)]
+        except SieError as error:
+            compiled = error
+        except Exception:  # the library's own, on what a client wrote
+            _log.exception("a grammar for %s could not be compiled", runner.card.id)
+            compiled = Internal("internal error while a grammar was compiled")
+        self._done.put((job, compiled))
+        os.eventfd_write(self.event_fd, 1)

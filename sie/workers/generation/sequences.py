@@ -1,0 +1,157 @@
+"""Owns what a request to generate is while it runs: a job, and a sequence of tokens for each of its choices. Pure.
+
+A job begins as one sequence, its prompt, which draws the first token of every choice; then each choice is a sequence of
+its own. What a job was asked by, `Job.request`, is opaque here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sie.generation import GenerateTask, TokenLogprob
+from sie.workers.generation import Draw, Matcher
+from sie.workers.generation.kv import first_key
+
+_LEAST_CAPACITY = 32
+
+
+class Tokens:
+    """The ids of one sequence, which only grows."""
+
+    __slots__ = ("_ids", "_length")
+
+    def __init__(self, token_ids: NDArray[np.int32]) -> None:
+        """Begin with a copy of token_ids (t,)."""
+        self._length = len(token_ids)
+        self._ids = np.empty(self._length + _LEAST_CAPACITY, np.int32)
+        self._ids[: self._length] = token_ids
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, token_id: int) -> None:
+        """Add one id."""
+        if self._length == len(self._ids):
+            self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
+        self._ids[self._length] = token_id
+        self._length += 1
+
+    def view(self, start: int, end: int) -> NDArray[np.int32]:
+        """Return the ids at positions start to end - 1: valid until the next `append`."""
+        return self._ids[start : min(end, self._length)]
+
+
+class Job:
+    """One request to generate. number tells which came first."""
+
+    __slots__ = (
+        "first_key", "first_token_ns", "forbidden", "is_alone", "is_proven", "last_token_ns", "matchers", "num_cached",
+        "num_generated", "num_prompt", "number", "request", "sequences", "started_ns", "stops", "task",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request: Any,
+        task: GenerateTask,
+        num_prompt: int,
+        *,
+        number: int,
+        eos_token_ids: tuple[int, ...],
+        is_alone: bool = False,
+    ) -> None:
+        self.request = request
+        self.task = task
+        self.num_prompt = num_prompt
+        self.number = number
+        self.is_alone = is_alone
+        """Its request was running when a worker died: until it is proven, it shares no step."""
+        self.is_proven = False
+        """Whether it has come through a decode step: until then its request is suspected if the worker dies."""
+        self.first_key = first_key(task.salt)
+        ends = () if task.ignore_eos else eos_token_ids
+        self.stops = frozenset((*ends, *task.stop_token_ids))
+        self.forbidden = tuple(set(eos_token_ids) - self.stops)
+        self.matchers: list[Matcher] = []
+        """One for each choice, where there is a grammar and once it is compiled."""
+        self.sequences: list[Sequence] = []
+        """Its sequences that go on, or of which something is to be sent."""
+        self.num_cached = self.num_generated = 0
+        self.started_ns = self.first_token_ns = self.last_token_ns = 0
+
+    def choice_draw(self, choice: int, tokens: Tokens) -> Draw:
+        """Return the draw of the next token of a choice whose sequence holds these tokens."""
+        task = self.task
+        sampling = task.sampling
+        counts = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0
+        position = len(tokens)
+        return Draw(
+            sampling,
+            choice,
+            position,
+            tokens.view(0, position) if counts else None,
+            self.forbidden,
+            task.logprobs,
+            self.matchers[choice] if self.matchers else None,
+            self.num_prompt,
+        )
+
+
+class Sequence:
+    """One choice of a job; before the prompt has been read, the first one stands for all."""
+
+    __slots__ = (
+        "age", "blocks", "choice", "finish", "is_first", "job", "keys", "logprobs", "num_computed", "num_sent",
+        "num_unsent", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, job: Job, choice: int, tokens: Tokens) -> None:
+        self.job = job
+        self.choice = choice
+        self.age = (job.number, choice)
+        """The smaller, the older; it decides who waits for whom."""
+        self.tokens = tokens
+        self.blocks: list[int] = []
+        self.keys: list[bytes] = []
+        """Of its full blocks, as far as they were needed."""
+        self.num_computed = 0
+        """Positions whose keys and values are in its blocks."""
+        self.num_sent = self.num_unsent = 0
+        """Tokens of the answer that its reader has, and has not."""
+        self.logprobs: list[TokenLogprob] = []
+        """Of the tokens that are not sent, where they are wanted."""
+        self.finish = ""
+        self.is_first = choice == 0
+        """Whether its next draw is that of all choices: it is the prompt."""
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that the next steps have to read before one can be drawn."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_choices(self) -> int:
+        """Choices that it is, or becomes."""
+        return self.job.task.num_choices if self.is_first else 1
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of its answer."""
+        return len(self.tokens) - self.job.num_prompt
+
+    def draws(self) -> tuple[Draw, ...]:
+        """Return the draws behind its last token."""
+        job = self.job
+        if self.is_first:
+            return tuple([job.choice_draw(choice, self.tokens) for choice in range(job.task.num_choices)])
+        return (job.choice_draw(self.choice, self.tokens),)
+
+    def fork(self, choice: int) -> Sequence:
+        """Return another choice behind the same prompt, which has its blocks, too; the caller holds them for it."""
+        other = Sequence(self.job, choice, Tokens(self.tokens.view(0, len(self.tokens))))
+        other.blocks = list(self.blocks)
+        other.keys = list(self.keys)
+        other.num_computed = self.num_computed
+        return other

@@ -1,0 +1,90 @@
+"""Owns one forward pass of a generating model: slots from a plan's parts, and what is left of the pass when it fails.
+
+No part of a failed pass has given a token, so its parts can run again: writing the same keys and values twice changes
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from sie.errors import Internal, SieError
+from sie.logs import get_logger
+from sie.workers.faults import DeviceLostError, forget_frames, is_out_of_memory, is_sticky
+from sie.workers.generation import Chosen, GenerateRunner, Slot
+from sie.workers.generation.planner import Part, Plan
+from sie.workers.memory import free_cached
+
+_log = get_logger(__name__)
+
+Result = tuple[Chosen, ...] | SieError
+
+
+class StepSize(NamedTuple):
+    """What a step runs: sequences, choices among them that decode, and tokens of prompts."""
+
+    num_sequences: int
+    num_decode: int
+    num_prefill: int
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> StepSize:
+        """Return the size of a step of these parts; the only token of a prompt counts as decoded."""
+        counts = [part.count for part in parts]
+        return cls(len(parts), counts.count(1), sum(count for count in counts if count > 1))
+
+    @property
+    def num_tokens(self) -> int:
+        """All its tokens."""
+        return self.num_decode + self.num_prefill
+
+
+def run_parts(runner: GenerateRunner, plan: Plan, begin: Callable[[Sequence[Part]], None]) -> list[Result] | None:
+    """Return what each part gave: tokens, none where a prompt goes on, or its own error; None without memory.
+
+    When a pass of several parts fails, each runs by itself. Raises DeviceLostError when nothing more can be computed.
+    """
+    begin(plan.parts)
+    try:
+        return list(_run(runner, plan.parts, plan.copies))
+    except Exception as error:
+        return _recover(runner, plan, begin, error)
+
+
+def _run(
+    runner: GenerateRunner, parts: Sequence[Part], copies: Sequence[tuple[int, int]]
+) -> Sequence[tuple[Chosen, ...]]:
+    slots: list[Slot] = []
+    for sequence, count, is_last in parts:
+        start = sequence.num_computed
+        draws = sequence.draws() if is_last else ()
+        slots.append(Slot(sequence.tokens.view(start, start + count), start, sequence.blocks, draws))
+    return runner.run_step(slots, copies)
+
+
+def _recover(
+    runner: GenerateRunner, plan: Plan, begin: Callable[[Sequence[Part]], None], error: Exception
+) -> list[Result] | None:
+    if is_sticky(error):
+        raise DeviceLostError(str(error)) from error
+    if is_out_of_memory(error):
+        forget_frames(error)
+        free_cached()
+        _log.warning("%s: no memory for a step of %d tokens", runner.card.id, StepSize.of(plan.parts).num_tokens)
+        return None
+    if len(plan.parts) == 1:
+        if not isinstance(error, SieError):
+            _log.error("a step of %s failed", runner.card.id, exc_info=error)
+            error = Internal("internal error during generation")
+        return [error]
+    results: list[Result] = []
+    for part in plan.parts:
+        # Its own copy alone: another's would overwrite what that one has written since.
+        block = part.sequence.blocks[part.sequence.num_computed // runner.block_tokens]
+        own = Plan([part], [copy for copy in plan.copies if copy[1] == block])
+        result = run_parts(runner, own, begin)
+        if result is None:
+            return None
+        results += result
+    return results

@@ -1,0 +1,424 @@
+"""Text generation over HTTP, with the unmodified openai client: answers, streams, refusals, deaths and departures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.process.harness import Server, eventually, start_server
+from tests.process.wire import get, post_json, samples, total, wait_no_extents
+
+CHAT = "/v1/chat/completions"
+TEXTS = "/v1/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+ECHO = "user: hello\nassistant: "
+"""What the stub reads of HELLO, and answers over and over."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with start_server(
+        "--model", "m=stub:generate,max_tokens=4096", "--model", "slow=stub:generate,latency_ms=30",
+        "--model", "late=stub:generate,latency_ms=350", "--model", "vectors=stub:dense=8", "--default-model", "m", "--frontends", "1", "--devices", "cpu",
+        "--keep-alive-interval-ms", "100", "--stream-backlog-bytes", "65536", "--test",
+    ) as running:  # fmt: skip
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as made:
+        yield made
+
+
+def events(server: Server, path: str, body: dict[str, Any]) -> list[str]:
+    """Return the blocks of a stream, as they came."""
+    with httpx.stream("POST", server.url + path, json={**body, "stream": True}, timeout=30) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"] == "text/event-stream"
+        return response.read().decode().split("\n\n")[:-1]
+
+
+def chunks(server: Server, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    *blocks, last = [block for block in events(server, path, body) if not block.startswith(":")]
+    assert last == "data: [DONE]"
+    return [json.loads(block.removeprefix("data: ")) for block in blocks]
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_chat_is_answered_whole(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(model="default", messages=HELLO, max_tokens=8, n=2, seed=1)
+    assert [choice.message.content for choice in reply.choices] == [ECHO[:8], ECHO[1:9]]
+    assert {choice.finish_reason for choice in reply.choices} == {"length"}
+    assert (reply.model, reply.object, reply.id[:9]) == ("m", "chat.completion", "chatcmpl-")
+    assert reply.usage is not None
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (
+        len(ECHO),
+        16,
+        len(ECHO) + 16,
+    )
+    assert reply.usage.model_extra is not None
+    assert reply.usage.model_extra["total_time_sec"] > 0
+    assert reply.choices[0].message.role == "assistant"
+
+
+def test_answer_ends_where_the_model_ends_it(client: openai.OpenAI) -> None:
+    (choice,) = client.chat.completions.create(model="m", messages=HELLO).choices
+    assert (choice.message.content, choice.finish_reason) == (ECHO, "stop")
+    (longer,) = client.chat.completions.create(
+        model="m", messages=HELLO, max_tokens=50, extra_body={"ignore_eos": True}
+    ).choices
+    assert (longer.message.content, longer.finish_reason) == ((ECHO * 3)[:50], "length")
+
+
+def test_stop_string_over_several_tokens_is_no_part_of_the_answer(client: openai.OpenAI) -> None:
+    for stop in ("hello", ["none of it", "hello"]):
+        (choice,) = client.chat.completions.create(model="m", messages=HELLO, stop=stop).choices
+        assert (choice.message.content, choice.finish_reason) == ("user: ", "stop")
+    shown = client.chat.completions.create(model="m", messages=HELLO, stop="hello", stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in shown) == "user: "
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_stream_has_the_chunks_that_clients_know(server: Server, asked: bool) -> None:
+    body = {"messages": HELLO, "max_tokens": 4, "n": 2, "stream_options": {"include_usage": asked}}
+    got = chunks(server, CHAT, body)
+    assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in got}) == 1
+    opening = [(choice["index"], choice["delta"]["role"]) for choice in got[0]["choices"]]
+    assert opening == [(0, "assistant"), (1, "assistant")]
+    assert not any("role" in choice["delta"] for chunk in got[1:] for choice in chunk["choices"])
+    texts = {0: "", 1: ""}
+    ends: dict[int, str] = {}
+    for chunk in got:
+        for choice in chunk["choices"]:
+            assert choice["index"] not in ends, "nothing of a choice comes behind its end"
+            texts[choice["index"]] += choice["delta"].get("content") or ""
+            if choice["finish_reason"]:
+                ends[choice["index"]] = choice["finish_reason"]
+    assert texts == {0: ECHO[:4], 1: ECHO[1:5]}
+    assert ends == {0: "length", 1: "length"}
+    with_usage = [number for number, chunk in enumerate(got) if chunk["usage"]]
+    assert with_usage == [len(got) - 1]
+    assert (got[-1]["choices"] == []) is asked
+    assert got[-1]["usage"]["completion_tokens"] == 8
+
+
+def test_clients_own_accumulator_reads_the_stream(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(model="m", messages=HELLO, n=2, logprobs=True) as stream:
+        done = stream.get_final_completion()
+    assert [choice.message.content for choice in done.choices] == [ECHO, (ECHO * 2)[1 : len(ECHO) + 1]]
+    assert done.choices[0].message.role == "assistant"
+    assert done.choices[0].logprobs is not None
+    assert len(done.choices[0].logprobs.content or ()) == len(ECHO)
+
+
+def test_async_client_runs_streams_side_by_side(server: Server) -> None:
+    async def one(client: openai.AsyncOpenAI, number: int) -> str:
+        messages: Any = [{"role": "user", "content": f"number {number} é😀"}]
+        stream = await client.chat.completions.create(model="m", messages=messages, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+
+    async def main() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+            return await asyncio.gather(*(one(client, number) for number in range(16)))
+
+    assert asyncio.run(main()) == [f"user: number {number} é😀\nassistant: " for number in range(16)]
+
+
+def test_logprobs_have_the_shapes_of_both_routes(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model="m", messages=HELLO, max_tokens=3, logprobs=True, top_logprobs=2
+    ).choices[0]
+    assert chat.logprobs is not None
+    content = chat.logprobs.content or []
+    assert [(one.token, one.bytes, len(one.top_logprobs)) for one in content] == [
+        (char, [ord(char)], 2) for char in ECHO[:3]
+    ]
+    assert all(one.logprob <= 0 for one in content)
+    text = client.completions.create(model="m", prompt="aé", max_tokens=3, logprobs=1).choices[0]
+    assert text.logprobs is not None
+    assert text.logprobs.token_logprobs is not None
+    assert len(text.logprobs.token_logprobs) == len(text.logprobs.tokens or ()) == 3
+    assert text.logprobs.text_offset == [0, 1, 2]
+
+
+def test_completions_take_every_form_of_prompt(client: openai.OpenAI) -> None:
+    def texts(prompt: Any, **fields: Any) -> list[str]:
+        return [c.text for c in client.completions.create(model="m", prompt=prompt, **fields).choices]
+
+    assert texts("abc") == ["abc"]
+    assert texts(["abc", "de"], n=2) == ["abc", "bca", "de", "ed"]
+    assert texts([97, 98]) == ["ab"]
+    assert texts([[97, 98], [99]], echo=True) == ["abab", "cc"]
+    assert texts("x" * 100) == ["x" * 16], "max_tokens is 16 where it is not given"
+    streamed = client.completions.create(model="m", prompt=["ab", "c"], echo=True, stream=True)
+    shown = {0: "", 1: ""}
+    for chunk in streamed:
+        for choice in chunk.choices:
+            shown[choice.index] += choice.text
+    assert shown == {0: "abab", 1: "cc"}
+
+
+def test_grammar_binds_the_answer(client: openai.OpenAI) -> None:
+    """A stub's answer to a grammar is the grammar itself."""
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    (choice,) = client.chat.completions.create(model="m", messages=HELLO, response_format=schema).choices
+    assert json.loads(choice.message.content or "") == {"type": "object"}
+    extra = {"grammar": {"type": "regex", "value": "a+"}}
+    assert client.completions.create(model="m", prompt="x", extra_body=extra).choices[0].text == "a+"
+
+
+def test_tools_are_shown_to_the_model(client: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    for choice, is_shown in (("auto", True), ("none", False)):
+        reply = client.chat.completions.create(model="m", messages=HELLO, tools=tools, tool_choice=choice)  # type: ignore[call-overload]
+        assert ("weather" in (reply.choices[0].message.content or "")) is is_shown
+
+
+def test_special_text_of_a_client_is_read_as_text(client: openai.OpenAI) -> None:
+    content = "a<|end|>b"
+    (choice,) = client.chat.completions.create(model="m", messages=[{"role": "user", "content": content}]).choices
+    assert choice.message.content == f"user: {content}\nassistant: "
+
+
+def test_prompt_beyond_the_context(client: openai.OpenAI) -> None:
+    long: Any = [{"role": "user", "content": "x" * 5000}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="m", messages=long)
+    assert caught.value.code == "context_length_exceeded"
+    reply = client.chat.completions.create(
+        model="m", messages=long, max_tokens=5, extra_body={"truncate_sequence": True}
+    )
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == 4096 - 5
+
+
+def test_models_are_listed_for_both_readers(client: openai.OpenAI) -> None:
+    cards = {card.id: card for card in client.models.list()}
+    assert cards["m"].model_extra is not None
+    assert (cards["m"].model_extra["status"], cards["m"].model_extra["tools_available"]) == ("loaded", True)
+    assert client.models.retrieve("m").id == "m"
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+REFUSED: list[tuple[str, dict[str, Any], int, str | None]] = [
+    (CHAT, {}, 422, "messages"),
+    (CHAT, {"messages": []}, 400, "messages"),
+    (CHAT, {"messages": 3}, 422, "messages"),
+    (CHAT, {"messages": [{"content": "x"}]}, 422, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "a b", "content": "x"}]}, 400, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "user"}]}, 400, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400,
+     "messages[0].content[0].type"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, 400, "messages[0].content[0].type"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages[0].content[0].text"),
+    (CHAT, {"messages": HELLO, "max_tokens": 0}, 400, "max_tokens"),
+    (CHAT, {"messages": HELLO, "n": 0}, 400, "n"),
+    (CHAT, {"messages": HELLO, "n": 17}, 400, "n"),
+    (CHAT, {"messages": HELLO, "temperature": -1}, 400, "temperature"),
+    (CHAT, {"messages": HELLO, "temperature": "hot"}, 422, "temperature"),
+    (CHAT, {"messages": HELLO, "presence_penalty": 3}, 400, "presence_penalty"),
+    (CHAT, {"messages": HELLO, "logit_bias": {"x": 1}}, 400, "logit_bias"),
+    (CHAT, {"messages": HELLO, "logit_bias": {"99999": 1}}, 400, "logit_bias"),
+    (CHAT, {"messages": HELLO, "stop": [""]}, 400, "stop"),
+    (CHAT, {"messages": HELLO, "stop": [str(number) for number in range(17)]}, 400, "stop"),
+    (CHAT, {"messages": HELLO, "top_logprobs": 2}, 400, "top_logprobs"),
+    (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
+    (CHAT, {"messages": HELLO, "reasoning_effort": "huge"}, 400, "reasoning_effort"),
+    (CHAT, {"messages": HELLO, "reasoning_effort": "off", "enable_thinking": True}, 400, "reasoning_effort"),
+    (CHAT, {"messages": HELLO, "chat_template": "{{ 1 }}"}, 400, "chat_template"),
+    (CHAT, {"messages": HELLO, "adapter": "a"}, 400, "adapter"),
+    (CHAT, {"messages": HELLO, "dry_multiplier": 1.0}, 400, "dry_multiplier"),
+    (CHAT, {"messages": HELLO, "functions": []}, 400, "functions"),
+    (CHAT, {"messages": HELLO, "tool_choice": "required"}, 400, "tool_choice"),
+    (CHAT, {"messages": HELLO, "tool_choice": {"type": "function", "function": {"name": "f"}}}, 400, "tool_choice"),
+    (CHAT, {"messages": HELLO, "tools": [{"type": "code_interpreter"}]}, 400, "tools[0]"),
+    (CHAT, {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "a b"}}]}, 400,
+     "tools[0].function.name"),
+    (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, 400, "response_format.json_schema"),
+    (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}, "grammar": {"type": "regex", "value": "a"}},
+     400, "grammar"),
+    *((CHAT, {"messages": HELLO, field: value}, 400, field) for field, value in {
+        "files": [{"name": "a"}], "session_id": "s", "agent_permission": "auto", "code_execution_permission": "ask",
+        "enable_shell": True, "enable_code_execution": True, "max_tool_rounds": 3, "web_search_options": {},
+    }.items()),
+    (TEXTS, {}, 422, "prompt"),
+    (TEXTS, {"prompt": []}, 400, "prompt"),
+    (TEXTS, {"prompt": ""}, 400, "prompt"),
+    (TEXTS, {"prompt": ["a", 1]}, 400, "prompt"),
+    (TEXTS, {"prompt": [1000]}, 400, "prompt"),
+    (TEXTS, {"prompt": "a", "suffix": "b"}, 400, "suffix"),
+    (TEXTS, {"prompt": "a", "best_of": 3}, 400, "best_of"),
+    (TEXTS, {"prompt": "a", "echo": True, "logprobs": 1}, 400, "echo"),
+    (TEXTS, {"prompt": "a", "logprobs": 100}, 400, "top_logprobs"),
+    (TEXTS, {"prompt": "a", "model": "nope"}, 404, "model"),
+    (TEXTS, {"prompt": "a", "model": "vectors"}, 400, "model"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param"), REFUSED)
+def test_wrong_request_hears_its_field(
+    server: Server, path: str, body: dict[str, Any], status: int, param: str
+) -> None:
+    for stream in (False, True):
+        response = post_json(server.port, path, {**body, "stream": stream})
+        assert response.status == status, response.body
+        answer = json.loads(response.body)
+        assert answer["error"]["param"] == param, answer
+        assert answer["error"]["type"] == "invalid_request_error"
+        assert answer["message"] == answer["error"]["message"]
+        assert response.headers["x-request-id"].startswith("req_")
+
+
+def test_agent_fields_that_ask_for_nothing_are_no_fault(server: Server) -> None:
+    body = {"messages": HELLO, "files": [], "session_id": None, "enable_shell": False, "unknown": 1, "user": "me"}
+    assert post_json(server.port, CHAT, body).status == 200
+
+
+def test_body_that_is_no_json_and_a_wrong_method(server: Server) -> None:
+    headers = {"content-type": "application/json", "x-request-id": "mine"}
+    broken = httpx.post(server.url + CHAT, content=b'{"messages":', headers=headers)
+    assert (broken.status_code, broken.json()["error"]["code"]) == (400, "invalid_json")
+    assert broken.headers["x-request-id"] == "mine"
+    assert httpx.post(server.url + CHAT, content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
+    wrong = get(server.port, CHAT)
+    assert (wrong.status, json.loads(wrong.body)["error"]["type"]) == (405, "invalid_request_error")
+
+
+def test_clients_errors_are_of_their_classes(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="m, slow, late"):
+        client.chat.completions.create(model="nope", messages=HELLO)
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model="m", messages=[])
+    with pytest.raises(openai.UnprocessableEntityError):
+        client.chat.completions.create(model="m", messages="hi", temperature="hot")  # type: ignore[arg-type,call-overload]
+
+
+# --- time, departures, deaths -----------------------------------------------------------------------------------------
+
+
+def slow_stream(server: Server, **fields: Any) -> dict[str, Any]:
+    return {"model": "slow", "messages": HELLO, "stream": True, "max_tokens": 4000, "ignore_eos": True, **fields}
+
+
+def running(server: Server) -> float:
+    return total(server.port, "sie_sequences_running", model="slow") + total(
+        server.port, "sie_sequences_waiting", model="slow"
+    )
+
+
+def test_silence_is_filled_with_comments(server: Server) -> None:
+    blocks = events(server, CHAT, {"model": "late", "messages": HELLO, "max_tokens": 2})
+    assert blocks[0] == ": keep-alive"
+    assert blocks[-1] == "data: [DONE]"
+    assert json.loads(blocks[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 2
+
+
+def test_client_that_leaves_a_stream_ends_its_work(server: Server) -> None:
+    with httpx.stream("POST", server.url + CHAT, json=slow_stream(server), timeout=30) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        assert running(server) == 1
+    eventually(lambda: running(server) == 0, "the work of a client that left still runs")
+    wait_no_extents(server.port)
+
+
+def test_client_that_leaves_before_a_whole_answer_ends_its_work(server: Server) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(server.url + CHAT, json=slow_stream(server, stream=False), timeout=0.3)
+    eventually(lambda: running(server) == 0, "the work of a client that left still runs")
+    wait_no_extents(server.port)
+
+
+def test_client_that_reads_nothing_is_cut_off(server: Server) -> None:
+    body = json.dumps({
+        "model": "m", "messages": HELLO, "stream": True, "max_tokens": 4000, "ignore_eos": True, "n": 8,
+        "logprobs": True, "top_logprobs": 20,
+    }).encode()  # fmt: skip
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    before = total(server.port, "http_requests_total", path=CHAT)
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", server.port))
+        sock.sendall(head.encode() + body)
+        eventually(lambda: total(server.port, "http_requests_total", path=CHAT) > before, "the stream goes on", 20)
+        sock.settimeout(10)
+        taken = 0
+        try:
+            while data := sock.recv(65536):
+                taken += len(data)
+                assert b"[DONE]" not in data
+        except ConnectionResetError:
+            pass
+        assert taken < 8 << 20
+    eventually(lambda: total(server.port, "sie_sequences_running", model="m") == 0, "its work still runs")
+    wait_no_extents(server.port)
+
+
+def test_metrics_count_a_stream_when_it_ends(server: Server) -> None:
+    labels = {"path": CHAT, "model": "slow", "status": "200"}
+    before = total(server.port, "http_requests_total", **labels)
+    with httpx.stream("POST", server.url + CHAT, json=slow_stream(server, max_tokens=30), timeout=30) as response:
+        blocks = response.iter_lines()
+        next(blocks)
+        assert total(server.port, "http_requests_in_flight", path=CHAT, model="slow") == 1
+        assert total(server.port, "http_requests_total", **labels) == before
+        for _ in blocks:
+            pass
+    eventually(lambda: total(server.port, "http_requests_total", **labels) == before + 1, "the stream is not counted")
+    assert total(server.port, "http_requests_in_flight", path=CHAT, model="slow") == 0
+    names = {name for name, _ in samples(server.port)}
+    assert {"sie_time_to_first_token_seconds_count", "sie_inter_token_latency_seconds_count"} <= names
+
+
+def test_worker_death_ends_what_was_begun_and_repeats_what_was_not(server: Server) -> None:
+    whole: list[Any] = []
+
+    def ask() -> None:
+        body = slow_stream(server, stream=False, max_tokens=60)
+        whole.append(httpx.post(server.url + CHAT, json=body, timeout=30))
+
+    asking = threading.Thread(target=ask)
+    with httpx.stream("POST", server.url + CHAT, json=slow_stream(server), timeout=30) as response:
+        blocks = response.iter_text()
+        first = next(blocks)
+        asking.start()
+        eventually(lambda: running(server) == 2, "both do not run")
+        time_s = time.monotonic()
+        server.kill_worker()
+        rest = first + "".join(blocks)
+    assert time.monotonic() - time_s < 10
+    *_, error, done = rest.split("\n\n")[:-1]
+    assert done == "data: [DONE]"
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "worker_lost"
+    asking.join(30)
+    assert whole[0].status_code == 200
+    assert whole[0].json()["choices"][0]["message"]["content"] == (ECHO * 3)[:60]
+    with pytest.raises(openai.APIError):
+        _raise_in_stream(server)
+    wait_no_extents(server.port)
+
+
+def _raise_in_stream(server: Server) -> None:
+    """Stream with the client's own reader while the worker dies."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+        messages: Any = HELLO
+        stream = client.chat.completions.create(
+            model="slow", messages=messages, stream=True, max_tokens=4000, extra_body={"ignore_eos": True}
+        )
+        next(stream)
+        server.kill_worker()
+        for _ in stream:
+            pass

@@ -1,0 +1,141 @@
+"""Grammars of answers: what they let a model write, byte by byte, and what is refused before anything is queued."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from sie.errors import BadRequest
+from sie.frontend.generation.constraints import constrain
+from sie.frontend.generation.formats import choose_parser
+from sie.generation import ChatMessage, GenerateRequest, GenerateRule, Grammar, Tool, ToolCall, ToolChoice
+
+CITY: dict[str, Any] = {
+    "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False,
+}  # fmt: skip
+TOOLS = (Tool(name="weather", parameters=CITY, strict=True), Tool(name="time"))
+REQUIRED = ToolChoice(mode="required")
+OSLO = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+TOWN = '{"name": "weather", "arguments": {"town": "Oslo"}}'
+TIME = '{"name": "time", "arguments": {"zone": {"utc": 1}}}'
+ANSWER = Grammar(kind="json_schema", value='{"type":"object","properties":{"x":{"type":"integer"}},"required":["x"]}')
+_TOKENIZER = LLTokenizer("byte")
+_FORMS: dict[str, Any] = {
+    "json_schema": LLMatcher.grammar_from_json_schema, "regex": LLMatcher.grammar_from_regex,
+    "lark": LLMatcher.grammar_from_lark,
+}  # fmt: skip
+
+
+def request(**fields: Any) -> GenerateRequest:
+    return GenerateRequest(
+        **{"model": "m", "messages": [ChatMessage(role="user", content="x")], "tools": TOOLS, **fields}
+    )
+
+
+def rule(tool_format: Any) -> GenerateRule:
+    return GenerateRule(context_length=99, tool_format=tool_format)
+
+
+def allows(grammar: Grammar | None, text: str) -> bool:
+    """Tell whether a grammar lets a model write a text and end there."""
+    assert grammar is not None
+    matcher = LLMatcher(_TOKENIZER, _FORMS[grammar.kind](grammar.value), log_level=0)
+    assert not matcher.get_error()
+    return all(matcher.consume_token(byte) for byte in text.encode()) and matcher.is_accepting()
+
+
+def tagged(*calls: str) -> str:
+    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+
+
+def test_a_demanded_call_is_bound_from_its_first_token() -> None:
+    grammar = constrain(request(tool_choice=REQUIRED), rule("hermes"))
+    assert allows(grammar, tagged(OSLO))
+    assert allows(grammar, tagged(TIME, OSLO))
+    assert not allows(grammar, tagged(TOWN))
+    assert not allows(grammar, "Sure. " + tagged(OSLO))
+    assert not allows(grammar, "")
+
+
+def test_a_named_call_is_of_that_tool_and_one_alone_where_no_two_are_wanted() -> None:
+    named = ToolChoice(mode="required", names=("time",))
+    grammar = constrain(request(tool_choice=named, parallel_tool_calls=False), rule("hermes"))
+    assert allows(grammar, tagged(TIME))
+    assert not allows(grammar, tagged(OSLO))
+    assert not allows(grammar, tagged(TIME, TIME))
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "key"), [("json", "arguments"), ("gemma", "arguments"), ("llama", "parameters")]
+)
+def test_other_formats_write_calls_bare_under_their_own_key(tool_format: Any, key: str) -> None:
+    grammar = constrain(request(tool_choice=REQUIRED), rule(tool_format))
+    assert allows(grammar, OSLO.replace("arguments", key))
+    assert not allows(grammar, tagged(OSLO))
+    assert not allows(grammar, TOWN.replace("arguments", key))
+
+
+@pytest.mark.parametrize("tool_format", ["hermes", "json", "llama", "gemma"])
+def test_what_a_demand_allows_is_read_as_a_call(tool_format: Any) -> None:
+    asked = request(tool_choice=REQUIRED)
+    key = "parameters" if tool_format == "llama" else "arguments"
+    text = tagged(OSLO) if tool_format == "hermes" else OSLO.replace("arguments", key)
+    assert allows(constrain(asked, rule(tool_format)), text)
+    parser = choose_parser(asked, rule(tool_format), "")()
+    (call,) = [*parser.push(text), *parser.flush()]
+    assert isinstance(call, ToolCall)
+    assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Oslo"})
+
+
+def test_a_strict_tool_binds_its_arguments_amid_any_text() -> None:
+    grammar = constrain(request(), rule("hermes"))
+    assert allows(grammar, "No tool is needed: 1 < 2.")
+    assert allows(grammar, f"First. {tagged(OSLO)}\n{tagged(TIME)} Then.")
+    assert not allows(grammar, f"First. {tagged(TOWN)}")
+    bare = constrain(request(), rule("json"))
+    assert allows(bare, "No tool is needed.")
+    assert allows(bare, "")
+    assert allows(bare, OSLO)
+    assert not allows(bare, TOWN)
+
+
+def test_tools_that_are_not_strict_bind_nothing_by_themselves() -> None:
+    assert constrain(request(tools=(Tool(name="weather", parameters=CITY),)), rule("hermes")) is None
+    assert constrain(request(tool_choice=ToolChoice(mode="none")), rule("hermes")) is None
+    assert constrain(request(tools=()), rule("hermes")) is None
+
+
+def test_an_answers_schema_and_calls_are_alternatives() -> None:
+    grammar = constrain(request(grammar=ANSWER), rule("hermes"))
+    assert allows(grammar, '{"x": 3}')
+    assert allows(grammar, tagged(OSLO))
+    assert not allows(grammar, "neither")
+    assert constrain(request(grammar=ANSWER, tools=()), rule("hermes")) == ANSWER
+
+
+@pytest.mark.parametrize(
+    ("grammar", "named"),
+    [
+        (Grammar(kind="json_schema", value='{"type": "foo"}'), "foo"),
+        (Grammar(kind="json_schema", value="[1]"), "response_format"),
+        (Grammar(kind="json_schema", value='{"$ref": "http://localhost/x"}'), "response_format"),
+        (Grammar(kind="regex", value="(a"), "unclosed group"),
+        (Grammar(kind="lark", value="begin: 1"), "response_format"),
+        (Grammar(kind="llguidance", value="{}"), "response_format"),
+    ],
+)
+def test_a_grammar_that_is_none_is_refused_with_its_reason(grammar: Grammar, named: str) -> None:
+    with pytest.raises(BadRequest, match="response_format") as refused:
+        constrain(request(grammar=grammar, tools=()), rule("json"))
+    assert named in refused.value.message
+
+
+def test_parameters_nobody_can_compile_are_refused_only_where_they_bind() -> None:
+    broken = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
+    with pytest.raises(BadRequest, match=r"weather.*not"):
+        constrain(request(tools=(Tool(name="weather", parameters=broken, strict=True),)), rule("json"))
+    loose = request(tools=(Tool(name="weather", parameters=broken),), tool_choice=REQUIRED)
+    assert allows(constrain(loose, rule("json")), TOWN)

@@ -1,0 +1,229 @@
+"""Generation in the step loop, over a real ring: beside other models, with slow grammars, full rings and models that go."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from sie import control_messages
+from sie.cards import ModelCard
+from sie.catalog.spec import parse_model_spec
+from sie.catalog.stub import stub_card
+from sie.errors import BadRequest, InputTooLong, SieError
+from sie.generation import Sampling
+from sie.generation_settings import Generation
+from sie.setting_sections import Memory, Scheduler
+from sie.settings import Settings
+from sie.shm.attach import PendingAttachment
+from sie.shm.large import LargeBudget
+from sie.shm.space import OutboundSpace
+from sie.workers.generation.stub import StubGenerator
+from sie.workers.runners.stub import StubRunner
+from sie.workers.scheduler import Budget
+from tests.unit.engine_rig import Worker
+from tests.unit.workers.generation_rig import MODEL, RingFrontend, echo, make_card
+
+MIB = 1 << 20
+SETTINGS = Settings(
+    memory=Memory(request_segment_bytes=MIB, reply_segment_bytes=MIB, large_extent_bytes=MIB, ring_capacity=16),
+    scheduler=Scheduler(max_step_items=64),
+    generation=Generation(kv_block_tokens=8, grammar_timeout_s=0.2, max_prefill_tokens=64),
+)
+
+
+class LoopRig:
+    """One step loop and one frontend, turned by hand."""
+
+    def __init__(self) -> None:
+        self.worker = Worker(0, SETTINGS, Budget(max_tokens=100, max_items=8, max_age_ns=10**9), 0)
+        self.worker.build = lambda card: StubGenerator(card, 8) if card.generate else StubRunner(card)
+        self._space = OutboundSpace.create("request", MIB, LargeBudget(0), large_extent_bytes=MIB)
+        ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pending = PendingAttachment(ends[0], os.pidfd_open(os.getpid()), 1, self._space, 16)
+        pidfd = os.pidfd_open(os.getpid())
+        self.worker.supervisor.send(control_messages.Attach(0, 1), [ends[1].fileno(), pidfd])
+        ends[1].close()
+        os.close(pidfd)
+        self.worker.turn(2)
+        attachment = pending.try_finish()
+        assert attachment is not None
+        self.frontend = RingFrontend(attachment, self._space)
+
+    def load(self, card: ModelCard) -> None:
+        self.worker.load(card.id, card)
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.worker.turn()
+            self.frontend.drain()
+
+    def turn_until(self, is_done: Callable[[], object]) -> None:
+        deadline_s = time.monotonic() + 5.0
+        while not is_done():
+            assert time.monotonic() < deadline_s, "the worker did not get there in time"
+            self.worker.loop.turn(0.01)
+            self.frontend.drain()
+
+    def error(self, request_id: int) -> SieError | None:
+        self.turn_until(lambda: self.frontend.answers[request_id].is_over)
+        return self.frontend.answers[request_id].error
+
+    @property
+    def num_leased(self) -> int:
+        return sum(link.num_leased for link in self.worker.loop._links.values())
+
+    def close(self) -> None:
+        self.frontend.attachment.close()
+        self.worker.close()
+        self._space.close()
+
+
+@pytest.fixture
+def rig() -> Iterator[LoopRig]:
+    rig = LoopRig()
+    yield rig
+    rig.close()
+
+
+def test_answers_come_over_the_ring_and_leave_nothing_behind(rig: LoopRig) -> None:
+    rig.load(make_card())
+    requests = [rig.frontend.generate(b"prompt %d" % number, num_choices=2) for number in range(5)]
+    rig.turn_until(lambda: all(rig.frontend.answers[request].is_over for request in requests))
+    for number, request in enumerate(requests):
+        prompt = list(b"prompt %d" % number)
+        assert rig.frontend.answers[request].tokens == [echo(prompt), echo(prompt, 1)]
+        assert rig.frontend.answers[request].totals is not None
+    rig.turn(2)
+    assert rig.num_leased == 0
+    assert not rig.worker.loop._state
+
+
+def test_ring_that_nobody_reads_costs_no_token(rig: LoopRig) -> None:
+    rig.load(make_card())
+    request = rig.frontend.generate(b"a prompt", ignore_eos=True, max_tokens=200)
+    rig.worker.turn(250)
+    assert rig.frontend.answers[request].tokens == [[]]
+    rig.turn_until(lambda: rig.frontend.answers[request].is_over)
+    assert rig.frontend.answers[request].tokens == [echo(list(b"a prompt"), count=200)]
+    assert rig.frontend.answers.num_frames < 20
+
+
+def test_texts_and_streams_share_the_worker(rig: LoopRig) -> None:
+    rig.load(make_card("latency_ms=2"))
+    rig.load(stub_card(parse_model_spec("stub/e=stub:dense=16,latency_ms=2")))
+    streams = [rig.frontend.generate(b"stream", ignore_eos=True) for _ in range(4)]
+
+    def both_have_come_far() -> bool:
+        while rig.frontend.num_encoding < 4:  # never so few that the queue is empty
+            rig.frontend.encode("stub/e", b"text")
+        num_tokens = min(len(rig.frontend.answers[stream].tokens[0]) for stream in streams)
+        return min(num_tokens, len(rig.frontend.encoded)) >= 50
+
+    rig.turn_until(both_have_come_far)
+
+
+def test_slow_grammar_makes_only_its_own_request_wait(rig: LoopRig) -> None:
+    rig.load(make_card("grammar_ms=100"))
+    bound = rig.frontend.generate(b"x", grammar_kind="regex", grammar="yes", sampling=Sampling(temperature=0.0))
+    free = rig.frontend.generate(b"free")
+    rig.turn_until(lambda: rig.frontend.answers[free].is_over)
+    assert rig.frontend.answers[bound].tokens == [[]]
+    rig.turn_until(lambda: rig.frontend.answers[bound].is_over)
+    assert bytes(rig.frontend.answers[bound].tokens[0]) == b"yes"
+
+
+def test_grammar_that_takes_too_long_or_is_wrong_is_refused(rig: LoopRig) -> None:
+    rig.load(make_card("grammar_ms=300"))
+    error = rig.error(rig.frontend.generate(b"x", grammar_kind="regex", grammar="yes"))
+    assert isinstance(error, BadRequest)
+    assert "grammar_timeout_s (0.2 s)" in error.message
+
+
+def test_wrong_grammar_is_the_client_s_mistake(rig: LoopRig) -> None:
+    rig.load(make_card())
+    error = rig.error(rig.frontend.generate(b"x", grammar_kind="regex", grammar="  "))
+    assert isinstance(error, BadRequest)
+    assert "blank" in error.message
+
+
+def test_cancelled_request_whose_grammar_compiles_is_gone_at_once(rig: LoopRig) -> None:
+    rig.load(make_card("grammar_ms=100"))
+    request = rig.frontend.generate(b"x", grammar_kind="regex", grammar="yes")
+    rig.turn()
+    rig.frontend.cancel(request)
+    rig.turn()
+    assert rig.frontend.answers[request].is_cancelled
+    rig.turn_until(lambda: not rig.worker.loop._generators.num_compiling)
+    assert not rig.worker.loop._state, "its prompt does not run after all"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "task", "message"),
+    [
+        (b"", {}, "prompt"),
+        (b"abc", {"max_tokens": 0}, "max_tokens"),
+        (b"abc", {"num_choices": 65}, "n is 65"),
+        (b"abc", {"sampling": Sampling(logit_bias=((257, 1.0),))}, "logit_bias: token 257"),
+    ],
+)
+def test_what_no_model_could_run_is_refused_with_its_name(
+    rig: LoopRig, prompt: bytes, task: dict[str, object], message: str
+) -> None:
+    rig.load(make_card())
+    error = rig.error(rig.frontend.generate(prompt, **task))
+    assert isinstance(error, BadRequest)
+    assert message in error.message
+
+
+def test_prompt_over_the_whole_pool_is_refused(rig: LoopRig) -> None:
+    rig.load(make_card("blocks=4"))
+    error = rig.error(rig.frontend.generate(b"x" * 32))
+    assert isinstance(error, InputTooLong)
+    assert "32 tokens" in error.message
+
+
+def test_request_to_generate_is_refused_by_a_model_of_vectors(rig: LoopRig) -> None:
+    rig.load(stub_card(parse_model_spec(f"{MODEL}=stub:dense=16")))
+    error = rig.error(rig.frontend.generate(b"abc"))
+    assert isinstance(error, BadRequest)
+
+
+def test_request_with_an_adapter_is_refused(rig: LoopRig) -> None:
+    rig.load(make_card())
+    error = rig.error(rig.frontend.generate(b"abc", lora="tone"))
+    assert error is not None
+    assert "tone" in error.message
+
+
+def test_model_that_goes_finishes_its_streams_and_takes_no_more(rig: LoopRig) -> None:
+    rig.load(make_card())
+    rig.worker.heard()
+    request = rig.frontend.generate(b"stream", ignore_eos=True, max_tokens=30)
+    rig.turn(3)
+    rig.worker.supervisor.send(control_messages.Unload(MODEL))
+    rig.turn(2)
+    late = rig.error(rig.frontend.generate(b"late"))
+    assert late is not None
+    assert late.code == "MODEL_NOT_LOADED"
+    assert (MODEL, "available") not in rig.worker.states()
+    rig.turn_until(lambda: rig.frontend.answers[request].is_over)
+    assert len(rig.frontend.answers[request].tokens[0]) == 30
+    rig.turn_until(lambda: (MODEL, "available") in rig.worker.states())
+    rig.load(make_card())
+    again = rig.frontend.generate(b"again")
+    rig.turn_until(lambda: rig.frontend.answers[again].is_over)
+    assert bytes(rig.frontend.answers[again].tokens[0]) == b"again"
+
+
+def test_streams_of_a_frontend_that_dies_hold_no_blocks(rig: LoopRig) -> None:
+    rig.load(make_card())
+    rig.frontend.generate(b"stream", ignore_eos=True)
+    rig.turn(5)
+    (link,) = rig.worker.loop._links.values()
+    rig.worker.loop._detach(link)
+    assert rig.worker.loop._generators.engines[MODEL].planner.pool.num_used == 0
+    assert not rig.worker.loop._state
