@@ -187,12 +187,12 @@ class Server:
 
 
 def launch(*args: str, runtime_dir: str, env: dict[str, str] | None = None, prefix: tuple[str, ...] = ()) -> Server:
-    """Start `sie serve` with these flags; port 0, JSON logs and a CPU worker unless they say otherwise.
+    """Start `sie serve` with these flags; port 0, JSON logs and one CPU worker unless they say otherwise.
 
     prefix is a command that becomes the one behind it, such as `prlimit`.
     """
     mark = uuid.uuid4().hex
-    base = {"--port": "0", "--log-format": "json", "--devices": "cpu", "--runtime-dir": runtime_dir}
+    base = {"--port": "0", "--log-format": "json", "--devices": "cpu:1", "--runtime-dir": runtime_dir}
     defaults = [word for flag, value in base.items() if flag not in args for word in (flag, value)]
     process = subprocess.Popen(
         [*prefix, sys.executable, "-m", "sie", "serve", *defaults, *args],
