@@ -17,5 +17,5 @@ void pool_mean_bf16_avx512(const void* hidden, int64_t width, const int32_t* bou
 void linear_f32_avx512(const SieLinear& call);
 void linear_bf16_avx512(const SieLinear& call);
 
-void normalise_f32_avx512(const SieNorm& call);
-void normalise_bf16_avx512(const SieNorm& call);
+void normalise_f32_avx512(const SieRmsNorm& call);
+void normalise_bf16_avx512(const SieRmsNorm& call);
