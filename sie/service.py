@@ -211,7 +211,11 @@ def _write_first_settings(path: Path) -> None:
     from sie.settings import load_settings
     from sie.settings_page import render_toml
 
-    directories = {"RUNTIME_DIRECTORY": "/run/sie", "CACHE_DIRECTORY": "/var/cache/sie"}
+    directories = {
+        "RUNTIME_DIRECTORY": "/run/sie",
+        "CACHE_DIRECTORY": "/var/cache/sie",
+        "STATE_DIRECTORY": "/var/lib/sie",
+    }
     _write(
         path,
         "# Settings of sie.service; docs/settings.md explains each.\n"

@@ -149,9 +149,12 @@ class App:
     async def _dispatch(self, exchange: Exchange) -> None:
         route = exchange.route
         if route is None or exchange.scope.method != route.method:
-            self._answer_mismatch(exchange, route)
-            await self._discard_body(exchange)
-            return
+            route = routes.BY_METHOD.get((route.template, exchange.scope.method)) if route is not None else None
+            if route is None:
+                self._answer_mismatch(exchange, exchange.route)
+                await self._discard_body(exchange)
+                return
+            exchange.route = route
         if not route.endpoint:
             await self._handle(exchange, route)
             return
