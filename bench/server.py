@@ -4,52 +4,50 @@ from __future__ import annotations
 
 import contextlib
 import re
-import select
-import signal
-import subprocess
+import socket
 import sys
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from report import ROOT
+from bench.processes import Program
+from bench.report import ROOT
+from sie.loadgen.target import Target, parse_target
 
-_READY = re.compile(r"ready on http://([^:\s]+):(\d+)")
-_STOP_TIMEOUT_S = 40.0
+_READY = re.compile(r"ready on (http://[^\s\"]+)")
+
+
+class Server(NamedTuple):
+    """A running `sie serve`."""
+
+    program: Program
+    target: Target
 
 
 @contextlib.contextmanager
-def running_server(*args: str, timeout_s: float = 120.0) -> Iterator[tuple[str, int]]:
-    """Run `sie serve` with args on a free port and give (host, port) once it is ready.
+def running_server(*args: str, timeout_s: float = 180.0) -> Iterator[Server]:
+    """Run `sie serve` with args on a free port until the end of the block.
 
     Raises RuntimeError with its output when it ends, or is not ready in time.
     """
-    command = [sys.executable, "-m", "sie", "serve", "--port", "0", *args]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        try:
-            yield _await_ready(process, timeout_s)
-        finally:
-            _stop(process)
-
-
-def _await_ready(process: subprocess.Popen[bytes], timeout_s: float) -> tuple[str, int]:
-    assert process.stdout is not None
-    deadline_s = time.monotonic() + timeout_s
-    output = b""
-    while time.monotonic() < deadline_s:
-        ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline_s - time.monotonic()))
-        chunk = process.stdout.read1(65536) if ready else b""  # type: ignore[attr-defined]
-        if ready and not chunk:
-            break
-        output += chunk
-        found = _READY.search(output.decode(errors="replace"))
-        if found is not None:
-            return found[1], int(found[2])
-    raise RuntimeError(f"the server did not become ready:\n{output.decode(errors='replace')}")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGTERM)
+    program = Program([sys.executable, "-m", "sie", "serve", "--port", "0", *args], cwd=str(ROOT))
     try:
-        process.communicate(timeout=_STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
+        yield Server(program, parse_target(_await_ready(program, timeout_s)))
+    finally:
+        program.stop()
+
+
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return sock.getsockname()[1]
+
+
+def _await_ready(program: Program, timeout_s: float) -> str:
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s and program.process.poll() is None:
+        found = _READY.search(program.output())
+        if found is not None:
+            return found[1]
+        time.sleep(0.05)
+    raise RuntimeError(f"the server did not become ready:\n{program.output()}")

@@ -16,10 +16,11 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 
+import click
 import msgspec
 import numpy as np
-from report import print_header, print_table
 
+from bench.report import facts, print_facts, print_table
 from sie.headers import WorkHeader
 from sie.shm.attach import Attachment
 from sie.shm.extent import array_view, extent_bytes, plan_arrays, read_extent, write_extent
@@ -38,12 +39,15 @@ _PERCENTILES = (50, 99, 100)
 _ARRAY_SIZES = (16, 512, 65536)
 
 
+@click.command()
 def main() -> None:
-    print_header(
+    """Measure rings, leases and extents."""
+    known = facts(
         "Shared memory",
         f"{_NUM_BLOCKS} blocks of {_CALLS_A_BLOCK} calls each in one process; {_NUM_ROUND_TRIPS} round trips, one at a "
         "time, between two processes that wait in poll",
     )
+    print_facts(known)
     rows = [*_ring_rows(), _lease_row(), *_extent_rows(), _round_trip_row()]
     print_table(("call", "p50 us", "p99 us", "max us"), rows)
 
@@ -178,7 +182,3 @@ def _time(name: str, call: Callable[[], object]) -> list[str]:
 
 def _row(name: str, times_ns: list[int] | list[float]) -> list[str]:
     return [name, *(f"{value / 1e3:.2f}" for value in np.percentile(times_ns, _PERCENTILES))]
-
-
-if __name__ == "__main__":
-    main()

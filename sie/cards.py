@@ -61,11 +61,20 @@ class StubOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A step with a text that holds this aborts the worker, on a server with `test`."""
     hang_on: str = ""
     """A step with a text that holds this never ends, on a server with `test`."""
+    kib_per_token: int = 0
+    """KiB of memory that a step holds for each of its tokens while it runs."""
+    lost_file: str = ""
+    """While this file says `0`, the worker in slot 0 has no device, on a server with `test`: its steps and loads fail."""
+
+    @property
+    def takes_time(self) -> bool:
+        """Whether the size of a step matters to it."""
+        return bool(self.latency_ms or self.per_token_us or self.oom_tokens or self.lost_tokens or self.kib_per_token)
 
     @property
     def has_faults(self) -> bool:
         """Whether it fails on purpose."""
-        return bool(self.fail or self.kill_on or self.hang_on)
+        return bool(self.fail or self.kill_on or self.hang_on or self.lost_file)
 
 
 class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):

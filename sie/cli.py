@@ -14,6 +14,7 @@ import click
 import msgspec
 
 from sie import __version__
+from sie.bench_command import bench
 from sie.bundled import with_bundled_model
 from sie.config_sources import SettingsError
 from sie.doctor import AREAS
@@ -99,6 +100,7 @@ def config(config_file: str | None, output_format: str, **flags: Any) -> None:
     click.echo(RENDERERS[output_format](_load(config_file, flags)), nl=False)
 
 
+cli.add_command(bench)
 cli.add_command(keys)
 cli.add_command(service)
 

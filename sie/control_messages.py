@@ -40,10 +40,12 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     device: str = "cpu"
     cores: tuple[int, ...] = ()
+    max_step_tokens: int = 0
+    """Of a worker whose predecessor was killed for want of memory: its steps begin no larger than this; 0: as set."""
     max_large_bytes: int = 0
     """This process's share of the setting of that name."""
     started_s: float = 0.0
-    """When the server started, Unix time."""
+    """When the server started, on CLOCK_MONOTONIC."""
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -74,6 +76,17 @@ class Keys(msgspec.Struct, tag=True, frozen=True):
     secret: bytes
     """Signs watch tickets; made anew at each start of the server."""
     problem: str = ""
+
+
+class Certificates(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to frontend: the certificate, its key and the authorities of clients that are in force from now on, PEM.
+
+    HTTP frontends ignore it: they are replaced.
+    """
+
+    cert: bytes
+    key: bytes
+    client_ca: bytes = b""
 
 
 class Attach(msgspec.Struct, tag=True, frozen=True):
@@ -204,7 +217,8 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One model as every frontend sees it.
 
     recovering: it was loaded, its workers died, and they are being restarted; its requests wait. reloading: it was
-    loaded and is being loaded anew, on request; its requests wait, too, and are read by the new one. is_read: whether the
+    loaded and is being loaded anew, on request; its requests wait, too, and are read by the new one. dismissed: it was
+    unloaded on request. is_read: whether the
     card says what the model is; one that is still on the hub has hardly more than its id.
     """
 
@@ -213,6 +227,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     is_read: bool = True
     recovering: bool = False
     reloading: bool = False
+    dismissed: bool = False
     preload: bool = False
     """Whether readiness waits for it."""
     workers: tuple[int, ...] = ()
@@ -231,6 +246,8 @@ class Models(msgspec.Struct, tag=True, frozen=True):
     workers: tuple[WorkerEntry, ...] = ()
     config_error: str = ""
     """Why the latest reload of the settings changed nothing."""
+    tls_error: str = ""
+    """Why the TLS files were not taken over when they last changed."""
 
 
 class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -239,7 +256,7 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
     slot: int
     device: str
     pid: int
-    state: Literal["starting", "ready", "dead"]
+    state: Literal["starting", "ready", "lost", "dead"]
     restarts: int
 
 
@@ -292,12 +309,22 @@ class Pong(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
+class Silence(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to supervisor: the event loop may stand still for so long from now; pings wait."""
+
+    seconds: int
+
+
+class Retire(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to frontend: another one takes your place; answer as ever, and have clients connect anew."""
+
+
 class Drain(msgspec.Struct, tag=True, frozen=True):
     """Supervisor to child: accept nothing new; finish what was accepted."""
 
 
 Message = (
     Hello | Configure | Attach | Ready | LoadModel | Load | Unload | ModelReport | Models | WorkerDown | Quarantine
-    | PeerFault | Spilled | Touch | Ping | Pong | Drain | Manage | Managed | MemoryReport | MemoryShort
-    | WantAdapter | LoadAdapter | UnloadAdapter | AdapterReport | ManageRepository | Keys
+    | PeerFault | Spilled | Touch | Ping | Pong | Silence | Retire | Drain | Manage | Managed | MemoryReport | MemoryShort
+    | WantAdapter | LoadAdapter | UnloadAdapter | AdapterReport | ManageRepository | Keys | Certificates
 )  # fmt: skip

@@ -18,7 +18,7 @@ from sie.errors import BadRequest, Internal
 
 POINTS: Final[dict[str, str]] = {
     "frontend.before_commit": "a request lies whole in shared memory, its descriptor was not pushed",
-    "frontend.after_push": "the descriptor was pushed, the client still waits",
+    "frontend.after_push": "the descriptor lies in the ring, the worker may not have been told, the client still waits",
     "frontend.before_release": "a reply was encoded, its extent not given back",
     "worker.before_step": "the supervisor was told what runs, the forward pass has not begun",
     "worker.mid_write": "a row of a reply was written, others perhaps not",

@@ -49,13 +49,14 @@ _GPU_LABELS = ("device", "index", "name", "gpu_type", "uuid")
 REQUESTS = Family(
     name="sie_requests_total",
     kind="counter",
-    help="Requests answered, by model, endpoint and status (success, error, queue_full).",
+    help="Requests that ended, by model, endpoint and status (success, error, queue_full, cancelled: its client left).",
     labels=("model", "endpoint", "status"),
 )
 REQUEST_DURATION = Family(
     name="sie_request_duration_seconds",
     kind="histogram",
-    help="Time of a request by phase (total, queue, tokenize, inference); a phase that took no time is left out.",
+    help="Time of a request by phase (total, queue, tokenize, inference; failed: all of one for tensors that failed); a "
+    "phase that took no time is left out.",
     labels=("model", "endpoint", "phase"),
     bounds=_DURATION_BOUNDS,
 )
@@ -301,6 +302,20 @@ WORKER_RESTARTS = Family(
     help="Times a worker was started again after it died.",
     labels=("worker",),
 )
+WORKER_UP = Family(
+    name="sie_worker_up",
+    kind="gauge",
+    help="1 while a worker runs, else 0; the sum is what is left of the devices.",
+    labels=("worker",),
+    merge="max",
+)
+DEVICE_LOST = Family(
+    name="sie_device_lost",
+    kind="gauge",
+    help="1 while a worker's device is set aside, since workers lost it again and again, else 0.",
+    labels=("worker",),
+    merge="max",
+)
 CONFIG_RELOADS = Family(
     name="sie_config_reloads_total",
     kind="counter",
@@ -465,6 +480,8 @@ FAMILIES: tuple[Family, ...] = (
     API_KEYS,
     API_KEYS_REFUSED,
     WORKER_RESTARTS,
+    WORKER_UP,
+    DEVICE_LOST,
     CONFIG_RELOADS,
     CONFIG_REFUSED,
     STEP_DURATION,

@@ -94,6 +94,10 @@ class TensorTask(msgspec.Struct, array_like=True, frozen=True):
     """What it wants, in this order; empty: all, in the model's order."""
     cost: int
     """In the scheduler's tokens."""
+    priority: int = 0
+    """From 1, which goes first; 0 for a model without priorities."""
+    timeout_us: int = 0
+    """The request's own limit to its wait for a step, where the model has queue policies; 0: none."""
 
 
 class TensorReplyHeader(msgspec.Struct, array_like=True, frozen=True):

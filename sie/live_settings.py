@@ -18,6 +18,7 @@ LIVE: Final = frozenset(
         "max_schema_depth", "max_schema_values", "max_tensor_strings", "request_timeout_s", "body_idle_timeout_s",
         "min_body_bytes_per_s",
         "start_timeout_s", "watchdog_s", "tick_timeout_s", "restart_budget", "restart_window_s", "restart_backoff_s",
+        "device_retry_s",
     }
 )  # fmt: skip
 """By name. All else sizes memory, places processes or is part of what a client was told: it needs a restart."""

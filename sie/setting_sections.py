@@ -278,6 +278,14 @@ class Supervisor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     restart_window_s: Annotated[
         float, Meta(ge=1, le=86400, description="Only failed starts of this last period count.")
     ] = 60.0
+    device_retry_s: Annotated[
+        float,
+        Meta(
+            ge=1,
+            le=3600,
+            description="Wait before a device that was lost three times within a minute is tried again; doubles each time.",
+        ),
+    ] = 60.0
     restart_backoff_s: Annotated[
         float, Meta(ge=0, le=600, description="Wait after the first failed start; doubles with each.")
     ] = 0.5

@@ -53,6 +53,19 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Layout of an input of images, where the model's configuration names one."""
 
 
+class QueuePolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """How long requests of one priority may wait for their step, and how many may."""
+
+    timeout_us: int = 0
+    """0: until their deadline."""
+    may_shorten: bool = False
+    """Whether a request's own timeout, where it is shorter, takes the place of this one."""
+    delays: bool = False
+    """Whether a request that waited longer goes behind the others of its priority; else it is refused."""
+    max_requests: int = 0
+    """0: any number."""
+
+
 class TensorRule(msgspec.Struct, frozen=True, kw_only=True):
     """What one version of a model takes and gives: `sie.cards.ModelCard.tensor`."""
 
@@ -66,6 +79,13 @@ class TensorRule(msgspec.Struct, frozen=True, kw_only=True):
     outputs: tuple[TensorSpec, ...]
     max_batch_size: int = 0
     """Most rows of a request, and of requests that run together; 0: the model has no batch dimension."""
+    image_colors: Literal["BGR", "RGB"] = "BGR"
+    """The order of colours in which it sees encoded images."""
+    num_priorities: int = 0
+    """Requests have a priority from 1, which goes first, to this; 0: none has."""
+    default_priority: int = 0
+    queue_policies: dict[int, QueuePolicy] = {}
+    """By priority; 0: of every priority that is not there. Empty: requests wait until their deadline."""
     config: dict[str, Any] = {}
     """The model's configuration as JSON: the protocol's ModelConfig with the proto's own names (snake_case), enums by
     name, numbers as numbers, what was left out completed."""
@@ -95,7 +115,7 @@ class TensorRequest(msgspec.Struct, kw_only=True):
     id: str = ""
     """Echoed by the dialect; empty when there was none."""
     priority: int = 0
-    """0: the model's own; else lower numbers go first."""
+    """0: the model's own; else lower numbers go first. Over `TensorRule.num_priorities` is the dialect's to judge."""
     timeout_us: int = 0
     """How long the client waits, in microseconds; 0: as long as the server allows."""
 

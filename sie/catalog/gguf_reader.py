@@ -40,7 +40,7 @@ class _Reader(gguf.GGUFReader):
     def _strings(self, offset: int, length: int) -> Iterator[tuple[int, int]]:
         """Yield where each of an array's strings begins and ends."""
         unpack = struct.Struct(">Q" if self.byte_order == "S" else "<Q").unpack_from
-        view = memoryview(self.data)
+        view = self.data.data
         for _ in range(length):
             start = offset + 8
             offset = start + unpack(view, start - 8)[0]
@@ -55,7 +55,7 @@ class VocabularyReader(_Reader):
         if item is not None:
             values = self._get(offset, item, length)
             return values.nbytes, [(value,) for value in values.tolist()]
-        view = memoryview(self.data)
+        view = self.data.data
         places = list(self._strings(offset, length))
         return places[-1][1] - offset, [bytes(view[start:end]) for start, end in places]
 

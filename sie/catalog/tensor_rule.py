@@ -17,6 +17,7 @@ from sie.catalog.exported import ExportedError, read_exported
 from sie.catalog.files import Checkpoint, refuse
 from sie.catalog.model_config import CONFIG_FILE, read_model_config, to_json
 from sie.catalog.onnx_file import OnnxError, OnnxValue, read_onnx
+from sie.catalog.queue_rule import read_queue_rule
 from sie.catalog.repository import find_file, open_model
 from sie.catalog.spec import ModelSpec, TensorSource
 from sie.tensors import MAX_RANK, TensorRule, TensorSpec
@@ -25,6 +26,9 @@ _MAX_LABEL_BYTES = 16 << 20
 _NOT_A_BATCH = re.compile(r"seq|len|time|frame|token|sample|height|width", re.IGNORECASE)
 """Names of a leading dimension that rows of other requests must not be put behind."""
 _FORMATS: dict[str, Literal["", "NHWC", "NCHW"]] = {"FORMAT_NHWC": "NHWC", "FORMAT_NCHW": "NCHW"}
+_BACKENDS = {"onnxruntime_onnx": "onnxruntime", "pytorch_exported": "pytorch"}
+"""The name that the protocols have for what runs a platform."""
+_COLORS = "image_colors"
 _CONFIG_NAMES = {"BYTES": "STRING"}
 """Datatypes whose name in a configuration is not the protocol's own."""
 
@@ -112,7 +116,19 @@ def _make_rule(model: Checkpoint, source: TensorSource, config: Any, signature: 
         inputs=inputs,
         outputs=_merge(model, "output", config.output, signature.outputs, batch),
         max_batch_size=batch,
+        image_colors=_image_colors(model, config),
+        **read_queue_rule(model.id, config)._asdict(),
     )
+
+
+def _image_colors(model: Checkpoint, config: Any) -> Literal["BGR", "RGB"]:
+    """Return the order of colours that a configuration's parameter names; BGR as in OpenVINO Model Server."""
+    if _COLORS not in config.parameters:
+        return "BGR"
+    colors = config.parameters[_COLORS].string_value
+    if colors not in ("BGR", "RGB"):
+        raise refuse(model.id, f"{CONFIG_FILE}: parameter {_COLORS!r} is {colors!r}, which is neither BGR nor RGB")
+    return colors
 
 
 def _batch_size(config: Any, signature: Signature, default: int) -> int:
@@ -228,6 +244,8 @@ def complete_config(config: Any, rule: TensorRule, file: str) -> None:
     config.default_model_filename = file
     if not config.platform and not config.backend:
         config.platform = rule.platform
+    if not config.backend:
+        config.backend = _BACKENDS[rule.platform]
     if config.version_policy.WhichOneof("policy_choice") is None:
         config.version_policy.latest.num_versions = 1
     _complete_tensors(config.input, rule.inputs, rule.max_batch_size)

@@ -94,6 +94,9 @@ class App:
             self._fail(exchange, error)
             if error.http_status in _BODY_UNREAD and not exchange.body_bytes:
                 await self._discard_body(exchange)
+            error.__traceback__ = (
+                None  # its frames hold the future that holds the error: a ring, with the request in it
+            )
         except Exception:
             _log.exception("%s %s failed", scope.method, exchange.route.template if exchange.route else "?")
             self._fail(exchange, Internal("internal error"))
@@ -148,8 +151,9 @@ class App:
 
     async def _dispatch(self, exchange: Exchange) -> None:
         route = exchange.route
-        if route is None or exchange.scope.method != route.method:
-            route = routes.BY_METHOD.get((route.template, exchange.scope.method)) if route is not None else None
+        method = exchange.scope.method
+        if route is None or (method != route.method and method != route.also):  # noqa: PLR1714  # a tuple for each request
+            route = routes.BY_METHOD.get((route.template, method)) if route is not None else None
             if route is None:
                 self._answer_mismatch(exchange, exchange.route)
                 await self._discard_body(exchange)
@@ -214,6 +218,7 @@ class App:
             return exchange.protocol.response_stream(200, headers)
 
         error = await send_stream(answer, begin, exchange.scope.client, process.settings.generation)
+        exchange.timing = answer.run.timing(exchange.began_ns)
         for record in process.recorders:
             record(exchange, 200, [], error)
         count_exchange(process.metrics, exchange, 200, error)
@@ -236,7 +241,7 @@ class App:
     async def _list_models(self, exchange: Exchange) -> None:
         models = self._process.models
         infos = [_info(entry, models.created_s) for entry in models.entries.values()]
-        default = self._process.default_model("dense") or self._process.default_model("generate")
+        default = models.default_of("dense") or models.default_of("generate")
         self._respond(exchange, 200, [_JSON], models_dialect.models_body(infos, default))
 
     async def _show_model(self, exchange: Exchange) -> None:
@@ -323,7 +328,8 @@ class App:
             headers = [*headers, *self._identity]
         if error.http_status == 401:
             headers.append(CHALLENGE)
-        if exchange.request_id:
+        if envelope == "text":
+            exchange.request_id = exchange.request_id or request_id_of(exchange.headers)
             headers.append(("x-request-id", exchange.request_id))
         if error.retry_after_s is not None:
             headers.append(("retry-after", str(error.retry_after_s)))
@@ -340,7 +346,7 @@ class App:
         error: SieError | None = None,
     ) -> None:
         process = self._process
-        if process.is_draining and _CLOSE not in headers:
+        if process.closes_connections and _CLOSE not in headers:
             headers = [*headers, _CLOSE]
         for record in process.recorders:
             headers = record(exchange, status, headers, error)

@@ -16,7 +16,7 @@ import struct
 import termios
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from typing import Final, NamedTuple, TypeVar, cast
 
 _TCP_INFO_BYTES: Final = 128
 _BYTES_ACKED: Final = struct.Struct("=120xQ")
@@ -117,8 +117,8 @@ def _use(fd: int, client: _Address, work: Callable[[socket.socket], _T]) -> _T |
     except OSError:
         return None
     try:
-        peer: Any = sock.getpeername()
-        is_clients = isinstance(peer, tuple) and (_plain(cast("str", peer[0])), peer[1]) == client
+        peer = cast("tuple[str, int] | str | bytes", sock.getpeername())
+        is_clients = isinstance(peer, tuple) and peer[1] == client[1] and _plain(peer[0]) == client[0]
         return work(sock) if is_clients else None
     except (OSError, ValueError, struct.error):
         return None

@@ -48,7 +48,11 @@ class Reading:
 class BodyReader:
     """Reads bodies for one process and ends those that stall."""
 
-    def __init__(self, max_body_bytes: int, idle_timeout_s: float, min_bytes_per_s: int = 0) -> None:
+    def __init__(
+        self, max_body_bytes: int, idle_timeout_s: float, min_bytes_per_s: int = 0, setting: str = "max_body_bytes"
+    ) -> None:
+        """Setting is the name of the one that max_body_bytes comes from, for its refusals."""
+        self._setting = setting
         self._readings: set[Reading] = set()
         self._others: list[BodyReader] = []
         self.reconfigure(max_body_bytes, idle_timeout_s, min_bytes_per_s)
@@ -62,9 +66,9 @@ class BodyReader:
         for other in self._others:
             other.reconfigure(other._max_bytes, idle_timeout_s, min_bytes_per_s)
 
-    def with_limit(self, max_body_bytes: int) -> BodyReader:
-        """Return a reader with a limit of its own, and else this one's; this one ends what stalls there, too."""
-        other = BodyReader(max_body_bytes, self._idle_s, self._min_bytes_per_s)
+    def with_limit(self, section: object, setting: str) -> BodyReader:
+        """Return a reader whose limit is a setting of its own; this one ends what stalls there, too."""
+        other = BodyReader(getattr(section, setting), self._idle_s, self._min_bytes_per_s, setting)
         other._readings = self._readings
         self._others.append(other)
         return other
@@ -141,4 +145,4 @@ class BodyReader:
         return bytes(body)
 
     def _too_long(self) -> InputTooLong:
-        return InputTooLong(f"The request body is over max_body_bytes ({self._max_bytes})", http_status=413)
+        return InputTooLong(f"The request body is over {self._setting} ({self._max_bytes})", http_status=413)

@@ -43,7 +43,8 @@ def rank_classes(output: Tensor, spec: TensorSpec, num_classes: int, *, is_batch
             f"class result not available for output '{output.name}' due to unsupported type '{output.datatype}'"
         )
     values = np.frombuffer(output.data, DATATYPES[output.datatype])
-    rows = values.reshape(output.shape[0] if is_batched else 1, -1)
+    num_rows = output.shape[0] if is_batched and output.shape else 1
+    rows = values.reshape(num_rows, values.size // max(num_rows, 1))
     return [_best(row, num_classes, spec.labels) for row in rows]
 
 

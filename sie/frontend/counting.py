@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from sie.errors import Overloaded, SieError
+from sie.errors import ClientGone, Overloaded, SieError
 from sie.frontend.inference import Exchange
 from sie.frontend.metrics import UNKNOWN_MODEL, FrontendMetrics
 from sie.frontend.routes import COUNTED
@@ -17,10 +17,8 @@ _TEXT_ROUTES: Final = frozenset(route for route in COUNTED.values() if route.end
 """Routes whose requests name their model in the body, perhaps in one that cannot be read."""
 
 
-def count_exchange(
-    metrics: FrontendMetrics, exchange: Exchange, status: int, error: SieError | None, *, is_request: bool = True
-) -> None:
-    """Count an answered exchange; is_request False: not as a request to its model, whatever its route is."""
+def count_exchange(metrics: FrontendMetrics, exchange: Exchange, status: int, error: SieError | None) -> None:
+    """Count an exchange that is over: answered, or left by its client."""
     route = exchange.route
     total_s = (time.monotonic_ns() - exchange.began_ns) / 1e9
     metrics.record_http(
@@ -29,9 +27,9 @@ def count_exchange(
     )  # fmt: skip
     if error is not None and error.retryable:
         metrics.record_refusal(error.code)
-    if not is_request or route is None or not route.endpoint or status in _NO_REQUEST:
+    if route is None or not route.endpoint or status in _NO_REQUEST:
         return
-    outcome = "success" if error is None else "queue_full" if isinstance(error, Overloaded) else "error"
+    outcome = "success" if error is None else _outcome_of(error)
     model = exchange.known_model or "unknown"
     timing = exchange.timing
     if timing is None:
@@ -41,3 +39,10 @@ def count_exchange(
             model, route.endpoint, outcome, total_s, queue_s=timing.queue_ms / 1e3,
             tokenize_s=timing.tokenization_ms / 1e3, inference_s=timing.inference_ms / 1e3,
         )  # fmt: skip
+
+
+def _outcome_of(error: SieError) -> str:
+    """Return the word for a request that was not served; one whose client left is no error of ours."""
+    if isinstance(error, ClientGone):
+        return "cancelled"
+    return "queue_full" if isinstance(error, Overloaded) else "error"

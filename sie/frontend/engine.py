@@ -32,7 +32,7 @@ from sie.limits import Limits
 from sie.logs import get_logger
 from sie.settings import Settings
 from sie.shm.attach import Attachment
-from sie.shm.extent import set_cancelled, write_extent, write_pieces
+from sie.shm.extent import set_cancelled, write_bytes, write_extent, write_pieces
 from sie.shm.layout import FLAG_ALONE, ProtocolError
 from sie.shm.pool import Lease
 from sie.shm.space import OutboundSpace
@@ -115,6 +115,14 @@ class ShmEngine:
             write_extent(lease.view, layout.header, layout.refs, [array for _, array in arrays])
             return self._hand_over(lease, layout, header.lora, num_tokens, deadline_ns)
 
+    def submit_bytes(
+        self, layout: RequestLayout, parts: Sequence[memoryview], num_tokens: int, deadline_ns: int
+    ) -> Pending:
+        """Do as `submit` does for a request that is laid out already and whose arrays are bytes (uint8)."""
+        with self._lease(layout) as lease:
+            write_bytes(lease.view, layout.header, layout.refs, parts)
+            return self._hand_over(lease, layout, "", num_tokens, deadline_ns)
+
     async def submit_large(
         self, header: WorkHeader, arrays: Sequence[tuple[str, NDArray[Any]]], num_tokens: int, deadline_ns: int
     ) -> Pending:
@@ -173,7 +181,8 @@ class ShmEngine:
             adapter=adapter,
             stream=stream,
         )
-        self._quarantined.check(lease.view[: layout.nbytes])
+        if self._quarantined:
+            self._quarantined.check(lease.view[: layout.nbytes])
         link = self._choose(pending)
         failpoints.reach("frontend.before_commit")
         if link is None or not self._try_submit(link, pending):
@@ -187,7 +196,7 @@ class ShmEngine:
         candidates = self._candidates(pending)
         if not candidates:
             return None
-        slot = choose_worker((link.slot, link.outstanding_tokens) for link in candidates if self._has_room(link))
+        slot = choose_worker([(link.slot, link.outstanding_tokens) for link in candidates if self._has_room(link)])
         if slot is None:
             raise self._overloaded("the ring is full")
         link = self._links[slot]
@@ -267,7 +276,7 @@ class ShmEngine:
 
     def attach(self, slot: int, attachment: Attachment) -> None:
         """Start to use a worker. Its replies are read whenever its bell rings."""
-        link = WorkerLink(slot, attachment)
+        link = WorkerLink(slot, attachment, self._accuse)
         self._links[slot] = link
         loop = asyncio.get_running_loop()
         loop.add_reader(attachment.bell_fd, self._on_bell, link)
@@ -374,8 +383,6 @@ class ShmEngine:
         self._quarantined.add(digest)
         for pending in [held for held in self._held.values() if held.num_strikes and held.digest() == digest]:
             self.abandon(pending, poison())
-
-    # --- replies --------------------------------------------------------------------------------------------------
 
     def _on_bell(self, link: WorkerLink) -> None:
         try:

@@ -63,7 +63,7 @@ def unknown_path(path: str) -> Response:
         return Response(404, [JSON], kserve.error_body("Not Found"))
     if path.startswith("/v1/messages/"):
         return failure("anthropic", NotFound("Not Found"))
-    if path.startswith("/api/"):
+    if path.startswith("/api/") or path == "/api":
         return Response(400, [], b"")  # the v1 API has no 404
     return Response(404, [JSON], sie.not_found_body())
 

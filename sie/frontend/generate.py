@@ -6,6 +6,7 @@ engine, so it is imported by the first request that generates.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
@@ -117,7 +118,9 @@ class TextRoutes:
             if request.stream:
                 return Streamed(run, make_writer(run.model, run.prompts))
             try:
-                return [_JSON], encode(await run.whole(), run.prompts)
+                reply = await run.whole()
+                exchange.timing = run.timing(exchange.began_ns)
+                return [_JSON], encode(reply, run.prompts)
             except Unavailable as error:
                 entry = process.models.reloaded(entry, error)
             finally:
@@ -144,13 +147,14 @@ class TextRoutes:
     def find(self, exchange: Exchange, request: GenerateRequest) -> ModelEntry:
         """Return the model of a request, whose default is settled from now on. Raises NotFound naming those that generate."""
         models = self._process.models
-        model = request.model = self._process.resolve_default(request.model, _OUTPUT)
+        model = request.model = self._process.models.resolve_default(request.model, _OUTPUT)
         entry = models.find(model)
         if entry is None:
             able = ", ".join(models.able(_OUTPUT)) or "none"
             hint = sie.model_not_found(model, models.entries).message.rstrip(".")
             raise NotFound(f"{hint}. Models that generate: {able}", extras={"param": "model"})
         exchange.known_model = entry.card.id
+        exchange.decoded_ns = time.monotonic_ns()
         self._process.generation_metrics.begin(*_labels(exchange))
         return entry
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,8 @@ from sie.cards import ImageRule
 from sie.errors import BadRequest, DeadlineExceeded, Overloaded, SieError
 from sie.frontend.images import decode_image, fitted_size, open_image, prepare_image
 from sie.limits import Limits
+
+T = TypeVar("T")
 
 
 class ReadImages(NamedTuple):
@@ -59,11 +62,7 @@ class ImageReader:
         Raises BadRequest that names the first wrong one, DeadlineExceeded, and Overloaded when too many wait.
         """
         counts = {item: len(encoded) for item, encoded in images.items()}
-        num_images = sum(counts.values())
-        if self._num_waiting + num_images > self._limits.max_queued_images:
-            raise Overloaded("The server is busy: max_queued_images wait to be decoded", retry_after_s=1)
-        self._num_waiting += num_images
-        try:
+        with self._waiting(sum(counts.values())):
             own = _Reading(rule, self._limits.max_image_pixels, deadline_ns)
             loop = asyncio.get_running_loop()
             tasks = [loop.run_in_executor(self._pool, own.read, data, path) for path, data in _with_paths(images)]
@@ -73,6 +72,20 @@ class ImageReader:
             flat = [image.rows.reshape(-1) for image in prepared]
             pixels = flat[0] if len(flat) == 1 else await loop.run_in_executor(self._pool, np.concatenate, flat)
             return ReadImages(pixels, sizes, counts, own_sizes)
+
+    async def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
+        """Do work on images, one task each, and return what came of it. Raises Overloaded when too many wait."""
+        with self._waiting(len(tasks)):
+            loop = asyncio.get_running_loop()
+            return await asyncio.gather(*[loop.run_in_executor(self._pool, task) for task in tasks])
+
+    @contextmanager
+    def _waiting(self, num_images: int) -> Generator[None]:
+        if self._num_waiting + num_images > self._limits.max_queued_images:
+            raise Overloaded("The server is busy: max_queued_images wait to be decoded", retry_after_s=1)
+        self._num_waiting += num_images
+        try:
+            yield
         finally:
             self._num_waiting -= num_images
 

@@ -90,7 +90,10 @@ class Inference:
         self._check_headers(exchange)
         body = await exchange.read_body(self._process.bodies)
         is_msgpack = negotiate.is_msgpack(headers.get("content-type"))
-        request = await self._decode(sie.decode_encode, body, is_msgpack, exchange.model, self._limits)
+        if len(body) < LARGE_BYTES:  # what `_decode` does, without its coroutine: most requests come this way
+            request = sie.decode_encode(body, is_msgpack, exchange.model, self._limits)
+        else:
+            request = await self._decode(sie.decode_encode, body, is_msgpack, exchange.model, self._limits)
         entry = self._find(exchange, exchange.model)
         if not entry.is_read:
             entry = await self._serving(exchange, entry)
@@ -148,7 +151,7 @@ class Inference:
         body = await exchange.read_body(self._process.bodies)
         call = await self._decode(rerank.decode_rerank, body, self._limits)
         request = call.request
-        request.model = self._process.resolve_default(request.model, "score")
+        request.model = self._process.models.resolve_default(request.model, "score")
         entry = self._find(exchange, request.model)
         if not entry.is_read:
             entry = await self._serving(exchange, entry)
@@ -163,7 +166,7 @@ class Inference:
         body = await exchange.read_body(self._process.bodies)
         call = await self._decode(openai.decode_embeddings, body, exchange.headers.get("content-type"), self._limits)
         request = call.request
-        request.model = self._process.resolve_default(request.model, "dense")
+        request.model = self._process.models.resolve_default(request.model, "dense")
         entry = self._find(exchange, request.model)
         if not entry.is_read:
             entry = await self._serving(exchange, entry)
@@ -219,7 +222,10 @@ class Inference:
         adapter = requested_adapter(request)
         if adapter is not None:
             process.adapters.check_declared(entry, adapter)
-        entry = await self._serving(exchange, entry)
+        if entry.state == "loaded" and entry.workers:  # what `_serving` does, without its coroutine
+            process.models.check_serving(entry)
+        else:
+            entry = await self._serving(exchange, entry)
         if adapter is not None:
             entry = await process.adapters.serving(entry, adapter, exchange.deadline_ns if exchange.waits else 0)
         try:

@@ -6,15 +6,18 @@ Source: KServe v2 sheet; docs/tensors.md says where OpenVINO Model Server and Tr
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final
 
 from sie.control_messages import ModelEntry
-from sie.errors import BadRequest, Unavailable
+from sie.errors import BadRequest, NotFound, SieError, Unavailable
+from sie.frontend.body_limits import check_json
 from sie.frontend.classification import as_class_tensor, spec_of
 from sie.frontend.compression import MIN_BYTES, choose_coding, compress, decompress
-from sie.frontend.dialects import kserve, kserve_models
+from sie.frontend.dialects import kserve, kserve_models, kserve_settings
 from sie.frontend.dialects.kserve import InferCall
 from sie.frontend.envelopes import JSON, Headers, Response
 from sie.frontend.inference import Exchange
@@ -22,13 +25,15 @@ from sie.frontend.offload import LARGE_BYTES, offload
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes import BY_TEMPLATE, COUNTED
 from sie.frontend.tensor_figures import read_figures
-from sie.frontend.tensor_paths import split_model_path
+from sie.frontend.tensor_paths import ModelPath, split_model_path
 from sie.frontend.tensor_states import VersionState, reason_of, rule_of
 from sie.frontend.tensor_table import is_servable
 from sie.tensors import Tensor, TensorReply, TensorRule
 
 _BINARY: Final = ("content-type", "application/octet-stream")
 _LENGTH_HEADER: Final = "inference-header-content-length"
+_REGION_METHODS: Final = {"status": "GET", "register": "POST", "unregister": "POST"}
+_OF_REPOSITORY: Final = re.compile(r"[^/]+/(index|models/.+/(load|unload))")
 _METHODS: Final = {"infer": "POST", "": "GET", "ready": "GET", "config": "GET", "stats": "GET"}
 
 
@@ -75,22 +80,37 @@ class KServe:
             return Response(405, [JSON, ("allow", method)], kserve.error_body("Method Not Allowed"))
         template = f"/v2/models/{{model}}{path.action and '/' + path.action}"
         exchange.route = COUNTED.get(template) or BY_TEMPLATE[template]
+        if path.action == "stats":
+            return self._statistics(self.measured(path.name, path.version))
         entry = table.resolve(path.name, path.version)
         exchange.known_model = entry.card.id
         if path.action == "infer":
-            return await self._infer(exchange, entry)
+            return await self._infer(exchange, path)
         if path.action == "ready":
             if is_servable(entry):
                 return Response(200, [JSON], b"")
             raise Unavailable(f"Model '{path.name}' version {rule_of(entry).version} is not ready")
         if path.action == "config":
+            check_known(entry)
             return Response(200, [JSON], kserve_models.model_config_body(rule_of(entry)))
-        if path.action == "stats":
-            return self._statistics([entry] if path.version else self._versions(path.name))
+        check_known(entry)
         versions = (
             [rule_of(entry).version] if path.version else [rule_of(one).version for one in self._versions(path.name)]
         )
         return Response(200, [JSON], kserve_models.model_metadata_body(rule_of(entry), versions))
+
+    def measured(self, name: str, version: str) -> list[ModelEntry]:
+        """Return the versions whose figures are asked for: one, or all of a model. Raises BadRequest, as in Triton."""
+        versions = self._tensors.table.versions(name)
+        found = (
+            [versions[number] for number in (version.lstrip("0"),) if number in versions]
+            if version
+            else [*versions.values()]
+        )
+        if not found:
+            where = f"'{name}' version {version}" if version else f"'{name}'"
+            raise BadRequest(f"requested model {where} is not available")
+        return found
 
     def _versions(self, name: str) -> list[ModelEntry]:
         return list(self._tensors.table.versions(name).values())
@@ -99,38 +119,60 @@ class KServe:
         figures = read_figures(self._process.pages, entries)
         return Response(200, [JSON], kserve_models.statistics_body(figures))
 
-    async def _infer(self, exchange: Exchange, entry: ModelEntry) -> Response:
-        process, headers = self._process, exchange.headers
-        exchange.deadline_ns = exchange.began_ns + process.timeout_ns(headers.get("x-sie-timeout-ms"))
-        rule = self.admit(entry)
+    async def _infer(self, exchange: Exchange, path: ModelPath) -> Response:
+        process = self._process
+        exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
+        await self.admit(path.name, path.version, exchange.deadline_ns)
         body = await self._read(exchange)
-        limits = process.settings.limits
-        call: InferCall = await offload(
-            self._pool, len(body), kserve.decode_infer, body, headers.get(_LENGTH_HEADER), entry.card.id, rule, limits
-        )
-        async with self._tensors.infer(
+
+        async def run(entry: ModelEntry) -> Response:
+            return await self._run(exchange, entry, body)
+
+        return await self._tensors.serve(path.name, path.version, exchange.deadline_ns, run)
+
+    async def _run(self, exchange: Exchange, entry: ModelEntry, body: bytes) -> Response:
+        process, headers, rule = self._process, exchange.headers, rule_of(entry)
+        exchange.known_model = entry.card.id
+        length_header, limits = headers.get(_LENGTH_HEADER), process.settings.limits
+        if length_header is None and _LENGTH_HEADER in headers:
+            raise BadRequest("Unable to parse Inference-Header-Content-Length: it is not ASCII")
+        # Without `offload` where they are small: each coroutine costs, and these requests come by the ten thousand.
+        arguments = (body, length_header, entry.card.id, rule, limits)
+        if len(body) < LARGE_BYTES:
+            call = kserve.decode_infer(*arguments)
+        else:
+            call = await offload(self._pool, len(body), kserve.decode_infer, *arguments)
+        exchange.decoded_ns = time.monotonic_ns()
+        with await self._tensors.infer(
             call.request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns,
             watch=lambda pending: process.watch_client(pending, exchange.protocol),
         ) as reply:  # fmt: skip
             exchange.timing = reply.timing
             nbytes = sum(len(output.data) for output in reply.outputs)
-            answer, length = await offload(self._pool, nbytes, _encode, call, reply, rule)
+            if nbytes < LARGE_BYTES:
+                answer, length = _encode(call, reply, rule)
+            else:
+                answer, length = await offload(self._pool, nbytes, _encode, call, reply, rule)
         process.metrics.record_last_inference(entry.card.id)
-        return await self._packed(headers.get("accept-encoding"), answer, length)
+        accepted = headers.get("accept-encoding")
+        if accepted is None:
+            return Response(200, _headers(length), answer)
+        return await self._packed(accepted, answer, length)
 
-    def admit(self, entry: ModelEntry) -> TensorRule:
-        """Return a model's rule, if a request to it is taken now. Raises what `Tensors.serving` and the engine raise."""
-        rule = rule_of(entry)
+    async def admit(self, name: str, version: str, deadline_ns: int) -> None:
+        """Return when a request to a version is taken. Raises what `Tensors.wait_serving` and the engine raise."""
         if self._process.is_draining:
             raise Unavailable("The server is stopping", code="SHUTTING_DOWN", retry_after_s=1)
-        self._tensors.serving(entry.card.id)
         self._process.engine.check_open()
-        return rule
+        await self._tensors.wait_serving(name, version, deadline_ns)
 
     async def _read(self, exchange: Exchange) -> bytes:
         process, headers = self._process, exchange.headers
         body = await exchange.read_body(process.bodies)
-        coding = (headers.get("content-encoding") or "identity").strip().lower()
+        coding = headers.get("content-encoding")
+        if coding is None and "content-encoding" in headers:
+            raise BadRequest("Content-Encoding is not ASCII")
+        coding = (coding or "identity").strip().lower()
         if coding == "identity":
             return body
         limits = process.settings.limits
@@ -138,9 +180,9 @@ class KServe:
             self._pool, LARGE_BYTES, decompress, body, coding, limits.max_body_bytes, limits.max_compression_ratio
         )
 
-    async def _packed(self, accepted: str | None, body: bytes, length: int | None) -> Response:
-        headers: Headers = [JSON] if length is None else [_BINARY, (_LENGTH_HEADER, str(length))]
-        coding = choose_coding(accepted) if accepted and len(body) >= MIN_BYTES else None
+    async def _packed(self, accepted: str, body: bytes, length: int | None) -> Response:
+        headers = _headers(length)
+        coding = choose_coding(accepted) if len(body) >= MIN_BYTES else None
         packed = await offload(self._pool, len(body), compress, body, coding) if coding is not None else None
         if packed is None or coding is None:
             return Response(200, headers, body)
@@ -185,9 +227,45 @@ class KServe:
         """Answer as for a region that is not registered: none ever is."""
         return Response(200, [JSON], b"")
 
-    async def refuse_shared_memory(self, _exchange: Exchange) -> Response:
-        """Refuse a region of a client's shared memory."""
-        raise BadRequest("shared memory is not supported by this server; send tensors as binary data")
+    async def region(self, exchange: Exchange) -> Response:
+        """Answer what is about one region of a client's memory: none is registered, and none can be."""
+        region, _, action = exchange.model.rpartition("/")
+        method = _REGION_METHODS.get(action) if region else None
+        if method is None:
+            return Response(404, [JSON], kserve.error_body("Not Found"))
+        if exchange.scope.method != method:
+            return Response(405, [JSON, ("allow", method)], kserve.error_body("Method Not Allowed"))
+        if action == "unregister":
+            return Response(200, [JSON], b"")
+        if action == "status":
+            raise NotFound(f"Unable to find shared memory region: '{region}'")
+        raise unsupported("shared memory is not supported by this server; send tensors as binary data")
+
+    async def refuse_repository(self, exchange: Exchange) -> Response:
+        """Refuse what names a repository, of which a client sees one."""
+        if _OF_REPOSITORY.fullmatch(exchange.model) is None:
+            return Response(404, [JSON], kserve.error_body("Not Found"))
+        raise unsupported("'repository_name' specification is not supported")
+
+    # --- settings -------------------------------------------------------------------------------------------------
+
+    async def trace(self, exchange: Exchange) -> Response:
+        """Answer `/v2/trace/setting` and `/v2/models/{model}/trace/setting`."""
+        if exchange.model:
+            exchange.known_model = self._tensors.table.resolve(exchange.model).card.id
+        return await self._settings(exchange, kserve_settings.TRACE)
+
+    async def logging(self, exchange: Exchange) -> Response:
+        """Answer `/v2/logging`."""
+        return await self._settings(exchange, kserve_settings.log_settings(self._process.settings.server.log_level))
+
+    async def _settings(self, exchange: Exchange, own: dict[str, Any]) -> Response:
+        if exchange.scope.method == "POST":
+            body = await self._read_small(exchange)
+            limits = self._process.settings.limits
+            check_json(body, limits.max_depth)
+            kserve_settings.check_unchanged(kserve_settings.decode_settings(body), own)
+        return Response(200, [JSON], kserve_settings.settings_body(own))
 
     def states(self) -> list[VersionState]:
         """Return the state of every version of every model, in the server's order."""
@@ -203,6 +281,23 @@ class KServe:
     async def _read_small(self, exchange: Exchange) -> bytes:
         exchange.deadline_ns = exchange.began_ns + self._process.timeout_ns(None)
         return await exchange.read_body(self._process.bodies)
+
+
+def check_known(entry: ModelEntry) -> None:
+    """Raise NotFound for a version of a repository whose file has not been read: nothing is known of its tensors."""
+    if not entry.is_read:
+        rule = rule_of(entry)
+        raise NotFound(f"Request for unknown model: '{rule.name}' version {rule.version} is not loaded")
+
+
+def unsupported(message: str) -> SieError:
+    """Return the refusal of something that the protocol has and this server has not: 400, over gRPC UNIMPLEMENTED."""
+    return SieError(message, code="UNSUPPORTED", http_status=400)
+
+
+def _headers(json_bytes: int | None) -> Headers:
+    """Return the headers of an answer; json_bytes is None where no tensors follow the JSON."""
+    return [JSON] if json_bytes is None else [_BINARY, (_LENGTH_HEADER, str(json_bytes))]
 
 
 def _encode(call: InferCall, reply: TensorReply, rule: TensorRule) -> tuple[bytes, int | None]:

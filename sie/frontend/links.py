@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -17,6 +18,8 @@ from sie.shm.extent import read_extent
 from sie.shm.layout import SUBMIT, ProtocolError
 from sie.shm.pool import Lease
 
+_MAX_STAGED: Final = 8
+"""So many requests of one turn of the event loop are worth a bell of their own: the worker begins meanwhile."""
 _error_decoder: Final = msgspec.msgpack.Decoder(WireError)
 
 
@@ -71,14 +74,19 @@ class Pending:
 
 
 class Reply:
-    """A terminal reply's extent, read-only. `release` gives it back to the worker, once, after its bytes were copied."""
+    """A terminal reply's extent, read-only. `release` gives it back to the worker, once, after its bytes were copied.
 
-    __slots__ = ("_address", "_link", "pending", "view")
+    It names no `Pending`, whose future it is the result of: such a ring would be left to the collector, which comes so
+    rarely that thousands of requests wait for it.
+    """
+
+    __slots__ = ("_address", "_link", "num_tokens", "submitted_ns", "view")
 
     def __init__(self, link: WorkerLink, pending: Pending, address: int, view: memoryview) -> None:
         self._link = link
         self._address = address
-        self.pending = pending
+        self.num_tokens = pending.num_tokens
+        self.submitted_ns = pending.submitted_ns
         self.view = view
 
     def release(self) -> None:
@@ -91,13 +99,18 @@ class Reply:
 class WorkerLink:
     """One worker, as the engine sees it."""
 
-    def __init__(self, slot: int, attachment: Attachment) -> None:
+    def __init__(
+        self, slot: int, attachment: Attachment, on_fault: Callable[[WorkerLink, ProtocolError], None]
+    ) -> None:
+        """on_fault is called when a worker is found to break the protocol after its request was taken."""
+        self._on_fault = on_fault
         self.slot = slot
         self.attachment = attachment
         self.pending: dict[int, Pending] = {}
         self.outstanding_tokens = 0
         self.is_alive = True
         self._releases: list[int] = []
+        self._num_staged = 0
         self._flush_due = False
 
     @property
@@ -106,16 +119,21 @@ class WorkerLink:
         return self.attachment.generation
 
     def try_submit(self, pending: Pending) -> bool:
-        """Push one request; False when the ring is full."""
-        pushed = self.attachment.push(
+        """Give one request over; False when the ring is full. The worker hears of it as `_flush_soon` says."""
+        staged = self.attachment.stage(
             SUBMIT, pending.flags, pending.request_id, pending.lease.address, pending.length,
             pending.deadline_ns, pending.num_tokens,
         )  # fmt: skip
-        if pushed:
+        if staged:
             pending.link = self
             self.pending[pending.request_id] = pending
             self.outstanding_tokens += pending.num_tokens
-        return pushed
+            self._num_staged += 1
+            if self._num_staged >= _MAX_STAGED:
+                self._publish()
+            elif not self._flush_due:
+                self._flush_soon()
+        return staged
 
     def settle(self, pending: Pending) -> None:
         """Take a request off the books; it is one of `pending`."""
@@ -128,14 +146,27 @@ class WorkerLink:
             return
         self._releases.append(address)
         if not self._flush_due:
-            self._flush_due = True
-            asyncio.get_running_loop().call_soon(self._flush)
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        """Ring the worker's bell once for all that this turn of the event loop brings: it is a system call, and wakes it."""
+        self._flush_due = True
+        asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
         self._flush_due = False
         releases, self._releases = self._releases, []
-        if self.is_alive and releases:
-            self.attachment.push_release(releases)
+        if self.is_alive:
+            self._publish(releases)
+
+    def _publish(self, releases: Sequence[int] = ()) -> None:
+        self._num_staged = 0
+        try:
+            if releases:
+                self.attachment.push_release(releases)
+            self.attachment.publish()
+        except ProtocolError as error:
+            self._on_fault(self, error)
 
 
 _EMPTY: Final = memoryview(b"")

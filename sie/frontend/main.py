@@ -39,6 +39,23 @@ class _Server(MPServer):
 
     listen_fd = -1
 
+    def build_ssl_context(  # noqa: PLR0917  # granian's own signature
+        self,
+        cert: Path | None,
+        key: Path | None,
+        password: str | None,
+        proto: Any,
+        ca: Path | None,
+        crl: list[Path],
+        client_verify: bool,
+    ) -> None:
+        """Take the files by the names that they were given: those of memory that was inherited resolve to nothing.
+
+        What is replaced here also tries the files, which the supervisor has done (granian 2.8, `build_ssl_context`).
+        """
+        files = [str(path) if path is not None else None for path in (cert, key, ca)]
+        self.ssl_ctx = (cert is not None, files[0], files[1], password, str(proto), files[2], crl, client_verify)
+
     def _init_shared_socket(self) -> None:
         if self.listen_fd < 0:
             super()._init_shared_socket()

@@ -31,6 +31,8 @@ _Observe = Callable[[float], None]
 _BY_NAME: dict[str, Family] = {family.name: family for family in FAMILIES}
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _PHASES = ("total", "queue", "tokenize", "inference")
+_FAILED = "failed"
+_TENSORS = "infer"
 
 
 class FrontendMetrics:
@@ -64,7 +66,7 @@ class FrontendMetrics:
     ) -> None:
         """Count one inference request and its phases; a phase of zero seconds is not observed.
 
-        endpoint is encode, score, extract, embeddings or infer; status is success, error or queue_full.
+        endpoint is encode, score, extract, embeddings or infer; status is success, error, queue_full or cancelled.
         """
         handles = self._requests.get((model, endpoint, status))
         if handles is None:
@@ -132,9 +134,11 @@ class FrontendMetrics:
         label = self._model_label(model)
         count = self._page.counter(families.REQUESTS.name, families.REQUESTS.label_pairs(label, endpoint, status))
         family = families.REQUEST_DURATION
+        # The protocols of tensors tell the time of what failed apart from that of what did not.
+        has_failed = endpoint == _TENSORS and status != "success"
         phases = (
             self._page.histogram(family.name, family.label_pairs(label, endpoint, phase), family.bounds).observe
-            for phase in _PHASES
+            for phase in (_FAILED if has_failed else _PHASES[0], *_PHASES[1:])
         )
         handles = (count.add, *phases)
         if label == model:  # names that clients make up must not fill the cache either

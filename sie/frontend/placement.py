@@ -10,5 +10,9 @@ def choose_worker(outstanding: Iterable[tuple[int, int]]) -> int | None:
 
     outstanding: (slot, tokens submitted and not yet answered) of every worker that may take the request.
     """
-    best = min(outstanding, key=lambda entry: (entry[1], entry[0]), default=None)
-    return None if best is None else best[0]
+    best: int | None = None
+    fewest = 0
+    for slot, tokens in outstanding:
+        if best is None or tokens < fewest or (tokens == fewest and slot < best):
+            best, fewest = slot, tokens
+    return best

@@ -11,35 +11,34 @@ import os
 import signal
 import socket
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
 from sie import control, control_messages, failpoints, process
-from sie.catalog.profiles import fold_default
 from sie.control import Channel, ChannelClosedError
 from sie.control_messages import Launch, Models
-from sie.errors import BadRequest, ClientGone, SieError
+from sie.errors import BadRequest, SieError
 from sie.frontend.access import open_access
 from sie.frontend.access_log import AccessLog
 from sie.frontend.adapters import AdapterTable
 from sie.frontend.admin import ModelAdmin
 from sie.frontend.body import BodyReader
+from sie.frontend.client_watch import ClientWatch
 from sie.frontend.cors import Cors
-from sie.frontend.dialects.openai import DEFAULT_MODEL
+from sie.frontend.descriptors import DescriptorLimit
 from sie.frontend.encode import Encoder
 from sie.frontend.engine import ShmEngine
 from sie.frontend.extract import Extractor
 from sie.frontend.generation_metrics import GenerationMetrics
 from sie.frontend.image_reader import ImageReader
 from sie.frontend.infer import Tensors
-from sie.frontend.links import Pending
 from sie.frontend.metrics import FrontendMetrics, merge
 from sie.frontend.models import ModelTable
 from sie.frontend.score import Scorer
 from sie.frontend.status import StatusInputs, build_status, encode_frame, server_facts
 from sie.frontend.status_hub import StatusHub
+from sie.frontend.tensor_images import TensorImages
 from sie.frontend.text_tensors import TextTensors
 from sie.logs import get_logger, set_level
 from sie.settings import Settings
@@ -59,8 +58,7 @@ Recorder = Callable[[Any, int, Headers, SieError | None], Headers]
 _log = get_logger(__name__)
 _CONFIGURE_TIMEOUT_S: Final = 10.0
 _TICK_S: Final = 0.02
-_WATCH_AFTER_NS: Final = 50_000_000
-"""A request that waited this long gets a watcher of its client's connection; most are answered before."""
+_CHECK_S: Final = 1.0
 _MAX_TOUCH_S: Final = 5.0
 _MS_PER_DAY: Final = 86_400_000
 
@@ -75,7 +73,10 @@ class FrontendProcess:
         self.settings = settings
         self.pages = pages
         self.is_draining = False
-        self.started_s = launch.started_s
+        self.closes_connections = False
+        """Whether each answer says that its connection ends with it."""
+        self.certificates: control_messages.Certificates | None = None
+        """Those in force, once they were renewed; for gRPC."""
         self._launch = launch
         self._loop = loop
         self._channel = channel
@@ -83,6 +84,7 @@ class FrontendProcess:
         self.models = ModelTable(
             self._pool, self._ask_load, loading_retry_after_s=settings.models.loading_retry_after_s
         )
+        self.models.on_silence = lambda seconds: self._send(control_messages.Silence(seconds))
         self.adapters = AdapterTable(self.models, self._send)
         self.admin = ModelAdmin(self.models, self._send)
         memory = settings.memory
@@ -91,15 +93,18 @@ class FrontendProcess:
             "request", memory.request_segment_bytes, budget, large_extent_bytes=memory.large_extent_bytes
         )
         self.engine = ShmEngine(settings, self._space, self.models.hosted, self._send)
+        self._clients = ClientWatch(self.engine)
+        self.watch_client = self._clients.add
         self._images = ImageReader(settings.limits, settings.server.image_threads)
         self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool, self._images)
         self.scorer = Scorer(self.engine, self.models, settings.limits, self._pool)
         self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool, self._images)
         texts = TextTensors(self.encoder, self.scorer, limits=lambda: self.settings.limits)
-        self.tensors = Tensors(self.engine, self.models, self.admin, self._pool, texts)
+        tensor_images = TensorImages(self._images, limits=lambda: self.settings.limits)
+        self.tensors = Tensors(self.engine, self.models, self.admin, self._pool, texts=texts, images=tensor_images)
         limits = settings.limits
         self.bodies = BodyReader(limits.max_body_bytes, limits.body_idle_timeout_s, limits.min_body_bytes_per_s)
-        self.text_bodies = self.bodies.with_limit(settings.generation.max_generation_body_bytes)
+        self.text_bodies = self.bodies.with_limit(settings.generation, "max_generation_body_bytes")
         self.metrics = FrontendMetrics(pages[0], self.models)
         self.generation_metrics = GenerationMetrics(pages[0], self.models)
         self.access = open_access(settings.access, pages, self.metrics.record_auth_failure)
@@ -113,7 +118,6 @@ class FrontendProcess:
         )
         self.tracing = _start_tracing(settings, launch)
         self._facts = server_facts(settings, launch)
-        self._unwatched: deque[tuple[Pending, Any]] = deque()
         self._asked_load: dict[str, float] = {}
         self._derive(settings)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -124,9 +128,15 @@ class FrontendProcess:
         """Whether `/readyz` is green."""
         return self.models.is_ready and not self.is_draining
 
+    @property
+    def uptime_s(self) -> float:
+        """How long the server has run, by a clock that nobody sets."""
+        return time.monotonic() - self._launch.started_s
+
     def _derive(self, settings: Settings) -> None:
         """Keep what is computed from settings that a reload may change."""
         self.settings = settings
+        self.models.default = settings.models.default_model
         self._timeout_ns = int(settings.limits.request_timeout_s * 1e9)
         # Well within idle_unload_s, or a model would be unloaded while it is in use.
         self._touch_s = min(_MAX_TOUCH_S, settings.models.idle_unload_s / 4) or _MAX_TOUCH_S
@@ -166,27 +176,6 @@ class FrontendProcess:
                 f"This server's machine profile is {own or 'not set'!r}, not {wanted!r}",
                 extras={"requested_profile": wanted, "worker_identity": own},
             )
-
-    def default_model(self, output: str) -> str | None:
-        """Return the model for requests that name none: the setting's, else the only one able; None without."""
-        if self.settings.models.default_model:
-            return fold_default(self.settings.models.default_model)
-        able = self.models.able(output)
-        return able[0] if len(able) == 1 else None
-
-    def resolve_default(self, model: str, output: str) -> str:
-        """Return the id that `default`, or no id, stands for. Raises SieError 404 naming the able models."""
-        if model != DEFAULT_MODEL or model in self.models.entries:
-            return model
-        default = self.default_model(output)
-        if default is None:
-            able = ", ".join(self.models.able(output))
-            raise SieError(f"No default model; name one of: {able}", code="MODEL_NOT_FOUND", http_status=404)
-        return default
-
-    def watch_client(self, pending: Pending, protocol: Any) -> None:
-        """See to it that the work is given up when its client leaves before the answer is there."""
-        self._unwatched.append((pending, protocol))
 
     # --- the supervisor -------------------------------------------------------------------------------------------
 
@@ -251,8 +240,14 @@ class FrontendProcess:
                 self.access.replace(message)
             case control_messages.Ping(number):
                 self._send(control_messages.Pong(number))
+            case control_messages.Certificates():
+                self.certificates = message
+            case control_messages.Retire():
+                self.closes_connections = True
+                self.status.close()
             case control_messages.Drain():
-                self.is_draining = True
+                self.is_draining = self.closes_connections = True
+                self.models.announce()
                 self.status.close()
             case _:
                 _log.warning("unexpected control message %s", type(message).__name__)
@@ -305,7 +300,9 @@ class FrontendProcess:
 
     async def _run_clock(self) -> None:
         """Every tick: deadlines, stalled bodies, clients that left, event-loop lag; and now and then the rest."""
-        touched_s = time.monotonic()
+        touched_s = checked_s = time.monotonic()
+        # Granian's child asks its parent, which owns the listener; the gRPC process is its own.
+        descriptors = DescriptorLimit(os.getppid() if self._launch.protocol == "http" else os.getpid())
         while True:
             due_s = time.monotonic() + _TICK_S
             await asyncio.sleep(_TICK_S)
@@ -314,33 +311,21 @@ class FrontendProcess:
             self.metrics.set_extents_in_use(self.engine.num_extents)
             self.engine.expire(now_ns)
             self.bodies.end_stalled(now_ns)
-            self._watch_the_waiting(now_ns)
+            self._clients.tick(now_ns)
+            if now_ns / 1e9 - checked_s >= _CHECK_S:
+                checked_s = now_ns / 1e9
+                descriptors.check()
             if now_ns / 1e9 - touched_s >= self._touch_s:
                 touched_s = now_ns / 1e9
                 if used := self.models.take_used():
                     self._send(control_messages.Touch(used, self.adapters.take_used()))
-
-    def _watch_the_waiting(self, now_ns: int) -> None:
-        unwatched = self._unwatched
-        while unwatched and (unwatched[0][0].future.done() or now_ns - unwatched[0][0].submitted_ns > _WATCH_AFTER_NS):
-            pending, protocol = unwatched.popleft()
-            if not pending.future.done():
-                self._spawn(self._await_disconnect(pending, protocol))
-
-    async def _await_disconnect(self, pending: Pending, protocol: Any) -> None:
-        gone = asyncio.ensure_future(protocol.client_disconnect())
-        try:
-            await asyncio.wait((gone, pending.future), return_when=asyncio.FIRST_COMPLETED)
-            if not pending.future.done():
-                self.engine.abandon(pending, ClientGone("the client left before its answer was there"))
-        finally:
-            gone.cancel()
 
     # --- status ---------------------------------------------------------------------------------------------------
 
     def _frame(self) -> str:
         inputs = StatusInputs(
             server=self._facts,
+            uptime_s=self.uptime_s,
             ready=self.is_ready,
             models=tuple(self.models.entries.values()),
             workers=self.models.workers,
@@ -349,6 +334,7 @@ class FrontendProcess:
             reason="draining" if self.is_draining else self.models.reason,
             keys_error=self.access.problem if self.access is not None else "",
             config_error=self.models.config_error,
+            tls_error=self.models.tls_error,
         )
         return encode_frame(build_status(inputs, time.time()))
 

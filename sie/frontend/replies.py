@@ -46,7 +46,7 @@ def read_reply(
         raise Internal("the worker's reply could not be read") from error
     if answer.num_items != count_items(request):
         raise Internal("the worker's reply has another shape than the request")
-    answer.input_tokens = reply.pending.num_tokens - request.image_tokens
+    answer.input_tokens = reply.num_tokens - request.image_tokens
     if request.images is not None:
         answer.num_images = sum(map(len, request.images.values()))
     answer.timing = timing_of(reply, times, began_ns, tokenization_ns)
@@ -58,11 +58,11 @@ def timing_of(reply: Reply, times: Sequence[int], began_ns: int, tokenization_ns
     started_ns, inference_ns, postprocessing_ns = times
     return Timing(
         total_ms=(time.monotonic_ns() - began_ns) / 1e6,
-        queue_ms=max(0, started_ns - reply.pending.submitted_ns) / 1e6,
+        queue_ms=max(0, started_ns - reply.submitted_ns) / 1e6,
         tokenization_ms=tokenization_ns / 1e6,
         inference_ms=inference_ns / 1e6,
         postprocessing_ms=postprocessing_ns / 1e6,
-        submitted_ns=reply.pending.submitted_ns,
+        submitted_ns=reply.submitted_ns,
     )
 
 

@@ -38,6 +38,11 @@ def lay_out_once(header: WorkHeader, arrays: Sequence[tuple[str, NDArray[Any]]])
     return _lay_out.__wrapped__(header, tuple([(name, array.dtype.str, array.shape) for name, array in arrays]))
 
 
+def lay_out_bytes(header: WorkHeader, sizes: Sequence[int]) -> RequestLayout:
+    """Return the layout of a request whose arrays are bytes (uint8), called by their numbers; not kept here."""
+    return _lay_out.__wrapped__(header, tuple([(str(index), "|u1", (size,)) for index, size in enumerate(sizes)]))
+
+
 @lru_cache(maxsize=4096)
 def _lay_out(header: WorkHeader, shapes: tuple[tuple[str, str, tuple[int, ...]], ...]) -> RequestLayout:
     plan = plan_arrays(shapes)

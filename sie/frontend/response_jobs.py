@@ -16,6 +16,7 @@ from sie.frontend.dialects.responses_reply import CANCELLED, ResponseRecord
 from sie.frontend.generation.run import Run
 from sie.generation import GenerateEvent
 from sie.logs import get_logger
+from sie.types import Timing
 
 _log = get_logger(__name__)
 _LONG_S: Final = 86_400.0
@@ -32,6 +33,8 @@ class Follower:
 
     def __init__(self, on_gone: Callable[[], None]) -> None:
         self.is_over = False
+        self.run: Run | None = None
+        """What is followed, once it was submitted."""
         self._on_gone = on_gone
         self._events: list[GenerateEvent] = []
         self._is_ended = False
@@ -68,6 +71,10 @@ class Follower:
         """Let go of the job, because its client left or it is over."""
         self._on_gone()
 
+    def timing(self, began_ns: int) -> Timing | None:
+        """Return where the time went; None before anything was submitted."""
+        return self.run.timing(began_ns) if self.run is not None else None
+
 
 class Job:
     """One response that is being made. keep is awaited at its end, before a stream has its last event."""
@@ -98,6 +105,7 @@ class Job:
 
     async def stream(self, run: Run) -> list[GenerateEvent]:
         """Pass on the events of a run as they come, but for the last ones, which are returned."""
+        self.follower.run = run
         try:
             while True:
                 events = await run.wait(_LONG_S)

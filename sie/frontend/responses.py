@@ -74,9 +74,10 @@ class Responses:
                 return await self._make_in_background(exchange, call, record, entry, history)
             if call.request.stream:
                 return await self._make_as_stream(exchange, call, record, entry, history)
-            events = await self._gather(
+            run, events = await self._gather(
                 exchange.deadline_ns, entry, lambda entry: self._texts.start(exchange, entry, call.request)
             )
+        exchange.timing = run.timing(exchange.began_ns)
         record.apply(events, int(time.time()))
         await self._add(exchange.owner, record, call, history)
         return [_JSON], record.to_json()
@@ -160,18 +161,18 @@ class Responses:
             raise
         if record.is_streamed:
             return await job.stream(run)
-        return await self._gather(deadline_ns, entry, start, run)
+        return (await self._gather(deadline_ns, entry, start, run))[1]
 
     async def _gather(
         self, deadline_ns: int, entry: ModelEntry, start: Start, run: Run | None = None
-    ) -> list[GenerateEvent]:
-        """Return all events of an answer, from a model that may be reloaded meanwhile."""
+    ) -> tuple[Run, list[GenerateEvent]]:
+        """Return a run that is over and all its events, from a model that may be reloaded meanwhile."""
         while True:
             if run is None:
                 entry = await self._process.models.wait_serving(entry, deadline_ns)
                 run = await start(entry)
             try:
-                return await run.gather()
+                return run, await run.gather()
             except Unavailable as error:
                 entry = self._process.models.reloaded(entry, error)
             finally:

@@ -23,6 +23,13 @@ class Route(NamedTuple):
     envelope: str = "sie"
     endpoint: str = ""
     need: Need = "infer"
+    also: str = ""
+    """A second method."""
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """One method, or both."""
+        return (self.method, self.also) if self.also else (self.method,)
 
 
 class Match(NamedTuple):
@@ -75,12 +82,16 @@ ROUTES: tuple[Route, ...] = (
     Route("/v2/repository/index", "POST", "index", "kserve"),
     Route("/v2/repository/models/{model}/load", "POST", "manage", "kserve", need="admin"),
     Route("/v2/repository/models/{model}/unload", "POST", "manage", "kserve", need="admin"),
+    Route("/v2/repository/{model}", "POST", "refuse_repository", "kserve"),
     Route("/v2/systemsharedmemory/status", "GET", "shared_memory_status", "kserve"),
     Route("/v2/systemsharedmemory/unregister", "POST", "unregister", "kserve"),
-    Route("/v2/systemsharedmemory/region/{model}", "POST", "refuse_shared_memory", "kserve"),
+    Route("/v2/systemsharedmemory/region/{model}", "POST", "region", "kserve", also="GET"),
     Route("/v2/cudasharedmemory/status", "GET", "shared_memory_status", "kserve"),
     Route("/v2/cudasharedmemory/unregister", "POST", "unregister", "kserve"),
-    Route("/v2/cudasharedmemory/region/{model}", "POST", "refuse_shared_memory", "kserve"),
+    Route("/v2/cudasharedmemory/region/{model}", "POST", "region", "kserve", also="GET"),
+    Route("/v2/trace/setting", "GET", "trace", "kserve", also="POST"),
+    Route("/v2/models/{model}/trace/setting", "GET", "trace", "kserve", also="POST"),
+    Route("/v2/logging", "GET", "logging", "kserve", also="POST"),
     Route("/v1/config", "GET", "config_statuses", "kserve"),
     Route("/v1/config/reload", "POST", "reload_config", "kserve", need="admin"),
     Route("/api/health/live", "GET", "live", "trtis", need="open"),
@@ -90,11 +101,14 @@ ROUTES: tuple[Route, ...] = (
     Route("/api/infer/{model}", "POST", "infer", "trtis"),
     Route("/api/modelcontrol/{model}", "POST", "control", "trtis", need="admin"),
     Route("/api/repository/index", "GET", "repository_index", "trtis"),
-    Route("/api/sharedmemorycontrol/{model}", "POST", "refuse_shared_memory", "trtis"),
+    Route("/api/sharedmemorycontrol/{model}", "POST", "refuse_shared_memory", "trtis", also="GET"),
+    Route("/api/profile", "GET", "refuse_profile", "trtis"),
 )
 BY_TEMPLATE: dict[str, Route] = {route.template: route for route in reversed(ROUTES)}
 """Of a template with several methods, the first."""
-BY_METHOD: dict[tuple[str, str], Route] = {(route.template, route.method): route for route in ROUTES}
+BY_METHOD: dict[tuple[str, str], Route] = {
+    (route.template, method): route for route in ROUTES for method in route.methods
+}
 COUNTED = {
     template: BY_TEMPLATE[template]._replace(endpoint=endpoint)
     for endpoint, templates in (
@@ -121,6 +135,12 @@ _AROUND = tuple(
     )
 )
 """What stands before and behind the name, for each template with one."""
+_START_CHARS = 8
+_BY_START = {
+    start: tuple(row for row in _AROUND if row[0].startswith(start))
+    for start in {row[0][:_START_CHARS] for row in _AROUND}
+}
+"""The same by the path's first characters, so that a path is compared with few of them."""
 
 
 def match(path: str) -> Match | None:
@@ -128,7 +148,7 @@ def match(path: str) -> Match | None:
     route = _EXACT.get(path)
     if route is not None:
         return Match(route)
-    for prefix, suffix, candidate in _AROUND:
+    for prefix, suffix, candidate in _BY_START.get(path[:_START_CHARS], ()):
         if path.startswith(prefix) and path.endswith(suffix) and len(path) >= len(prefix) + len(suffix):
             return Match(candidate, path[len(prefix) : len(path) - len(suffix)])
     return None

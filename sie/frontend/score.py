@@ -120,6 +120,6 @@ def read_scores(reply: Reply, request: ScoreRequest, began_ns: int, tokenization
     return ScoreReply(
         model=request.model,
         scores=rows[num_queries:, 0].tolist(),
-        input_tokens=reply.pending.num_tokens,
+        input_tokens=reply.num_tokens,
         timing=timing_of(reply, times.tolist(), began_ns, tokenization_ns),
     )

@@ -35,12 +35,11 @@ _COUNTERS: Final = tuple(
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What does not change while the server runs. started_s is Unix time; pid is the supervisor's."""
+    """What does not change while the server runs; pid is the supervisor's."""
 
     name: str
     version: str
     pid: int
-    started_s: float
     user: str = ""
     working_dir: str = ""
     machine_profile: str = ""
@@ -58,7 +57,6 @@ def server_facts(settings: Settings, launch: Launch) -> ServerFacts:
         name=settings.server.name or socket.gethostname(),
         version=__version__,
         pid=launch.supervisor_pid,
-        started_s=launch.started_s,
         user=user,
         working_dir=working_dir,
         machine_profile=settings.server.machine_profile,
@@ -73,10 +71,11 @@ class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a frame is made of.
 
     reason: why the server is not ready; config_error: why a reload was refused; keys_error: why the file of API keys was
-    not taken over when it last changed.
+    not taken over when it last changed; tls_error: why the certificate was not.
     """
 
     server: ServerFacts
+    uptime_s: float = 0.0
     ready: bool
     models: tuple[ModelEntry, ...]
     workers: tuple[WorkerEntry, ...]
@@ -85,6 +84,7 @@ class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     config_error: str = ""
     keys_error: str = ""
+    tls_error: str = ""
 
 
 def process_owner() -> tuple[str, str]:
@@ -99,7 +99,7 @@ def process_owner() -> tuple[str, str]:
 def build_status(inputs: StatusInputs, now_s: float) -> dict[str, Any]:
     """Return one frame. now_s is Unix time.
 
-    Beyond the reference's fields: `reason`, `config_error`, `keys_error`, `workers`, `outcomes` (requests by status),
+    Beyond the reference's fields: `reason`, `config_error`, `keys_error`, `tls_error`, `workers`, `outcomes` (requests by status),
     `refusals` (by reason), `worker_restarts`, `extents_in_use`, `event_loop_lag_s`, `degraded` of each model, and `uuid`,
     `healthy`, `stale` of each GPU.
     """
@@ -112,6 +112,7 @@ def build_status(inputs: StatusInputs, now_s: float) -> dict[str, Any]:
         "reason": inputs.reason,
         "config_error": inputs.config_error or None,
         "keys_error": inputs.keys_error or None,
+        "tls_error": inputs.tls_error or None,
         "name": server.name,
         "machine_profile": server.machine_profile or gpu_type,
         "pool_name": server.pool_name,
@@ -124,7 +125,7 @@ def build_status(inputs: StatusInputs, now_s: float) -> dict[str, Any]:
         "saturated": inputs.saturated,
         "server": {
             "version": server.version,
-            "uptime_seconds": max(0, int(now_s - server.started_s)),
+            "uptime_seconds": int(inputs.uptime_s),
             "user": server.user,
             "working_dir": server.working_dir,
             "pid": server.pid,

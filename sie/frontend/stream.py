@@ -13,9 +13,9 @@ from sie.errors import ClientGone, SieError
 from sie.frontend.backlog import Backlog
 from sie.generation import GenerateEvent
 from sie.generation_settings import Generation
+from sie.types import Timing
 
 Headers = list[tuple[str, str]]
-COMMENT: Final = b": keep-alive\n\n"
 STREAM_HEADERS: Final = (("content-type", "text/event-stream"), ("cache-control", "no-cache"))
 
 
@@ -48,6 +48,10 @@ class EventSource(Protocol):
 
     def give_up(self, error: SieError) -> None:
         """Hear that nobody takes any more, and why."""
+        ...
+
+    def timing(self, began_ns: int) -> Timing | None:
+        """Return where the time went, as `Run.timing` does; None before anything was submitted."""
         ...
 
 

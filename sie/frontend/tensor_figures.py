@@ -33,7 +33,8 @@ def _figures(merged: Merged, entry: ModelEntry) -> Figures:
     steps = merged[families.BATCH_SIZE.name].get(families.BATCH_SIZE.label_pairs(model), [0.0])
     last_used = merged[families.LAST_INFERENCE.name].get(families.LAST_INFERENCE.label_pairs(model), [0.0])
     return Figures(
-        num_succeeded=count("success"), num_failed=count("error", "queue_full"), success_ns=total_ns("total"),
+        num_succeeded=count("success"), num_failed=count("error", "queue_full", "cancelled"), success_ns=total_ns("total"),
+        failure_ns=total_ns("failed"),
         queue_ns=total_ns("queue"), infer_ns=total_ns("inference"), num_rows=int(steps[0]),
         num_steps=int(sum(steps[1:])), last_used_ms=int(last_used[0] * 1e3), memory_bytes=entry.memory_bytes,
         device=entry.device,

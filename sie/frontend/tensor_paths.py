@@ -11,6 +11,7 @@ from collections.abc import Container
 from typing import Final, NamedTuple
 
 _VERSION: Final = re.compile(r"(.+)/versions/([0-9]{1,19})")
+_MAX_CHARS: Final = 1024
 _MAX_VERSION: Final = (1 << 63) - 1
 
 
@@ -25,6 +26,8 @@ class ModelPath(NamedTuple):
 def split_model_path(tail: str, actions: Container[str], known: Container[str]) -> ModelPath | None:
     """Return what `NAME[/versions/V][/ACTION]` means, or None for what is no such path; actions are the known ones."""
     head, slash, last = tail.rpartition("/")
+    if last in actions and head in known and tail not in known:
+        return ModelPath(head, "", last)  # the longest name that it can be
     readings = [ModelPath(tail, "", "")]
     if slash and head and last in actions:
         readings.append(ModelPath(head, "", last))
@@ -42,12 +45,14 @@ def split_model_path(tail: str, actions: Container[str], known: Container[str]) 
 
 
 def split_version(tail: str, known: Container[str]) -> ModelPath | None:
-    """Return what `NAME[/V]` of the v1 API means, or None for what is no such path."""
+    """Return what `NAME[/V]` of the v1 API means, or None for what is no such path: more than that behind a known name."""
     head, _, last = tail.rpartition("/")
     if tail in known or not head:
         return ModelPath(tail, "", "") if tail else None
     if head in known:
         return ModelPath(head, last, "") if _is_version(last) else None
+    if any(tail[: cut.start()] in known for cut in re.finditer("/", tail[:_MAX_CHARS])):
+        return None
     return ModelPath(head, last, "") if _is_version(last) else ModelPath(tail, "", "")
 
 

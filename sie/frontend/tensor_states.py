@@ -46,7 +46,7 @@ def rule_of(entry: ModelEntry) -> TensorRule:
 
 
 def reason_of(entry: ModelEntry) -> str:
-    """Return why a version cannot be asked, empty when it can."""
+    """Return why a version cannot be asked; empty when it can, and for one that was never loaded."""
     if entry.error is not None:
         return entry.error.message
-    return "unloaded" if entry.state == "available" else ""
+    return "unloaded" if entry.dismissed and entry.state == "available" else ""

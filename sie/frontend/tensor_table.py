@@ -70,7 +70,7 @@ class TensorTable:
     def resolve(self, name: str, version: str = "") -> ModelEntry:
         """Return the entry of a version, which need not be loaded; without one, of the newest that can be served.
 
-        Where none can be, the newest that loads or has failed. Raises NotFound. Source: KServe v2 sheet, sections 1, 8.
+        One that is loaded anew counts as such. Where none can be, the newest that loads or has failed. Raises NotFound. Source: KServe v2 sheet, sections 1, 8.
         """
         versions = self._current().get(name)
         if versions is None:
@@ -81,7 +81,7 @@ class TensorTable:
                 raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
             return entry
         newest = [versions[known] for known in sorted(versions, key=int, reverse=True)]
-        for is_wanted in (is_servable, _is_coming, _has_failed):
+        for is_wanted in (_is_or_will_be_servable, _is_coming, _has_failed):
             found = next(filter(is_wanted, newest), None)
             if found is not None:
                 return found
@@ -91,6 +91,10 @@ class TensorTable:
 def is_servable(entry: ModelEntry) -> bool:
     """Tell whether requests to a model are taken: it is loaded, or waits for its workers' restart."""
     return bool(entry.workers and entry.state == "loaded") or entry.recovering
+
+
+def _is_or_will_be_servable(entry: ModelEntry) -> bool:
+    return is_servable(entry) or entry.reloading
 
 
 def _is_coming(entry: ModelEntry) -> bool:

@@ -7,8 +7,7 @@ ones. What they run is what `/v1/encode` and `/v1/score` run.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -20,6 +19,7 @@ from sie.errors import BadRequest, InputTooLong
 from sie.frontend.dialects.score import resolve_score
 from sie.frontend.dialects.sie import resolve_encode
 from sie.frontend.encode import Encoder
+from sie.frontend.held_reply import HeldReply
 from sie.frontend.links import Pending, Reply
 from sie.frontend.replies import read_reply
 from sie.frontend.score import Scorer, read_scores
@@ -83,25 +83,21 @@ class TextTensors:
         self._scorer = scorer
         self.limits = limits
 
-    @asynccontextmanager
     async def run(
         self, entry: ModelEntry, request: TensorRequest, *, began_ns: int, deadline_ns: int, watch: Watch | None
-    ) -> AsyncGenerator[TensorReply]:
-        """Run a request, and hand its output out for as long as the block lasts. Raises as `Tensors.infer`."""
+    ) -> HeldReply:
+        """Run a request. Raises as `Tensors.infer`."""
         inputs = {tensor.name: tensor for tensor in request.inputs}
         if "text" in inputs:
             texts = _decode(inputs["text"], self.limits().max_items, self.limits())
-            async with self._encode(entry, texts, began_ns, deadline_ns, watch) as reply:
-                yield reply
-        else:
-            (query,) = _decode(inputs["query"], 1, self.limits())
-            documents = _decode(inputs["documents"], self.limits().max_candidates, self.limits())
-            yield await self._score(entry, query, documents, began_ns=began_ns, deadline_ns=deadline_ns, watch=watch)
+            return await self._encode(entry, texts, began_ns, deadline_ns, watch)
+        (query,) = _decode(inputs["query"], 1, self.limits())
+        documents = _decode(inputs["documents"], self.limits().max_candidates, self.limits())
+        return await self._score(entry, query, documents, began_ns=began_ns, deadline_ns=deadline_ns, watch=watch)
 
-    @asynccontextmanager
     async def _encode(
         self, entry: ModelEntry, texts: list[str], began_ns: int, deadline_ns: int, watch: Watch | None
-    ) -> AsyncGenerator[TensorReply]:
+    ) -> HeldReply:
         model = entry.card.id
         request = EncodeRequest(model=model, texts=texts, output_types=("dense",), output_dtype="float32")
         request = resolve_encode(request, entry.card)
@@ -110,9 +106,10 @@ class TextTensors:
         try:
             reply = read_reply(raw, entry, request, began_ns, tokenization_ns)
             output = Tensor("dense", "FP32", (reply.num_items, reply.width), reply.values)
-            yield TensorReply(model=model, outputs=[output], timing=reply.timing)
-        finally:
+        except BaseException:
             raw.release()
+            raise
+        return HeldReply(TensorReply(model=model, outputs=[output], timing=reply.timing), raw)
 
     async def _score(
         self,
@@ -123,7 +120,7 @@ class TextTensors:
         began_ns: int,
         deadline_ns: int,
         watch: Watch | None,
-    ) -> TensorReply:
+    ) -> HeldReply:
         model = entry.card.id
         request = resolve_score(ScoreRequest(model=model, query=query, documents=documents), entry.card)
         pending, tokenization_ns = await self._scorer.start(entry, request, deadline_ns)
@@ -134,7 +131,7 @@ class TextTensors:
             raw.release()
         values = np.array(reply.scores, "<f4").tobytes()
         output = Tensor("score", "FP32", (len(documents),), memoryview(values))
-        return TensorReply(model=model, outputs=[output], timing=reply.timing)
+        return HeldReply(TensorReply(model=model, outputs=[output], timing=reply.timing))
 
 
 async def _answer(pending: Pending, watch: Watch | None) -> Reply:

@@ -2,7 +2,7 @@
 
 Nothing is measured for a trace: when a request has ended, its spans are written from the times that it has anyway. This
 module imports OpenTelemetry (`sie[otel]`) and is imported only where tracing is on. Sources: W3C Trace Context; SIE API
-reference, section 13; OpenTelemetry's semantic conventions for HTTP.
+reference, section 13; OpenTelemetry's semantic conventions for HTTP and RPC.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class RequestTracing:
         now_ns = time.monotonic_ns()
         to_unix_ns = time.time_ns() - now_ns
         span = self._tracer.start_span(
-            f"{exchange.scope.method} {route.template}",
+            _name(exchange, route),
             self._parent(exchange.headers),
             SpanKind.SERVER,
             start_time=exchange.began_ns + to_unix_ns,
@@ -151,14 +151,28 @@ class RequestTracing:
         return self._propagator.extract(carrier, Context())
 
 
-def _attributes(exchange: Exchange, route: Route, status: int) -> dict[str, str | int | float]:
-    attributes: dict[str, str | int | float] = {
+def _is_grpc(exchange: Exchange) -> bool:
+    return exchange.scope.proto == "grpc"
+
+
+def _name(exchange: Exchange, route: Route) -> str:
+    return route.template[1:] if _is_grpc(exchange) else f"{exchange.scope.method} {route.template}"
+
+
+def _protocol_attributes(exchange: Exchange, route: Route, status: int) -> dict[str, str | int | float]:
+    if _is_grpc(exchange):
+        service, _, method = route.template[1:].partition("/")
+        return {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method}
+    return {
         "http.request.method": exchange.scope.method,
         "http.route": route.template,
         "http.response.status_code": status,
         "http.request.body.size": exchange.body_bytes,
-        "sie.endpoint": route.endpoint,
     }
+
+
+def _attributes(exchange: Exchange, route: Route, status: int) -> dict[str, str | int | float]:
+    attributes = {**_protocol_attributes(exchange, route, status), "sie.endpoint": route.endpoint}
     if exchange.known_model:
         attributes["sie.model"] = exchange.known_model
     if exchange.timing is not None:

@@ -52,7 +52,7 @@ class Trtis:
     def is_well(self, mode: str) -> bool:
         """Tell whether the server is live or ready; raises Unavailable while it stops.
 
-        With strict_readiness it is ready when every version is loaded, or was unloaded on request.
+        With strict_readiness it is ready when every version is loaded, or was not asked for.
         """
         process = self._process
         if process.is_draining:
@@ -62,7 +62,7 @@ class Trtis:
         )
 
     def _has_unready(self) -> bool:
-        return any(state.state != "loaded" and state.reason != "unloaded" for state in self._kserve.states())
+        return any(state.state not in ("loaded", "available") for state in self._kserve.states())
 
     def _health(self, mode: str) -> Response:
         is_well = self.is_well(mode)
@@ -90,8 +90,7 @@ class Trtis:
         ]
         state = "SERVER_EXITING" if self._process.is_draining else \
                 "SERVER_READY" if self._process.is_ready else "SERVER_INITIALIZING"  # fmt: skip
-        uptime_ns = int((time.time() - self._process.started_s) * 1e9)
-        return trtis_status.server_status(described, state=state, uptime_ns=max(0, uptime_ns))
+        return trtis_status.server_status(described, state=state, uptime_ns=int(self._process.uptime_s * 1e9))
 
     async def repository_index(self, exchange: Exchange) -> Response:
         """Answer `GET /api/repository/index`."""
@@ -116,6 +115,10 @@ class Trtis:
         """Refuse what is about a client's shared memory."""
         raise SieError("shared memory is not supported", code="UNSUPPORTED", http_status=400)
 
+    async def refuse_profile(self, _exchange: Exchange) -> Response:
+        """Refuse what starts and stops a profiler."""
+        raise SieError("profiling is not supported", code="UNSUPPORTED", http_status=400)
+
     # --- inference ------------------------------------------------------------------------------------------------
 
     async def infer(self, exchange: Exchange) -> Response:
@@ -125,42 +128,52 @@ class Trtis:
         if path is None:
             return NO_ROUTE
         exchange.route = COUNTED["/api/infer/{model}"]
-        head = trtis.parse_infer_head(exchange.headers.get("nv-inferrequest") or "")
+        text = exchange.headers.get("nv-inferrequest")
+        if text is None and "nv-inferrequest" in exchange.headers:
+            raise BadRequest("unable to parse NV-InferRequest: it is not ASCII")
+        head = trtis.parse_infer_head(text or "")
         try:
             exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
-            entry = self.find(exchange, path.name, path.version)
+            await self.admit(exchange, path.name, path.version)
             body = await exchange.read_body(process.bodies)
-            rule = rule_of(entry)
-            request = trtis.decode_infer(head, memoryview(body), entry.card.id, rule)
-            async with self._tensors.infer(
-                request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns,
-                watch=lambda pending: process.watch_client(pending, exchange.protocol),
-            ) as reply:  # fmt: skip
-                exchange.timing = reply.timing
-                as_binary = trtis_status.choose_format(exchange.scope.query_string, "") == "binary"
-                nbytes = sum(len(output.data) for output in reply.outputs)
-                answer, line = await offload(
-                    self._pool, nbytes, lambda: encode_answer(head, reply, rule, as_binary=as_binary)
-                )
+
+            async def run(entry: ModelEntry) -> Response:
+                return await self._run(exchange, entry, head, body)
+
+            return await self._tensors.serve(path.name, path.version, exchange.deadline_ns, run)
         except SieError as error:
             error.extras["infer_id"] = head.id
             raise
+
+    async def _run(self, exchange: Exchange, entry: ModelEntry, head: InferHead, body: bytes) -> Response:
+        process, rule = self._process, rule_of(entry)
+        exchange.known_model = entry.card.id
+        request = trtis.decode_infer(head, memoryview(body), entry.card.id, rule)
+        exchange.decoded_ns = time.monotonic_ns()
+        with await self._tensors.infer(
+            request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns,
+            watch=lambda pending: process.watch_client(pending, exchange.protocol),
+        ) as reply:  # fmt: skip
+            exchange.timing = reply.timing
+            as_binary = trtis_status.choose_format(exchange.scope.query_string, "") == "binary"
+            nbytes = sum(len(output.data) for output in reply.outputs)
+            answer, line = await offload(
+                self._pool, nbytes, lambda: encode_answer(head, reply, rule, as_binary=as_binary)
+            )
         process.metrics.record_last_inference(entry.card.id)
         return self._succeed([_BINARY, ("nv-inferresponse", line)], answer)
 
-    def find(self, exchange: Exchange, name: str, version: str) -> ModelEntry:
-        """Return a version that takes requests now. Raises Unavailable, also where there is none, and as the engine does."""
+    async def admit(self, exchange: Exchange, name: str, version: str) -> None:
+        """Return when a request to a version is taken. Raises Unavailable, also where there is none, and as the engine."""
         process = self._process
         if process.is_draining:
             raise Unavailable("Server exiting")
         try:
-            entry = self._tensors.table.resolve(name, version)
-            exchange.known_model = entry.card.id
-            self._tensors.serving(entry.card.id)
+            exchange.known_model = self._tensors.table.resolve(name, version).card.id
+            process.engine.check_open()
+            await self._tensors.wait_serving(name, version, exchange.deadline_ns)
         except NotFound as error:
             raise Unavailable(error.message) from None  # the API has no "not found" here
-        process.engine.check_open()
-        return entry
 
     def _succeed(self, headers: list[tuple[str, str]], body: bytes) -> Response:
         line = trtis_status.status_line(trtis_status.request_status())
@@ -178,6 +191,8 @@ def answered(head: InferHead, reply: TensorReply, rule: TensorRule) -> list[Answ
     for output in head.outputs:
         tensor = tensors[output.name]
         classes = None
+        if output.num_classes is None:
+            trtis.check_size(output, tensor, head, rule)
         if output.num_classes is not None:
             classes = rank_classes(
                 tensor, spec_of(tensor, rule), output.num_classes, is_batched=bool(rule.max_batch_size)

@@ -114,8 +114,8 @@ class Attachment:
     """Both directions of one frontend-worker pair, one generation."""
 
     __slots__ = ("_announced", "_consumer", "_credit_fd", "_epoll", "_inbound", "_outbound", "_peer_bytes",
-                 "_peer_view", "_producer", "_push", "_releases", "_retired", "_sock", "_waits_for_credit", "bell_fd",
-                 "generation", "num_stale", "pidfd", "sock_fd")  # fmt: skip
+                 "_peer_view", "_producer", "_releases", "_retired", "_sock", "_stage", "_waits_for_credit", "bell_fd",
+                 "generation", "num_stale", "pidfd", "publish", "sock_fd")  # fmt: skip
 
     def __init__(
         self,
@@ -132,7 +132,9 @@ class Attachment:
         self._sock = sock
         self._outbound = outbound
         self._producer = producer
-        self._push = producer.push
+        self._stage = producer.stage
+        self.publish = producer.publish
+        """Show the peer what was staged; raises ProtocolError on a broken doorbell."""
         self._consumer = consumer
         self._inbound = InboundSpace(peer)
         self._peer_view = peer.view
@@ -189,7 +191,7 @@ class Attachment:
                 pending.close()
                 raise ConnectionError("the peer died before its offer")
 
-    def push(  # noqa: PLR0917  # a descriptor's fields in its order; keywords cost 0.1 us here
+    def stage(  # noqa: PLR0917  # a descriptor's fields in its order; keywords cost 0.1 us here
         self,
         kind: int,
         flags: int,
@@ -201,19 +203,25 @@ class Attachment:
         part: int = 0,
         parts: int = 1,
     ) -> bool:
-        """Publish the extent at address, which a lease of `outbound` gave; call `hand_over` on the lease afterwards.
+        """Write the descriptor of the extent at address, for `publish`; a lease of `outbound` gave that address.
 
-        Returns False, having done nothing, when the ring (or the socket, for a large segment) is full. Never waits.
+        Call `hand_over` on the lease afterwards. Returns False, having done nothing, when the ring (or the socket, for a large segment) is full. Never waits.
         Raises ProtocolError, and ConnectionError when a large segment is announced to a peer that has gone.
         """
         if (self._releases or address > OFFSET_MASK) and not self._prepare(address):
             return False
-        pushed = self._push(
+        staged = self._stage(
             kind, flags, self.generation, request_id, address, length, deadline_ns, num_tokens, part, parts
         )
-        if not pushed:
+        if not staged:
             self._wait_for_credit(waits=True)
-        return pushed
+        return staged
+
+    def push(self, *fields: int, **named: int) -> bool:
+        """Publish one extent, and what was staged before; otherwise as `stage`."""
+        staged = self.stage(*fields, **named)
+        self.publish()
+        return staged
 
     def push_release(self, addresses: Iterable[int]) -> int:
         """Tell the peer that its extents at addresses are not needed any more; return how many of those still wait.

@@ -83,12 +83,21 @@ def write_extent(view: memoryview, header: bytes, refs: Sequence[ArrayRef], arra
     payload = begin_extent(view, header)
     end = 0
     for ref, array in zip(refs, arrays, strict=True):
-        if array.shape != ref.shape or array.dtype.str != ref.dtype:
+        if array.dtype != DTYPES[ref.dtype] or array.shape != ref.shape:
             raise ValueError(f"array {ref.name!r} is {array.dtype} {array.shape}, planned as {ref.dtype} {ref.shape}")
-        end = ref.offset + array.nbytes
-        if array.nbytes:
+        nbytes = array.nbytes
+        end = ref.offset + nbytes
+        if nbytes:
             payload[ref.offset : end] = array.data.cast("B")
     return len(view) - len(payload) + end
+
+
+def write_bytes(view: memoryview, header: bytes, refs: Sequence[ArrayRef], parts: Sequence[memoryview]) -> None:
+    """Write a whole extent of arrays of bytes (uint8), each as long as its ref says; else as `write_extent`."""
+    payload = begin_extent(view, header)
+    for ref, part in zip(refs, parts, strict=True):
+        start = ref.offset
+        payload[start : start + ref.shape[0]] = part
 
 
 def write_pieces(
@@ -105,8 +114,8 @@ def write_pieces(
             yield
 
 
-def read_extent(view: memoryview, decoder: msgspec.msgpack.Decoder[HeaderT]) -> tuple[HeaderT, memoryview]:
-    """Return the header and the payload's view of an extent that a peer wrote. Raises ProtocolError."""
+def split_extent(view: memoryview) -> tuple[bytes, memoryview]:
+    """Return a copy of the header's bytes and the payload's view of an extent that a peer wrote. Raises ProtocolError."""
     total = len(view)
     if total < PROLOGUE_BYTES:
         raise ProtocolError(f"an extent of {total} bytes has no prologue")
@@ -114,10 +123,20 @@ def read_extent(view: memoryview, decoder: msgspec.msgpack.Decoder[HeaderT]) -> 
     end = PROLOGUE_BYTES + header_bytes
     if end > total or header_bytes > MAX_HEADER_BYTES:
         raise ProtocolError(f"a header of {header_bytes} bytes in an extent of {total} bytes")
-    # Decoded from a copy: a parser must not read bytes that change under it.
-    header = bytes(view[PROLOGUE_BYTES:end])
+    # A copy: a parser must not read bytes that change under it.
+    return bytes(view[PROLOGUE_BYTES:end]), view[(end + 63) & ~63 :]
+
+
+def read_extent(view: memoryview, decoder: msgspec.msgpack.Decoder[HeaderT]) -> tuple[HeaderT, memoryview]:
+    """Return the header and the payload's view of an extent that a peer wrote. Raises ProtocolError."""
+    header, payload = split_extent(view)
+    return decode_header(header, decoder), payload
+
+
+def decode_header(header: bytes, decoder: msgspec.msgpack.Decoder[HeaderT]) -> HeaderT:
+    """Return the header in the bytes that `split_extent` gave. Raises ProtocolError."""
     try:
-        return decoder.decode(header), view[(end + 63) & ~63 :]
+        return decoder.decode(header)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"a header that cannot be decoded: {type(error).__name__}") from error
 

@@ -18,7 +18,7 @@ Phase = Literal["idle", "step", "load"]
 _PHASES: Final[tuple[Phase, ...]] = ("idle", "step", "load")
 _HEADER_BYTES: Final = 64
 _VERSION, _TURN = 0, 1  # indices of u64 words in the header
-_SLOT: Final = Struct("<QQQQQ24x")
+_SLOT: Final = Struct("<QQQQQQ16x")
 _ENTRY: Final = Struct("<I4xQ")
 _READ_ATTEMPTS: Final = 16
 
@@ -38,6 +38,8 @@ class InflightStatus(NamedTuple):
     allowed_ns: int
     phase: Phase
     entries: list[InflightEntry]
+    num_tokens: int = 0
+    """Of the step."""
 
 
 class InflightPage:
@@ -84,6 +86,8 @@ class InflightPage:
         allowed_ns: int,
         phase: Phase,
         running: Collection[tuple[int, int]] = (),
+        *,
+        num_tokens: int = 0,
     ) -> None:
         """Replace what the page says. running holds a (frontend, request_id) for each request of the step.
 
@@ -94,7 +98,7 @@ class InflightPage:
         turn = self._words[_TURN] + 1
         start = _HEADER_BYTES + (turn & 1) * self._slot_bytes
         view = self._segment.view
-        _SLOT.pack_into(view, start, step_seq, started_ns, allowed_ns, _PHASES.index(phase), len(running))
+        _SLOT.pack_into(view, start, step_seq, started_ns, allowed_ns, _PHASES.index(phase), len(running), num_tokens)
         start += _SLOT.size
         for frontend, request_id in running:
             _ENTRY.pack_into(view, start, frontend, request_id)
@@ -126,9 +130,9 @@ class InflightPage:
         self._segment.close()
 
     def _unpack(self, slot: bytes) -> InflightStatus:
-        step_seq, started_ns, allowed_ns, phase, count = _SLOT.unpack_from(slot)
+        step_seq, started_ns, allowed_ns, phase, count, num_tokens = _SLOT.unpack_from(slot)
         if count > self.max_entries or phase >= len(_PHASES):
             raise ProtocolError(f"phase {phase} with {count} requests in a page of {self.max_entries}")
         packed = slot[_SLOT.size : _SLOT.size + count * _ENTRY.size]
         entries = [InflightEntry._make(fields) for fields in _ENTRY.iter_unpack(packed)]
-        return InflightStatus(step_seq, started_ns, allowed_ns, _PHASES[phase], entries)
+        return InflightStatus(step_seq, started_ns, allowed_ns, _PHASES[phase], entries, num_tokens)

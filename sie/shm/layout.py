@@ -64,7 +64,7 @@ from enum import IntEnum
 from struct import Struct
 from typing import Final, NamedTuple
 
-LAYOUT_VERSION: Final = 1
+LAYOUT_VERSION: Final = 2
 
 ALIGNMENT: Final = 64
 """Every extent and every array starts at a multiple of this: a cache line, and what any SIMD load wants."""

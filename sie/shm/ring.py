@@ -3,8 +3,8 @@
 The ring's memory holds descriptors and nothing else: no head, no tail, no flag. Two eventfds carry the counts.
 
     producer                                  consumer
-    write descriptor k                        n = read(bell)          takes the whole count
-    write(bell, 1)          --- bell --->     copy exactly n out
+    write descriptors k to k + m - 1          n = read(bell)          takes the whole count
+    write(bell, m)          --- bell --->     copy exactly n out
     n = read(credit)        <-- credit --     write(credit, n)        once per drain
 
 A producer starts with `capacity` credits and spends one per descriptor, so it never writes a slot that has not been
@@ -37,7 +37,7 @@ def is_capacity(capacity: int) -> bool:
 class RingProducer:
     """The writing end: owns the ring's memory and both doorbells."""
 
-    __slots__ = ("_bell", "_capacity", "_credit", "_credits", "_mask", "_segment", "_tail", "_view")
+    __slots__ = ("_bell", "_capacity", "_credit", "_credits", "_mask", "_num_staged", "_segment", "_tail", "_view")
 
     def __init__(self, segment: Segment, bell: int, credit: int) -> None:
         self._segment = segment
@@ -47,6 +47,7 @@ class RingProducer:
         self._capacity = segment.nbytes // DESCRIPTOR_BYTES
         self._mask = segment.nbytes - 1
         self._tail = 0
+        self._num_staged = 0
         self._credits = self._capacity
 
     @classmethod
@@ -72,7 +73,7 @@ class RingProducer:
         """How many descriptors can be pushed now. Raises ProtocolError on credit that was never spent."""
         return self._collect_credit()
 
-    def push(  # noqa: PLR0917  # a descriptor's fields in its order; keywords cost 0.1 us here
+    def stage(  # noqa: PLR0917  # a descriptor's fields in its order; keywords cost 0.1 us here
         self,
         kind: int,
         flags: int,
@@ -85,7 +86,7 @@ class RingProducer:
         part: int,
         parts: int,
     ) -> bool:
-        """Publish one descriptor; return False, having done nothing, when the ring is full. Never waits.
+        """Write one descriptor, for `publish`; return False, having done nothing, when the ring is full. Never waits.
 
         Raises ProtocolError when the peer broke the doorbells, struct.error on a value wider than its field.
         """
@@ -95,14 +96,27 @@ class RingProducer:
         _pack_into(
             self._view, tail, kind, flags, generation, request_id, offset, length, deadline_ns, num_tokens, part, parts
         )
-        # ORDER: only after the descriptor's bytes; the kernel lock in here publishes them to `drain`.
-        _ring(self._bell, 1)
         self._tail = (tail + DESCRIPTOR_BYTES) & self._mask
         self._credits -= 1
+        self._num_staged += 1
+        return True
+
+    def publish(self) -> None:
+        """Show the consumer what was staged, with one doorbell. Raises ProtocolError when the peer broke it."""
+        num_staged, self._num_staged = self._num_staged, 0
+        if num_staged:
+            # ORDER: only after the descriptors' bytes; the kernel lock in here publishes them to `drain`.
+            _ring(self._bell, num_staged)
+
+    def push(self, *fields: int) -> bool:
+        """Publish one descriptor, and what was staged before; otherwise as `stage`."""
+        if not self.stage(*fields):
+            return False
+        self.publish()
         return True
 
     def push_many(self, descriptors: Sequence[tuple[int, ...]]) -> int:
-        """Publish as many descriptors as fit, in order, with one doorbell; return how many that was."""
+        """Publish as many descriptors as fit, in order and behind what was staged; return how many that was."""
         num_fit = len(descriptors)
         if self._credits < num_fit:
             num_fit = min(num_fit, self._collect_credit())
@@ -112,10 +126,10 @@ class RingProducer:
         for fields in descriptors[:num_fit]:
             _pack_into(view, tail, *fields)
             tail = (tail + DESCRIPTOR_BYTES) & mask
-        # ORDER: as in `push`; one count publishes them all.
-        _ring(self._bell, num_fit)
         self._tail = tail
         self._credits -= num_fit
+        self._num_staged += num_fit
+        self.publish()
         return num_fit
 
     def close(self) -> None:
@@ -127,6 +141,7 @@ class RingProducer:
         close(self._bell)
         close(self._credit)
         self._bell = self._credit = -1
+        self._num_staged = 0
 
     def _collect_credit(self) -> int:
         """Take over the credit that came back; return how many descriptors can be pushed."""
@@ -176,7 +191,7 @@ class RingConsumer:
         Raises ProtocolError when the doorbell counts more descriptors than the ring has.
         """
         try:
-            # ORDER: pairs with `push`; after this read the bytes of `count` descriptors are visible.
+            # ORDER: pairs with `publish`; after this read the bytes of `count` descriptors are visible.
             count = eventfd_read(self.bell_fd)
         except BlockingIOError:
             return []

@@ -28,13 +28,15 @@ from sie.process import dump_stacks_on_abort
 from sie.progress import Progress
 from sie.settings import Access, Loaded, Settings
 from sie.shm.segment import ReservationError, check_reservation
-from sie.supervisor.devices import resolve_devices
+from sie.supervisor.certificates import open_certificates
+from sie.supervisor.devices import WorkerSlot, resolve_devices
 from sie.supervisor.host import StartError, count_frontends, make_runtime_dir, reserved_bytes, take_lock
 from sie.supervisor.key_file import KeyFileWatch
-from sie.supervisor.listen import Place, check_tls, exposure_warnings, open_grpc_place, open_place
+from sie.supervisor.listen import Place, exposure_warnings, open_grpc_place, open_place
 from sie.supervisor.loads import Models
 from sie.supervisor.reload import Reading
 from sie.supervisor.server import Supervisor
+from sie.supervisor.tasks import check_tasks, needed_tasks
 
 _log = get_logger(__name__)
 
@@ -53,7 +55,7 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
     models = _read_models(loaded)
     adapters = _read_adapters(loaded, models)
     key_file = _open_key_file(settings.access.api_keys)
-    check_tls(settings.access)
+    certificates = open_certificates(settings.access)
     with contextlib.ExitStack() as held:
         place = held.enter_context(contextlib.closing(open_place(server, settings.access)))
         grpc_place = open_grpc_place(server, settings.access)
@@ -67,7 +69,9 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
         try:
             places = resolve_devices(settings.devices.devices, settings.devices.resolve_timeout_s)
             num_frontends = count_frontends(server.frontends)
-            check_reservation(reserved_bytes(settings.memory, num_frontends + (grpc_place is not None), len(places)))
+            num_http = num_frontends + (certificates is not None)  # a stand-in, when certificates are renewed
+            check_reservation(reserved_bytes(settings.memory, num_http + (grpc_place is not None), len(places)))
+            check_tasks(_needed_tasks(settings, places, num_http, has_grpc=grpc_place is not None))
             progress = Progress(sys.stderr, server.log_format)
 
             def reread() -> Reading:
@@ -88,6 +92,7 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
                     grpc_place=grpc_place,
                     progress=progress,
                     key_file=key_file,
+                    certificates=certificates,
                     reread=reread,
                 )
                 return await supervisor.run()
@@ -98,6 +103,11 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
         finally:
             if lock is not None:
                 os.close(lock)
+
+
+def _needed_tasks(settings: Settings, places: list[WorkerSlot], num_frontends: int, *, has_grpc: bool) -> int:
+    num_threads = settings.devices.threads_per_worker or max((len(place.cores) for place in places), default=1)
+    return needed_tasks(num_frontends, len(places), num_threads, has_grpc=has_grpc)
 
 
 def _exposure(place: Place, grpc_place: Place | None, access: Access) -> list[str]:

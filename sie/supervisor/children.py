@@ -14,9 +14,10 @@ import msgspec
 from sie.control import Channel
 from sie.control_messages import Launch, Protocol, Role
 from sie.supervisor.devices import WorkerSlot
+from sie.supervisor.losses import DeviceLosses
 from sie.supervisor.restart import StartHistory
 
-ChildState = Literal["waiting", "starting", "ready", "gone"]
+ChildState = Literal["waiting", "starting", "ready", "lost", "gone"]
 _MODULES = {"frontend": "sie.frontend.main", "worker": "sie.workers.main"}
 _GRPC_MODULE = "sie.frontend.rpc.main"
 
@@ -24,7 +25,8 @@ _GRPC_MODULE = "sie.frontend.rpc.main"
 class Child:
     """One slot: a frontend or a worker, whatever process fills it now.
 
-    waiting: no process, one will be started. starting: it has not said ready. gone: given up or stopped for good.
+    waiting: no process, one will be started. starting: it has not said ready. lost: its device is gone, and will be tried
+    again after a while. gone: given up or stopped for good.
     peer_pid and peer_pidfd name the process that shares memory: a frontend's Granian child, else the process itself.
     """
 
@@ -38,6 +40,9 @@ class Child:
         self.incarnation = 0
         self.num_restarts = 0
         self.history = StartHistory()
+        self.losses = DeviceLosses()
+        self.max_step_tokens = 0
+        """Of a worker: see `Launch`."""
         self.process: subprocess.Popen[bytes] | None = None
         self.pidfd = -1
         self.channel: Channel | None = None
@@ -46,24 +51,30 @@ class Child:
         self.started_s = 0.0
         self.pong_s = 0.0
         self.is_condemned = False
+        self.is_retired = False
+        """Its process is on its way out, and is not started again because of that."""
 
     @property
     def name(self) -> str:
         """`frontend-0`, `worker-1`: how logs and metrics call this slot."""
         return f"{self.role}-{self.slot}"
 
-    def start(self, launch: Launch, num_threads: int, now_s: float) -> None:
-        """Start the process. It gets its own process group, so that Ctrl-C at a terminal reaches only us."""
+    def start(self, launch: Launch, num_threads: int, now_s: float, tls_fds: tuple[int, ...] = ()) -> None:
+        """Start the process. It gets its own process group, so that Ctrl-C at a terminal reaches only us.
+
+        tls_fds: what the paths of a frontend's TLS files name.
+        """
         self.incarnation = launch.incarnation
-        self.state = "starting"
         self.started_s = now_s
-        self.is_condemned = False
+        self.is_condemned = self.is_retired = False
         module = _GRPC_MODULE if self.protocol == "grpc" else _MODULES[self.role]
         command = [sys.executable, "-m", module, msgspec.json.encode(launch).decode()]
         inherited = (launch.listen_fd,) if module == _MODULES["frontend"] and launch.listen_fd >= 0 else ()
+        inherited += tls_fds if self.role == "frontend" else ()
         self.process = subprocess.Popen(  # noqa: S603  # our own interpreter, module and launch record
             command, stdin=subprocess.DEVNULL, env=_environment(num_threads), process_group=0, pass_fds=inherited
         )
+        self.state = "starting"
         self.pidfd = os.pidfd_open(self.process.pid)
 
     def adopt(self, channel: Channel, pid: int) -> None:
@@ -76,6 +87,13 @@ class Child:
         """Send a signal to the process if it still runs."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(number)
+
+    def finish(self) -> None:
+        """Have a frontend finish what it accepted; one that is only starting has nothing, and would not hear of it."""
+        if self.state == "starting":
+            self.kill()
+        else:
+            self.signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """SIGKILL the process and, for a frontend, the Granian child that shares our memory."""
@@ -106,7 +124,7 @@ def _environment(num_threads: int) -> dict[str, str]:
     """Return the child's environment. Thread pools must be sized before the libraries that own them are imported.
 
     OpenMP's threads spin only briefly for their next piece of work: a worker's cores are the frontends' too, and with
-    libgomp's own spin count a busy neighbour made a 4 ms step take 60 ms and more (bench/minilm.py).
+    libgomp's own spin count a busy neighbour made a 4 ms step take 60 ms and more (`bench peers`).
     """
     threads = {name: str(num_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    return {"GOMP_SPINCOUNT": "1000", **os.environ, **threads, "TOKENIZERS_PARALLELISM": "false"}
+    return {"GOMP_SPINCOUNT": "1000", **os.environ, **threads, "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}

@@ -24,8 +24,10 @@ from sie.logs import get_logger
 from sie.settings import Settings
 from sie.shm.inflight import InflightPage, InflightStatus
 from sie.shm.pages import CounterPage
+from sie.supervisor.certificates import CertificateFiles
 from sie.supervisor.children import Child
 from sie.supervisor.devices import WorkerSlot
+from sie.supervisor.losses import DEVICE_LOST_STATUS, plan_after_loss, tokens_after_kill
 from sie.supervisor.restart import RestartPolicy, plan_restart
 from sie.supervisor.watch import count_oom_kills
 
@@ -69,8 +71,10 @@ class Crew:
         events: CrewEvents,
         *,
         grpc: tuple[str, int] | None = None,
+        certificates: CertificateFiles | None = None,
     ) -> None:
         """Launch is what every child is told, but for who it is; grpc: where one more frontend listens for gRPC."""
+        self._certificates = certificates
         self._grpc = grpc
         self._settings = settings
         self._events = events
@@ -79,6 +83,12 @@ class Crew:
         self.frontends = [Child("frontend", slot, WorkerSlot("")) for slot in range(num_frontends)]
         if grpc is not None:
             self.frontends.append(Child("frontend", num_frontends, WorkerSlot(""), "grpc"))
+        self.stand_in: Child | None = None
+        """The last frontend: without a process but while the others are replaced; only where there are certificates."""
+        if certificates is not None:
+            self.stand_in = Child("frontend", len(self.frontends), WorkerSlot(""))
+            self.stand_in.state = "gone"
+            self.frontends.append(self.stand_in)
         page_bytes = settings.memory.counter_page_bytes
         self._page = CounterPage.create(page_bytes)
         self._pages = {child.name: CounterPage.create(page_bytes) for child in self.all}
@@ -100,6 +110,16 @@ class Crew:
         """Workers, then frontends."""
         return [*self.workers, *self.frontends]
 
+    @property
+    def num_http_frontends(self) -> int:
+        """How many frontends serve HTTP, the stand-in not counted."""
+        return sum(child.protocol == "http" and child is not self.stand_in for child in self.frontends)
+
+    @property
+    def are_frontends_ready(self) -> bool:
+        """Whether every frontend serves."""
+        return all(child.state == "ready" for child in self.frontends if child is not self.stand_in)
+
     def open(self) -> None:
         """Listen for control connections on a 0600 socket, and start everybody."""
         path = Path(self._launch.control_path)
@@ -109,7 +129,8 @@ class Crew:
         self._listener.setblocking(False)
         self._loop.add_reader(self._listener, self._on_connect)
         for child in self.all:
-            self._start(child)
+            if child is not self.stand_in:
+                self._start(child)
 
     def close(self) -> None:
         """Stop listening; every child is gone."""
@@ -142,6 +163,11 @@ class Crew:
         self._page.gauge(families.API_KEYS_REFUSED.name).set(float(bool(keys.problem)))
         self.send_all(self.frontends, keys)
 
+    def start_again(self, frontend: Child) -> None:
+        """Start a frontend whose process has ended, as it was to."""
+        frontend.state = "waiting"
+        self._start(frontend)
+
     async def until_gone(self, children: list[Child], timeout_s: float) -> None:
         """Wait until none of these children has a process, or the time is over."""
         with contextlib.suppress(TimeoutError):
@@ -161,13 +187,27 @@ class Crew:
         try:
             child.channel.send(message, fds)
         except ChannelClosedError as error:
-            _log.warning("%s does not read its control channel: %s", child.name, error)
+            if not child.is_retired:
+                _log.warning("%s does not read its control channel: %s", child.name, error)
             child.kill()
 
     def send_all(self, children: Iterable[Child], message: Message) -> None:
         """Send to each of these children."""
         for child in children:
             self.send(child, message)
+
+    def set_ready(self, child: Child) -> None:
+        """Note that a child serves."""
+        child.state = "ready"
+        child.pong_s = time.monotonic()
+        self._show(child)
+
+    def _show(self, child: Child) -> None:
+        """Publish what a worker slot can do now."""
+        if child.role == "worker":
+            labels = families.WORKER_UP.label_pairs(str(child.slot))
+            self._page.gauge(families.WORKER_UP.name, labels).set(float(child.state == "ready"))
+            self._page.gauge(families.DEVICE_LOST.name, labels).set(float(child.state == "lost"))
 
     def count(self, family: families.Family, *labels: str) -> None:
         """Add one to a counter that is the server's own and no child's."""
@@ -186,13 +226,23 @@ class Crew:
             incarnation=child.incarnation + 1,
             device=child.place.device,
             cores=child.place.cores,
+            max_step_tokens=child.max_step_tokens,
         )
+        if child.role == "frontend" and self._certificates is not None:
+            launch = msgspec.structs.replace(launch, **self._certificates.launch_paths)
         if child.protocol == "grpc" and self._grpc is not None:
             host, port = self._grpc
             launch = msgspec.structs.replace(launch, protocol="grpc", host=host, port=port, listen_fd=-1)
         if child.role == "worker":  # shown as 0: a scraper sees an increase only of what was there before
             self._page.counter(families.WORKER_RESTARTS.name, families.WORKER_RESTARTS.label_pairs(str(child.slot)))
-        child.start(launch, self._num_threads(child), time.monotonic())
+            self._show(child)
+        try:
+            tls_fds = self._certificates.fds if self._certificates is not None else ()
+            child.start(launch, self._num_threads(child), time.monotonic(), tls_fds)
+        except OSError as error:  # such as a limit on processes
+            _log.error("%s cannot be started: %s", child.name, error)
+            self._plan_restart(child, was_ready=False, was_killed=False)
+            return
         self._loop.add_reader(child.pidfd, self._on_death, child)
 
     def _num_threads(self, child: Child) -> int:
@@ -280,20 +330,29 @@ class Crew:
         was_ready = child.state == "ready"
         child.kill()
         status = child.reap()
-        is_final = self.is_stopping or (self.is_draining and child.role == "frontend")
+        is_final = self.is_stopping or child.is_retired or (self.is_draining and child.role == "frontend")
         child.state = "gone" if is_final else "waiting"
+        had_no_memory = self._had_no_memory(status)
         if child.role == "worker":
-            self._bury(child, status)
+            self._bury(child, status, had_no_memory)
         if not is_final:
             _log.warning("%s ended with status %d", child.name, status)
-            self._plan_restart(child, was_ready, self._was_killed(child, status))
+            if status == DEVICE_LOST_STATUS:
+                self._plan_after_loss(child)
+            else:
+                was_killed = status == -signal.SIGKILL and not (child.is_condemned or had_no_memory)
+                self._plan_restart(child, was_ready, was_killed)
+        self._show(child)
         self._death.set()
         self._events.on_changed()
 
-    def _bury(self, worker: Child, status: int) -> None:
+    def _bury(self, worker: Child, status: int, had_no_memory: bool) -> None:
         """Tell the frontends that the worker's ring may be read a last time, and which requests may be to blame."""
         page = self._inflight[worker.slot]
-        suspects = self._events.on_worker_death(worker, status, page.read())
+        running = page.read()
+        suspects = self._events.on_worker_death(worker, status, running)
+        if had_no_memory:
+            worker.max_step_tokens = tokens_after_kill(worker.max_step_tokens, running.num_tokens)
         page.reset()
         for frontend in self.frontends:
             generation = self._pairs.pop((frontend.slot, worker.slot), None)
@@ -301,11 +360,11 @@ class Crew:
                 ids = tuple(request_id for slot, request_id in suspects if slot == frontend.slot)
                 self.send(frontend, control_messages.WorkerDown(worker.slot, generation, ids))
 
-    def _was_killed(self, child: Child, status: int) -> bool:
-        """Return whether a SIGKILL came neither from us nor from the kernel for want of memory."""
+    def _had_no_memory(self, status: int) -> bool:
+        """Return whether it was the kernel that ended a process, for want of memory."""
         num_oom_kills, before = count_oom_kills(), self._num_oom_kills
         self._num_oom_kills = num_oom_kills
-        return status == -signal.SIGKILL and not child.is_condemned and num_oom_kills == before
+        return status == -signal.SIGKILL and num_oom_kills > before
 
     def _plan_restart(self, child: Child, was_ready: bool, was_killed: bool) -> None:
         s = self._settings.supervisor
@@ -318,6 +377,20 @@ class Crew:
             if all(sibling.state == "gone" for sibling in siblings):
                 self._events.on_given_up(child.role)
             return
+        self._start_after(child, delay_s)
+
+    def _plan_after_loss(self, worker: Child) -> None:
+        """Start a worker again that ended since its device was lost, or set it aside for a while."""
+        delay_s = plan_after_loss(worker.losses, time.monotonic(), self._settings.supervisor.device_retry_s)
+        if delay_s:
+            worker.state = "lost"
+            _log.error(
+                "%s: its device %s is lost: out of use, and tried again in %g s (device_retry_s)",
+                worker.name, worker.place.device, delay_s,
+            )  # fmt: skip
+        self._start_after(worker, delay_s)
+
+    def _start_after(self, child: Child, delay_s: float) -> None:
         child.num_restarts += 1
         if child.role == "worker":
             self.count(families.WORKER_RESTARTS, str(child.slot))

@@ -19,7 +19,7 @@ POLL_S: Final = 0.4
 _log = get_logger(__name__)
 
 
-class _Mark(NamedTuple):
+class FileMark(NamedTuple):
     """What tells one state of a file from another; zeros for a file that is not there."""
 
     inode: int = 0
@@ -36,7 +36,7 @@ class KeyFileWatch:
         self._path = path
         self._secret = secrets.token_bytes(32)
         self._problem = ""
-        self._seen = self._read_mark = _mark(path)
+        self._seen = self._read_mark = file_mark(path)
         self._keys: tuple[ApiKey, ...] = self._read()
 
     @property
@@ -46,7 +46,7 @@ class KeyFileWatch:
 
     def poll(self) -> bool:
         """Look at the file again and return whether `message` has changed."""
-        mark = _mark(self._path)
+        mark = file_mark(self._path)
         is_settled, self._seen = mark == self._seen, mark
         if mark == self._read_mark or not is_settled:
             return False
@@ -69,9 +69,10 @@ class KeyFileWatch:
         return found.keys
 
 
-def _mark(path: str) -> _Mark:
+def file_mark(path: str) -> FileMark:
+    """Return the state of a file; two that are alike mean that nobody wrote to it between."""
     try:
         found = Path(path).stat()
     except OSError:
-        return _Mark()
-    return _Mark(found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size)
+        return FileMark()
+    return FileMark(found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size)

@@ -54,19 +54,27 @@ def check_tls(access: Access) -> None:
     """Refuse certificate files that cannot be served with."""
     if not access.tls_cert:
         return
-    for name in ("tls_cert", "tls_key", "tls_client_ca"):
-        if path := getattr(access, name):
-            _check_readable(name, path)
+    names = [name for name in ("tls_cert", "tls_key", "tls_client_ca") if getattr(access, name)]
+    for name in names:
+        read_tls_file(name, getattr(access, name))
+    check_certificates(access, {name: getattr(access, name) for name in names})
+
+
+def check_certificates(access: Access, paths: dict[str, str]) -> None:
+    """Refuse certificates that cannot be served with: paths, by the settings' names, are where they lie.
+
+    Raises StartError that names the settings' own files, which may lie elsewhere.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(access.tls_cert, access.tls_key, password=_refuse_password)
+        context.load_cert_chain(paths["tls_cert"], paths["tls_key"], password=_refuse_password)
     except (ssl.SSLError, ValueError) as error:
         raise StartError(
             f"tls_cert, tls_key: {access.tls_cert} and {access.tls_key} are not a certificate and its key in PEM: {error}"
         ) from error
     try:
         if access.tls_client_ca:
-            context.load_verify_locations(access.tls_client_ca)
+            context.load_verify_locations(paths["tls_client_ca"])
     except ssl.SSLError as error:
         raise StartError(f"tls_client_ca: {access.tls_client_ca} holds no certificate in PEM: {error}") from error
 
@@ -186,10 +194,10 @@ def _locked(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _check_readable(name: str, path: str) -> None:
+def read_tls_file(name: str, path: str) -> bytes:
+    """Return what a file of the settings holds. Raises StartError."""
     try:
-        with Path(path).open("rb") as file:
-            file.read(1)
+        return Path(path).read_bytes()
     except OSError as error:
         raise StartError(f"{name}: {path} cannot be read: {error.strerror}") from error
 

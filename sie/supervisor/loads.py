@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Final, Literal
 
 from sie import control_messages, families
 from sie.cards import ModelCard
@@ -14,7 +14,7 @@ from sie.errors import WireError
 from sie.logs import get_logger
 from sie.progress import Progress
 from sie.settings import Settings
-from sie.supervisor.children import Child
+from sie.supervisor.children import Child, ChildState
 from sie.supervisor.crew import Crew
 from sie.supervisor.evictions import Memory
 from sie.supervisor.models import ModelBook, Record
@@ -22,6 +22,9 @@ from sie.supervisor.prepare import Preparer, failed
 from sie.supervisor.room import Rooms
 
 _log = get_logger(__name__)
+_SHOWN_STATES: Final[dict[ChildState, Literal["starting", "ready", "lost", "dead"]]] = {
+    "waiting": "starting", "starting": "starting", "ready": "ready", "lost": "lost", "gone": "dead",
+}  # fmt: skip
 _PRESSURE_GAP_S = 2.0
 """Between two models that go because of pressure: what the first one frees has to show."""
 
@@ -49,9 +52,10 @@ class Loads:
         self._with_adapters: Callable[
             [tuple[control_messages.ModelEntry, ...]], tuple[control_messages.ModelEntry, ...]
         ] = tuple
+        self._on_settled: Callable[[], None] = lambda: None
         self.was_ready = False
         """Whether everything was ready at least once."""
-        self.config_error = ""
+        self.config_error = self.tls_error = ""
         """Why the latest reload of the settings changed nothing; every frontend hears it."""
 
     def bind(self, crew: Crew, not_ready_reason: Callable[[], str], on_first_ready: Callable[[], None]) -> None:
@@ -67,6 +71,10 @@ class Loads:
     ) -> None:
         """Say who knows the models' adapters."""
         self._with_adapters = with_adapters
+
+    def bind_repositories(self, on_settled: Callable[[], None]) -> None:
+        """Say who is to hear when a model has come, gone or failed."""
+        self._on_settled = on_settled
 
     def start(self) -> None:
         """Begin with the models that readiness waits for."""
@@ -174,6 +182,7 @@ class Loads:
             self._progress.done(report.model, f"{worker.place.device} {report.dtype}".strip())
         elif report.state == "failed" and report.error is not None:
             self._progress.fail(report.model, report.error.message)
+        self._on_settled()
         self.broadcast()
 
     def take_memory(self, worker: Child, memory: Memory) -> None:
@@ -246,13 +255,13 @@ class Loads:
                 slot=worker.slot,
                 device=worker.place.device,
                 pid=worker.peer_pid,
-                state="ready" if worker.state == "ready" else "dead" if worker.state == "gone" else "starting",
+                state=_SHOWN_STATES[worker.state],
                 restarts=worker.num_restarts,
             )
             for worker in self._crew.workers
         )
         entries = self._with_adapters(self._book.entries())
-        return control_messages.Models(entries, not reason, reason, workers, self.config_error)
+        return control_messages.Models(entries, not reason, reason, workers, self.config_error, self.tls_error)
 
     def reason(self) -> str:
         """Return why the server is not ready, or an empty text when it is."""
@@ -306,4 +315,5 @@ class Loads:
     def _refuse(self, record: Record, error: WireError) -> None:
         self._book.fail(record, error, time.monotonic())
         self._progress.fail(record.spec.id, error.message)
+        self._on_settled()
         self.broadcast()

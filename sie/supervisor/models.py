@@ -289,6 +289,7 @@ def _entry(record: Record) -> ModelEntry:
         is_read=record.card is not None,
         recovering=record.wanted and record.was_loaded and not workers,
         reloading=record.reloading,
+        dismissed=record.dismissed,
         preload=record.preload,
         workers=workers,
         device=next((report.device for report in reports if report.state == "loaded"), ""),

@@ -22,6 +22,7 @@ from sie.supervisor.models import ModelBook, Record
 from sie.supervisor.prepare import Preparer
 
 _log = get_logger(__name__)
+_MOVING = frozenset(("loading", "unloading"))
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 
 
@@ -37,12 +38,15 @@ class Repositories:
         self._loads = loads
         self._preparer = preparer
         self._spawn = spawn
+        self._leaving: dict[str, set[str]] = {}
+        """By model the ids of versions that go as soon as those that take their place are there."""
         self.is_reading = bool(self._directories)
         """Whether it is not known yet what there is: readiness waits."""
 
     def bind(self, crew: Crew) -> None:
         """Say whom to answer."""
         self._crew = crew
+        self._loads.bind_repositories(self._retire)
 
     def start(self) -> None:
         """Begin to read the repositories."""
@@ -56,6 +60,7 @@ class Repositories:
         elif not self._is_explicit:
             self._answer(child, message, to_wire(_not_allowed()))
         elif message.action == "unload":
+            self._leaving.pop(message.name, None)
             for record in self._records(message.name):
                 self._loads.manage("unload", record.spec.id)
             self._answer(child, message)
@@ -95,6 +100,7 @@ class Repositories:
         for record in self._records():
             if record.spec.tensor is not None and record.spec.tensor.name not in names:
                 self._book.release(record)  # it may still be on its way through the prepare helper
+                self._leaving.pop(record.spec.tensor.name, None)
                 self._book.remove(record.spec.id)
                 self._crew.send_all(self._crew.workers, control_messages.Unload(record.spec.id))
         for model in found:
@@ -105,15 +111,29 @@ class Repositories:
         self._answer(child, message)
 
     def _load_found(self, model: RepositoryModel) -> None:
-        """Load the versions that the policy names now, those again whose files have changed; unload all others."""
+        """Load the versions that the policy names now, those again whose files have changed; all others go after that."""
         before = {record.spec.id: record.spec for record in self._records(model.name)}
         records = self._take(model)
         kept = {record.spec.id for record in records}
-        for model_id in before.keys() - kept:
-            self._loads.manage("unload", model_id)
+        self._leaving[model.name] = before.keys() - kept
         for record in records:
             has_changed = before.get(record.spec.id, record.spec) != record.spec
             self._loads.manage("reload" if has_changed and record.wanted else "load", record.spec.id)
+        self._retire()
+
+    def _retire(self) -> None:
+        """Unload the versions whose successors have come; where all of these failed, the model stays what it was."""
+        if not self._leaving:
+            return
+        states = {entry.card.id: entry.state for entry in self._book.entries()}
+        for name, leaving in list(self._leaving.items()):
+            staying = [states[record.spec.id] for record in self._records(name) if record.spec.id not in leaving]
+            if any(state in _MOVING for state in staying):
+                continue
+            del self._leaving[name]
+            if "loaded" in staying or not staying:
+                for model_id in leaving & states.keys():
+                    self._loads.manage("unload", model_id)
 
     def _take(self, model: RepositoryModel) -> list[Record]:
         """Make a model's versions known and return their records; one without versions only has its reason told."""

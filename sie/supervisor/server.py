@@ -24,6 +24,7 @@ from sie.progress import Progress
 from sie.settings import Settings
 from sie.shm.inflight import InflightStatus
 from sie.supervisor.adapter_loads import AdapterLoads
+from sie.supervisor.certificates import CertificateFiles
 from sie.supervisor.children import Child
 from sie.supervisor.crew import Crew
 from sie.supervisor.devices import WorkerSlot
@@ -31,10 +32,12 @@ from sie.supervisor.evictions import Memory
 from sie.supervisor.key_file import POLL_S, KeyFileWatch
 from sie.supervisor.listen import Place
 from sie.supervisor.loads import Loads, Models
+from sie.supervisor.losses import DEVICE_LOST_STATUS
 from sie.supervisor.models import ModelBook
 from sie.supervisor.notify import Herald, Notifier, watchdog_interval_s
 from sie.supervisor.prepare import Preparer
 from sie.supervisor.reload import Reading, Reloader
+from sie.supervisor.renewal import Renewal
 from sie.supervisor.repository import Repositories
 from sie.supervisor.watch import Watch
 
@@ -65,6 +68,7 @@ class Supervisor:
         progress: Progress,
         reread: Callable[[], Reading],
         key_file: KeyFileWatch | None = None,
+        certificates: CertificateFiles | None = None,
     ) -> None:
         """Reread returns what a start would read now; it raises SettingsError or StartError."""
         self._settings = settings
@@ -80,7 +84,8 @@ class Supervisor:
         self._loop = asyncio.get_running_loop()
         grpc = (grpc_place.address, grpc_place.port) if grpc_place is not None else None
         num_children = len(places) + num_frontends + (grpc is not None)
-        self._crew = Crew(settings, places, num_frontends, self._launch(num_children), self, grpc=grpc)
+        self._crew = Crew(settings, places, num_frontends, self._launch(num_children), self,
+                          grpc=grpc, certificates=certificates)  # fmt: skip
         self._adapters = AdapterLoads(settings, adapters, progress, self._spawn)
         preparer = Preparer(settings, progress)
         self._loads = Loads(settings, self._book, progress, self._spawn, preparer)
@@ -92,6 +97,9 @@ class Supervisor:
         self._watch = Watch(settings.supervisor.watchdog_s)
         self._herald = Herald(Notifier(os.environ.get("NOTIFY_SOCKET", "")), watchdog_interval_s(dict(os.environ)))
         self._reloader = Reloader(reread, self._apply, self._herald)
+        self._renewal = None if certificates is None else Renewal(
+            certificates, self._crew, on_problem=self._on_tls_problem, timeouts_s=self._timeouts_s
+        )  # fmt: skip
         self._exit_status = 0
         self._stopped = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -105,6 +113,8 @@ class Supervisor:
             if self._key_file is not None:
                 self._crew.set_keys(self._key_file.message)
                 self._spawn(self._watch_keys(self._key_file))
+            if self._renewal is not None:
+                self._spawn(self._renewal.run())
             self._crew.open()
             self._loads.start()
             self._repositories.start()
@@ -122,7 +132,7 @@ class Supervisor:
         return self._exit_status
 
     def _launch(self, num_children: int) -> control_messages.Launch:
-        server, access = self._settings.server, self._settings.access
+        server = self._settings.server
         return control_messages.Launch(
             control_path=str(self._runtime_dir / "control"),
             supervisor_pid=os.getpid(),
@@ -132,14 +142,11 @@ class Supervisor:
             host=self._place.address,
             port=self._place.port,
             listen_fd=self._place.fd,
-            tls_cert=access.tls_cert,
-            tls_key=access.tls_key,
-            tls_client_ca=access.tls_client_ca,
             backlog=server.backlog,
             log_format=server.log_format,
             log_level=server.log_level,
             max_large_bytes=self._settings.memory.max_large_bytes // num_children,
-            started_s=time.time(),
+            started_s=self._started_s,
         )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -168,8 +175,7 @@ class Supervisor:
         """Act on what a child says."""
         match message:
             case control_messages.Ready():
-                child.state = "ready"
-                child.pong_s = time.monotonic()
+                self._crew.set_ready(child)
                 self._loads.broadcast()
             case control_messages.ModelReport():
                 self._adapters.on_model(child, message)
@@ -196,7 +202,9 @@ class Supervisor:
                 self._loads.touch(models)
                 self._adapters.touch(adapters)
             case control_messages.Pong():
-                child.pong_s = time.monotonic()
+                child.pong_s = max(child.pong_s, time.monotonic())  # an announced silence still lies ahead
+            case control_messages.Silence(seconds):
+                child.pong_s = time.monotonic() + seconds
             case control_messages.Quarantine():
                 # The one that asks comes last: it answers its client when it hears this.
                 self._crew.send_all(sorted(self._crew.frontends, key=lambda frontend: frontend is child), message)
@@ -207,7 +215,8 @@ class Supervisor:
         """Forget what the worker had loaded; blame what it ran, if the death can be that input's doing."""
         is_suspect = self._watch.blames_input(status, worker.slot)
         self._watch.forget(worker.slot)
-        self._loads.forget_worker(worker.slot, blame=is_suspect)
+        # A device that is gone takes every load along, and says nothing about a model.
+        self._loads.forget_worker(worker.slot, blame=is_suspect and status != DEVICE_LOST_STATUS)
         self._adapters.forget_worker(worker.slot)
         return tuple((entry.frontend, entry.request_id) for entry in running.entries) if is_suspect else ()
 
@@ -223,7 +232,7 @@ class Supervisor:
     def _not_ready_reason(self) -> str:
         if self._crew.is_draining or self._crew.is_stopping:
             return "stopping"
-        if not self._loads.was_ready and not all(frontend.state == "ready" for frontend in self._crew.frontends):
+        if not self._loads.was_ready and not self._crew.are_frontends_ready:
             return "frontends are starting"
         if not any(worker.state == "ready" for worker in self._crew.workers):
             return "no worker is running"
@@ -239,7 +248,7 @@ class Supervisor:
             self._place.url,
             f" and {self._grpc_place.url}" if self._grpc_place is not None else "",
             took_s,
-            sum(frontend.protocol == "http" for frontend in self._crew.frontends),
+            self._crew.num_http_frontends,
             workers,
         )
         self._herald.ready(self._status())
@@ -253,16 +262,28 @@ class Supervisor:
         state = f"not ready: {reason}" if reason else f"serving on {self._place.url}"
         silent = self._silent(time.monotonic())
         hangs = f"; not answering: {', '.join(silent)}" if silent else ""
+        lost = [worker.place.device for worker in self._crew.workers if worker.state == "lost"]
+        gone = f"; devices lost: {', '.join(lost)}" if lost else ""
         kept = f"; settings not reloaded: {self._reloader.error}" if self._reloader.error else ""
         problem = self._key_file.message.problem if self._key_file is not None else ""
         keys = f"; API keys not taken over: {problem}" if problem else ""
-        return f"{state}, models loaded: {self._loads.num_loaded}{hangs}{kept}{keys}"
+        tls = f"; certificate not renewed: {self._loads.tls_error}" if self._loads.tls_error else ""
+        return f"{state}, models loaded: {self._loads.num_loaded}{hangs}{gone}{kept}{keys}{tls}"
 
     # --- reloading ------------------------------------------------------------------------------------------------
 
     def _on_reload_signal(self) -> None:
         if not self._crew.is_draining:
             self._reloader.request()
+            if self._renewal is not None:
+                self._renewal.request()
+
+    def _on_tls_problem(self, problem: str) -> None:
+        self._loads.tls_error = problem
+        self._loads.broadcast()
+
+    def _timeouts_s(self) -> tuple[float, float]:
+        return self._settings.supervisor.start_timeout_s, self._settings.server.drain_timeout_s
 
     def _apply(self, plan: Plan, models: Models) -> tuple[str, ...]:
         """Take over what can change in a running server; return what about its models cannot."""
@@ -366,7 +387,7 @@ class Supervisor:
         await asyncio.sleep(_CLOSE_AFTER_S)
         self._place.stop_listening()
         for frontend in frontends:
-            frontend.signal(signal.SIGTERM)
+            frontend.finish()
         await self._crew.until_gone(frontends, self._settings.server.drain_timeout_s)
         self._stopped.set()
 

@@ -7,6 +7,8 @@ import msgspec
 _DOUBLES_NS = 60_000_000_000
 """A ceiling is twice as high after each such time: what took the memory may have gone, and a try costs little."""
 
+_AFTER_KILL_NS = 600_000_000_000
+
 
 class Ceiling(msgspec.Struct, frozen=True):
     """The most tokens in one step of a model, as of since_ns."""
@@ -26,6 +28,14 @@ def lower_ceiling(before: Ceiling | None, failed_tokens: int, now_ns: int) -> Ce
     """Return the ceiling after a step of failed_tokens found no memory: half of them, and never above the one before."""
     num_tokens = max(1, failed_tokens // 2)
     return Ceiling(num_tokens if before is None else min(num_tokens, before.max_tokens(now_ns)), now_ns)
+
+
+def ceiling_after_kill(num_tokens: int, now_ns: int) -> Ceiling | None:
+    """Return what a worker begins with whose predecessor was killed for want of memory; None for num_tokens 0.
+
+    It stays for ten minutes before it grows: another kill costs all of a worker's models, not a step.
+    """
+    return Ceiling(num_tokens, now_ns + _AFTER_KILL_NS) if num_tokens else None
 
 
 def drop_outgrown(ceilings: dict[str, Ceiling], max_tokens: int, now_ns: int) -> None:

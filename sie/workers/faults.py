@@ -25,6 +25,8 @@ _STICKY = (
     "uncorrectable ECC error encountered",
     "uncorrectable NVLink error detected",
     "CUDA-capable device(s) is/are busy or unavailable",
+    "no CUDA-capable device is detected",
+    "No CUDA GPUs are available",
 )
 """After these the CUDA runtime answers every further call with the same error, until the process ends."""
 

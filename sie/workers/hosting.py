@@ -18,7 +18,7 @@ from sie.cards import ModelCard, ModelState
 from sie.control_messages import ModelReport
 from sie.errors import Internal, SieError, WireError, to_wire
 from sie.logs import get_logger
-from sie.workers.faults import is_out_of_memory
+from sie.workers.faults import DeviceLostError, is_out_of_memory, is_sticky
 from sie.workers.memory import free_model
 from sie.workers.runners import Runner
 
@@ -49,7 +49,7 @@ class Host:
         self._send = send_report
         self._wanted: deque[ModelCard] = deque()
         self._is_loading = False
-        self._news: queue.SimpleQueue[ModelReport | tuple[ModelCard, Runner]] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[ModelReport | DeviceLostError | tuple[ModelCard, Runner]] = queue.SimpleQueue()
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.models: dict[str, Hosted] = {}
 
@@ -104,11 +104,16 @@ class Host:
         self._send(ModelReport(model, "available", self.device))
 
     def collect(self) -> list[Hosted]:
-        """Take over finished loads and pass progress on; return the models that are newly loaded."""
+        """Take over finished loads and pass progress on; return the models that are newly loaded.
+
+        Raises DeviceLostError when a load found the device of no more use to this process.
+        """
         os.eventfd_read(self.event_fd)
         loaded: list[Hosted] = []
         while not self._news.empty():
             news = self._news.get()
+            if isinstance(news, DeviceLostError):
+                raise news
             if isinstance(news, ModelReport):
                 if news.state == "failed":
                     self.models.pop(news.model, None)
@@ -140,7 +145,12 @@ class Host:
         """
         if self._wanted and not self._is_loading:
             self._is_loading = True
-            threading.Thread(target=self._load, args=(self._wanted.popleft(),), name="load", daemon=True).start()
+            card = self._wanted.popleft()
+            try:
+                threading.Thread(target=self._load, args=(card,), name="load", daemon=True).start()
+            except RuntimeError as error:  # a limit on threads
+                _log.error("loading %s failed: %s", card.id, error)
+                self._tell(ModelReport(card.id, "failed", self.device, error=_load_error(card, error)))
 
     def _load(self, card: ModelCard) -> None:
         self._progress(card, 0.0, "starting")
@@ -148,6 +158,9 @@ class Host:
             runner = self._build(card, lambda fraction, text: self._progress(card, fraction, text))
         except BaseException as error:  # a load must never take the worker's other models with it
             _log.exception("loading %s failed", card.id)
+            if is_sticky(error):
+                self._tell(DeviceLostError(str(error)))
+                return
             self._tell(ModelReport(card.id, "failed", self.device, error=_load_error(card, error)))
         else:
             self._tell((card, runner))
@@ -155,7 +168,7 @@ class Host:
     def _progress(self, card: ModelCard, fraction: float, text: str) -> None:
         self._tell(ModelReport(card.id, "loading", self.device, progress=fraction, detail=text))
 
-    def _tell(self, news: ModelReport | tuple[ModelCard, Runner]) -> None:
+    def _tell(self, news: ModelReport | DeviceLostError | tuple[ModelCard, Runner]) -> None:
         self._news.put(news)
         os.eventfd_write(self.event_fd, 1)
 

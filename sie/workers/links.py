@@ -6,6 +6,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 
+from sie import failpoints
 from sie.control_messages import Attach
 from sie.settings import Settings
 from sie.shm.attach import Attachment, PendingAttachment
@@ -78,9 +79,8 @@ class FrontendLink:
         return self._space.lease(nbytes)
 
     def reply(self, kind: int, request_id: int, lease: Lease | None, length: int) -> None:
-        """Send a terminal descriptor; without credit it waits here, behind earlier ones, for the next release."""
+        """Send a terminal descriptor with the next `flush`, which the loop calls once for all replies of a step."""
         self._unsent.append((kind, request_id, lease, length))
-        self.flush()
 
     def try_tokens(self, lease: Lease, length: int) -> bool:
         """Send tokens; False, with the lease ended, when there is no credit now, or earlier replies wait for some."""
@@ -104,23 +104,31 @@ class FrontendLink:
             self._put_off.popleft()
 
     def flush(self) -> bool:
-        """Send what waited for credit; return whether nothing waits any more.
+        """Send the replies; return whether none waits any more: without credit they do, for the next release.
 
         A frontend that cannot be sent to has gone or is broken: its replies are dropped, and `check` says so.
         """
-        while self._unsent:
-            kind, request_id, lease, length = self._unsent[0]
-            try:
-                if not self.attachment.push(kind, 0, request_id, lease.address if lease else 0, length):
-                    return False
-            except (ConnectionError, ProtocolError) as error:
-                self._fault = error
-                self._unsent.clear()
-                return True
-            if lease is not None:
-                lease.hand_over(request_id)
-            self._unsent.popleft()
-        return True
+        unsent = self._unsent
+        if not unsent:
+            return True
+        stage = self.attachment.stage
+        num_staged = 0
+        try:
+            while unsent:
+                kind, request_id, lease, length = unsent[0]
+                if not stage(kind, 0, request_id, lease.address if lease else 0, length):
+                    break
+                if lease is not None:
+                    lease.hand_over(request_id)
+                unsent.popleft()
+                num_staged += 1
+            self.attachment.publish()
+        except (ConnectionError, ProtocolError) as error:
+            self._fault = error
+            unsent.clear()
+        for _ in range(num_staged):
+            failpoints.reach("worker.after_reply")
+        return not unsent
 
     def check(self) -> None:
         """Raise ProtocolError when a reply could not be sent."""

@@ -7,7 +7,7 @@ Runs in a thread beside the step loop. The only import of transformers in a work
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,14 @@ from sie.catalog.architecture import (
 )
 from sie.catalog.files import open_checkpoint, refuse
 from sie.catalog.gguf_reader import WeightsReader, reading_with
+from sie.errors import BadRequest
 from sie.extraction import Detection, TokenClassification
 from sie.generation_settings import Generation
 from sie.workers.device import DtypeSetting, choose_dtype, resolve_device
-from sie.workers.generation.formats import choose_format
+from sie.workers.generation.formats import choose_format, join_and_pack
+from sie.workers.generation.norms import compile_norms
 from sie.workers.generation.paging import make_pageable
 from sie.workers.generation.runner import TextGenerator
-from sie.workers.generation.weights import pack_linears
 from sie.workers.probe import choose_execution, choose_scoring, choose_token_classification
 from sie.workers.runners.classify import PairClassifyRunner, TokenClassifyRunner, TokenModel
 from sie.workers.runners.dual import DualRunner, build_dual_runner
@@ -224,11 +225,15 @@ def load_generator(
     with _storage_faults(card):
         model = _read_gguf(card) if card.generate.gguf_file else _read_model(card, causal_class)
     on_progress(0.6, f"converting weights to {form.name} on {device}")
-    if form.bits is not None:
-        pack_linears(model, form.bits, form.dtype)
+    join_and_pack(model, form)
     _convert(model, form.dtype, device)
+    if device.type == "cpu":
+        compile_norms(model, form.dtype)
     on_progress(0.8, "comparing paged with whole sequences")
     runner = make_pageable(card, model, device, settings, form.name)
+    on_progress(0.9, "reading the vocabulary for grammars")
+    with suppress(BadRequest):  # whoever asks for a grammar will hear it
+        runner.prepare_grammars()
     on_progress(1.0, f"{runner.num_blocks} blocks of {runner.block_tokens} tokens")
     return runner
 

@@ -23,12 +23,12 @@ from sie.shm.large import LargeBudget
 from sie.shm.layout import RELEASE, SUBMIT, Descriptor, ProtocolError
 from sie.workers.adapters import AdapterHost
 from sie.workers.answers import NEVER_FITS, Answers
-from sie.workers.ceilings import drop_outgrown
+from sie.workers.ceilings import Ceiling, drop_outgrown
 from sie.workers.generation.host import Generators
 from sie.workers.hosting import Host
 from sie.workers.joining import Joining
 from sie.workers.links import FrontendLink
-from sie.workers.operations import by_operation, forward, row_layout, waiting_items
+from sie.workers.operations import by_operation, forward, refusal, row_layout, waiting_items
 from sie.workers.pace import Pace
 from sie.workers.recovery import Recovery
 from sie.workers.requests import Request, send_error
@@ -60,9 +60,10 @@ class Loop:
         large: LargeBudget,
         on_loaded: Callable[[ModelCard], None],
         read_memory: Callable[[], control_messages.MemoryReport] | None = None,
+        ceiling: Ceiling | None = None,
     ) -> None:
-        """Report what read_memory returns once a second, if it is given."""
-        self._settings = settings
+        """Report what read_memory returns once a second, if it is given; ceiling is that of every model at first."""
+        self._first_ceiling = ceiling
         self._tell_loaded = on_loaded
         self._read_memory = read_memory
         self._channel = channel
@@ -96,9 +97,7 @@ class Loop:
             ask_for_memory=self._recovery.ask_for_memory,
         )
         self._pace = Pace(self._state.paces)
-        self._num_steps = 0
-        self._beat_ns = 0
-        self._tended_ns = 0
+        self._num_steps = self._beat_ns = self._tended_ns = 0
         self._watch(channel.fileno(), self._on_control)
         self._watch(host.event_fd, self._on_loaded)
         self._watch(self._adapters.event_fd, self._adapters.collect)
@@ -131,7 +130,8 @@ class Loop:
             self._generators.tend(now_ns)
         step = plan_step(self._state, self._budget, now_ns)
         if step is not None and step.is_own:
-            self._generate(step.model)
+            self._generators.step(step.model)
+            self._beat(time.monotonic_ns())
         elif step is not None:
             self._state.remove(step)
             self._apply(step)
@@ -198,6 +198,8 @@ class Loop:
         for hosted in self._host.collect():
             card, runner = hosted.card, hosted.runner
             assert runner is not None
+            if self._first_ceiling is not None:
+                self._state.ceilings[card.id] = self._first_ceiling
             self._metrics.set_model(card.id, self._host.device, loaded=True, memory_bytes=runner.memory_bytes)
             self._tell_loaded(card)
             calm_collector()
@@ -285,6 +287,9 @@ class Loop:
         for item in step.expired:
             if not item.request.ended:
                 item.request.cancel()
+        for refused in step.refused:
+            if not refused.item.request.ended:
+                refused.item.request.fail(refusal(refused))
         hosted = self._host.models[step.model]
         runner = hosted.runner
         assert runner is not None
@@ -296,6 +301,7 @@ class Loop:
         blocked = [item for item in step.items if not item.request.ended and not item.request.has_started]
         if blocked:
             self._park(step.model, blocked)
+        self._send_replies()  # of those that do not run
         for same in by_operation(items):
             self._run(runner, hosted.card, same)
 
@@ -354,29 +360,23 @@ class Loop:
     def _forward(self, runner: Runner, card: ModelCard, items: list[Waiting], num_tokens: int) -> None:
         """Run one forward pass and answer it; raises what the runner raises."""
         running = {id(item.request): item.request.inflight_entry for item in items}
-        started_ns = self._announce(self._pace.allowed_ns(card.id, num_tokens), running.values())
+        started_ns = self._announce(self._pace.allowed_ns(card.id, num_tokens), running.values(), num_tokens)
         outputs = forward(runner, items)
         self._answers.put(card, items, outputs, time.monotonic_ns() - started_ns)
+        self._send_replies()
 
-    def _announce(self, allowed_ns: int, running: Collection[tuple[int, int]]) -> int:
+    def _send_replies(self) -> None:
+        """Send what was answered, with one bell for each frontend; what cannot be sent now is tried again when idle."""
+        for link in self._links.values():
+            link.flush()
+
+    def _announce(self, allowed_ns: int, running: Collection[tuple[int, int]], num_tokens: int = 0) -> int:
         """Say what is about to run, for how long at most, and whom to blame for it; return the time."""
         self._num_steps += 1
         started_ns = time.monotonic_ns()
-        self._page.write(self._num_steps, started_ns, allowed_ns, "step", running)
+        self._page.write(self._num_steps, started_ns, allowed_ns, "step", running, num_tokens=num_tokens)
         failpoints.reach("worker.before_step")
         return started_ns
-
-    def _generate(self, model: str) -> None:
-        """Run one step of a model that generates; raises only what ends the worker."""
-        started_ns = time.monotonic_ns()
-        size = self._generators.step(model)
-        ended_ns = time.monotonic_ns()
-        self._beat(ended_ns)
-        took_ns = ended_ns - started_ns
-        self._state.charge(model, took_ns)
-        if size is not None:
-            self._metrics.observe_step(took_ns / 1e9, size.num_tokens)
-            self._metrics.observe_batch(model, size.num_sequences, size.num_tokens, took_ns / 1e9)
 
     def _measure(self, card: ModelCard, items: list[Waiting], num_tokens: int, took_ns: int) -> None:
         self._state.charge(card.id, took_ns)
@@ -386,7 +386,8 @@ class Loop:
         self._pace.learn(card.id, num_tokens, took_ns)
 
     def _settle(self) -> None:
-        """Free the models that are to go and that nothing waits for, and publish what is in use."""
+        """Send what is left, free the models that are to go and that nothing waits for, and publish what is in use."""
+        self._send_replies()
         for model in self._host.unloading():
             if not (model in self._state.queues or model in self._parked or self._generators.is_busy(model)):
                 self._host.finish_unload(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -20,6 +21,7 @@ from sie.settings import Settings
 from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.pages import CounterPage
+from sie.workers.ceilings import ceiling_after_kill
 from sie.workers.faults import EXIT_STATUS, DeviceLostError
 from sie.workers.hosting import Host
 from sie.workers.loop import Loop
@@ -68,6 +70,7 @@ def main() -> int:
         large=LargeBudget(launch.max_large_bytes),
         on_loaded=_gpu_telemetry_starter(launch, counters),
         read_memory=lambda: measure(launch.device),
+        ceiling=ceiling_after_kill(launch.max_step_tokens, time.monotonic_ns()),
     )
     channel.send(Ready())
     try:
@@ -119,11 +122,11 @@ def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callabl
         if card.kind == "stub" and card.generate is not None:
             from sie.workers.generation.stub import StubGenerator  # each kind imports only its own
 
-            return StubGenerator(card, settings.generation.kv_block_tokens)
+            return StubGenerator(card, settings.generation.kv_block_tokens, launch.slot)
         if card.kind == "stub":
             from sie.workers.runners.stub import StubRunner
 
-            return StubRunner(card)
+            return StubRunner(card, launch.slot)
         if card.kind == "tensor":
             return _load_tensor_model(card, launch, settings, progress)
         if isinstance(card.extract, Gliner | Gliclass):

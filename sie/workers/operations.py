@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from sie.cards import ModelCard
-from sie.errors import BadRequest
+from sie.errors import BadRequest, Overloaded, SieError, Unavailable
 from sie.extraction import ExtractTask, TokenClassification, ZeroShot
 from sie.headers import WorkHeader
 from sie.workers.requests import Request
@@ -19,6 +19,7 @@ from sie.workers.runners import Side, StepOutputs
 from sie.workers.runners.quantise import output_layout
 from sie.workers.scheduler import Waiting
 from sie.workers.tensors import grouping
+from sie.workers.turns import Refused, Turn, turn_of
 
 
 def by_operation(items: list[Waiting]) -> list[list[Waiting]]:
@@ -57,7 +58,7 @@ def row_layout(header: WorkHeader, card: ModelCard) -> tuple[str, int]:
         return "<f4", _num_classes(header, card)
     is_score = header.operation == "score"
     wanted = [output for output, _ in header.compared] if is_score else header.output_types
-    if not set(wanted) <= set(card.outputs):
+    if not set(card.outputs).issuperset(wanted):
         raise BadRequest(f"Model '{card.id}' does not have all of the outputs {list(wanted)}")
     if is_score:
         return "<f4", 1
@@ -88,14 +89,25 @@ def waiting_items(request: Request, card: ModelCard, now_ns: int) -> list[Waitin
     if request.header.operation == "infer":
         likeness, num_rows, max_rows = grouping(card, request.inputs[0])
         return [
-            Waiting(request, 0, request.costs[0], now_ns, request.deadline_ns, request.is_alone,
-                    likeness=likeness, num_rows=num_rows, max_rows=max_rows)
+            Waiting(request, 0, request.costs[0], now_ns, request.deadline_ns, request.is_alone, likeness=likeness,
+                    num_rows=num_rows, max_rows=max_rows, turn=_turn(request, card, now_ns))
         ]  # fmt: skip
     leader = None if request.comparison is None else 0
     return [
         Waiting(request, index, cost, now_ns, request.deadline_ns, request.is_alone, index == leader)
         for index, cost in enumerate(costs_of(request, card))
     ]
+
+
+def _turn(request: Request, card: ModelCard, now_ns: int) -> Turn | None:
+    return None if card.tensor is None else turn_of(card.tensor, request.inputs[0].task, now_ns)
+
+
+def refusal(refused: Refused) -> SieError:
+    """Return what a request hears that its model's queue policy refuses. Source: Triton's two messages."""
+    if refused.reason == "timeout":
+        return Unavailable("Request timeout expired", code="QUEUE_TIMEOUT")
+    return Overloaded("Exceeds maximum queue size", retry_after_s=1)
 
 
 def forward(runner: Any, items: list[Waiting]) -> StepOutputs:

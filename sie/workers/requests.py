@@ -21,7 +21,16 @@ from numpy.typing import NDArray
 from sie import failpoints
 from sie.errors import SieError, to_wire
 from sie.headers import ArrayRef, ReplyHeader, WorkHeader
-from sie.shm.extent import array_view, begin_extent, extent_bytes, is_cancelled, is_stopped, plan_arrays, read_extent
+from sie.shm.extent import (
+    array_view,
+    begin_extent,
+    decode_header,
+    extent_bytes,
+    is_cancelled,
+    is_stopped,
+    plan_arrays,
+    split_extent,
+)
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
 from sie.shm.pool import Lease
 from sie.workers.ragged import RAGGED_OUTPUTS, KeptBytes, RaggedReply
@@ -34,6 +43,8 @@ _TIMES: Final = struct.Struct("<3q")
 _OUTPUTS: Final = frozenset(("dense", "logits", "tensors", "generate", *RAGGED_OUTPUTS))
 _ROWS: Final = {"encode": "dense", "score": "score", "extract": "logits", "infer": "tensors", "generate": ""}
 """What an operation's rows of a fixed size are called in its reply; those of `infer` and `generate` have none."""
+_MAX_KEPT_HEADER_BYTES: Final = 2048
+"""A longer header, that of a long list of labels, is read each time; headers are kept by the thousand."""
 _PAIR_OUTPUTS: Final = ("logits",)
 
 
@@ -51,7 +62,7 @@ class Link(Protocol):
         ...
 
     def reply(self, kind: int, request_id: int, lease: Lease | None, length: int) -> None:
-        """Send a terminal descriptor; the lease is the peer's from here."""
+        """Send a terminal descriptor soon; the lease is the peer's from here."""
         ...
 
     def try_tokens(self, lease: Lease, length: int) -> bool:
@@ -81,6 +92,26 @@ def reply_layout(num_items: int, code: str, width: int, name: str = "dense") -> 
     return ReplyLayout(header, row_bytes, plan.refs[1].offset, extent_bytes(len(header), plan.nbytes))
 
 
+class _Known(NamedTuple):
+    """What a request's header says; the refs are its arrays by name, the same for all requests with these bytes."""
+
+    header: WorkHeader
+    refs: dict[str, ArrayRef]
+    is_ragged: bool
+    num_left: int
+
+
+@lru_cache(maxsize=4096)
+def _known(encoded: bytes) -> _Known:
+    """Return what a header says, once for all requests of one shape. Raises ProtocolError."""
+    header = decode_header(encoded, _decoder)
+    outputs = header.output_types
+    if header.operation not in _ROWS or not outputs or not set(outputs) <= _OUTPUTS:
+        raise ProtocolError(f"a request for outputs {outputs}")
+    is_ragged = header.operation == "infer" or not RAGGED_OUTPUTS.isdisjoint(outputs)
+    return _Known(header, {ref.name: ref for ref in header.arrays}, is_ragged, header.num_items * len(outputs))
+
+
 class Request:
     """One submitted extent while this worker has it.
 
@@ -103,17 +134,11 @@ class Request:
         self.deadline_ns = descriptor.deadline_ns
         self.is_alone = bool(descriptor.flags & FLAG_ALONE)
         self._view = link.view(descriptor)
-        self.header, payload = read_extent(self._view, _decoder)
-        self.costs, self.inputs = _read_inputs(self.header, payload)
-        if (
-            self.header.operation not in _ROWS
-            or not self.header.output_types
-            or not set(self.header.output_types) <= _OUTPUTS
-        ):
-            raise ProtocolError(f"a request for outputs {self.header.output_types}")
+        encoded, payload = split_extent(self._view)
+        known = (_known if len(encoded) <= _MAX_KEPT_HEADER_BYTES else _known.__wrapped__)(encoded)
+        self.header, refs, self.is_ragged, self.num_left = known
+        self.costs, self.inputs = _read_inputs(self.header, refs, payload)
         self.comparison = Comparison(self.header) if self.header.compared else None
-        self.is_ragged = self.header.operation == "infer" or not RAGGED_OUTPUTS.isdisjoint(self.header.output_types)
-        self.num_left = self.header.num_items * len(self.header.output_types)
         self.ragged: RaggedReply | KeptTensors | None = None
         self.started_ns = self.inference_ns = self.postprocessing_ns = 0
         self.ended = False
@@ -248,7 +273,6 @@ class Request:
         self._let_go()
         failpoints.reach("worker.before_reply")
         self.link.reply(kind, self.request_id, lease, length)
-        failpoints.reach("worker.after_reply")
 
 
 def send_error(link: Link, request_id: int, error: SieError) -> None:
@@ -267,13 +291,12 @@ def _try_send_error(link: Link, request_id: int, header: bytes) -> bool:
     return True
 
 
-def _read_inputs(header: WorkHeader, payload: memoryview) -> tuple[list[int], Sequence[Any]]:
+def _read_inputs(header: WorkHeader, refs: dict[str, ArrayRef], payload: memoryview) -> tuple[list[int], Sequence[Any]]:
     if header.operation == "infer":
         if header.num_items != 1 or header.output_types != ("tensors",):
             raise ProtocolError("a request to infer that is not one item")
         inputs = read_tensors(header, payload)
         return [inputs.task.cost], [inputs]
-    refs = {ref.name: ref for ref in header.arrays}
     costs = _lengths(payload, refs.get("cu_seqlens"), header.num_items)
     if "pixels" in refs:
         mixed = _mixed(payload, refs, header.num_items)

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from sie.workers.ceilings import Ceiling
+from sie.workers.turns import Refused, Turn, in_turn
 
 
 class Waiting(msgspec.Struct, eq=False):
@@ -23,7 +24,8 @@ class Waiting(msgspec.Struct, eq=False):
     request is the loop's own record and opaque here; index is the item's row in it. alone: its request was running
     when a worker died, so it shares no step with others. leads: the rest of its request, which is behind it in the
     queue, needs what it gives, so no step may take one of them and leave it. likeness: it shares a step only with items
-    of an equal one, with at most max_rows rows together; None: with any.
+    of an equal one, with at most max_rows rows together; None: with any. turn: its place among the others of its model,
+    all of which have one then.
     """
 
     request: Any
@@ -36,6 +38,7 @@ class Waiting(msgspec.Struct, eq=False):
     likeness: object = None
     num_rows: int = 1
     max_rows: int = 1
+    turn: Turn | None = None
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,15 +55,17 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """What to run now: items of one model, and those whose deadline passed while they waited.
+    """What to run now: items of one model; beside them those that no longer wait.
 
-    is_own: the model decides itself what its step runs (it generates), and there are no items.
+    expired: their deadline passed. refused: the model's queue policy says so. is_own: the model decides itself what its
+    step runs (it generates), and there are no items.
     """
 
     model: str
     items: list[Waiting]
     num_tokens: int
     expired: list[Waiting]
+    refused: list[Refused] = []
     is_own: bool = False
 
 
@@ -76,8 +81,8 @@ class State:
 
     def __init__(self) -> None:
         self.queues: dict[str, deque[Waiting]] = {}
-        self.standing: set[str] = set()
-        """Models with a step to run that they decide themselves; `stand` adds one."""
+        self.standing: dict[str, str] = {}
+        """Models with a step to run that they decide themselves, by the name under which that time is counted."""
         self.served_ns: dict[str, int] = {}
         self.ceilings: dict[str, Ceiling] = {}
         """Models whose steps found no memory, with the most tokens that a step of theirs may have."""
@@ -89,10 +94,15 @@ class State:
         return bool(self.queues or self.standing)
 
     def stand(self, model: str) -> None:
-        """Let a model compete for its next step as those do whose items wait."""
-        if model not in self.standing:
-            self._begin_service(model)
-            self.standing.add(model)
+        """Let a model compete for a step that it decides itself, beside its items, if it has any."""
+        name = own_name(model)
+        if name not in self.standing:
+            self._begin_service(name)
+            self.standing[name] = model
+
+    def sit(self, model: str) -> None:
+        """End what `stand` began."""
+        self.standing.pop(own_name(model), None)
 
     def add(self, model: str, item: Waiting) -> None:
         """Queue one item behind all others of its model."""
@@ -106,14 +116,15 @@ class State:
         self._begin_service(model)
         self.queues[model] = deque()
 
-    def _begin_service(self, model: str) -> None:
-        self.served_ns[model] = max(self.served_ns.get(model, 0), self._start_ns)
+    def _begin_service(self, name: str) -> None:
+        self.served_ns[name] = max(self.served_ns.get(name, 0), self._start_ns)
 
     def remove(self, step: Step) -> None:
         """Take a step's items out of the queue."""
         queue = self.queues[step.model]
         gone = {id(item) for item in step.items}
         gone.update(id(item) for item in step.expired)
+        gone.update(id(refused.item) for refused in step.refused)
         kept: list[Waiting] = []
         while gone:
             item = queue.popleft()
@@ -149,6 +160,11 @@ class State:
         return gone
 
 
+def own_name(model: str) -> str:
+    """Return the name under which the time of a model's own steps is counted: no id of a model has a space."""
+    return f"{model} own"
+
+
 def plan_step(state: State, budget: Budget, now_ns: int) -> Step | None:
     """Choose the next step, or None when nothing waits. Changes nothing: `State.remove` applies the step.
 
@@ -157,9 +173,9 @@ def plan_step(state: State, budget: Budget, now_ns: int) -> Step | None:
     and the shortest, which keeps lengths in a step alike and a short text's wait short.
     """
     if state.standing:
-        model = min((*state.queues, *sorted(state.standing)), key=state.served_ns.__getitem__)
-        if model not in state.queues:
-            return Step(model, [], 0, [], is_own=True)
+        model = min((*state.queues, *state.standing), key=state.served_ns.__getitem__)
+        if model in state.standing:
+            return Step(state.standing[model], [], 0, [], is_own=True)
     elif not state.queues:
         return None
     else:
@@ -167,14 +183,20 @@ def plan_step(state: State, budget: Budget, now_ns: int) -> Step | None:
     if state.ceilings and model in state.ceilings:
         max_tokens = min(budget.max_tokens, state.ceilings[model].max_tokens(now_ns))
         budget = msgspec.structs.replace(budget, max_tokens=max_tokens)
-    window = list(islice(state.queues[model], budget.window_items))
+    queue = state.queues[model]
+    refused: list[Refused] = []
+    if queue[0].turn is None:
+        window = list(islice(queue, budget.window_items))
+    else:
+        ordered, refused = in_turn(queue, now_ns)
+        window = ordered[: budget.window_items]
     expired = [item for item in window if item.deadline_ns <= now_ns]
     live = [item for item in window if item.deadline_ns > now_ns] if expired else window
     if live and live[0].likeness is not None and not live[0].alone:
         chosen = _choose_alike(live, budget.max_items, _max_alike_tokens(state, budget, model))
     else:
         chosen = _choose(live, budget, now_ns) if live else []
-    return Step(model, chosen, sum(item.num_tokens for item in chosen), expired)
+    return Step(model, chosen, sum(item.num_tokens for item in chosen), expired, refused)
 
 
 def _choose(live: list[Waiting], budget: Budget, now_ns: int) -> list[Waiting]:

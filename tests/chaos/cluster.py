@@ -91,16 +91,17 @@ def cluster(
     is_stopped: bool = False,
     is_warm: bool = True,
     prefix: tuple[str, ...] = (),
+    env: dict[str, str] | None = None,
 ) -> Iterator[Server]:
     """Yield a ready server of stub workers under `stub/a`; its answer is a digest of its input. Flags come on top.
 
     is_stopped: the test ends it. is_warm: every process has answered before the test begins. prefix: a command that
-    becomes the server, such as `prlimit`.
+    becomes the server, such as `prlimit`. env comes on top of the test's own.
     """
     with start_server(
         "--model", f"{MODEL}=stub:dense={DENSE},{stub}", "--test",
         "--frontends", str(frontends), "--devices", f"cpu:{workers}", *flags, is_stopped=is_stopped,
-        prefix=prefix,
+        prefix=prefix, env=env,
     ) as server:  # fmt: skip
         eventually(lambda: count_loads(server) >= workers, "every worker to serve", 30.0)  # ready means that one does
         for number in range(8 * frontends if is_warm else 0):

@@ -16,10 +16,10 @@ PYTHON_S = 1.0
 """What the interpreter and the command line's own imports may take on a busy machine before any of it begins."""
 
 
-def refused(row: Row, name: str, *flags: str) -> str:
+def refused(row: Row, name: str, *flags: str, prefix: tuple[str, ...] = ()) -> str:
     """Run a start that must be refused; return what it said."""
     began_s = time.monotonic()
-    status, said = run_to_end(*STUB, *flags)
+    status, said = run_to_end(*STUB, *flags, prefix=prefix)
     took_s = time.monotonic() - began_s
     row.equals(f"{name}: exit status", status, EX_CONFIG)
     row.at_most(f"{name}: refused after", took_s, 1.0 + PYTHON_S, "s")

@@ -26,7 +26,7 @@ from sie.shm.large import LargeBudget
 from sie.shm.layout import ProtocolError
 from sie.shm.segment import Segment
 from sie.shm.space import InboundSpace, OutboundSpace
-from tests.chaos.cluster import DENSE, MODEL, Leaks, cluster
+from tests.chaos.cluster import DENSE, MODEL, Leaks, cluster, logged
 from tests.chaos.history import open_loop, quantile
 from tests.chaos.ledger import SEED, Row, pick
 from tests.process.harness import count_fds, eventually
@@ -107,6 +107,30 @@ def test_f19_without_descriptors_connections_wait_and_it_recovers(row: Row):
         leaks.check()
     row.at_most("processor while it lasts", share * 100, 20, "%")
     row.at_most("good answers again after", took_s, 1.0, "s")
+
+
+@pytest.mark.row("F19", "the limit of descriptors of a running frontend is lowered under what it holds")
+@pytest.mark.skipif(shutil.which("prlimit") is None, reason="no prlimit here")
+@pytest.mark.timeout(120)
+def test_f19_a_limit_lowered_at_run_time_is_answered_by_a_successor(row: Row):
+    with cluster(frontends=2) as server:
+        victim = server.frontends()[0]
+        with contextlib.ExitStack() as stack:
+            sockets = [stack.enter_context(connect(server.port)) for _ in range(40)]
+            began_s = time.monotonic()
+            subprocess.run(["prlimit", "--pid", str(victim), f"--nofile={count_fds(victim)}"], check=True, timeout=10)
+            eventually(lambda: victim not in server.frontends(), "a successor", 30.0)
+            took_s = time.monotonic() - began_s
+            assert len(sockets) == 40
+        eventually(lambda: len(server.frontends()) == 2, "two frontends", 20.0)
+        processes = [psutil.Process(pid) for pid in server.frontends()]
+        eventually(lambda: all(answers(server.port) for _ in range(8)), "answers", 20.0)
+        before_s, began_s = cpu_s(processes), time.monotonic()
+        time.sleep(pick(1.0, 5.0))
+        share = (cpu_s(processes) - before_s) / (time.monotonic() - began_s)
+        assert logged(server, "the limit of open files was lowered")
+    row.at_most("gone after", took_s, 5.0, "s")
+    row.at_most("processor of the frontends afterwards", share * 100, 20, "%")
 
 
 def answers(port: int) -> bool:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.chaos.cluster import Leaks, cluster, kill, logged
+from tests.chaos.cluster import MODEL, Leaks, cluster, kill, logged
 from tests.chaos.history import History, open_loop, quantile
 from tests.chaos.ledger import SEED, Row, pick
 from tests.process.harness import Server, eventually
+from tests.process.wire import encode
 
 QUIET_S = pick(1.0, 5.0)
 
@@ -75,22 +77,49 @@ def test_f3_kills_at_any_moment_cost_no_answer(row: Row):
 
 
 @pytest.mark.row("F4", "the only worker is killed")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_f4_the_only_worker_is_back_within_two_seconds(row: Row):
-    recoveries_s: list[float] = []
+    """Nearly all of a recovery is the start of an interpreter and its imports: 0.2 s of a core, if it gets one.
+
+    Where other programs take the cores, the start waits with everybody else. The kernel counts that wait, so it is told
+    apart from time of ours.
+    """
+    num_kills = pick(5, 200)
     faults_s: list[float] = []
+    waits_s: list[float] = []
     with cluster(workers=1) as server:
         leaks = Leaks(server)
         with open_loop(server, 100, seed=SEED) as load:
-            for _ in range(pick(5, 50)):
+            for _ in range(num_kills):
                 time.sleep(0.3)
                 faults_s.append(kill_one(server, server.worker()))
+                waits_s.append(waited_s(server.worker()))
+                assert encode(server.port, MODEL, ["back"]).status == 200  # however busy the machine, it has recovered
         history = load.history
         leaks.check()
-    for fault_s in faults_s:
-        answers_s = [ask.ended_s for ask in history.asks if ask.outcome == "right" and ask.due_s >= fault_s]
-        recoveries_s.append(min(answers_s) - fault_s)
-    row.equals("kills", len(faults_s), pick(5, 50))
+    recoveries_s = [recovery_s(history, fault_s) for fault_s in faults_s]
+    own_s = [took_s - wait_s for took_s, wait_s in zip(recoveries_s, waits_s, strict=True)]
+    slowest = recoveries_s.index(max(recoveries_s))
+    row.equals("kills", len(faults_s), num_kills)
     row.equals("failed requests", len(history.failed()), 0)
-    row.at_most("slowest kill to first good answer", max(recoveries_s), 2.0, "s", slack=2.0)
-    row.tell("median of them", quantile(sorted(recoveries_s), 0.5), "s")
+    row.at_most("kill to first good answer, less waits for a core", max(own_s), 2.0, "s", slack=2.0)
+    row.tell("slowest kill to first good answer", recoveries_s[slowest], "s")
+    row.tell("of it, the new worker waited for a core", waits_s[slowest], "s")
+    row.tell("median kill to first good answer", quantile(sorted(recoveries_s), 0.5), "s")
+    began_s = history.asks[0].due_s
+    row.plot(
+        "kill to first good answer",
+        [(fault_s - began_s, took_s * 1e3) for fault_s, took_s in zip(faults_s, recoveries_s, strict=True)],
+        [],
+        ("s", "ms"),
+    )
+
+
+def recovery_s(history: History, fault_s: float) -> float:
+    """Return the seconds from a kill to the first right answer to a request that was due after it."""
+    return min(ask.ended_s for ask in history.asks if ask.outcome == "right" and ask.due_s >= fault_s) - fault_s
+
+
+def waited_s(pid: int) -> float:
+    """Return how long the main thread of a process could have run and had no core. Source: sched-stats of the kernel."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9

@@ -238,10 +238,12 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_to_end(*args: str, env: dict[str, str] | None = None, timeout_s: float = 30.0) -> tuple[int, str]:
+def run_to_end(
+    *args: str, env: dict[str, str] | None = None, timeout_s: float = 30.0, prefix: tuple[str, ...] = ()
+) -> tuple[int, str]:
     """Run `sie serve` that is expected to refuse to start; return its exit status and what it wrote to stderr."""
     with tempfile.TemporaryDirectory(prefix="sie-test-") as runtime_dir:
-        server = launch(*args, runtime_dir=runtime_dir, env=env)
+        server = launch(*args, runtime_dir=runtime_dir, env=env, prefix=prefix)
         try:
             status = server.process.wait(timeout_s)
         finally:

@@ -170,6 +170,22 @@ def test_completions_take_every_form_of_prompt(client: openai.OpenAI) -> None:
     assert shown == {0: "abab", 1: "cc"}
 
 
+def test_grammar_binds_the_answer(client: openai.OpenAI) -> None:
+    """A stub's answer to a grammar is the grammar itself."""
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    (choice,) = client.chat.completions.create(model="m", messages=HELLO, response_format=schema).choices
+    assert json.loads(choice.message.content or "") == {"type": "object"}
+    extra = {"grammar": {"type": "regex", "value": "a+"}}
+    assert client.completions.create(model="m", prompt="x", extra_body=extra).choices[0].text == "a+"
+
+
+def test_tools_are_shown_to_the_model(client: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    for choice, is_shown in (("auto", True), ("none", False)):
+        reply = client.chat.completions.create(model="m", messages=HELLO, tools=tools, tool_choice=choice)  # type: ignore[call-overload]
+        assert ("weather" in (reply.choices[0].message.content or "")) is is_shown
+
+
 def test_special_text_of_a_client_is_read_as_text(client: openai.OpenAI) -> None:
     content = "a<|end|>b"
     (choice,) = client.chat.completions.create(model="m", messages=[{"role": "user", "content": content}]).choices

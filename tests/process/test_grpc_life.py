@@ -17,6 +17,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from sie.frontend.rpc.methods import METHODS, Method
+from sie.proto import message_class
 from tests import onnx_models
 from tests.process.harness import EX_CONFIG, Server, eventually, free_port, run_to_end, start_server
 from tests.process.keys import ADMIN, INFER, METRICS, entry, write_keys
@@ -106,14 +107,16 @@ def test_v1_and_streams_tell_a_missing_key_by_the_status(locked: Server):
 def test_no_method_answers_without_a_key_but_those_that_are_open(locked: Server, method: Method):
     with grpc.insecure_channel(f"127.0.0.1:{locked.grpc_port}") as channel:
         try:
-            if method.is_stream:
+            if method.is_watch:
+                next(channel.unary_stream(method.route.template)(b"", timeout=10))
+            elif method.is_stream:
                 list(channel.stream_stream(method.route.template)(iter([b""]), timeout=10))
             else:
                 call(channel, method.route.template, b"")
             code = grpc.StatusCode.OK
         except grpc.RpcError as error:
             code = error.code()
-    is_open = method.name in ("ServerLive", "ServerReady", "Health", "Check")
+    is_open = method.name in ("ServerLive", "ServerReady", "Health", "Check", "List", "Watch")
     assert code == (grpc.StatusCode.OK if is_open else grpc.StatusCode.UNAUTHENTICATED)
 
 
@@ -222,6 +225,46 @@ def test_a_drain_finishes_what_was_accepted_and_no_idle_stream_holds_it_up():
         assert stream.code() == grpc.StatusCode.OK
         assert server.process.wait(10) == 0  # well before drain_timeout_s
         requests.put(None)  # type: ignore[arg-type]  # ends the thread that reads them
+
+
+def health(status: int) -> bytes:
+    return message_class("health", "grpc.health.v1.HealthCheckResponse")(status=status).SerializeToString()
+
+
+def test_who_watches_its_health_hears_of_every_change_until_the_end(tmp_path: Path):
+    onnx_models.write(tmp_path, "m", onnx_models.identity())
+    request = message_class("health", "grpc.health.v1.HealthCheckRequest")
+    with (
+        start_server(
+            "--model", "slow=stub:tensor,latency_ms=1000", "--model-repository", str(tmp_path), "--repository-control",
+            "explicit", "--grpc-port", str(free_port()), is_stopped=True,
+        ) as server,
+        connect(server) as client,
+        grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel,
+    ):  # fmt: skip
+        watch = channel.unary_stream("/grpc.health.v1.Health/Watch")
+        every, one, none = (
+            watch(request(service=name).SerializeToString(), timeout=60)
+            for name in ("", "inference.GRPCInferenceService", "nobody")
+        )
+        assert [next(every), next(one), next(none)] == [health(1), health(1), health(3)]
+        listed = message_class("health", "grpc.health.v1.HealthListResponse").FromString(
+            call(channel, "/grpc.health.v1.Health/List", b"")
+        )
+        assert {name: status.status for name, status in listed.statuses.items()} == dict.fromkeys(
+            ("", "inference.GRPCInferenceService", "nvidia.inferenceserver.GRPCService", "grpc.health.v1.Health"), 1
+        )
+        client.load_model("m")  # which changes nothing that they would hear of
+        server.kill_worker()
+        assert [next(every), next(every)] == [health(2), health(1)]
+        answer = ask(client, "slow")
+        eventually(lambda: extents_in_use(server.port) == 1, "the request at the worker")
+        server.process.send_signal(signal.SIGTERM)
+        assert list(every) == [health(2)]
+        assert list(one) == [health(2), health(1), health(2)]
+        assert list(none) == [health(3)]
+        np.testing.assert_array_equal(answer.get(timeout=10).as_numpy("OUTPUT0"), ROWS)
+        assert server.process.wait(10) == 0
 
 
 def test_a_port_that_is_taken_stops_the_start_by_name():

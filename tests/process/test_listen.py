@@ -8,6 +8,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -75,6 +76,17 @@ def get_tls(port: int, context: ssl.SSLContext, path: str = "/readyz", headers=N
         connection.close()
 
 
+def check_bench(pki: Path, port: int) -> None:
+    """`sie bench` reaches a server over TLS, with the certificate that it asks for and not without."""
+    command = [
+        sys.executable, "-m", "sie", "bench", "--url", f"https://localhost:{port}", "--model", "stub/a", "--key", INFER,
+        "--ca", str(pki / "ca.pem"), "--seconds", "0.2", "--connections", "3", "--distinct", "8", "--items", "40",
+    ]  # fmt: skip
+    shown = ["--cert", str(pki / "client.pem"), "--cert-key", str(pki / "client.key")]
+    assert subprocess.run(command, timeout=30, capture_output=True, check=False).returncode == 1
+    subprocess.run([*command, *shown], timeout=30, capture_output=True, check=True)
+
+
 @needs_openssl
 def test_tls_serves_http_1_alone_and_to_clients_with_a_certificate_alone(pki, tmp_path):
     keys = write_keys(tmp_path / "keys.toml")
@@ -90,6 +102,7 @@ def test_tls_serves_http_1_alone_and_to_clients_with_a_certificate_alone(pki, tm
             get_tls(server.port, client_context(pki))
         with pytest.raises((ConnectionError, http.client.HTTPException)):
             get(server.port, "/readyz")
+        check_bench(pki, server.port)
         offers = client_context(pki, shows_certificate=True, offers=("h2", "http/1.1"))
         with (
             socket.create_connection(("localhost", server.port), 10) as plain,

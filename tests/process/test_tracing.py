@@ -8,10 +8,12 @@ import re
 import socket
 import time
 
+import grpc
 import pytest
 
+from sie.proto import message_class
 from tests.process.collector import start_collector
-from tests.process.harness import EX_CONFIG, eventually, run_to_end, start_server
+from tests.process.harness import EX_CONFIG, eventually, free_port, run_to_end, start_server
 from tests.process.wire import encode, get, post_json, raw_request, send_raw
 
 PHASES = ["decode", "tokenise", "queue", "infer", "encode"]
@@ -31,7 +33,7 @@ def server(collector):
     with start_server(
         "--model", "stub/a=stub:dense=16,score,extract", "--model", "stub/slow=stub:dense=16,latency_ms=50",
         "--lazy-model", "stub/lazy=stub:dense=16,load_ms=300", "--tracing", "--otlp-endpoint", collector.endpoint,
-        "--frontends", "1", "--access-log", "1",
+        "--frontends", "1", "--access-log", "1", "--model", "id=stub:tensor", "--grpc-port", str(free_port()),
     ) as running:  # fmt: skip
         yield running
 
@@ -124,6 +126,42 @@ def test_waiting_for_a_model_is_a_phase_of_its_own(server, collector):
     _, phases = collector.wait_trace(response.headers["x-trace-id"])
     assert [phase.name for phase in phases] == ["decode", "load", *PHASES[1:]]
     assert phases[1].end_ns - phases[1].start_ns > 200e6
+
+
+def ask_grpc(server, **metadata: str):
+    """Return what the trailing metadata of an answer over gRPC say."""
+    request = message_class("kserve", "inference.ModelInferRequest")(model_name="id")
+    request.inputs.add(name="INPUT0", datatype="UINT8", shape=[1])
+    request.raw_input_contents.append(b"x")
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        method = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        _, answered = method.with_call(request.SerializeToString(), timeout=20, metadata=list(metadata.items()))
+        return dict(answered.trailing_metadata())
+
+
+def test_a_call_of_grpc_is_traced_like_a_request(server, collector):
+    trailers = ask_grpc(server)
+    root, phases = collector.wait_trace(trailers["x-trace-id"])
+    assert (root.name, root.parent_id, root.is_error) == ("inference.GRPCInferenceService/ModelInfer", "", False)
+    assert (root.attributes["rpc.system"], root.attributes["sie.model"]) == ("grpc", "id")
+    assert [phase.name for phase in phases] == PHASES
+    assert {phase.parent_id for phase in phases} == {root.span_id}
+    assert trailers["traceparent"] == f"00-{trailers['x-trace-id']}-{root.span_id}-01"
+
+
+def test_a_call_of_grpc_continues_its_callers_trace(server, collector):
+    trace_id = TRACE.replace("4bf9", "abcd")
+    assert ask_grpc(server, traceparent=SAMPLED.replace(TRACE, trace_id))["x-trace-id"] == trace_id
+    root, _ = collector.wait_trace(trace_id)
+    assert root.parent_id == PARENT
+    assert "x-trace-id" not in ask_grpc(server, traceparent=UNSAMPLED)
+
+
+def test_tensors_over_http_are_traced_in_all_their_phases(server, collector):
+    body = {"inputs": [{"name": "INPUT0", "shape": [1], "datatype": "INT8", "data": [1]}]}
+    response = post_json(server.port, "/v2/models/id/infer", body)
+    _, phases = collector.wait_trace(response.headers["x-trace-id"])
+    assert [phase.name for phase in phases] == PHASES
 
 
 def test_what_is_not_inference_is_not_traced(server):

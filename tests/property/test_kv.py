@@ -111,8 +111,7 @@ class BlockMachine(RuleBasedStateMachine):
         assert self.pool.num_cached == len(self.cached)
         assert self.pool.num_free == self.pool.num_blocks - len(held)
         for block in range(self.pool.num_blocks):
-            assert self.pool.is_held(block) == (self.holders[block] > 0)
-            assert self.pool.is_shared(block) == (self.holders[block] > 1)
+            assert self.pool.num_holders(block) == self.holders[block]
 
 
 def test_books_of_blocks_agree_with_the_model() -> None:

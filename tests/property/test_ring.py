@@ -104,6 +104,7 @@ class RingMachine(RuleBasedStateMachine):
         assert attached is not None
         self.frontend = attached
         self.to_worker: list[tuple[int, int]] = []  # (kind, request_id or address) in the ring, oldest first
+        self.num_staged = 0  # the last of them, which the worker does not see yet
         self.to_frontend: list[tuple[int, int]] = []
         self.releases: list[int] = []  # waiting for credit
         self.queue: deque[Descriptor] = deque()  # drained by the worker, not answered
@@ -120,28 +121,36 @@ class RingMachine(RuleBasedStateMachine):
                 _note("submitted again")
 
     def _push_submit(self, request_id: int, request: Request) -> bool:
-        pushed = self.frontend.push(SUBMIT, 0, request_id, request.lease.address, request.length, num_tokens=3)
+        staged = self.frontend.stage(SUBMIT, 0, request_id, request.lease.address, request.length, num_tokens=3)
         self._releases_went_out()
-        assert pushed == (len(self.to_worker) < _CAPACITY)
-        if pushed:
+        assert staged == (len(self.to_worker) < _CAPACITY)
+        if staged:
             self.to_worker.append((SUBMIT, request_id))
+            self.num_staged += 1
             self.num_pushed += 1
         else:
             _note("ring full")
-        return pushed
+        return staged
 
     def _releases_went_out(self) -> None:
         while self.releases and len(self.to_worker) < _CAPACITY:
             self.to_worker.append((RELEASE, self.releases.pop(0)))
+            self.num_staged = 0  # releases are published, and with them all before them
             self.num_pushed += 1
         if self.num_pushed > _CAPACITY:
             _note("wrapped")
 
     @precondition(_has_worker)
-    @rule(payloads=st.lists(_payloads, min_size=1, max_size=4))
-    def push(self, payloads: list[bytes]) -> None:
+    @rule(payloads=st.lists(_payloads, min_size=1, max_size=4), publishes=st.booleans())
+    def push(self, payloads: list[bytes], publishes: bool) -> None:
         for payload in payloads:
             self._push_one(payload)
+        if publishes:
+            self._publish()
+
+    def _publish(self) -> None:
+        self.frontend.publish()
+        self.num_staged = 0
 
     def _push_one(self, payload: bytes) -> None:
         lease = self.requests.lease(PROLOGUE_BYTES + 4 + len(payload))
@@ -165,10 +174,13 @@ class RingMachine(RuleBasedStateMachine):
     def _drain(self) -> None:
         drained = self.live_worker().drain()
         got = [(d.kind, d.offset if d.kind == RELEASE else d.request_id) for d in drained]
-        assert got == self.to_worker
+        num_seen = len(self.to_worker) - self.num_staged
+        assert got == self.to_worker[:num_seen]
         if not got:
             _note("empty")
-        self.to_worker.clear()
+        if self.num_staged:
+            _note("staged and not seen")
+        del self.to_worker[:num_seen]
         for descriptor in drained:
             if descriptor.kind == RELEASE:
                 self.replies.end_released(descriptor.offset)
@@ -270,10 +282,12 @@ class RingMachine(RuleBasedStateMachine):
         while self.open:
             rounds += 1
             assert rounds < 100, "a request never got its answer"
+            self._publish()
             self.drain_and_reply(4)
             self.drain_replies()
         self.drain_and_reply(0)
         self.drain_replies()
+        self._publish()
         self._drain()
         assert self.replies.num_leased == self.requests.num_leased == 0
         for part in (self.frontend, self.live_worker(), self.requests, self.replies):
@@ -283,6 +297,7 @@ class RingMachine(RuleBasedStateMachine):
 _MUST_REACH = (
     "ring full", "request segment full", "reply segment full", "empty", "wrapped", "cancel in time",
     "cancel lost its race", "release waited for credit", "died with answers in its ring", "submitted again",
+    "staged and not seen",
 )  # fmt: skip
 
 

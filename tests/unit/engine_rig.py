@@ -25,7 +25,7 @@ from sie.frontend.links import Pending, Reply
 from sie.headers import ReplyHeader, WorkHeader
 from sie.setting_sections import Memory, Scheduler
 from sie.settings import Settings
-from sie.shm.attach import PendingAttachment
+from sie.shm.attach import Attachment, PendingAttachment
 from sie.shm.extent import array_view, read_extent
 from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
@@ -84,6 +84,7 @@ class Worker:
         self.is_dead = False
         ours, theirs = (Channel(end) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         self.supervisor, self._channel = ours, theirs
+        self.frontends: list[Attachment] = []
         self.runners: dict[str, Any] = {}
         self.build: Callable[[ModelCard], Any] = SumRunner
         self.host = Host("cpu", self._build, theirs.send)
@@ -104,13 +105,25 @@ class Worker:
         runner = self.runners[model.id] = self.build(model)
         return runner
 
+    def publish(self) -> None:
+        """End the turn of every frontend's event loop, as far as this worker hears of it."""
+        for attachment in self.frontends:
+            attachment.publish()
+
+    def poll(self) -> None:
+        """Take in what came, and run nothing."""
+        self.publish()
+        self.loop._poll(0.0)
+
     def turn(self, times: int = 1) -> None:
         """Turn the step loop without waiting."""
+        self.publish()
         for _ in range(times):
             self.loop.turn(0.0)
 
     def turn_until(self, is_done: Callable[[], Any]) -> None:
         deadline_s = time.monotonic() + DEADLINE_S
+        self.publish()
         while not is_done():
             assert time.monotonic() < deadline_s, "the worker did not get there in time"
             self.loop.turn(0.01)
@@ -201,6 +214,7 @@ class Rig:
         attachment = pending.try_finish()
         assert attachment is not None
         self.engine.attach(worker.slot, attachment)
+        worker.frontends.append(attachment)
 
     def tell(self, model: str, *, workers: tuple[int, ...] = (), recovering: bool = False) -> None:
         """Say what the supervisor says of a model."""

@@ -114,6 +114,12 @@ def test_supervisor_never_imports_torch_or_http():
     assert not {name for name in loaded if name.startswith(("sie.frontend", "sie.workers"))}
 
 
+def test_the_load_generator_imports_no_part_of_the_server():
+    loaded = loaded_after_importing(modules_under("sie.loadgen"))
+    assert not roots(loaded) & {*SLOW, *SERVERS, "click", "grpc", "google", "tokenizers"}
+    assert {name for name in ours(loaded) if not name.startswith("sie.loadgen")} == {"sie"}
+
+
 def test_a_stub_worker_needs_no_torch():
     assert not roots(loaded_after_importing(["sie.workers.runners.stub", "sie.workers.generation.stub"])) & SLOW
     assert not roots(loaded_after_importing(["sie.workers.loop"])) & SLOW

@@ -17,6 +17,7 @@ from sie.frontend.dialects.chat_tools import ToolField, read_tool_choice, read_t
 from sie.frontend.dialects.text_fields import (
     DONE,
     FINGERPRINT,
+    KEEP_ALIVE,
     Shown,
     TextFields,
     data_line,
@@ -232,7 +233,7 @@ def _call(number: int, call: ToolCall) -> dict[str, Any]:
 class ChatWriter:
     """Writes a stream: an opening chunk with every choice's role, deltas, finishing chunks, usage once, `[DONE]`."""
 
-    keep_alive = b": keep-alive\n\n"
+    keep_alive = KEEP_ALIVE
 
     def __init__(self, shown: Shown, model: str) -> None:
         self._shown = shown

@@ -12,6 +12,7 @@ from sie.errors import SieError
 from sie.frontend.dialects.text_fields import (
     DONE,
     FINGERPRINT,
+    KEEP_ALIVE,
     Shown,
     TextFields,
     data_line,
@@ -146,7 +147,7 @@ class Logprobs:
 class CompletionsWriter:
     """Writes a stream: texts, finishing chunks, usage once, `[DONE]`."""
 
-    keep_alive = b": keep-alive\n\n"
+    keep_alive = KEEP_ALIVE
 
     def __init__(self, shown: Shown, model: str, prompts: Sequence[str]) -> None:
         self._shown = shown

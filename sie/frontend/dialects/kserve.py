@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from sie.errors import BadRequest
 from sie.frontend.body_limits import check_json, decode_typed
-from sie.frontend.dialects.tensor_json import elements_from_json, elements_to_json
+from sie.frontend.dialects.tensor_json import elements_from_json, elements_to_json, images_from_json
+from sie.frontend.image_inputs import image_form
 from sie.limits import Limits
 from sie.tensor_bytes import frame_elements
 from sie.tensors import ITEM_BYTES, MAX_RANK, Tensor, TensorReply, TensorRequest, TensorRule
@@ -28,6 +30,11 @@ _ABSENT: Final = msgspec.Raw(b"")
 _INTEGER: Final = re.compile(r"-?[0-9]+")
 _RAW_INPUT: Final = "raw_input"
 _SIZE_LIMIT: Final = 1 << 63
+_MAX_KEPT_HEAD_BYTES: Final = 2048
+"""A longer JSON before binary data is read each time; heads are kept by the hundred."""
+_MAX_KEPT_OUTPUTS: Final = 16
+_IMAGE_STARTS: Final = (b"\xff\xd8\xff", b"\x89PNG")
+"""How a JPEG and a PNG begin."""
 _MIXED: Final = (
     "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
     "'shared_memory_region' in 'parameters'."
@@ -78,6 +85,7 @@ class InferCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _BODY: Final = msgspec.json.Decoder(InferBody)
+_to_json: Final = msgspec.json.Encoder().encode
 
 
 def decode_infer(body: bytes, header_length: str | None, model: str, rule: TensorRule, limits: Limits) -> InferCall:
@@ -91,63 +99,108 @@ def decode_infer(body: bytes, header_length: str | None, model: str, rule: Tenso
         return InferCall(
             request=TensorRequest(model=model, inputs=[_raw_input(memoryview(body), rule)]), is_binary=True
         )
-    text = body[:split] if split < len(body) else body
-    check_json(text, limits.max_depth, limits.max_tensor_values + _MAX_TENSORS, limits.max_tensor_values + _MAX_TENSORS)
+    head = _read_head(body, split, limits)
+    reader = _TensorReader(memoryview(body)[split:], rule, limits.max_tensor_values)
+    inputs = [reader.read(item, is_only=len(head.inputs) == 1) for item in head.inputs]
+    reader.check_end()
+    request = TensorRequest(
+        model=model, inputs=inputs, outputs=head.outputs, id=head.id, priority=checked_priority(head.priority, rule),
+        timeout_us=head.timeout_us,
+    )  # fmt: skip
+    return InferCall(request=request, wanted=head.wanted, is_binary=head.is_binary)
+
+
+class _InputHead(NamedTuple):
+    """One input, its elements aside; no data and no binary_bytes: they are in the tail, as many as the shape says."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    num_elements: int
+    data: msgspec.Raw | None
+    binary_bytes: int | None
+
+
+class _Head(NamedTuple):
+    """What the JSON of a request says."""
+
+    inputs: tuple[_InputHead, ...]
+    wanted: tuple[Wanted, ...]
+    outputs: tuple[str, ...]
+    is_binary: bool
+    id: str
+    priority: int
+    timeout_us: int
+
+
+def _read_head(body: bytes, split: int, limits: Limits) -> _Head:
+    """Return what the JSON says; where elements follow it, the same JSON comes again and again, and is read once."""
+    if split == len(body):
+        return _parse_head.__wrapped__(body, limits.max_depth, limits.max_tensor_values)
+    parse = _parse_head if split <= _MAX_KEPT_HEAD_BYTES else _parse_head.__wrapped__
+    return parse(body[:split], limits.max_depth, limits.max_tensor_values)
+
+
+@lru_cache(maxsize=256)
+def _parse_head(text: bytes, max_depth: int, max_values: int) -> _Head:
+    check_json(text, max_depth, max_values + _MAX_TENSORS, max_values + _MAX_TENSORS)
     parsed = decode_typed(_BODY, text)
     parameters = checked_parameters(parsed.parameters)
-    reader = _TensorReader(memoryview(body)[split:], rule.name, limits.max_tensor_values)
-    inputs = [reader.read(item, is_only=len(parsed.inputs) == 1) for item in parsed.inputs]
-    reader.check_end()
     is_binary = flag(parameters, "binary_data_output")
     wanted = _wanted(parsed.outputs or (), is_binary=is_binary)
-    request = TensorRequest(
-        model=model, inputs=inputs, outputs=tuple(output.name for output in wanted), id=parsed.id or "",
-        priority=unsigned(parameters, "priority"), timeout_us=unsigned(parameters, "timeout"),
+    return _Head(
+        tuple([_input_head(item) for item in parsed.inputs]), wanted, tuple([output.name for output in wanted]),
+        is_binary, parsed.id or "", unsigned(parameters, "priority"), unsigned(parameters, "timeout"),
     )  # fmt: skip
-    return InferCall(request=request, wanted=wanted, is_binary=is_binary)
+
+
+def _input_head(item: InferInput) -> _InputHead:
+    if item.datatype not in ITEM_BYTES:
+        raise BadRequest(f"invalid datatype '{item.datatype}' for input {item.name}")
+    parameters = checked_parameters(item.parameters)
+    if "shared_memory_region" in parameters:
+        raise BadRequest(f"input '{item.name}': shared memory is not supported by this server")
+    data = item.data if memoryview(item.data).nbytes else None
+    binary_bytes = unsigned(parameters, "binary_data_size") if "binary_data_size" in parameters else None
+    if data is not None and binary_bytes is not None:
+        raise BadRequest(f"{_MIXED} But set 'data' 'binary_data_size' for input '{item.name}'")
+    return _InputHead(item.name, item.datatype, tuple(item.shape), prod(item.shape), data, binary_bytes)
 
 
 class _TensorReader:
     """Takes each input's elements from the JSON, or from the binary tail behind those of the inputs before it."""
 
-    def __init__(self, tail: memoryview, model: str, max_values: int) -> None:
+    def __init__(self, tail: memoryview, rule: TensorRule, max_values: int) -> None:
         self._tail = tail
         self._position = 0
-        self._model = model
+        self._rule = rule
+        self._model = rule.name
         self._max_values = max_values
 
-    def read(self, item: InferInput, *, is_only: bool) -> Tensor:
-        if item.datatype not in ITEM_BYTES:
-            raise BadRequest(f"invalid datatype '{item.datatype}' for input {item.name}")
-        parameters = checked_parameters(item.parameters)
-        if "shared_memory_region" in parameters:
-            raise BadRequest(f"input '{item.name}': shared memory is not supported by this server")
-        num_elements = prod(item.shape)
-        has_data = bool(memoryview(item.data).nbytes)
-        has_size = "binary_data_size" in parameters
-        if has_data:
-            if has_size:
-                raise BadRequest(f"{_MIXED} But set 'data' 'binary_data_size' for input '{item.name}'")
-            data = memoryview(self._from_json(item, num_elements))
-        elif has_size:
-            data = self._take(item.name, unsigned(parameters, "binary_data_size"))
+    def read(self, item: _InputHead, *, is_only: bool) -> Tensor:
+        if item.data is not None:
+            data = memoryview(self._from_json(item, item.data))
+        elif item.binary_bytes is not None:
+            data = self._take(item.name, item.binary_bytes)
         elif not len(self._tail):
             raise BadRequest(f"{_MIXED} But no field is set for input '{item.name}'")
         elif item.datatype != "BYTES":
-            data = self._take(item.name, num_elements * ITEM_BYTES[item.datatype])
-        elif is_only and num_elements == 1:
+            data = self._take(item.name, item.num_elements * ITEM_BYTES[item.datatype])
+        elif is_only and item.num_elements == 1:
             data = _framed(self._take(item.name, len(self._tail) - self._position))
         else:
             raise BadRequest(f"input '{item.name}' of datatype BYTES needs the parameter 'binary_data_size'")
-        return Tensor(item.name, item.datatype, tuple(item.shape), data)
+        return Tensor(item.name, item.datatype, item.shape, data)
 
-    def _from_json(self, item: InferInput, num_elements: int) -> bytes:
-        if num_elements > self._max_values:
+    def _from_json(self, item: _InputHead, data: msgspec.Raw) -> bytes:
+        if item.num_elements > self._max_values:
             raise BadRequest(
-                f"input '{item.name}' has {num_elements} elements as JSON, over max_tensor_values ({self._max_values}); "
-                "send it as binary data"
+                f"input '{item.name}' has {item.num_elements} elements as JSON, over max_tensor_values "
+                f"({self._max_values}); send it as binary data"
             )
-        return elements_from_json(item.data, item.name, item.datatype, num_elements)
+        if item.datatype == "BYTES" and _takes_images(item.name, self._rule):
+            return images_from_json(data, item.name, item.num_elements)
+        return elements_from_json(data, item.name, item.datatype, item.num_elements)
 
     def _take(self, name: str, nbytes: int) -> memoryview:
         missing = self._position + nbytes - len(self._tail)
@@ -179,7 +232,23 @@ def _framed(data: memoryview) -> memoryview:
     return memoryview(frame_elements([bytes(data)]))
 
 
+def _takes_images(name: str, rule: TensorRule) -> bool:
+    return any(spec.name == name and image_form(spec) is not None for spec in rule.inputs)
+
+
 def _raw_input(body: memoryview, rule: TensorRule) -> Tensor:
+    """Return the whole body as the model's only input: the bytes of a tensor that fits it, or an encoded image."""
+    try:
+        return _raw_tensor(body, rule)
+    except BadRequest:
+        if len(rule.inputs) != 1 or not _takes_images(rule.inputs[0].name, rule):
+            raise
+        if not bytes(body[:4]).startswith(_IMAGE_STARTS):
+            raise
+    return Tensor(rule.inputs[0].name, "BYTES", (1,), memoryview(frame_elements([bytes(body)])))
+
+
+def _raw_tensor(body: memoryview, rule: TensorRule) -> Tensor:
     """Return the whole body as the model's only input, its shape deduced."""
     if len(rule.inputs) != 1:
         raise BadRequest(
@@ -249,29 +318,56 @@ def unsigned(parameters: dict[str, Any], name: str) -> int:
     return value
 
 
+def checked_priority(priority: int, rule: TensorRule) -> int:
+    """Return a request's priority, 0 for the model's own. Raises BadRequest for one that the model does not have.
+
+    A model without priorities takes any, and treats all alike.
+    """
+    if 0 < rule.num_priorities < priority:
+        raise BadRequest(
+            f"parameter 'priority' is {priority}, and model '{rule.name}' has {rule.num_priorities} levels"
+        )
+    return priority
+
+
 def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule) -> tuple[bytes, int | None]:
     """Return the body, and the bytes of its JSON when tensors follow it (`Inference-Header-Content-Length`).
 
     Outputs that are asked for as classes have become BYTES before. Raises BadRequest for one that JSON cannot hold.
     """
     ways = {wanted.name: wanted.is_binary for wanted in call.wanted}
+    are_binary = all(ways.get(output.name, call.is_binary) for output in reply.outputs)
+    if are_binary and 0 < len(reply.outputs) <= _MAX_KEPT_OUTPUTS:
+        forms = tuple([(output.name, output.datatype, output.shape, len(output.data)) for output in reply.outputs])
+        text = _head_start(rule.name, rule.version, call.request.id) + _binary_outputs(forms)
+        return b"".join([text, *[output.data for output in reply.outputs]]), len(text)
     entries: list[dict[str, Any]] = []
     tails: list[memoryview] = []
     for output in reply.outputs:
-        entry: dict[str, Any] = {"name": output.name, "datatype": output.datatype, "shape": output.shape}
         if ways.get(output.name, call.is_binary):
-            entry["parameters"] = {"binary_data_size": len(output.data)}
+            entries.append(_binary_entry(output.name, output.datatype, output.shape, len(output.data)))
             tails.append(output.data)
         else:
-            entry["data"] = msgspec.Raw(elements_to_json(output.data, output.name, output.datatype))
-        entries.append(entry)
-    head: dict[str, Any] = {"model_name": rule.name, "model_version": rule.version}
-    if call.request.id:
-        head["id"] = call.request.id
-    text = msgspec.json.encode({**head, "outputs": entries})
-    if not tails:
-        return text, None
-    return b"".join([text, *tails]), len(text)
+            elements = msgspec.Raw(elements_to_json(output.data, output.name, output.datatype))
+            entries.append({"name": output.name, "datatype": output.datatype, "shape": output.shape, "data": elements})
+    text = _head_start(rule.name, rule.version, call.request.id) + _to_json(entries) + b"}"
+    return (b"".join([text, *tails]), len(text)) if tails else (text, None)
+
+
+def _head_start(name: str, version: str, request_id: str) -> bytes:
+    """Return the JSON of a reply up to the list of its outputs."""
+    head = {"model_name": name, "model_version": version}
+    return _to_json({**head, "id": request_id} if request_id else head)[:-1] + b',"outputs":'
+
+
+@lru_cache(maxsize=256)
+def _binary_outputs(forms: tuple[tuple[str, str, tuple[int, ...], int], ...]) -> bytes:
+    """Return the rest of the JSON of a reply whose outputs, each (name, datatype, shape, bytes), all follow it."""
+    return _to_json([_binary_entry(*form) for form in forms]) + b"}"
+
+
+def _binary_entry(name: str, datatype: str, shape: tuple[int, ...], nbytes: int) -> dict[str, Any]:
+    return {"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": nbytes}}
 
 
 def error_body(message: str) -> bytes:

@@ -7,14 +7,15 @@ types and shapes are the model's is for `sie.frontend.tensor_checks`. Source: Op
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from sie.errors import BadRequest
-from sie.frontend.dialects.kserve import InferCall, Wanted, checked_parameters, flag, unsigned
-from sie.frontend.dialects.protobuf_wire import append_bytes, parse_with_views
+from sie.frontend.dialects.kserve import InferCall, Wanted, checked_parameters, checked_priority, flag, unsigned
+from sie.frontend.dialects.protobuf_wire import append_bytes, cut_views, parse
 from sie.proto import message_class
 from sie.tensor_bytes import frame_elements
 from sie.tensors import DATATYPES, Tensor, TensorReply, TensorRequest, TensorRule
@@ -24,7 +25,11 @@ FINAL_RESPONSE: Final = "triton_final_response"
 _RAW_INPUTS: Final = 7
 _RAW_OUTPUTS: Final = 6
 _INFER_RESPONSE: Final = 2
+_RESPONSE_ID: Final = 3
 _MAX_TENSORS: Final = 1024
+_MAX_KEPT_BYTES: Final = 2048
+"""A longer request is read each time, whatever it shares with others; what is kept is kept by the hundred."""
+_MAX_KEPT_OUTPUTS: Final = 16
 _TYPED: Final = {
     "BOOL": "bool_contents", "INT8": "int_contents", "INT16": "int_contents", "INT32": "int_contents",
     "INT64": "int64_contents", "UINT8": "uint_contents", "UINT16": "uint_contents", "UINT32": "uint_contents",
@@ -36,37 +41,80 @@ _RESPONSE: Final = message_class("kserve", "inference.ModelInferResponse")
 
 
 class InferMessage(NamedTuple):
-    """A parsed ModelInferRequest: the message without its raw contents, and those."""
+    """A parsed ModelInferRequest: its bytes without the raw contents, the message in them, and the raw contents.
 
+    Requests that differ in their tensors alone have the same bytes and share the message: nobody may change it.
+    """
+
+    rest: bytes
     message: Any
     raw: list[memoryview]
 
 
 def parse_infer(data: bytes) -> InferMessage:
     """Return the message in data. Raises BadRequest for what is none."""
-    return InferMessage(*parse_with_views(_REQUEST, data, _RAW_INPUTS))
+    rest, raw = cut_views(data, _RAW_INPUTS)
+    return InferMessage(rest, (_parse if _is_kept(rest, raw) else _parse.__wrapped__)(rest), raw)
+
+
+def _is_kept(rest: bytes, raw: list[memoryview]) -> bool:
+    return bool(raw) and len(rest) <= _MAX_KEPT_BYTES
+
+
+@lru_cache(maxsize=256)
+def _parse(rest: bytes) -> Any:
+    return parse(_REQUEST, rest)
+
+
+class _Form(NamedTuple):
+    """What a request says beside its elements."""
+
+    inputs: tuple[tuple[str, str, tuple[int, ...]], ...]
+    typed: str | None
+    """The name of the first input with typed contents; None without one."""
+    wanted: tuple[Wanted, ...]
+    outputs: tuple[str, ...]
+    priority: int
+    timeout_us: int
 
 
 def decode_infer(parsed: InferMessage, model: str, rule: TensorRule, max_values: int) -> InferCall:
     """Return the request; model is the hosted id, max_values bounds the elements that come typed. Raises BadRequest."""
-    message, raw = parsed
-    if len(message.inputs) > _MAX_TENSORS or len(message.outputs) > _MAX_TENSORS:
-        raise BadRequest(f"a request has at most {_MAX_TENSORS} inputs and as many outputs")
-    parameters = _parameters(message.parameters)
-    flag(parameters, EMPTY_FINAL_RESPONSE)
+    rest, message, raw = parsed
+    form = _kept_form(rest) if _is_kept(rest, raw) else _form_of(message)
     inputs: list[Tensor] = []
     if raw:
-        inputs = _raw_inputs(message.inputs, raw, rule.name)
+        inputs = _raw_inputs(form, raw, rule.name)
     else:
         for item in message.inputs:
             inputs.append(Tensor(item.name, item.datatype, tuple(item.shape), _typed(item, max_values)))
             max_values -= prod(item.shape)
-    wanted = _wanted(message.outputs)
     request = TensorRequest(
-        model=model, inputs=inputs, outputs=tuple(output.name for output in wanted), id=message.id,
-        priority=unsigned(parameters, "priority"), timeout_us=unsigned(parameters, "timeout"),
+        model=model, inputs=inputs, outputs=form.outputs, id=message.id,
+        priority=checked_priority(form.priority, rule), timeout_us=form.timeout_us,
     )  # fmt: skip
-    return InferCall(request=request, wanted=wanted, is_binary=True)
+    return InferCall(request=request, wanted=form.wanted, is_binary=True)
+
+
+@lru_cache(maxsize=256)
+def _kept_form(rest: bytes) -> _Form:
+    return _form_of(_parse(rest))
+
+
+def _form_of(message: Any) -> _Form:
+    if len(message.inputs) > _MAX_TENSORS or len(message.outputs) > _MAX_TENSORS:
+        raise BadRequest(f"a request has at most {_MAX_TENSORS} inputs and as many outputs")
+    parameters = _parameters(message.parameters)
+    flag(parameters, EMPTY_FINAL_RESPONSE)
+    wanted = _wanted(message.outputs)
+    for item in message.inputs:
+        _check_parameters(item)
+    typed = next((item.name for item in message.inputs if item.HasField("contents")), None)
+    return _Form(
+        tuple([(item.name, item.datatype, tuple(item.shape)) for item in message.inputs]),
+        typed, wanted, tuple([output.name for output in wanted]),
+        unsigned(parameters, "priority"), unsigned(parameters, "timeout"),
+    )  # fmt: skip
 
 
 def wants_final_response(message: Any) -> bool:
@@ -74,20 +122,20 @@ def wants_final_response(message: Any) -> bool:
     return message.parameters[EMPTY_FINAL_RESPONSE].bool_param if EMPTY_FINAL_RESPONSE in message.parameters else False
 
 
-def _raw_inputs(items: Sequence[Any], raw: Sequence[memoryview], model: str) -> list[Tensor]:
-    for item in items:
-        if item.HasField("contents"):
-            raise BadRequest(
-                f"contents field must not be specified when using raw_input_contents for '{item.name}' for model '{model}'"
-            )
-        _check_parameters(item)
-    if len(raw) < len(items):
+def _raw_inputs(form: _Form, raw: Sequence[memoryview], model: str) -> list[Tensor]:
+    if form.typed is not None:
         raise BadRequest(
-            f"unable to find data for input tensor '{items[len(raw)].name}' for model '{model}' in request."
+            f"contents field must not be specified when using raw_input_contents for '{form.typed}' for model '{model}'"
         )
-    if len(raw) > len(items):
-        raise BadRequest(f"Size of raw_input_contents: {len(raw)} is different than number of inputs: {len(items)}")
-    return [Tensor(i.name, i.datatype, tuple(i.shape), data) for i, data in zip(items, raw, strict=True)]
+    if len(raw) < len(form.inputs):
+        raise BadRequest(
+            f"unable to find data for input tensor '{form.inputs[len(raw)][0]}' for model '{model}' in request."
+        )
+    if len(raw) > len(form.inputs):
+        raise BadRequest(
+            f"Size of raw_input_contents: {len(raw)} is different than number of inputs: {len(form.inputs)}"
+        )
+    return [Tensor(*item, data) for item, data in zip(form.inputs, raw, strict=True)]
 
 
 def _check_parameters(item: Any) -> None:
@@ -97,7 +145,6 @@ def _check_parameters(item: Any) -> None:
 
 def _typed(item: Any, max_values: int) -> memoryview:
     """Return the elements of an input's contents as the raw form has them."""
-    _check_parameters(item)
     name, datatype = item.name, item.datatype
     if datatype not in DATATYPES:
         raise BadRequest(f"invalid datatype '{datatype[:32]}' for input {name}")
@@ -162,12 +209,26 @@ def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule, *, is_fi
 
     is_final marks the last reply to a request on a stream.
     """
-    response = _RESPONSE(model_name=rule.name, model_version=rule.version, id=call.request.id)
+    forms = tuple([(output.name, output.datatype, output.shape) for output in reply.outputs])
+    head = (_response_head if len(forms) <= _MAX_KEPT_OUTPUTS else _response_head.__wrapped__)(
+        rule.name, rule.version, forms, is_final=is_final
+    )
+    if call.request.id:
+        head = append_bytes(head, _RESPONSE_ID, [call.request.id.encode()])
+    return append_bytes(head, _RAW_OUTPUTS, [output.data for output in reply.outputs])
+
+
+@lru_cache(maxsize=256)
+def _response_head(
+    name: str, version: str, forms: tuple[tuple[str, str, tuple[int, ...]], ...], *, is_final: bool
+) -> bytes:
+    """Return what is the same in all replies of one form: names, types and shapes."""
+    response = _RESPONSE(model_name=name, model_version=version)
     if is_final:
         response.parameters[FINAL_RESPONSE].bool_param = True
-    for output in reply.outputs:
-        response.outputs.add(name=output.name, datatype=output.datatype, shape=output.shape)
-    return append_bytes(response.SerializeToString(), _RAW_OUTPUTS, [output.data for output in reply.outputs])
+    for output, datatype, shape in forms:
+        response.outputs.add(name=output, datatype=datatype, shape=shape)
+    return response.SerializeToString()
 
 
 def stream_reply(response: bytes) -> bytes:

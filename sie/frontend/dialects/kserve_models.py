@@ -18,7 +18,7 @@ from sie.frontend.body_limits import decode_typed
 from sie.frontend.tensor_states import Figures, VersionState
 from sie.tensors import TensorRule, TensorSpec
 
-EXTENSIONS: Final = ("classification", "model_repository", "model_configuration", "binary_tensor_data", "parameters",
+EXTENSIONS: Final = ("classification", "model_repository", "schedule_policy", "model_configuration", "binary_tensor_data", "parameters",
                      "statistics")  # fmt: skip
 _INDEX_STATES: Final[dict[ModelState, str]] = {
     "loaded": "READY", "loading": "LOADING", "unloading": "UNLOADING", "failed": "UNAVAILABLE", "available": "UNAVAILABLE",
@@ -73,16 +73,17 @@ def index_body(states: Iterable[VersionState], *, only_ready: bool) -> bytes:
 
 
 def index_entries(states: Iterable[VersionState], *, only_ready: bool) -> list[dict[str, str]]:
-    """Return the protocol's ModelIndex of each version; one that was never loaded has only its name and number."""
+    """Return the protocol's ModelIndex of each version, and the bare name of a model that was never loaded, once."""
     entries: list[dict[str, str]] = []
     for found in states:
         state = _INDEX_STATES[found.state]
         if only_ready and state != "READY":
             continue
-        entry = {"name": found.name, "version": found.version}
+        entry = {"name": found.name}
         if found.state != "available" or found.reason:
-            entry |= {"state": state, "reason": found.reason}
-        entries.append(entry)
+            entry |= {"version": found.version, "state": state, "reason": found.reason}
+        if entry not in entries[-1:]:
+            entries.append(entry)
     return entries
 
 

@@ -39,7 +39,10 @@ def wire_fields(data: bytes | memoryview) -> Iterator[WireField]:
     position, size = 0, len(data)
     while position < size:
         start = position
-        tag, position = _varint(data, position)
+        tag = data[position]
+        position += 1
+        if tag >= 0x80:  # most tags and lengths are one byte
+            tag, position = _varint(data, start)
         number, wire_type = tag >> 3, tag & 7
         value_start = position
         if wire_type == VARINT:
@@ -57,6 +60,8 @@ def wire_fields(data: bytes | memoryview) -> Iterator[WireField]:
 
 
 def _varint(data: bytes | memoryview, position: int) -> tuple[int, int]:
+    if position < len(data) and data[position] < 0x80:
+        return data[position], position + 1
     value = 0
     for shift, byte in enumerate(data[position : position + _MAX_VARINT_BYTES]):
         value |= (byte & 0x7F) << (7 * shift)
@@ -65,10 +70,10 @@ def _varint(data: bytes | memoryview, position: int) -> tuple[int, int]:
     raise MalformedMessage("the message has a number that is cut short")
 
 
-def parse_with_views(cls: type[Any], data: bytes, number: int) -> tuple[Any, list[memoryview]]:
-    """Return the message in data without its repeated field `number` of bytes, and views of that field's values.
+def cut_views(data: bytes, number: int) -> tuple[bytes, list[memoryview]]:
+    """Return a message without its repeated field `number` of bytes, and views of that field's values.
 
-    Raises MalformedMessage for what is no such message.
+    Raises MalformedMessage for what is no message.
     """
     view = memoryview(data)
     rest: list[memoryview] = []
@@ -79,8 +84,16 @@ def parse_with_views(cls: type[Any], data: bytes, number: int) -> tuple[Any, lis
             rest.append(view[kept_from : field.start])
             values.append(view[field.value_start : field.end])
             kept_from = field.end
+    if not values:
+        return data, values
     rest.append(view[kept_from:])
-    return parse(cls, b"".join(rest)), values
+    return b"".join(rest), values
+
+
+def parse_with_views(cls: type[Any], data: bytes, number: int) -> tuple[Any, list[memoryview]]:
+    """Return the message in data without a field, as `cut_views` does. Raises MalformedMessage for no such message."""
+    rest, values = cut_views(data, number)
+    return parse(cls, rest), values
 
 
 def parse(cls: type[Any], data: bytes) -> Any:

@@ -128,6 +128,31 @@ def _strings(text: bytes, name: str, num_elements: int) -> bytes:
     return frame_elements([value.encode() for value in level])
 
 
+class _Image(msgspec.Struct, forbid_unknown_fields=True):
+    b64: bytes
+
+
+_IMAGES: Final = msgspec.json.Decoder(list[bytes | _Image])
+
+
+def images_from_json(raw: msgspec.Raw, name: str, num_elements: int) -> bytes:
+    """Return the encoded images of input `name`, framed as a BYTES tensor: each is Base64, bare or as `{"b64": text}`.
+
+    Raises BadRequest for anything else, and for more or fewer than num_elements.
+    """
+    text = bytes(raw)
+    most = text.count(b",") + 1  # there is no comma in Base64, so no more than this are made
+    if most != max(num_elements, 1):
+        raise _wrong_count(name, num_elements, most)
+    try:
+        found = _IMAGES.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"the data of input '{name}' must be images as Base64 text: {error}") from None
+    if len(found) != num_elements:
+        raise _wrong_count(name, num_elements, len(found))
+    return frame_elements([image.b64 if isinstance(image, _Image) else image for image in found])
+
+
 def elements_to_json(data: memoryview, name: str, datatype: str) -> bytes:
     """Return a reply's elements as a flat JSON list. Raises BadRequest for what JSON cannot hold: ask for binary then."""
     if datatype in BINARY_ONLY:

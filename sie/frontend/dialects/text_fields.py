@@ -23,6 +23,8 @@ from sie.limits import Limits
 
 FINGERPRINT: Final = "local"
 DONE: Final = b"data: [DONE]\n\n"
+KEEP_ALIVE: Final = b": keep-alive\n\n"
+"""A comment, which no client reads as an event."""
 _MAX_LIST: Final = 65_536
 _Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _Share = Annotated[float, Meta(ge=-1e9, le=1e9)]

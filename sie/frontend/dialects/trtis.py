@@ -38,10 +38,11 @@ class InputHead(NamedTuple):
 
 
 class OutputHead(NamedTuple):
-    """One output that is asked for; num_classes None: its elements as they are."""
+    """One output that is asked for; num_classes None: its elements as they are; item_bytes 0: it does not say."""
 
     name: str
     num_classes: int | None
+    item_bytes: int = 0
 
 
 class InferHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +84,7 @@ def head_of(message: Any) -> InferHead:
         num_classes = output.cls.count if output.HasField("cls") else None
         if num_classes == 0:
             raise BadRequest(f"output '{output.name}' asks for 0 classes")
-        outputs[output.name] = OutputHead(output.name, num_classes)
+        outputs[output.name] = OutputHead(output.name, num_classes, output.byte_size)
     return InferHead(
         batch_size=message.batch_size,
         inputs=tuple(InputHead(i.name, tuple(i.dims), i.batch_byte_size, i.byte_size) for i in message.input),
@@ -226,6 +227,15 @@ class Answered(NamedTuple):
 
     tensor: Tensor
     classes: list[list[RankedClass]] | None = None
+
+
+def check_size(output: OutputHead, tensor: Tensor, head: InferHead, rule: TensorRule) -> None:
+    """Raise BadRequest for an output of other bytes than the request said, in whose answer no others would be found."""
+    item_bytes = len(tensor.data) // head.batch_size
+    if output.item_bytes not in (0, item_bytes):
+        raise BadRequest(
+            f"unexpected size {output.item_bytes} for output '{output.name}', expecting {item_bytes} for model '{rule.name}'"
+        )
 
 
 def response_header(head: InferHead, rule: TensorRule, outputs: Sequence[Answered]) -> Any:

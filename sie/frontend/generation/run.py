@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from sie.errors import Internal, SieError
 from sie.frontend.engine import ShmEngine
@@ -24,6 +24,10 @@ from sie.generation import (
     TextDelta,
     ToolCallDelta,
 )
+from sie.types import Timing
+
+_LONG_S: Final = 86_400.0
+"""The engine ends what takes too long; this only bounds one wait."""
 
 
 class TokenMeter(Protocol):
@@ -144,6 +148,19 @@ class Run:
             completion_s=max(0, last_ns - first_ns) / 1e9,
         )
 
+    def timing(self, began_ns: int) -> Timing:
+        """Return where the time of a request went whose headers were read at began_ns, up to now."""
+        first = self.parts[0]
+        submitted_ns, now_ns = first.pending.submitted_ns, time.monotonic_ns()
+        totals = first.stream.totals
+        queue_ns = max(0, totals.started_ns - submitted_ns) if totals is not None else 0
+        return Timing(
+            total_ms=(now_ns - began_ns) / 1e6,
+            queue_ms=queue_ns / 1e6,
+            inference_ms=(now_ns - submitted_ns - queue_ns) / 1e6,
+            submitted_ns=submitted_ns,
+        )
+
     def _collect(self) -> list[GenerateEvent]:
         """Return what has happened since the last call."""
         self._news.clear()
@@ -181,7 +198,7 @@ class Run:
         self._measure(part)
         for record in records:
             choice = reader.choices[record.choice]
-            events += choice_events if (choice_events := reader.read(record)) else ()
+            events += reader.read(record)
             if choice.is_finished and not record.finish:
                 part.stream.stop(record.choice)
         if reader.is_finished and not part.pending.future.done():
@@ -200,10 +217,6 @@ class Run:
         else:
             self._meter.record_first_token(self.model, (part.stream.first_ns - self._submitted_ns) / 1e9)
         part.last_ns = now_ns
-
-
-_LONG_S = 86_400.0
-"""The engine ends what takes too long; this only bounds one wait."""
 
 
 def _add(choices: dict[int, ChoiceReply], event: GenerateEvent) -> None:

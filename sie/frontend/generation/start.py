@@ -30,6 +30,8 @@ from sie.generation_settings import Generation
 from sie.headers import WorkHeader
 
 _encode_task: Final = msgspec.msgpack.Encoder().encode
+_EXPECTED_TOKENS: Final = 256
+"""What a choice counts for at most, beside its prompt, when work is shared out: few use all that they may."""
 _GREEDY_BELOW: Final = 1e-7
 _MAX_SEED: Final = (1 << 63) - 1
 _PROMPT_END_CHARS: Final = 64
@@ -79,7 +81,7 @@ class Generator:
                 pending = await self._engine.submit_stream(
                     WorkHeader(entry.card.id, "generate", 1, (), task=_encode_task(own)),
                     [("cu_seqlens", np.array([0, len(ids)], np.int32)), ("token_ids", np.array(ids, np.int32))],
-                    len(ids), deadline_ns, stream,
+                    len(ids) + request.num_choices * min(max_tokens, _EXPECTED_TOKENS), deadline_ns, stream,
                 )  # fmt: skip
                 parts.append(Part(pending, stream, new_readers[number], len(ids)))
         except BaseException:

@@ -52,7 +52,8 @@ def document(limits: Limits) -> Document:
     paths: Document = {}
     for operation in OPERATIONS:
         route = routes.BY_METHOD.get((operation.template, operation.method)) or routes.BY_TEMPLATE[operation.template]
-        paths.setdefault(operation.template, {})[route.method.lower()] = _operation(operation, route)
+        path = paths.setdefault(operation.template, {})
+        path.update({method.lower(): _operation(operation, route, method) for method in route.methods})
     return {
         "openapi": "3.1.0",
         "info": {"title": "sie", "version": __version__, "description": _ABOUT, "license": _LICENSE},
@@ -101,11 +102,11 @@ def _structs() -> list[type[msgspec.Struct]]:
     return [struct for struct in named if struct is not None]
 
 
-def _operation(operation: Operation, route: Route) -> Document:
+def _operation(operation: Operation, route: Route, method: str) -> Document:
     place = _PLACE.search(operation.template)
     name = _PLACE.sub("", operation.template).strip("/").replace("/", "_").strip("_") or "home"
     described: Document = {
-        "operationId": f"{route.method.lower()}_{name.replace('.', '_').replace('-', '_')}",
+        "operationId": f"{method.lower()}_{name.replace('.', '_').replace('-', '_')}",
         "tags": [operation.tag],
         "summary": operation.summary,
     }

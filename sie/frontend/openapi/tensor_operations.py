@@ -34,7 +34,9 @@ _CONTROL: Final = (
     Fault(503, ("NOT_ALLOWED",), "`repository_control` is not `explicit`."),
     Fault(504, ("DEADLINE_EXCEEDED",), "The deadline passed first; the load goes on."),
 )  # fmt: skip
-_UNSUPPORTED: Final = (Fault(400, ("INVALID_INPUT",), "Clients' shared memory is not supported."),)
+_UNSUPPORTED: Final = (Fault(400, ("UNSUPPORTED",), "This is not supported."),)
+_REGION: Final = (*_UNSUPPORTED, _MISSING, Fault(405, ("METHOD_NOT_ALLOWED",), "Not the method of this path."))
+_SETTINGS: Final = (_BAD, _STALLED, _TOO_LARGE)
 _MODEL: Final = "densenet"
 
 
@@ -71,7 +73,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     _v2("/v2/models/{model}", "A model's inputs and outputs", "Its metadata.", (_MISSING,)),
     _v2("/v2/models/{model}/ready", "Whether a model can be asked", _bare("It can."), (_MISSING, _INFER[-2])),
     _v2("/v2/models/{model}/config", "A model's configuration", "ModelConfig as JSON.", (_MISSING,)),
-    _v2("/v2/models/{model}/stats", "A model's figures", "What its versions have done.", (_MISSING,)),
+    _v2("/v2/models/{model}/stats", "A model's figures", "What its versions have done.", (_BAD, _MISSING)),
     Operation(
         template="/v2/models/{model}/infer",
         tag=_KSERVE,
@@ -87,12 +89,19 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     _v2("/v2/repository/index", "Every version of every model, with its state", _list("All of them."), (_BAD, _STALLED, _TOO_LARGE)),
     _v2("/v2/repository/models/{model}/load", "Load a model of a repository", _bare("It is loaded."), _CONTROL),
     _v2("/v2/repository/models/{model}/unload", "Unload a model of a repository", _bare("It has begun."), _CONTROL),
+    _v2("/v2/repository/{model}", "What names a repository, which is not supported", _bare("Never."), _REGION),
     _v2("/v2/systemsharedmemory/status", "Regions of clients' shared memory", _list("Always empty.")),
     _v2("/v2/systemsharedmemory/unregister", "Forget all regions", _bare("There are none.")),
-    _v2("/v2/systemsharedmemory/region/{model}", "Register or forget a region", _bare("Never."), _UNSUPPORTED),
+    _v2("/v2/systemsharedmemory/region/{model}", "Register or forget a region", _bare("There is none to forget."), _REGION),
     _v2("/v2/cudasharedmemory/status", "Regions of clients' device memory", _list("Always empty.")),
     _v2("/v2/cudasharedmemory/unregister", "Forget all regions", _bare("There are none.")),
-    _v2("/v2/cudasharedmemory/region/{model}", "Register or forget a region", _bare("Never."), _UNSUPPORTED),
+    _v2("/v2/cudasharedmemory/region/{model}", "Register or forget a region", _bare("There is none to forget."), _REGION),
+    _v2("/v2/trace/setting", "Trace settings", "All of them; POST changes nothing.", _SETTINGS),
+    _v2(
+        "/v2/models/{model}/trace/setting", "A model's trace settings",
+        "All of them; POST changes nothing.", (*_SETTINGS, _MISSING),
+    ),
+    _v2("/v2/logging", "Log settings", "All of them; POST changes nothing.", _SETTINGS),
     _v2("/v1/config", "The state of every version", "As OpenVINO Model Server has it."),
     Operation(
         template="/v1/config/reload", tag=_KSERVE, summary="Read the repositories anew",
@@ -111,4 +120,5 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     _v1("/api/modelcontrol/{model}", "Load or unload a model", (), "The path is `load/NAME` or `unload/NAME`."),
     _v1("/api/repository/index", "Names of all models", (_TEXT, _BINARY)),
     _v1("/api/sharedmemorycontrol/{model}", "Clients' shared memory, which is not supported", ()),
+    _v1("/api/profile", "A profiler, which is not supported", ()),
 )  # fmt: skip

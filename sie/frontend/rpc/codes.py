@@ -37,6 +37,8 @@ _CODES: Final[tuple[tuple[type[SieError], grpc.StatusCode], ...]] = (
 
 def status_code(error: SieError) -> grpc.StatusCode:
     """Return the status code of a failure; INTERNAL for one that has none of its own."""
+    if error.code == "UNSUPPORTED":
+        return grpc.StatusCode.UNIMPLEMENTED
     if isinstance(error, ModelLoadFailed):
         # 400 where the client asked for the load itself.
         return grpc.StatusCode.INVALID_ARGUMENT if error.http_status == 400 else grpc.StatusCode.UNAVAILABLE

@@ -6,7 +6,9 @@ Source: KServe v2 sheet, section 13. What HTTP serves under the same names is `s
 from __future__ import annotations
 
 import asyncio
+import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from google.protobuf import json_format
@@ -14,12 +16,13 @@ from google.protobuf import json_format
 from sie import __version__
 from sie.control_messages import ModelEntry
 from sie.errors import BadRequest, NotFound, SieError
-from sie.frontend.dialects import kserve_grpc
+from sie.frontend.dialects import kserve_grpc, kserve_settings
+from sie.frontend.dialects.kserve import InferCall
 from sie.frontend.dialects.kserve_grpc import InferMessage
 from sie.frontend.dialects.kserve_models import EXTENSIONS, index_entries, model_metadata, refused_parameter, statistics
 from sie.frontend.inference import Exchange
-from sie.frontend.kserve import KServe, ranked
-from sie.frontend.offload import offload
+from sie.frontend.kserve import KServe, check_known, ranked, unsupported
+from sie.frontend.offload import LARGE_BYTES, offload
 from sie.frontend.process import FrontendProcess
 from sie.frontend.rpc.codes import details
 from sie.frontend.rpc.service import Watched
@@ -27,6 +30,7 @@ from sie.frontend.tensor_figures import read_figures
 from sie.frontend.tensor_states import rule_of
 from sie.frontend.tensor_table import is_servable
 from sie.proto import message_class
+from sie.tensors import TensorReply, TensorRule
 
 
 class KServeGrpc:
@@ -89,24 +93,22 @@ class KServeGrpc:
     async def model_statistics(self, exchange: Exchange, message: Any) -> bytes:
         """Answer `ModelStatistics`; without a name for every model, without a version for all of it."""
         table = self._tensors.table
-        if message.version and message.name:
-            entries = [self._known(exchange, message)]
+        if message.name:
+            _check_version(message.version)
+            entries = self._kserve.measured(message.name, message.version)
         else:
-            if message.name:
-                self._known(exchange, message)
-            names = [message.name] if message.name else table.names
-            entries = [entry for name in names for entry in table.versions(name).values()]
+            entries = [entry for name in table.names for entry in table.versions(name).values()]
         figures = read_figures(self._process.pages, entries)
         return _encoded("ModelStatisticsResponse", model_stats=[statistics(*key, one) for key, one in figures.items()])
 
     def _known(self, exchange: Exchange, message: Any) -> ModelEntry:
         entry = self._find(message.name, message.version)
         exchange.known_model = entry.card.id
+        check_known(entry)
         return entry
 
     def _find(self, name: str, version: str) -> ModelEntry:
-        if version and not (version.isascii() and version.isdigit()):
-            raise BadRequest(f"invalid model version '{version[:32]}': it must be a number")
+        _check_version(version)
         return self._tensors.table.resolve(name, version)
 
     # --- inference ------------------------------------------------------------------------------------------------
@@ -114,35 +116,47 @@ class KServeGrpc:
     async def infer(self, exchange: Exchange, message: bytes) -> bytes:
         """Answer `ModelInfer`."""
         parsed = kserve_grpc.parse_infer(message)
-        return await self._infer(exchange, parsed, _typed_bytes(parsed, message), is_final=False)
+        return await self._infer(exchange, parsed, is_final=False)
 
     async def stream_infer(self, exchange: Exchange, message: bytes) -> bytes:
         """Answer one request of `ModelStreamInfer`."""
         parsed = kserve_grpc.parse_infer(message)
         is_final = kserve_grpc.wants_final_response(parsed.message)
-        reply = await self._infer(exchange, parsed, _typed_bytes(parsed, message), is_final=is_final)
+        reply = await self._infer(exchange, parsed, is_final=is_final)
         return kserve_grpc.stream_reply(reply)
 
-    async def _infer(self, exchange: Exchange, parsed: InferMessage, typed_bytes: int, *, is_final: bool) -> bytes:
-        process, message = self._process, parsed.message
-        entry = self._find(message.model_name, message.model_version)
+    async def _infer(self, exchange: Exchange, parsed: InferMessage, *, is_final: bool) -> bytes:
+        message = parsed.message
+        name, version = message.model_name, message.model_version
+        exchange.known_model = self._find(name, version).card.id
+        await self._kserve.admit(name, version, exchange.deadline_ns)
+
+        async def run(entry: ModelEntry) -> bytes:
+            return await self._run(exchange, entry, parsed, is_final=is_final)
+
+        return await self._tensors.serve(name, version, exchange.deadline_ns, run)
+
+    async def _run(self, exchange: Exchange, entry: ModelEntry, parsed: InferMessage, *, is_final: bool) -> bytes:
+        process, rule = self._process, rule_of(entry)
         exchange.known_model = entry.card.id
-        rule, max_values = self._kserve.admit(entry), process.settings.limits.max_tensor_values
-        call = await offload(
-            self._pool, typed_bytes, lambda: kserve_grpc.decode_infer(parsed, entry.card.id, rule, max_values)
-        )
+        # Without `offload` where they are small: each coroutine costs, and these requests come by the ten thousand.
+        arguments = (parsed, entry.card.id, rule, process.settings.limits.max_tensor_values)
+        if len(parsed.rest) < LARGE_BYTES:
+            call = kserve_grpc.decode_infer(*arguments)
+        else:
+            call = await offload(self._pool, len(parsed.rest), kserve_grpc.decode_infer, *arguments)
+        exchange.decoded_ns = time.monotonic_ns()
         watched = Watched(process)
         try:
-            async with self._tensors.infer(
+            with await self._tensors.infer(
                 call.request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns, watch=watched.watch
             ) as reply:
                 exchange.timing = reply.timing
-                nbytes = sum(len(output.data) for output in reply.outputs)
-                answer = await offload(
-                    self._pool,
-                    nbytes,
-                    lambda: kserve_grpc.encode_infer(call, ranked(call, reply, rule), rule, is_final=is_final),
-                )
+                nbytes = sum([len(output.data) for output in reply.outputs])
+                if nbytes < LARGE_BYTES:
+                    answer = _encode(call, reply, rule, is_final=is_final)
+                else:
+                    answer = await offload(self._pool, nbytes, partial(_encode, call, reply, rule, is_final=is_final))
         except asyncio.CancelledError:
             watched.give_up()
             raise
@@ -153,11 +167,13 @@ class KServeGrpc:
 
     async def repository_index(self, _exchange: Exchange, message: Any) -> bytes:
         """Answer `RepositoryIndex`."""
+        _check_repository(message)
         models = index_entries(self._kserve.states(), only_ready=message.ready)
         return _encoded("RepositoryIndexResponse", models=models)
 
     async def load(self, exchange: Exchange, message: Any) -> bytes:
         """Answer `RepositoryModelLoad`, when the model has loaded."""
+        _check_repository(message)
         for name in message.parameters:
             raise refused_parameter(name)
         await self._tensors.repository.load(message.model_name, exchange.deadline_ns)
@@ -165,6 +181,7 @@ class KServeGrpc:
 
     async def unload(self, exchange: Exchange, message: Any) -> bytes:
         """Answer `RepositoryModelUnload`."""
+        _check_repository(message)
         for name in message.parameters:
             if name != "unload_dependents":
                 raise BadRequest(f"unrecognized parameter '{name}'")
@@ -173,17 +190,71 @@ class KServeGrpc:
 
     # --- shared memory --------------------------------------------------------------------------------------------
 
-    async def no_regions(self, _exchange: Exchange, _message: Any) -> bytes:
-        """Answer that no region is registered, or that one is not any more: none ever is."""
+    async def region_status(self, _exchange: Exchange, message: Any) -> bytes:
+        """Answer that no region is registered."""
+        if message.name:
+            raise NotFound(f"Unable to find shared memory region: '{message.name[:256]}'")
+        return b""
+
+    async def unregister(self, _exchange: Exchange, _message: Any) -> bytes:
+        """Answer that a region is not registered any more: none ever is."""
         return b""
 
     async def refuse_region(self, _exchange: Exchange, _message: Any) -> bytes:
         """Refuse a region of a client's shared memory."""
-        raise BadRequest("shared memory is not supported by this server; send tensors in raw_input_contents")
+        raise unsupported("shared memory is not supported by this server; send tensors in raw_input_contents")
+
+    # --- settings -------------------------------------------------------------------------------------------------
+
+    async def trace_settings(self, exchange: Exchange, message: Any) -> bytes:
+        """Answer `TraceSetting`; without a name for the server. An empty value stands for the default."""
+        if message.model_name:
+            exchange.known_model = self._find(message.model_name, "").card.id
+        given = {name: list(setting.value) or None for name, setting in message.settings.items()}
+        kserve_settings.check_unchanged(given, kserve_settings.TRACE)
+        reply = message_class("kserve", "inference.TraceSettingResponse")()
+        for name, value in kserve_settings.TRACE.items():
+            reply.settings[name].value.extend([value] if isinstance(value, str) else value)
+        return _bytes_of(reply)
+
+    async def log_settings(self, _exchange: Exchange, message: Any) -> bytes:
+        """Answer `LogSettings`."""
+        own = kserve_settings.log_settings(self._process.settings.server.log_level)
+        given: dict[str, Any] = {}
+        for name, setting in message.settings.items():
+            choice = setting.WhichOneof("parameter_choice")
+            given[name] = None if choice is None else getattr(setting, choice)
+        kserve_settings.check_unchanged(given, own)
+        reply = message_class("kserve", "inference.LogSettingsResponse")()
+        for name, value in own.items():
+            field = (
+                "bool_param"
+                if isinstance(value, bool)
+                else "uint32_param"
+                if isinstance(value, int)
+                else "string_param"
+            )
+            setattr(reply.settings[name], field, value)
+        return _bytes_of(reply)
 
 
-def _typed_bytes(parsed: InferMessage, message: bytes) -> int:
-    return len(message) - sum(len(view) for view in parsed.raw)
+def _check_version(version: str) -> None:
+    if version and not (version.isascii() and version.isdigit()):
+        raise BadRequest(f"invalid model version '{version[:32]}': it must be a number")
+
+
+def _check_repository(message: Any) -> None:
+    if message.repository_name:
+        raise unsupported("'repository_name' specification is not supported")
+
+
+def _bytes_of(message: Any) -> bytes:
+    encoded: bytes = message.SerializeToString()
+    return encoded
+
+
+def _encode(call: InferCall, reply: TensorReply, rule: TensorRule, *, is_final: bool) -> bytes:
+    return kserve_grpc.encode_infer(call, ranked(call, reply, rule), rule, is_final=is_final)
 
 
 def _encoded(name: str, /, **fields: Any) -> bytes:

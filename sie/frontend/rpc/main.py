@@ -7,7 +7,7 @@ import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -15,7 +15,7 @@ import msgspec
 import uvloop
 
 from sie import process
-from sie.control_messages import Launch
+from sie.control_messages import Certificates, Launch
 from sie.frontend.kserve import KServe
 from sie.frontend.process import FrontendProcess, connect
 from sie.frontend.rpc.health import Health
@@ -64,11 +64,31 @@ def open_server(launch: Launch, frontend: FrontendProcess, service: Service) -> 
     if not launch.tls_cert:
         server.add_insecure_port(address)
         return server
-    pair = (Path(launch.tls_key).read_bytes(), Path(launch.tls_cert).read_bytes())
-    authorities = Path(launch.tls_client_ca).read_bytes() if launch.tls_client_ca else None
-    credentials = grpc.ssl_server_credentials([pair], authorities, require_client_auth=authorities is not None)
-    server.add_secure_port(address, credentials)
+    server.add_secure_port(address, _credentials(launch, frontend))
     return server
+
+
+def _credentials(launch: Launch, frontend: FrontendProcess) -> grpc.ServerCredentials:
+    """Return credentials that follow the certificate: gRPC asks for it before each handshake."""
+
+    def renewed() -> Any:
+        nonlocal known
+        latest = frontend.certificates
+        if latest is None or latest is known:
+            return None
+        known = latest
+        return _configuration(latest)
+
+    known: Certificates | None = None
+    paths = (launch.tls_cert, launch.tls_key, launch.tls_client_ca)
+    first = Certificates(*(Path(path).read_bytes() if path else b"" for path in paths))
+    return grpc.dynamic_ssl_server_credentials(_configuration(first), renewed, bool(first.client_ca))
+
+
+def _configuration(certificates: Certificates) -> Any:
+    return grpc.ssl_server_certificate_configuration(
+        [(certificates.key, certificates.cert)], certificates.client_ca or None
+    )
 
 
 async def serve(launch: Launch) -> None:

@@ -15,7 +15,8 @@ REFLECTION: Final = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1a
 class Method(NamedTuple):
     """One method. route.handler names a method of its dialect's class; request is the name of a message of `file`.
 
-    An empty request means that the handler reads the bytes itself.
+    An empty request means that the handler reads the bytes itself. is_stream: its client sends a stream and reads one.
+    is_watch: one message is answered by a stream, of which the handler writes all but the last message.
     """
 
     service: str
@@ -24,6 +25,7 @@ class Method(NamedTuple):
     file: str = ""
     request: str = ""
     is_stream: bool = False
+    is_watch: bool = False
 
 
 def _method(
@@ -31,7 +33,8 @@ def _method(
 ) -> Method:
     envelope = "trtis" if service == TRTIS else "kserve"
     route = Route(f"/{service}/{name}", "POST", handler, envelope, endpoint, need)
-    return Method(service, name, route, file, request, is_stream=handler.startswith("stream"))
+    is_stream, is_watch = handler.startswith("stream"), handler == "watch"
+    return Method(service, name, route, file, request, is_stream=is_stream, is_watch=is_watch)
 
 
 def _kserve(name: str, handler: str, *, request: str | None = None, need: Need = "infer") -> Method:
@@ -59,12 +62,14 @@ METHODS: Final = (
     _kserve("RepositoryIndex", "repository_index"),
     _kserve("RepositoryModelLoad", "load", need="admin"),
     _kserve("RepositoryModelUnload", "unload", need="admin"),
-    _kserve("SystemSharedMemoryStatus", "no_regions", request=_REGION),
+    _kserve("SystemSharedMemoryStatus", "region_status", request=_REGION),
     _kserve("SystemSharedMemoryRegister", "refuse_region", request=_REGION),
-    _kserve("SystemSharedMemoryUnregister", "no_regions", request=_REGION),
-    _kserve("CudaSharedMemoryStatus", "no_regions", request=_REGION),
+    _kserve("SystemSharedMemoryUnregister", "unregister", request=_REGION),
+    _kserve("CudaSharedMemoryStatus", "region_status", request=_REGION),
     _kserve("CudaSharedMemoryRegister", "refuse_region", request=_REGION),
-    _kserve("CudaSharedMemoryUnregister", "no_regions", request=_REGION),
+    _kserve("CudaSharedMemoryUnregister", "unregister", request=_REGION),
+    _kserve("TraceSetting", "trace_settings"),
+    _kserve("LogSettings", "log_settings"),
     _trtis("Status", "status"),
     _trtis("Health", "health", need="open"),
     _trtis("Infer", "infer", request=""),
@@ -72,7 +77,10 @@ METHODS: Final = (
     _trtis("ModelControl", "control", need="admin"),
     _trtis("SharedMemoryControl", "refuse_region"),
     _trtis("Repository", "repository"),
+    _trtis("Profile", "refuse_profile"),
     _method(HEALTH, "Check", "check", "health", "grpc.health.v1.HealthCheckRequest", need="open"),
+    _method(HEALTH, "List", "list_all", "health", "grpc.health.v1.HealthListRequest", need="open"),
+    _method(HEALTH, "Watch", "watch", "health", "grpc.health.v1.HealthCheckRequest", need="open"),
     *(_method(service, "ServerReflectionInfo", "stream_reflect", "", "", need="any") for service in REFLECTION),
 )
-"""What is not here is UNIMPLEMENTED: tracing and log settings among it."""
+"""What is not here is UNIMPLEMENTED."""

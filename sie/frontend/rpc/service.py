@@ -7,10 +7,9 @@ dialect that tells failures in its replies has turned them into replies before.
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import grpc
 import grpc.aio
@@ -34,13 +33,22 @@ _MAX_HEADERS: Final = 256
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
-class Scope(NamedTuple):
+class Scope:
     """What a request is about, in the words of HTTP."""
 
-    method: str
-    path: str
-    client: str
-    headers: dict[str, str]
+    __slots__ = ("_context", "headers", "path")
+    method = "POST"
+    proto = "grpc"
+
+    def __init__(self, path: str, headers: dict[str, str], context: Context) -> None:
+        self.path = path
+        self.headers = headers
+        self._context = context
+
+    @property
+    def client(self) -> str:
+        """Who asks, `address:port`; few requests want to know."""
+        return _client(self._context.peer())
 
 
 class Dialect(Protocol):
@@ -64,9 +72,13 @@ class Service:
         """Return what a gRPC server is told to serve."""
         by_service: dict[str, dict[str, Any]] = {}
         for method in methods:
-            serve = self._stream if method.is_stream else self._answer
-            make = grpc.stream_stream_rpc_method_handler if method.is_stream else grpc.unary_unary_rpc_method_handler
-            handler = cast("Any", make)(functools.partial(serve, method))
+            if method.is_stream:
+                serve, make = self._streaming(method), grpc.stream_stream_rpc_method_handler
+            elif method.is_watch:
+                serve, make = self._watching(method), grpc.unary_stream_rpc_method_handler
+            else:
+                serve, make = self._answering(method), grpc.unary_unary_rpc_method_handler
+            handler = cast("Any", make)(serve)
             by_service.setdefault(method.service, {})[method.name] = handler
         return [grpc.method_handlers_generic_handler(name, found) for name, found in by_service.items()]
 
@@ -76,31 +88,45 @@ class Service:
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
-    async def _answer(self, method: Method, message: bytes, context: Context) -> bytes:
-        try:
-            return await self._serve(method, self._exchange(method, message, context), message)
-        except SieError as error:
-            failure = error
-        await context.abort(status_code(failure), details(failure))
-        raise AssertionError("abort raises")
+    # Each a function of its own: gRPC asks at every call whether it is a coroutine's, and unwraps any other callable.
 
-    async def _stream(self, method: Method, messages: AsyncIterator[bytes], context: Context) -> None:
-        async def answer(message: bytes) -> bytes:
-            return await self._serve(method, self._exchange(method, message, context), message)
+    def _answering(self, method: Method) -> Callable[[bytes, Context], Awaitable[bytes]]:
+        async def answer(message: bytes, context: Context) -> bytes:
+            try:
+                return await self._serve(method, self._exchange(method, message, context), message)
+            except SieError as error:
+                failure = error
+            await context.abort(status_code(failure), details(failure))
+            raise AssertionError("abort raises")
 
-        try:
-            await self._streams.run(messages, answer, context.write)
-        except SieError as error:
-            failure = error
-        else:
-            return
-        await context.abort(status_code(failure), details(failure))
+        return answer
+
+    def _watching(self, method: Method) -> Callable[[bytes, Context], Awaitable[None]]:
+        answer = self._answering(method)
+
+        async def watch(message: bytes, context: Context) -> None:
+            await context.write(await answer(message, context))
+
+        return watch
+
+    def _streaming(self, method: Method) -> Callable[[AsyncIterator[bytes], Context], Awaitable[None]]:
+        async def stream(messages: AsyncIterator[bytes], context: Context) -> None:
+            async def answer(message: bytes) -> bytes:
+                return await self._serve(method, self._exchange(method, message, context), message)
+
+            try:
+                await self._streams.run(messages, answer, context.write)
+            except SieError as error:
+                failure = error
+            else:
+                return
+            await context.abort(status_code(failure), details(failure))
+
+        return stream
 
     def _exchange(self, method: Method, message: bytes, context: Context) -> Exchange:
         headers = _headers(context.invocation_metadata() or ())
-        exchange = Exchange(
-            Scope("POST", method.route.template, _client(context.peer()), headers), context, time.monotonic_ns()
-        )
+        exchange = Exchange(Scope(method.route.template, headers, context), context, time.monotonic_ns())
         exchange.route = method.route
         exchange.body_bytes = len(message)
         return exchange
@@ -132,7 +158,7 @@ class Service:
             failure = Internal("internal error")
             raise failure from None
         finally:
-            self._end(exchange, failure)
+            self._end(exchange, failure, is_stream=method.is_stream)
 
     def _enter(self, exchange: Exchange) -> None:
         """Let in whom the keys and `admin_from` let in. Raises Unauthorized, Forbidden or RateLimited."""
@@ -169,12 +195,15 @@ class Service:
 
     # --- figures --------------------------------------------------------------------------------------------------
 
-    def _end(self, exchange: Exchange, error: SieError | None) -> None:
+    def _end(self, exchange: Exchange, error: SieError | None, *, is_stream: bool) -> None:
         process = self._process
         status = 200 if error is None else error.http_status
+        headers: list[tuple[str, str]] = []
         for record in process.recorders:
-            record(exchange, status, [], error)
-        count_exchange(process.metrics, exchange, status, error, is_request=not isinstance(error, ClientGone))
+            headers = record(exchange, status, headers, error)
+        if headers and not is_stream:  # of a stream's many requests each would have its own
+            exchange.protocol.set_trailing_metadata(headers)
+        count_exchange(process.metrics, exchange, status, error)
 
 
 class Watched:

@@ -6,12 +6,15 @@ Source: TRTIS v1 sheet, section 7. What HTTP serves is `sie.frontend.trtis`.
 from __future__ import annotations
 
 import asyncio
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
+from sie.control_messages import ModelEntry
 from sie.errors import BadRequest, SieError
 from sie.frontend.dialects import trtis, trtis_grpc, trtis_status
 from sie.frontend.dialects.protobuf_wire import MalformedMessage
+from sie.frontend.dialects.trtis import InferHead
 from sie.frontend.inference import Exchange
 from sie.frontend.offload import offload
 from sie.frontend.process import FrontendProcess
@@ -19,6 +22,7 @@ from sie.frontend.rpc.service import Watched
 from sie.frontend.tensor_states import rule_of
 from sie.frontend.trtis import Trtis, answered
 from sie.proto import message_class
+from sie.tensors import TensorReply, TensorRule
 
 _STATUS_CODES: Final = (401, 403, 429)
 _LOAD: Final = 1
@@ -85,30 +89,36 @@ class TrtisGrpc:
         """Refuse what is about a client's shared memory."""
         raise SieError("shared memory is not supported", code="UNSUPPORTED", http_status=400)
 
+    async def refuse_profile(self, _exchange: Exchange, _message: Any) -> bytes:
+        """Refuse what starts and stops a profiler."""
+        raise SieError("profiling is not supported", code="UNSUPPORTED", http_status=400)
+
     # --- inference ------------------------------------------------------------------------------------------------
 
     async def infer(self, exchange: Exchange, message: bytes) -> bytes:
         """Answer `Infer`."""
-        process, parsed = self._process, trtis_grpc.parse_infer(message)
+        parsed = trtis_grpc.parse_infer(message)
         head = trtis_grpc.parse_head(parsed.header)
-        entry = self._http.find(exchange, parsed.model, parsed.version)
-        rule = rule_of(entry)
-        request = trtis.decode_raw_inputs(head, parsed.raw, entry.card.id, rule)
+        await self._http.admit(exchange, parsed.model, parsed.version)
+
+        async def run(entry: ModelEntry) -> bytes:
+            return await self._run(exchange, entry, head, parsed.raw)
+
+        return await self._tensors.serve(parsed.model, parsed.version, exchange.deadline_ns, run)
+
+    async def _run(self, exchange: Exchange, entry: ModelEntry, head: InferHead, raw: list[memoryview]) -> bytes:
+        process, rule = self._process, rule_of(entry)
+        exchange.known_model = entry.card.id
+        request = trtis.decode_raw_inputs(head, raw, entry.card.id, rule)
+        exchange.decoded_ns = time.monotonic_ns()
         watched = Watched(process)
         try:
-            async with self._tensors.infer(
+            with await self._tensors.infer(
                 request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns, watch=watched.watch
             ) as reply:
                 exchange.timing = reply.timing
-
-                def encode() -> bytes:
-                    outputs = answered(head, reply, rule)
-                    header = trtis.response_header(head, rule, outputs)
-                    raw = [tensor.data for tensor, classes in outputs if classes is None]
-                    return trtis_grpc.encode_infer(trtis_status.request_status(), header, raw)
-
                 nbytes = sum(len(output.data) for output in reply.outputs)
-                answer: bytes = await offload(self._pool, nbytes, encode)
+                answer: bytes = await offload(self._pool, nbytes, lambda: _answer(head, reply, rule))
         except asyncio.CancelledError:
             watched.give_up()
             raise
@@ -117,6 +127,13 @@ class TrtisGrpc:
 
     stream_infer = infer
     """Each request of `StreamInfer`."""
+
+
+def _answer(head: InferHead, reply: TensorReply, rule: TensorRule) -> bytes:
+    outputs = answered(head, reply, rule)
+    header = trtis.response_header(head, rule, outputs)
+    raw = [tensor.data for tensor, classes in outputs if classes is None]
+    return trtis_grpc.encode_infer(trtis_status.request_status(), header, raw)
 
 
 def _encoded(name: str, /, **fields: Any) -> bytes:

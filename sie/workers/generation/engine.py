@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from sie.errors import Internal, ResourceExhausted, SieError
+from sie.errors import Internal, NonFinite, ResourceExhausted, SieError
 from sie.generation import GenerateTotals, TokenFrame
 from sie.logs import get_logger
 from sie.shm.extent import begin_extent, extent_bytes
@@ -70,6 +70,8 @@ class Engine:
         self.num_ended: dict[str, int] = dict.fromkeys(REASONS, 0)
         """Choices by how they ended."""
         self.num_prompt_tokens = self.num_generated = 0
+        self.num_non_finite = 0
+        """Sequences that failed because a value was not finite."""
         self._prefill_ceiling: Ceiling | None = None
         self._sequence_ceiling: Ceiling | None = None
         self._talking: dict[Link, dict[Job, None]] = {}
@@ -188,6 +190,7 @@ class Engine:
     def _apply(self, part: Part, result: tuple[Chosen, ...] | SieError, now_ns: int) -> None:
         sequence, job = part.sequence, part.sequence.job
         if isinstance(result, SieError):
+            self.num_non_finite += isinstance(result, NonFinite)
             self.fail(job, result)
             return
         self.planner.advance(part)
@@ -219,6 +222,7 @@ class Engine:
             self._finish(sequence, "stop")
             return
         sequence.tokens.append(token_id)
+        sequence.num_unsent += 1
         if chosen.logprob is not None:
             sequence.logprobs.append(chosen.logprob)
         job.num_generated += 1
@@ -267,23 +271,31 @@ class Engine:
 
     def _send(self, link: Link) -> None:
         jobs = self._talking[link]
-        while taken := take_records(jobs):
-            header = _to_msgpack(TokenFrame(tuple([record for _, record in taken])))
-            lease = link.lease(extent_bytes(len(header), 0))
-            if lease is None:
-                break
-            begin_extent(lease.view, header)
-            if not link.try_tokens(lease, extent_bytes(len(header), 0)):
-                break
-            for sequence, record in taken:
-                note_sent(sequence, record)
+        if not self._try_frames(link, jobs):
+            return
         for job in list(jobs):
-            if not any(sequence.num_unsent or sequence.finish for sequence in job.sequences) and (
-                job.sequences or self._try_end(job)
-            ):
+            if job.sequences or self._try_end(job):
                 del jobs[job]
         if not jobs:
             del self._talking[link]
+
+    def _try_frames(self, link: Link, jobs: Collection[Job]) -> bool:
+        """Send all tokens that these jobs have for a frontend; False when there is no room or credit for the rest."""
+        while True:
+            records, is_all = take_records(jobs)
+            if records:
+                header = _to_msgpack(TokenFrame(tuple([record for _, record in records])))
+                nbytes = extent_bytes(len(header), 0)
+                lease = link.lease(nbytes)
+                if lease is None:
+                    return False
+                begin_extent(lease.view, header)
+                if not link.try_tokens(lease, nbytes):
+                    return False
+                for sequence, record in records:
+                    note_sent(sequence, record)
+            if is_all:
+                return True
 
     def _try_end(self, job: Job) -> bool:
         """Send the terminal reply of a job whose choices have all ended."""

@@ -1,14 +1,15 @@
-"""Owns what the settings of a generating model's weights mean on its device."""
+"""Owns what the settings of a generating model's weights mean on its device, and brings a model into that format."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from sie.errors import BadRequest
 from sie.workers.device import DtypeSetting, choose_dtype
-from sie.workers.generation.weights import Bits
+from sie.workers.generation.sharing import share_inputs
+from sie.workers.generation.weights import Bits, pack_linears
 
 WeightsSetting = Literal["auto", "float32", "bfloat16", "int8", "int4"]
 
@@ -34,3 +35,10 @@ def choose_format(setting: WeightsSetting, dtype_setting: DtypeSetting, device: 
         return Format(setting, dtype, 8 if setting == "int8" else 4)
     is_packed = device.type == "cpu" and dtype == torch.bfloat16
     return Format(str(dtype).removeprefix("torch."), dtype, 16 if is_packed else None)
+
+
+def join_and_pack(model: Any, form: Format) -> None:
+    """Join the linear layers of a float32 model on the CPU and pack them, in place; what is not packed stays float32."""
+    share_inputs(model, torch.arange(1, 5)[None] % model.get_input_embeddings().weight.shape[0])
+    if form.bits is not None:
+        pack_linears(model, form.bits, form.dtype)

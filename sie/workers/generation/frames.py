@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
 from sie.generation import TokenRecord
 from sie.workers.generation.sequences import Job, Sequence
@@ -12,29 +12,40 @@ MAX_FRAME_BYTES: Final = 1 << 16
 _RECORD_BYTES: Final = 48
 """Most bytes of a record without its tokens: ten numbers and a word, as msgpack."""
 _TOKEN_BYTES: Final = 5
-_LOGPROB_BYTES: Final = 11
+_LOGPROB_BYTES: Final = 13
 _TOP_BYTES: Final = 15
 
 
-def take_records(jobs: Iterable[Job], max_bytes: int = MAX_FRAME_BYTES) -> list[tuple[Sequence, TokenRecord]]:
+class Taken(NamedTuple):
+    """What the next frame holds. is_all: nothing is left for another one."""
+
+    records: list[tuple[Sequence, TokenRecord]]
+    is_all: bool
+
+
+def take_records(jobs: Iterable[Job], max_bytes: int = MAX_FRAME_BYTES) -> Taken:
     """Return what the next frame of these jobs holds, at most about max_bytes of it as msgpack; changes nothing."""
-    taken: list[tuple[Sequence, TokenRecord]] = []
+    records: list[tuple[Sequence, TokenRecord]] = []
     left = max_bytes
     for job in jobs:
+        token_bytes = _token_bytes(job)
         for sequence in job.sequences:
-            if not sequence.num_unsent and not sequence.finish:
+            wanted = sequence.num_unsent
+            if not wanted and not sequence.finish:
                 continue
-            count = min(sequence.num_unsent, max(0, left - _RECORD_BYTES) // _token_bytes(job))
-            if count < sequence.num_unsent and not count:
-                return taken
-            taken.append((sequence, _record(sequence, count)))
-            left -= _RECORD_BYTES + count * _token_bytes(job)
-    return taken
+            count = min(wanted, max(0, left - _RECORD_BYTES) // token_bytes)
+            if count or not wanted:
+                records.append((sequence, _record(sequence, count)))
+            if count < wanted:
+                return Taken(records, is_all=False)
+            left -= _RECORD_BYTES + count * token_bytes
+    return Taken(records, is_all=True)
 
 
 def note_sent(sequence: Sequence, record: TokenRecord) -> None:
     """Note that a record was sent; a sequence whose last record that was is done with."""
     sequence.num_sent += len(record.token_ids)
+    sequence.num_unsent -= len(record.token_ids)
     del sequence.logprobs[: len(record.logprobs)]
     if record.finish:
         sequence.job.sequences.remove(sequence)

@@ -1,6 +1,6 @@
 """Owns grammars: a text of a known kind becomes a matcher over one model's vocabulary, within limits.
 
-llguidance does the work. A model's tokenizer is read when the first grammar asks for it.
+llguidance does the work.
 """
 
 from __future__ import annotations
@@ -75,6 +75,10 @@ class GrammarCompiler:
         if matcher.is_error():
             raise BadRequest(f"grammar: {matcher.get_error()}")
         return GrammarMatcher(matcher, vocabulary.vocab_size)
+
+    def read_vocabulary(self, vocab_size: int) -> None:
+        """Read the tokens before a grammar asks for them: of 262,144 it takes seconds, which a request should not wait."""
+        self._vocabulary(vocab_size)
 
     def _vocabulary(self, vocab_size: int) -> LLTokenizer:
         with self._lock:

@@ -24,7 +24,7 @@ from sie.workers.generation.step import StepSize
 from sie.workers.pace import Pace
 from sie.workers.requests import Link, Request
 from sie.workers.runners import Runner
-from sie.workers.scheduler import State
+from sie.workers.scheduler import State, own_name
 from sie.workers.telemetry import WorkerMetrics
 
 _CPU_PREFILL_TOKENS = 256
@@ -152,8 +152,8 @@ class Generators:
                 engine.tend(now_ns)
                 self._stand(engine)
 
-    def step(self, model: str) -> StepSize | None:
-        """Run one step of a model; None when what was to run has gone. Raises DeviceLostError."""
+    def step(self, model: str) -> None:
+        """Run one step of a model, if what was to run is still there. Raises DeviceLostError."""
         engine = self.engines[model]
         started_ns = time.monotonic_ns()
         size = engine.step(
@@ -161,10 +161,15 @@ class Generators:
         )
         self._stand(engine)
         took_ns = time.monotonic_ns() - started_ns
+        self._state.charge(own_name(model), took_ns)
         if size is not None:
             self._learn(model, size, took_ns)
             self._metrics[model].observe_step(took_ns / 1e9)
-        return size
+            self._worker_metrics.observe_step(took_ns / 1e9, size.num_tokens)
+            self._worker_metrics.observe_batch(model, size.num_sequences, size.num_tokens, took_ns / 1e9)
+        if engine.num_non_finite:
+            self._worker_metrics.count_non_finite(model, engine.num_non_finite)
+            engine.num_non_finite = 0
 
     def drop(self, link: Link) -> None:
         """Forget the requests of a frontend that is gone."""
@@ -183,7 +188,7 @@ class Generators:
         if engine.can_run:
             self._state.stand(model)
         else:
-            self._state.standing.discard(model)
+            self._state.sit(model)
         self._metrics[model].publish()
 
     def _begin(self, model: str, step: Begin) -> None:
@@ -219,14 +224,15 @@ def read_task(request: Request, card: ModelCard) -> GenerateTask:
     if not 1 <= task.num_choices <= MAX_CHOICES:
         raise BadRequest(f"n is {task.num_choices}, but must be 1 to {MAX_CHOICES}")
     # An id outside the vocabulary is an assertion on a GPU, after which the process has no device any more.
+    vocab_size = card.vocab_size or 1 << 31
     biased = [token_id for token_id, _ in task.sampling.logit_bias]
     for name, least, most in (
         ("prompt", int(prompt.min()), int(prompt.max())),
         ("logit_bias", min(biased, default=0), max(biased, default=0)),
     ):
-        if least < 0 or most >= card.vocab_size:
+        if least < 0 or most >= vocab_size:
             wrong = least if least < 0 else most
-            raise BadRequest(f"{name}: token {wrong} is not in the vocabulary of {card.vocab_size} tokens")
+            raise BadRequest(f"{name}: token {wrong} is not in the vocabulary of {vocab_size} tokens")
     return task
 
 

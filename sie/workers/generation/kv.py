@@ -78,13 +78,9 @@ class BlockPool:
             del self._cached[block]
         self._holders[block] += 1
 
-    def is_held(self, block: int) -> bool:
-        """Whether somebody holds a block."""
-        return self._holders[block] > 0
-
-    def is_shared(self, block: int) -> bool:
-        """Whether a block has several holders, so that none of them may write to it."""
-        return self._holders[block] > 1
+    def num_holders(self, block: int) -> int:
+        """Return how many hold a block; where there are several, none of them may write to it."""
+        return self._holders[block]
 
     def enter(self, block: int, key: bytes) -> None:
         """Let a full, held block be found under a key, unless another one is there or it has a key."""

@@ -77,6 +77,7 @@ class Planner:
 
     def copied(self) -> None:
         """Note that the copies of the last plan were made."""
+        self.pool.let_go(self._copies.values())
         self._copies.clear()
 
     def advance(self, part: Part) -> None:
@@ -128,7 +129,7 @@ class Planner:
         """Give a sequence a block of its own for its next position; False when it had to go back itself."""
         index = sequence.num_computed // self.limits.block_tokens
         is_new = index == len(sequence.blocks)
-        while is_new or self.pool.is_shared(sequence.blocks[index]):
+        while is_new or self._is_shared(sequence.blocks[index]):
             block = self.pool.allocate()
             if block is None:
                 newest = self.running[-1]
@@ -140,9 +141,14 @@ class Planner:
                 sequence.blocks.append(block)
                 return True
             source, sequence.blocks[index] = sequence.blocks[index], block
+            # Its hold on the source passes to the copy, which may have to wait for a step that does not fail.
             self._copies[block] = source
-            self.pool.let_go((source,))
         return True
+
+    def _is_shared(self, block: int) -> bool:
+        """Whether a block has holders beside one sequence and the copies that are to be made of it."""
+        holders = self.pool.num_holders(block)
+        return holders > 1 and holders - sum(source == block for source in self._copies.values()) > 1
 
     def preempt(self, sequence: Sequence) -> None:
         """Send a running sequence back to wait, without its blocks."""
@@ -152,6 +158,9 @@ class Planner:
         self.num_preempted += 1
 
     def _let_go(self, sequence: Sequence) -> None:
+        for block in sequence.blocks if self._copies else ():
+            if block in self._copies:
+                self.pool.let_go((self._copies.pop(block),))
         self.pool.let_go_sequence(sequence.blocks)
         sequence.blocks = []
         sequence.num_computed = 0
@@ -177,7 +186,7 @@ class Planner:
         block_tokens = self.limits.block_tokens
         shared = self._find_shared(sequence)
         num_needed = -(-len(sequence.tokens) // block_tokens) - len(shared)
-        num_revived = sum(not self.pool.is_held(block) for block in shared)
+        num_revived = sum(not self.pool.num_holders(block) for block in shared)
         if self.pool.num_free < num_needed + num_revived + num_spare:
             return False
         for block in shared:

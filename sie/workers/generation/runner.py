@@ -38,6 +38,8 @@ class TextGenerator:
         self.block_tokens = cache.block_tokens
         self.num_blocks = cache.num_blocks
         self.memory_bytes = _count_bytes(model, cache)
+        self.read_bytes = _count_read(model)
+        """Bytes of weights that a step of one token reads: all but the table of token embeddings."""
         self.model = model
         self._cache = cache
         self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
@@ -78,6 +80,10 @@ class TextGenerator:
         """Return a fresh matcher (`GenerateRunner`). Raises BadRequest."""
         return self._grammars.compile(kind, text, self._vocab_size)
 
+    def prepare_grammars(self) -> None:
+        """Do what the first grammar would have to wait for. Raises BadRequest for a tokenizer that cannot be read."""
+        self._grammars.read_vocabulary(self._vocab_size)
+
     def _check(self, token_ids: NDArray[np.integer]) -> None:
         """Raise BadRequest for an id outside the vocabulary, which would end the process on a GPU."""
         if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self._vocab_size:
@@ -102,5 +108,17 @@ class TextGenerator:
 
 def _count_bytes(model: nn.Module, cache: PagedCache) -> int:
     weights = sum(weight.nbytes for weight in model.parameters()) + sum(buffer.nbytes for buffer in model.buffers())
-    packed = sum(module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
-    return weights + packed + sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    blocks = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    return weights + _count_packed(model) + blocks
+
+
+def _count_packed(model: nn.Module) -> int:
+    return sum(module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
+
+
+def _count_read(model: Any) -> int:
+    table = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    is_head = head is not None and getattr(head, "weight", None) is table
+    weights = sum(weight.nbytes for weight in model.parameters())
+    return weights + _count_packed(model) - (0 if is_head else table.nbytes)

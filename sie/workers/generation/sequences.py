@@ -103,7 +103,8 @@ class Sequence:
     """One choice of a job; before the prompt has been read, the first one stands for all."""
 
     __slots__ = (
-        "age", "blocks", "choice", "finish", "is_first", "job", "keys", "logprobs", "num_computed", "num_sent", "tokens",
+        "age", "blocks", "choice", "finish", "is_first", "job", "keys", "logprobs", "num_computed", "num_sent",
+        "num_unsent", "tokens",
     )  # fmt: skip
 
     def __init__(self, job: Job, choice: int, tokens: Tokens) -> None:
@@ -117,8 +118,8 @@ class Sequence:
         """Of its full blocks, as far as they were needed."""
         self.num_computed = 0
         """Positions whose keys and values are in its blocks."""
-        self.num_sent = 0
-        """Tokens of the answer that its reader has."""
+        self.num_sent = self.num_unsent = 0
+        """Tokens of the answer that its reader has, and has not."""
         self.logprobs: list[TokenLogprob] = []
         """Of the tokens that are not sent, where they are wanted."""
         self.finish = ""
@@ -139,11 +140,6 @@ class Sequence:
     def num_generated(self) -> int:
         """Tokens of its answer."""
         return len(self.tokens) - self.job.num_prompt
-
-    @property
-    def num_unsent(self) -> int:
-        """Tokens of its answer that its reader has not."""
-        return self.num_generated - self.num_sent
 
     def draws(self) -> tuple[Draw, ...]:
         """Return the draws behind its last token."""

@@ -36,7 +36,8 @@ class StubGenerator:
     takes: Literal["generate"] = "generate"
     dtype = "float32"
 
-    def __init__(self, card: ModelCard, block_tokens: int) -> None:
+    def __init__(self, card: ModelCard, block_tokens: int, slot: int = 0) -> None:
+        """Slot is the worker's."""
         if card.stub is None:
             raise Internal(f"model {card.id!r} is not a stub")
         self.card = card
@@ -44,7 +45,7 @@ class StubGenerator:
         self.num_blocks = card.stub.blocks
         self.memory_bytes = card.stub.memory_mb << 20
         self._options = card.stub
-        self._faults = StubFaults(card.stub) if card.stub.has_faults else None
+        self._faults = StubFaults(card.stub, slot) if card.stub.has_faults else None
         self._memory = np.full((self.num_blocks, block_tokens), -1, np.int32)
         time.sleep(card.stub.load_ms / 1e3)
         if self._faults is not None:

@@ -37,7 +37,8 @@ class StubRunner:
     Building it takes the card's `load_ms`.
     """
 
-    def __init__(self, card: ModelCard) -> None:
+    def __init__(self, card: ModelCard, slot: int = 0) -> None:
+        """Slot is the worker's; one of the faults on purpose goes by it."""
         if card.stub is None:
             raise Internal(f"model {card.id!r} is not a stub")
         self.card = card
@@ -46,7 +47,7 @@ class StubRunner:
         is_plain = set(card.outputs) <= {"dense", "score", "extract"} and card.image is None
         self.takes: Literal["text", "wants"] = "text" if is_plain else "wants"
         self.adapters = StubAdapters()
-        self._faults = StubFaults(card.stub) if card.stub.has_faults else None
+        self._faults = StubFaults(card.stub, slot) if card.stub.has_faults else None
         time.sleep(card.stub.load_ms / 1e3)
         if self._faults is not None:
             self._faults.load()
@@ -89,17 +90,19 @@ class StubRunner:
         options = self._options
         if self._faults is not None:
             self._faults.step(texts)
-        if options.latency_ms or options.per_token_us or options.oom_tokens or options.lost_tokens:
+        if options.takes_time:
             self._spend(sum(count_stub_tokens(len(text), options.max_tokens) for text in texts))
 
     def _spend(self, tokens: int) -> None:
         options = self._options
-        if options.latency_ms or options.per_token_us or options.oom_tokens or options.lost_tokens:
+        if options.takes_time:
             if 0 < options.lost_tokens < tokens:
                 raise RuntimeError(f"CUDA error: unspecified launch failure (a stub's step of {tokens} tokens)")
             if 0 < options.oom_tokens < tokens:
                 raise MemoryError(f"a stub's step of {tokens} tokens, over oom_tokens")
+            held = b"\1" * (tokens * options.kib_per_token << 10)  # not zeros, which might never take a page
             time.sleep(options.latency_ms / 1e3 + tokens * options.per_token_us / 1e6)
+            del held
 
     def run_wants(
         self, inputs: Sequence[bytes | memoryview | ImageItem], wants: Sequence[Want], loras: Sequence[str] = ()

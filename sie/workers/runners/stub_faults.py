@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,14 +21,18 @@ Text = bytes | memoryview | NDArray[np.uint8]
 class StubFaults:
     """The faults that one stub's options ask for."""
 
-    def __init__(self, options: StubOptions) -> None:
+    def __init__(self, options: StubOptions, slot: int) -> None:
+        """Slot is the worker's."""
+        self._lost_file = Path(options.lost_file) if options.lost_file else None
+        self._slot = slot
         self._fail = options.fail
         self._fail_on = options.fail_on.encode()
         self._kill_on = options.kill_on.encode()
         self._hang_on = options.hang_on.encode()
 
     def load(self) -> None:
-        """Fail a load, with an error that says nothing of its kind to whoever loads. Raises OSError."""
+        """Fail a load: raise OSError, which says nothing of its kind to whoever loads, or as `step` does."""
+        self._need_device()
         if self._fail == "load":
             raise OSError("a stub's load fails (fail=load)")
 
@@ -36,6 +41,7 @@ class StubFaults:
 
         Raises MemoryError, or RuntimeError with the words of a lost CUDA device, as PyTorch would.
         """
+        self._need_device()
         contents = [bytes(text) for text in texts]
         if self._kill_on and any(self._kill_on in text for text in contents):
             os.abort()  # a crash in native code: SIGKILL would look like an operator's, which blames no input
@@ -45,6 +51,10 @@ class StubFaults:
             if self._fail == "oom":
                 raise MemoryError("a stub's step finds no memory (fail=oom)")
             raise RuntimeError("CUDA error: device-side assert triggered (a stub's step, fail=sticky)")
+
+    def _need_device(self) -> None:
+        if self._lost_file is not None and self._lost_file.exists() and self._lost_file.read_text() == str(self._slot):
+            raise RuntimeError("CUDA error: no CUDA-capable device is detected (a stub's, lost_file)")
 
     def spoil(self, values: NDArray[np.float32], texts: Sequence[Text]) -> NDArray[np.float32]:
         """Return the rows (n, d), one for each text, with NaN at the start of those that `fail=nan` concerns."""

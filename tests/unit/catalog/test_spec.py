@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from sie.cards import ImageRule, StubOptions
+from sie.catalog.cards import make_card
 from sie.catalog.spec import ModelSpec, parse_model_spec
-from sie.catalog.stub import count_stub_tokens, stub_card
+from sie.catalog.stub import END_OF_TEXT, count_stub_tokens, stub_card
 from sie.errors import BadRequest
 
 
@@ -58,6 +60,8 @@ def test_spec_is_read(text: str, spec: ModelSpec) -> None:
         ("a=stub:dense=0", "at least 1"),
         ("a=stub:dense=100000", "the most is"),
         ("a=stub:latency_ms=-1", "at least 0"),
+        ("a=stub:generate,dense=8", "a stub that generates has no option 'dense'"),
+        ("a=stub:generate,blocks=0", "at least 1"),
         ("a=stub:latency_ms=nan", "at least 0"),
         ("a=stub:latency_ms=inf", "at least 0"),
     ],
@@ -72,6 +76,20 @@ def test_stub_card_says_what_the_options_say() -> None:
     card = stub_card(parse_model_spec("sie/stub=stub:dense=8,max_tokens=16"))
     assert (card.id, card.kind, card.dims, card.max_sequence_length) == ("sie/stub", "stub", {"dense": 8}, 16)
     assert not card.normalize
+
+
+def test_stub_that_generates_does_nothing_else() -> None:
+    card = stub_card(parse_model_spec("a=stub:generate,max_tokens=64"))
+    assert (card.kind, card.outputs, card.vocab_size, card.max_sequence_length) == ("stub", ("generate",), 257, 64)
+    assert card.generate is not None
+    assert (card.generate.context_length, card.generate.eos_token_ids) == (64, (END_OF_TEXT,))
+
+
+def test_limit_of_a_file_is_the_context_of_a_stub_that_generates() -> None:
+    spec = msgspec.structs.replace(parse_model_spec("a=stub:generate"), max_sequence_length=32)
+    card = make_card(spec, "")
+    assert card.generate is not None
+    assert (card.generate.context_length, card.max_sequence_length) == (32, 32)
 
 
 def test_stub_with_images_takes_both() -> None:

@@ -9,7 +9,7 @@ from sie.catalog.spec import ModelSpec, TensorSource
 from sie.catalog.tensor_rule import read_tensor_card
 from sie.errors import ModelLoadFailed
 from sie.proto.compile import FOLDER, compiled
-from sie.tensors import TensorRule, TensorSpec
+from sie.tensors import QueuePolicy, TensorRule, TensorSpec
 from tests import onnx_models
 
 BOTH = """
@@ -39,7 +39,7 @@ def test_without_a_configuration_the_file_tells_all(tmp_path: Path):
 
 def test_what_a_configuration_leaves_out_is_completed(tmp_path: Path):
     config = rule_of(tmp_path, onnx_models.affine(), "version_policy { all { } }").config
-    assert config["platform"] == "onnxruntime_onnx"
+    assert (config["platform"], config["backend"]) == ("onnxruntime_onnx", "onnxruntime")
     assert config["max_batch_size"] == 16
     assert config["version_policy"] == {"all": {}}
     assert [(tensor["name"], tensor["data_type"], tensor["dims"]) for tensor in config["input"]] == [
@@ -119,6 +119,45 @@ def test_a_batch_size_for_a_model_of_one_size_is_refused(tmp_path: Path):
         ModelLoadFailed, match=r"has the shape \[1, 2\], which does not begin with a variable dimension"
     ):
         rule_of(tmp_path, onnx_models.identity(shape=(1, 2)), "max_batch_size: 8")
+
+
+QUEUES = """dynamic_batching {
+    priority_levels: 3 default_priority_level: 2
+    default_queue_policy { default_timeout_microseconds: 50 allow_timeout_override: true }
+    priority_queue_policy { key: 3 value { timeout_action: DELAY max_queue_size: 4 } }
+}"""
+
+
+def test_a_configuration_has_priorities_and_queue_policies(tmp_path: Path):
+    rule = rule_of(tmp_path, onnx_models.affine(), QUEUES)
+    assert (rule.num_priorities, rule.default_priority) == (3, 2)
+    assert rule.queue_policies == {
+        0: QueuePolicy(timeout_us=50, may_shorten=True), 3: QueuePolicy(delays=True, max_requests=4),
+    }  # fmt: skip
+    assert rule.config["dynamic_batching"]["priority_levels"] == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (QUEUES.replace("level: 2", "level: 0"), "default_priority_level is 0, and priority_levels 3"),
+        (QUEUES.replace("level: 2", "level: 4"), "default_priority_level is 4, and priority_levels 3"),
+        (QUEUES.replace("key: 3", "key: 4"), "priority_queue_policy has level 4 of 3"),
+        (QUEUES.replace("key: 3", "key: 0"), "priority_queue_policy has level 0 of 3"),
+        (QUEUES.replace("{\n", "{ preserve_ordering: true\n", 1), "preserve_ordering allows one of priority_levels"),
+    ],
+)
+def test_a_queue_that_contradicts_itself_is_refused(tmp_path: Path, config: str, reason: str):
+    with pytest.raises(ModelLoadFailed, match=reason):
+        rule_of(tmp_path, onnx_models.affine(), config)
+
+
+def test_a_configuration_may_say_the_order_of_colours(tmp_path: Path):
+    assert rule_of(tmp_path, onnx_models.identity()).image_colors == "BGR"
+    colors = 'parameters { key: "image_colors" value { string_value: "RGB" } }'
+    assert rule_of(tmp_path, onnx_models.identity(), colors).image_colors == "RGB"
+    with pytest.raises(ModelLoadFailed, match="'image_colors' is 'HSV', which is neither BGR nor RGB"):
+        rule_of(tmp_path, onnx_models.identity(), colors.replace("RGB", "HSV"))
 
 
 def test_every_datatype_has_its_name(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import re
 import struct
 import time
@@ -16,6 +17,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from PIL import Image
 
 from sie import control_messages
 from sie.cards import ModelCard, StubOptions
@@ -39,6 +41,7 @@ from sie.frontend.image_reader import ImageReader
 from sie.frontend.infer import Tensors
 from sie.frontend.models import ModelTable
 from sie.frontend.score import Scorer
+from sie.frontend.tensor_images import TensorImages
 from sie.frontend.text_tensors import TextTensors
 from sie.limits import Limits
 from sie.tensor_bytes import frame_elements, split_elements
@@ -75,7 +78,10 @@ class Office:
         images = ImageReader(limits, 1)
         encoder = Encoder(self.rig.engine, self.models, limits, self._pool, images)
         texts = TextTensors(encoder, Scorer(self.rig.engine, self.models, limits, self._pool), limits=lambda: limits)
-        self.tensors = Tensors(self.rig.engine, self.models, self.admin, self._pool, texts)
+        self.tensors = Tensors(
+            self.rig.engine, self.models, self.admin, self._pool,
+            texts=texts, images=TensorImages(images, lambda: limits),
+        )  # fmt: skip
         self.table = self.tensors.table
         self.worker = self.start_worker()
 
@@ -121,7 +127,7 @@ class Office:
         inputs = [value if isinstance(value, Tensor) else tensor(key, value) for key, value in arrays.items()]
         deadline_ns = request.pop("deadline_ns", FAR_NS)
         wanted = TensorRequest(model=self.table.resolve(name).card.id, inputs=inputs, **request)
-        async with self.tensors.infer(wanted, began_ns=time.monotonic_ns(), deadline_ns=deadline_ns) as reply:
+        with await self.tensors.infer(wanted, began_ns=time.monotonic_ns(), deadline_ns=deadline_ns) as reply:
             assert reply.timing.total_ms >= reply.timing.inference_ms
             return {output.name: array(output) for output in reply.outputs}
 
@@ -227,6 +233,29 @@ async def test_a_model_without_a_batch_dimension_runs_each_request_alone(office:
         exponents = np.exp(values - values.max(axis=0))
         np.testing.assert_allclose(answer["y"], exponents / exponents.sum(axis=0), rtol=1e-5)
     assert office.num_steps == 3
+
+
+@in_office()
+async def test_what_is_known_of_a_form_ends_with_the_rule_that_it_was_judged_by(office: Office):
+    card = office.add("m", onnx_models.affine())
+    await office.answer(office.ask("m", rows(2)))
+    narrower = msgspec.structs.replace(card, tensor=msgspec.structs.replace(card.tensor, max_batch_size=1))
+    office.know(ModelEntry(card=narrower, state="loaded", workers=(office.worker.slot,)))
+    for _ in range(2):
+        (error,) = await office.answer(office.ask("m", rows(2)))
+        assert isinstance(error, BadRequest)
+        assert "batch-size must be <= 1" in error.message
+
+
+@in_office()
+async def test_requests_of_one_form_are_judged_by_their_own_bytes(office: Office):
+    office.stub()
+    (answer,) = await office.answer(office.ask("stub", {"INPUT0": strings("INPUT0", [b"ab", b"c"], (2,))}))
+    assert answer["OUTPUT0"] == ([b"ab", b"c"], (2,))
+    cut = Tensor("INPUT0", "BYTES", (2,), memoryview(b"\2\0\0\0ab\2\0\0\0c"))
+    (error,) = await office.answer(office.ask("stub", {"INPUT0": cut}))
+    assert isinstance(error, BadRequest)
+    assert "incomplete string" in error.message
 
 
 @in_office()
@@ -616,3 +645,129 @@ async def test_a_model_with_a_state_is_run_alone(office: Office):
     for arrays, answer in zip(feeds, answers, strict=True):
         for got, expected in zip(answer.values(), session.run(None, arrays), strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+# --- priorities and queue policies ------------------------------------------------------------------------------------
+
+PRIORITIES = "max_batch_size: 1 dynamic_batching { priority_levels: 3 default_priority_level: 2 %s }"
+
+
+@in_office()
+async def test_requests_run_in_the_order_of_their_priorities(office: Office):
+    office.add("m", onnx_models.identity(), PRIORITIES % "")
+    done: list[int] = []
+    tasks: list[asyncio.Task[Any]] = []
+    for priority in (3, 0, 1, 9, 1):
+        tasks.append(office.ask("m", {"x": np.zeros((1, 2), np.float32)}, priority=priority))
+        tasks[-1].add_done_callback(lambda _, priority=priority: done.append(priority))
+    await office.rig.settle()  # all of them are there before the first step
+    await office.answer(*tasks)
+    assert done == [1, 1, 0, 9, 3]
+
+
+@in_office()
+async def test_a_queue_policy_refuses_what_waited_too_long_and_what_is_too_much(office: Office):
+    office.add("m", onnx_models.identity(), PRIORITIES % "default_queue_policy { default_timeout_microseconds: 1 }")
+    (found,) = await office.answer(office.ask("m", {"x": np.zeros((1, 2), np.float32)}))
+    assert isinstance(found, Unavailable)
+    assert (found.message, found.http_status) == ("Request timeout expired", 503)
+    office.add("m2", onnx_models.identity(), PRIORITIES % "default_queue_policy { max_queue_size: 2 }")
+    asked = [office.ask("m2", {"x": np.zeros((1, 2), np.float32)}) for _ in range(4)]
+    await office.rig.settle()
+    answers = await office.answer(*asked)
+    assert [getattr(found, "message", "") for found in answers] == ["", "", *["Exceeds maximum queue size"] * 2]
+
+
+@in_office()
+async def test_a_timeout_is_the_queues_own_where_there_is_a_policy(office: Office):
+    policy = "default_queue_policy { default_timeout_microseconds: 60000000 allow_timeout_override: %s }"
+    office.add("m", onnx_models.identity(), PRIORITIES % (policy % "false"))
+    (found,) = await office.answer(office.ask("m", {"x": np.zeros((1, 2), np.float32)}, timeout_us=1))
+    assert found["y"].shape == (1, 2)
+    office.add("m2", onnx_models.identity(), PRIORITIES % (policy % "true"))
+    (found,) = await office.answer(office.ask("m2", {"x": np.zeros((1, 2), np.float32)}, timeout_us=1))
+    assert isinstance(found, Unavailable)
+
+
+# --- models that are loaded anew --------------------------------------------------------------------------------------
+
+
+def gone(_entry: ModelEntry) -> Unavailable:
+    return Unavailable("Model 'm' is not loaded", code="MODEL_NOT_LOADED")
+
+
+@in_office()
+async def test_a_request_waits_for_a_model_that_is_loaded_anew_until_its_deadline(office: Office):
+    card = office.add("m", onnx_models.identity())
+
+    async def run(entry: ModelEntry) -> str:
+        return entry.state
+
+    office.know(ModelEntry(card=card, state="unloading", reloading=True))
+    waiting = asyncio.ensure_future(office.tensors.serve("m", "", FAR_NS, run))
+    await office.rig.settle()
+    assert not waiting.done()
+    with pytest.raises(Unavailable, match="'m' is loading") as caught:
+        await office.tensors.serve("m", "1", time.monotonic_ns() + 20_000_000, run)
+    assert caught.value.http_status == 503
+    office.know(ModelEntry(card=card, state="loaded", workers=(office.worker.slot,)))
+    assert await waiting == "loaded"
+
+
+@in_office()
+async def test_a_request_that_met_its_model_on_its_way_out_asks_again(office: Office):
+    card = office.add("m", onnx_models.identity())
+    asked: list[ModelEntry] = []
+
+    async def run(entry: ModelEntry) -> str:
+        asked.append(entry)
+        if len(asked) == 1:
+            raise gone(entry)
+        return "served"
+
+    task = asyncio.ensure_future(office.tensors.serve("m", "", FAR_NS, run))
+    await office.rig.settle()
+    assert (len(asked), task.done()) == (1, False), "it waits for word of what its model has become"
+    office.know(ModelEntry(card=card, state="unloading", reloading=True))
+    await office.rig.settle()
+    assert len(asked) == 1
+    office.know(ModelEntry(card=card, state="loaded", workers=(office.worker.slot,)))
+    assert await task == "served"
+
+
+@in_office()
+async def test_a_model_that_was_unloaded_is_not_waited_for(office: Office):
+    card = office.add("m", onnx_models.identity())
+
+    async def run(entry: ModelEntry) -> str:
+        raise gone(entry)
+
+    task = asyncio.ensure_future(office.tensors.serve("m", "1", FAR_NS, run))
+    await office.rig.settle()
+    office.know(ModelEntry(card=card, state="unloading"))
+    with pytest.raises(Unavailable, match="is not loaded"):
+        await task
+    office.know(ModelEntry(card=card, state="available"))
+    with pytest.raises(NotFound, match="no available versions"):
+        await office.tensors.serve("m", "", FAR_NS, run)
+    office.know(ModelEntry(card=card, state="loaded", workers=(office.worker.slot,)))
+    with pytest.raises(Unavailable, match="is not loaded"):
+        await office.tensors.serve("m", "", time.monotonic_ns() + 20_000_000, run)
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+
+@in_office()
+async def test_encoded_images_are_what_the_model_takes(office: Office):
+    office.add("m", onnx_models.identity(shape=("n", 3, 8, 6)))
+    values = np.random.default_rng(2).integers(0, 256, (2, 8, 6, 3), np.uint8)
+    files: list[bytes] = []
+    for one in values:
+        file = io.BytesIO()
+        Image.fromarray(one).save(file, "PNG")
+        files.append(file.getvalue())
+    (found,) = await office.answer(office.ask("m", {"x": strings("x", files, (2,))}))
+    np.testing.assert_array_equal(found["y"], np.moveaxis(values[..., ::-1], 3, 1))
+    (found,) = await office.answer(office.ask("m", {"x": strings("x", [b"none"], (1,))}))
+    assert isinstance(found, BadRequest)

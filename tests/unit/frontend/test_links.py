@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import os
+
+from sie.control_messages import PeerFault
 from sie.shm.layout import RELEASE
-from tests.unit.engine_rig import Rig, Worker, in_rig
+from tests.unit.engine_rig import Rig, Worker, checksum, in_rig
 
 
 def released(worker: Worker) -> list[int]:
@@ -25,6 +28,72 @@ async def test_replies_released_in_one_turn_go_back_together(rig: Rig) -> None:
     await rig.settle()
 
     assert released(worker) == [RELEASE] * 3
+
+
+def announced(worker: Worker) -> int:
+    """Return how many descriptors a worker was told of and has not read."""
+    (link,) = worker.loop._links.values()
+    bell_fd = link.attachment._consumer.bell_fd
+    try:
+        count = os.eventfd_read(bell_fd)
+    except BlockingIOError:
+        return 0
+    os.eventfd_write(bell_fd, count)
+    return count
+
+
+@in_rig()
+async def test_requests_of_one_turn_are_announced_together_when_it_ends(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    requests = [rig.submit([i]) for i in range(1, 3)]
+    assert announced(worker) == 0, "not before the turn ends"
+    await rig.settle()
+
+    assert announced(worker) == 2
+    await rig.serve(worker)
+    assert [await rig.rows(pending) for pending in requests] == [[checksum([1])], [checksum([2])]]
+
+
+@in_rig()
+async def test_a_turn_of_many_requests_lets_the_worker_begin_meanwhile(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    requests = [rig.submit([i]) for i in range(1, 11)]
+    assert announced(worker) == 8
+    await rig.settle()
+
+    assert announced(worker) == 10
+    await rig.serve(worker)
+    assert [await rig.rows(pending) for pending in requests] == [[checksum([i])] for i in range(1, 11)]
+
+
+@in_rig()
+async def test_a_bell_that_its_worker_filled_up_is_the_worker_s_fault(rig: Rig) -> None:
+    """The request was taken by then; it runs on the worker that follows."""
+    worker = rig.start_worker("m")
+    (link,) = worker.loop._links.values()
+    os.eventfd_write(link.attachment._consumer.bell_fd, 2**64 - 2)
+    pending = rig.submit([1])
+    await rig.settle()
+    assert rig.sent == [PeerFault(worker.slot)]
+    rig.die(worker)
+    successor = rig.start_worker("m", slot=worker.slot)
+    rig.engine.place_held()
+    await rig.serve(successor)
+
+    assert await rig.rows(pending) == [checksum([1])]
+
+
+@in_rig()
+async def test_replies_of_one_step_are_announced_together(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    requests = [rig.submit([i]) for i in range(1, 4)]
+    (link,) = worker.loop._links.values()
+    publish, counts = link.attachment.publish, list[int]()
+    link.attachment.publish = lambda: (counts.append(link.attachment._producer._num_staged), publish())[1]
+    await rig.serve(worker)
+
+    assert counts == [3]
+    assert [await rig.rows(pending) for pending in requests] == [[checksum([i])] for i in range(1, 4)]
 
 
 @in_rig(ring_capacity=8)

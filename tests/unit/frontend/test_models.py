@@ -242,3 +242,19 @@ def test_tokenizer_of_a_model_that_a_reload_took_away_is_let_go(table, tmp_path)
         assert await table.tokenizer(table.entries["m"]) is kept
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("padding", "expected"), [(0, []), (5 << 20, [5])])
+def test_reading_a_large_tokenizer_is_announced_as_silence(table, tmp_path, padding, expected):
+    said = []
+    table.on_silence = said.append
+    path = tmp_path / "tokenizer.json"
+    save_tokenizer(path)
+    path.write_text(path.read_text() + " " * padding)
+
+    async def read():
+        table.update(message(entry("m", tokenizer_file=path)))
+        return await table.tokenizer(table.entries["m"])
+
+    assert asyncio.run(read()) is not None
+    assert said == expected

@@ -43,7 +43,7 @@ def test_document_is_valid_openapi(described):
 
 def test_every_route_has_its_row_and_method(described):
     assert {(path, method.upper()) for path, methods in described["paths"].items() for method in methods} == {
-        (route.template, route.method) for route in routes.ROUTES
+        (route.template, method) for route in routes.ROUTES for method in route.methods
     }
 
 

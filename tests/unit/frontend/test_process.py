@@ -109,20 +109,20 @@ async def test_request_for_another_machine_is_refused_with_both_names(desk: Desk
 @at_desk()
 async def test_default_is_the_only_able_model(desk: Desk) -> None:
     desk.tell(models("only"))
-    assert desk.process.resolve_default("default", "dense") == "only"
-    assert desk.process.resolve_default("named", "dense") == "named"
+    assert desk.process.models.resolve_default("default", "dense") == "only"
+    assert desk.process.models.resolve_default("named", "dense") == "named"
     desk.tell(models("a", "b"))
     with pytest.raises(SieError, match="a, b") as caught:
-        desk.process.resolve_default("default", "dense")
+        desk.process.models.resolve_default("default", "dense")
     assert caught.value.http_status == 404
     desk.tell(models("default", "b"))
-    assert desk.process.resolve_default("default", "dense") == "default", "a model may have that name"
+    assert desk.process.models.resolve_default("default", "dense") == "default", "a model may have that name"
 
 
 @at_desk(models={"default_model": "b"})
 async def test_default_of_the_settings_comes_first(desk: Desk) -> None:
     desk.tell(models("a", "b"))
-    assert desk.process.resolve_default("default", "dense") == "b"
+    assert desk.process.models.resolve_default("default", "dense") == "b"
 
 
 # --- the supervisor ------------------------------------------------------------------------------------------------------

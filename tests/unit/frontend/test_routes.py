@@ -47,7 +47,7 @@ def test_missing_tail_is_redirected_unless_the_path_itself_is_served(path, targe
 
 
 def test_every_route_has_a_handler():
-    owners = {"kserve": KServe, "trtis": Trtis, "text": TextRoutes}
+    owners = {"kserve": KServe, "trtis": Trtis, "text": TextRoutes, "anthropic": TextRoutes}
     for route in ROUTES:
         owner = owners.get(route.envelope) or (Inference if route.endpoint else App)
         assert callable(getattr(owner, route.handler if owner is not App else f"_{route.handler}", None)), route
@@ -74,4 +74,4 @@ def test_a_models_name_may_stand_between(path, template, model):
 )
 def test_a_template_is_no_path(path):
     found = match(path)
-    assert found is None or found.route.template == "/v2/models/{model}"
+    assert found is None or found.route.template in ("/v2/models/{model}", "/v2/repository/{model}")

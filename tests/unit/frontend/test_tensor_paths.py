@@ -35,7 +35,7 @@ def test_paths_below_models(tail: str, expected: tuple[str, str, str] | None):
     [
         ("m", ("m", "", "")), ("m/1", ("m", "1", "")), ("org/name", ("org/name", "", "")), ("org/name/2", ("org/name", "2", "")),
         ("m/x", None), ("m/-1", None), ("m/99999999999999999999", None), ("nobody/7", ("nobody", "7", "")), ("", None),
-        ("no/body", ("no/body", "", "")),
+        ("no/body", ("no/body", "", "")), ("m/1/x", None), ("m/x/1", None), ("org/name/1/2", None), ("mm/1/x", ("mm/1/x", "", "")),
     ],
 )  # fmt: skip
 def test_paths_of_the_first_api(tail: str, expected: tuple[str, str, str] | None):

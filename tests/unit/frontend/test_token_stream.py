@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from sie.control_messages import PeerFault
-from sie.errors import ClientGone, DeadlineExceeded, Internal, Overloaded, WorkerLost
+from sie.errors import ClientGone, DeadlineExceeded, Internal, Overloaded, PoisonInput, WorkerLost
 from sie.frontend.links import Pending
 from sie.frontend.token_stream import StreamTimes, TokenStream
-from sie.generation import GenerateTask, TokenRecord
+from sie.generation import GenerateTask, Sampling, TokenRecord
 from sie.headers import WorkHeader
 from tests.unit.frontend.hand_worker import HandRig
 
@@ -35,10 +35,11 @@ class Heard:
 
 
 async def submit(
-    rig: HandRig, stream: TokenStream, prompt: list[int] | None = None, deadline_ns: int = FAR_NS
+    rig: HandRig, stream: TokenStream, prompt: list[int] | None = None, deadline_ns: int = FAR_NS, seed: int = 0
 ) -> Pending:
     ids = np.array(prompt or [1, 2, 3], np.int32)
-    header = WorkHeader("m", "generate", 1, (), task=msgspec.msgpack.encode(GenerateTask(8)))
+    task = GenerateTask(8, sampling=Sampling(seed=seed), salt=b"%d" % seed)
+    header = WorkHeader("m", "generate", 1, (), task=msgspec.msgpack.encode(task))
     arrays = [("cu_seqlens", np.array([0, len(ids)], np.int32)), ("token_ids", ids)]
     pending = await rig.engine.submit_stream(header, arrays, len(ids), deadline_ns, stream)
     await rig.settle()
@@ -200,6 +201,20 @@ async def test_streams_get_half_of_the_request_memory(rig: HandRig) -> None:
         worker.drop(pending.request_id)
     await rig.settle()
     worker.drop((await submit(rig, Heard().stream, prompt)).request_id)
+
+
+@in_hand
+async def test_input_that_kills_workers_is_known_whatever_its_seed_and_sender(rig: HandRig) -> None:
+    worker = rig.start_worker()
+    one, two, other = [
+        await submit(rig, Heard().stream, prompt, seed=seed) for prompt, seed in (([1, 2], 1), ([1, 2], 2), ([1, 3], 1))
+    ]
+    assert one.digest() == two.digest() != other.digest()
+    rig.engine.quarantine(one.digest())
+    with pytest.raises(PoisonInput):
+        await submit(rig, Heard().stream, [1, 2], seed=3)
+    for pending in (one, two, other):
+        worker.drop(pending.request_id)
 
 
 @pytest.mark.parametrize("case", ["gap", "repeat", "choice", "after its last", "stranger"])

@@ -49,6 +49,28 @@ def test_full_ring_returns_false_and_keeps_what_it_has(ring: tuple[RingProducer,
     assert producer.push(*_descriptor(100))
 
 
+def test_what_is_staged_is_seen_once_it_is_published_with_one_bell(ring: tuple[RingProducer, RingConsumer]) -> None:
+    producer, consumer = ring
+    for request_id in (1, 2, 3):
+        assert producer.stage(*_descriptor(request_id))
+    assert consumer.drain() == []
+    producer.publish()
+    producer.publish()  # nothing is left to be told
+
+    assert os.eventfd_read(consumer.bell_fd) == 3
+
+
+def test_pushing_publishes_what_was_staged_before_it(ring: tuple[RingProducer, RingConsumer]) -> None:
+    producer, consumer = ring
+    assert producer.stage(*_descriptor(1))
+    assert producer.push(*_descriptor(2))
+    assert producer.stage(*_descriptor(3))
+    assert producer.push_many([_descriptor(4)]) == 1
+    assert not producer.stage(*_descriptor(5))
+
+    assert [d.request_id for d in consumer.drain()] == [1, 2, 3, 4]
+
+
 def test_order_holds_across_the_wrap(ring: tuple[RingProducer, RingConsumer]) -> None:
     producer, consumer = ring
     expected, got = [], []

@@ -207,14 +207,46 @@ async def test_a_load_reads_the_model_anew(office: Office):
     office.loaded("b/versions/1", "b/versions/2")
     office.found = [model("b", "2", "3", stamp="new")]
     told = await office.manage("load", "b")
-    assert sorted(told) == [("load", "b/versions/3"), ("unload", "b/versions/1"), ("unload", "b/versions/2")]
-    for gone in ("b/versions/1", "b/versions/2"):
-        office.report(gone, "available")
+    assert sorted(told) == [("load", "b/versions/3"), ("unload", "b/versions/2")]
+    office.report("b/versions/2", "available")
     office.loads.tick(0.0)
     assert await office.settle() == [("load", "b/versions/2")]
     card = office.book.records["b/versions/2"].card
     assert card is not None
     assert "new" in card.directory
+    office.report("b/versions/3", "loaded")
+    assert await office.settle() == []  # version 1 answers until all of the others can
+    office.report("b/versions/2", "loaded")
+    assert await office.settle() == [("unload", "b/versions/1")]
+    office.report("b/versions/1", "available")
+    assert await office.settle() == []
+
+
+@in_office(control="explicit")
+async def test_a_version_stays_when_what_was_to_take_its_place_cannot_be_loaded(office: Office):
+    await office.settle()
+    await office.manage("load", "a")
+    office.loaded("a/versions/1")
+    office.found, office.broken = [model("a", "2")], {"a/versions/2"}
+    assert await office.manage("load", "a") == []
+    assert office.states["a/versions/1"] == "loaded"
+    assert office.states["a/versions/2"] == "failed"
+    office.broken = set()
+    assert await office.manage("load", "a") == [("load", "a/versions/2")]
+    office.report("a/versions/2", "loaded")
+    assert await office.settle() == [("unload", "a/versions/1")]
+
+
+@in_office(control="explicit")
+async def test_an_unload_takes_what_was_to_leave_later_too(office: Office):
+    await office.settle()
+    await office.manage("load", "a")
+    office.loaded("a/versions/1")
+    office.found = [model("a", "2")]
+    await office.manage("load", "a")
+    assert sorted(await office.manage("unload", "a")) == [("unload", "a/versions/1"), ("unload", "a/versions/2")]
+    office.report("a/versions/2", "available")
+    assert await office.settle() == []
 
 
 @in_office()
@@ -237,7 +269,7 @@ async def test_a_reload_loads_nothing_new_under_explicit_control(office: Office)
     await office.manage("load", "a")
     office.loaded("a/versions/1")
     office.found = [model("a", "2"), model("b", "1", "2"), model("c")]
-    assert sorted(await office.manage("reload", "")) == [("load", "a/versions/2"), ("unload", "a/versions/1")]
+    assert await office.manage("reload", "") == [("load", "a/versions/2")]
     assert office.states["c/versions/1"] == "available"
 
 

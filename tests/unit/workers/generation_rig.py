@@ -14,7 +14,7 @@ import numpy as np
 
 from sie.cards import ModelCard
 from sie.catalog.spec import parse_model_spec
-from sie.catalog.stub import END_OF_TEXT, stub_card
+from sie.catalog.stub import stub_card
 from sie.errors import SieError, WireError, from_wire
 from sie.generation import GenerateTask, GenerateTotals, Sampling, TokenFrame, TokenLogprob
 from sie.headers import WorkHeader
@@ -23,7 +23,7 @@ from sie.shm.extent import extent_bytes, plan_arrays, read_extent, set_cancelled
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, SUBMIT, TOKENS, Descriptor
 from sie.shm.pool import ExtentPool, Lease
 from sie.shm.space import OutboundSpace
-from sie.workers.generation import Chosen, Slot
+from sie.workers.generation import Chosen, GenerateRunner, Slot
 from sie.workers.generation.engine import Begin, Engine, EngineLimits
 from sie.workers.generation.host import read_task
 from sie.workers.generation.sequences import Job
@@ -49,12 +49,12 @@ def echo(prompt: Sequence[int], choice: int = 0, count: int | None = None) -> li
 
 
 def request_extent(
-    prompt: Sequence[int], task: GenerateTask, model: str = MODEL
+    prompt: Sequence[int], task: GenerateTask, lora: str = ""
 ) -> tuple[WorkHeader, list[np.ndarray[Any, Any]], int]:
     """Return header, arrays and size of the extent of a request to generate."""
     arrays = [np.array([0, len(prompt)], np.int32), np.array(prompt, np.int32)]
     plan = plan_arrays([("cu_seqlens", "<i4", arrays[0].shape), ("token_ids", "<i4", arrays[1].shape)])
-    header = WorkHeader(model, "generate", 1, plan.refs, output_types=("generate",), task=_encode(task))
+    header = WorkHeader(MODEL, "generate", 1, plan.refs, output_types=("generate",), task=_encode(task), lora=lora)
     return header, arrays, extent_bytes(len(_encode(header)), plan.nbytes)
 
 
@@ -192,12 +192,12 @@ class RingFrontend:
         self._space = space
         self._leases: dict[int, Lease] = {}
 
-    def generate(self, prompt: bytes, *, max_tokens: int = 1000, deadline_ns: int = FAR_NS, **task: Any) -> int:
+    def generate(self, prompt: bytes, *, max_tokens: int = 1000, lora: str = "", **task: Any) -> int:
         """Submit a prompt to the stub that generates; return the request's id."""
         asked = GenerateTask(max_tokens, **task)
         request_id = len(self._leases) + 1
         self.answers[request_id] = Answer(asked)
-        self._submit(request_id, *request_extent(list(prompt), asked), deadline_ns)
+        self._submit(request_id, *request_extent(list(prompt), asked, lora))
         return request_id
 
     def encode(self, model: str, text: bytes) -> int:
@@ -208,14 +208,14 @@ class RingFrontend:
         plan = plan_arrays([(name, array.dtype.str, array.shape) for name, array in zip(names, arrays, strict=True)])
         header = WorkHeader(model, "encode", 1, plan.refs)
         request_id = len(self._leases) + 1
-        self._submit(request_id, header, arrays, extent_bytes(len(_encode(header)), plan.nbytes), FAR_NS)
+        self._submit(request_id, header, arrays, extent_bytes(len(_encode(header)), plan.nbytes))
         return request_id
 
-    def _submit(self, request_id: int, header: WorkHeader, arrays: list[Any], nbytes: int, deadline_ns: int) -> None:
+    def _submit(self, request_id: int, header: WorkHeader, arrays: list[Any], nbytes: int) -> None:
         lease = self._space.lease(nbytes)
         assert lease is not None
         length = write_extent(lease.view, _encode(header), header.arrays, arrays)
-        assert self.attachment.push(SUBMIT, 0, request_id, lease.address, length, deadline_ns)
+        assert self.attachment.push(SUBMIT, 0, request_id, lease.address, length, FAR_NS)
         lease.hand_over(request_id)
         self._leases[request_id] = lease
 
@@ -269,10 +269,12 @@ class FaultyStub(StubGenerator):
 
 
 class EngineRig:
-    """One engine and its frontends."""
+    """One engine and its frontends: of a stub with these options, or of another runner."""
 
-    def __init__(self, options: str = "blocks=64", *, block_tokens: int = 8, **limits: Any) -> None:
-        self.runner = FaultyStub(make_card(options), block_tokens)
+    def __init__(
+        self, options: str = "blocks=64", *, block_tokens: int = 8, runner: GenerateRunner | None = None, **limits: Any
+    ) -> None:
+        self.runner: Any = runner or FaultyStub(make_card(options), block_tokens)
         defaults = {"max_sequences": 64, "max_prefill_tokens": 64}
         self.engine = Engine(self.runner, EngineLimits(**{**defaults, **limits}))
         self.frontend = Frontend()
@@ -299,7 +301,7 @@ class EngineRig:
         self._num_jobs += 1
         job = Job(
             request, read_task(request, self.runner.card), len(prompt), number=self._num_jobs,
-            eos_token_ids=(END_OF_TEXT,), is_alone=is_alone,
+            eos_token_ids=self.runner.card.generate.eos_token_ids, is_alone=is_alone,
         )  # fmt: skip
         self.engine.add(job)
         matchers = [self.runner.compile_grammar(asked.grammar_kind, asked.grammar)] if asked.grammar else []

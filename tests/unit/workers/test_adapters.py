@@ -148,11 +148,11 @@ async def test_load_is_reported_and_no_step_waits_for_it(rig: Rig) -> None:
 async def test_evicted_adapter_stays_for_what_waits_and_takes_nothing_new(rig: Rig) -> None:
     worker, runner = start(rig, "a")
     first = rig.submit([1], lora="a")
-    worker.loop._poll(0.0)
+    worker.poll()
     worker.supervisor.send(control_messages.UnloadAdapter("m", "a"))
-    worker.loop._poll(0.0)
+    worker.poll()
     second = rig.submit([2], lora="a")
-    worker.loop._poll(0.0)
+    worker.poll()
     assert "a" in runner.adapters
     await rig.serve(worker)
     assert await rig.rows(first) == [adapted([1])]
@@ -165,7 +165,7 @@ async def test_evicted_adapter_stays_for_what_waits_and_takes_nothing_new(rig: R
 async def test_adapter_wanted_again_before_it_was_freed_stays(rig: Rig) -> None:
     worker, runner = start(rig, "a")
     pending = rig.submit([1], lora="a")
-    worker.loop._poll(0.0)
+    worker.poll()
     worker.supervisor.send(control_messages.UnloadAdapter("m", "a"))
     worker.supervisor.send(control_messages.LoadAdapter(AdapterSpec(model="m", id="a", directory="/a")))
     await rig.serve(worker)

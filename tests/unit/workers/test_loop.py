@@ -158,7 +158,7 @@ async def test_work_of_a_frontend_that_was_replaced_never_runs(rig: Rig) -> None
     worker = rig.start_worker("m")
     generation = worker.generation
     pending = rig.submit([1])
-    worker.loop._poll(0.0)  # taken from the ring, not yet run
+    worker.poll()  # taken from the ring, not yet run
     successor = Rig()
     successor._num_generations = 7
     successor.tell("m", workers=(0,))
@@ -180,7 +180,7 @@ async def test_dead_frontend_s_work_and_memory_are_dropped(rig: Rig) -> None:
     process = await asyncio.create_subprocess_exec("sleep", "60")
     rig.attach(worker, frontend_pid=process.pid)
     pending = rig.submit([1])
-    worker.loop._poll(0.0)
+    worker.poll()
     process.kill()
     await process.wait()
     worker.turn_until(lambda: not worker.loop._links)
@@ -199,7 +199,7 @@ async def test_large_reply_for_a_frontend_that_has_gone_harms_nobody(rig: Rig) -
     gone.tell("wide", workers=(0,))
     gone.attach(worker, frontend=1)
     gone.submit([1], model="wide")
-    worker.loop._poll(0.0)
+    worker.poll()
     gone.engine._links[0].attachment._sock.close()
     mine = rig.submit([2], model="wide")
     await rig.serve(worker)

@@ -108,7 +108,7 @@ async def test_request_with_an_item_too_large_ends_and_its_other_items_do_not_ru
 async def test_lone_item_is_tried_again_once_with_the_cache_given_back(rig: Rig) -> None:
     worker, runner = start_small(rig, 4)
     pending = rig.submit([1] * 5)
-    worker.loop._poll(0.0)
+    worker.poll()
     runner.on_step = lambda: setattr(runner, "room", 5 if len(runner.steps) > 1 else 4)
     await rig.serve(worker)
 
@@ -122,7 +122,7 @@ async def test_other_errors_of_a_split_step_stay_their_requests_own(rig: Rig) ->
     runner.raises = {8: BadRequest("token 8 is out of range")}
     good, bad, last = rig.submit([1]), rig.submit([8]), rig.submit([2] * 3)
     runner.raises = {}
-    worker.loop._poll(0.0)
+    worker.poll()
     runner.on_step = lambda: runner.raises.update({8: BadRequest("token 8 is out of range")})
     await rig.serve(worker)
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from sie.workers.ceilings import lower_ceiling
-from sie.workers.scheduler import Budget, State, Step, Waiting, plan_step
+from sie.workers.scheduler import Budget, State, Step, Waiting, own_name, plan_step
 
 NEVER_NS = 1 << 62
 BUDGET = Budget(max_tokens=100, max_items=8, max_age_ns=1000)
@@ -318,38 +318,39 @@ def test_an_item_that_must_run_alone_shares_no_step_with_those_like_it():
 # --- models that decide themselves what their step runs -----------------------------------------------------------------
 
 
-def test_model_that_stands_shares_the_time_with_one_whose_items_wait():
+ONE_ITEM = Budget(max_tokens=1, max_items=1, max_age_ns=10**12)
+
+
+@pytest.mark.parametrize("other", ["e", "g"])
+def test_model_that_stands_shares_the_time_with_items_that_wait_its_own_among_them(other):
     state = State()
     state.stand("g")
     order = ""
     for number in range(30):
-        state.add("e", Waiting(None, number, 1, number, 10**9))
+        state.add(other, Waiting(None, number, 1, number, 10**9))
     for _ in range(30):
-        step = plan_step(state, Budget(max_tokens=1, max_items=1, max_age_ns=10**12), 100)
-        assert step is not None
-        order += step.model
-        assert step.is_own == (step.model == "g")
+        step = plan_step(state, ONE_ITEM, 100)
+        assert step.model == ("g" if step.is_own else other)
+        order += "o" if step.is_own else "i"
         if not step.is_own:
             state.remove(step)
-        state.charge(step.model, 10 if step.model == "g" else 20)
-    assert order.count("g") == 20
-    assert "eee" not in order
+        state.charge(own_name("g") if step.is_own else other, 10 if step.is_own else 20)
+    assert order.count("o") == 20
+    assert "ii" not in order
 
 
-def test_model_that_stands_again_has_saved_up_nothing():
+def test_model_that_stands_late_has_saved_up_nothing():
     state = State()
     state.stand("a")
     for _ in range(10):
-        state.charge("a", 100)
+        state.charge(own_name("a"), 100)
     state.stand("b")
-    state.charge("b", 100)
     order = ""
     for _ in range(6):
-        step = plan_step(state, Budget(max_tokens=1, max_items=1, max_age_ns=10**12), 0)
-        assert step is not None
+        step = plan_step(state, ONE_ITEM, 0)
         order += step.model
-        state.charge(step.model, 100)
-    assert order in ("ababab", "bababa")
+        state.charge(own_name(step.model), 100)
+    assert order == "bababa"
 
 
 def test_state_is_true_while_a_model_stands():
@@ -357,5 +358,5 @@ def test_state_is_true_while_a_model_stands():
     assert not state
     state.stand("g")
     assert state
-    state.standing.discard("g")
-    assert plan_step(state, Budget(max_tokens=1, max_items=1, max_age_ns=1), 0) is None
+    state.sit("g")
+    assert plan_step(state, ONE_ITEM, 0) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import tritonclient.http as triton
@@ -53,6 +54,17 @@ def array(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_bodies_that_differ_in_their_binary_data_alone_keep_it():
+    """They share what is read of their JSON."""
+    body = {"inputs": [{"name": "A", "shape": [2, 4], "datatype": "FP32", "parameters": {"binary_data_size": 32}}]}
+    for values in (A, A + 1):
+        np.testing.assert_array_equal(array(decode(*with_tail(body, values.tobytes())).request.inputs[0]), values)
+    for _ in range(2):
+        assert "expecting 4 additional bytes" in refusal(*with_tail(body, A.tobytes()[:-4]))
+        assert "unexpected additional input data" in refusal(*with_tail(body, A.tobytes() + b"more"))
+    np.testing.assert_array_equal(array(decode(*with_tail(body, A.tobytes())).request.inputs[0]), A)
 
 
 @pytest.mark.parametrize("is_binary", [False, True])
@@ -222,6 +234,48 @@ def test_a_raw_body_whose_shape_cannot_be_known_is_refused(rule: TensorRule, mes
     assert message in refusal(A.tobytes(), "0", rule)
 
 
+# --- images and priorities ----------------------------------------------------------------------------------------------
+
+PNG = b"\x89PNG\r\n\x1a\n rest"
+IMAGES = raw_rule((-1, 8, 6, 3), max_batch_size=4)
+
+
+@pytest.mark.parametrize("data", [["iVBORw0KGgogcmVzdA=="], [{"b64": "iVBORw0KGgogcmVzdA=="}]])
+def test_images_come_as_base64_in_json(data: list[Any]):
+    body = {"inputs": [an_input(shape=[1], datatype="BYTES", data=data)]}
+    (tensor,) = decode(body, rule=IMAGES).request.inputs
+    assert (tensor.datatype, tensor.shape, split_elements(tensor.data)) == ("BYTES", (1,), [PNG])
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [(["no base64!"], "Base64"), ([{"b64": 1}], "Base64"), ([{"b64": "", "x": 1}], "Shape does not match"), ([], "Shape does not match"),
+     (["", ""], "Shape does not match"), ("text", "Base64"), ([["iVBORw0KGgo="]], "Base64")],
+)  # fmt: skip
+def test_what_is_no_list_of_images_is_refused(data: Any, message: str):
+    assert message in refusal({"inputs": [an_input(shape=[1], datatype="BYTES", data=data)]}, rule=IMAGES)
+
+
+@pytest.mark.parametrize("body", [PNG, b"\xff\xd8\xff\xe0 jpeg"])
+def test_a_raw_body_that_does_not_fit_may_be_an_image(body: bytes):
+    (tensor,) = decode(body, "0", IMAGES).request.inputs
+    assert (tensor.shape, split_elements(tensor.data)) == ((1,), [body])
+    assert "byte size mismatch" in refusal(b"GIF", "0", IMAGES)
+    (pixels,) = decode(PNG.ljust(576, b"."), "0", IMAGES).request.inputs
+    assert pixels.shape == (1, 8, 6, 3)
+
+
+def test_a_priority_is_one_that_the_model_has():
+    def priority(value: Any, levels: int) -> int:
+        rule = msgspec.structs.replace(RULE, num_priorities=levels)
+        return decode({"inputs": [an_input()], "parameters": {"priority": value}}, rule=rule).request.priority
+
+    assert (priority(0, 3), priority(3, 3), priority(9, 0)) == (0, 3, 9)
+    for wrong, levels in ((4, 3), (-1, 3), (-1, 0), ("1", 3), (1.5, 3), (True, 3), (1 << 63, 0)):
+        with pytest.raises(BadRequest, match="'priority'"):
+            priority(wrong, levels)
+
+
 # --- replies ----------------------------------------------------------------------------------------------------------
 
 
@@ -283,6 +337,16 @@ def test_classes_are_the_largest_elements_of_each_item(values: list[list[int]], 
         Tensor("Y", names[datatype], data.shape, memoryview(data.tobytes())), RULE.outputs[0], 2, is_batched=True
     )
     assert (found.datatype, found.shape, split_elements(found.data)) == ("BYTES", (len(values), 2), expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_bytes", "expected"), [((), 4, (1, 1)), ((0, 4), 0, (0, 0)), ((2, 0), 0, (2, 0))]
+)
+def test_an_output_without_rows_or_elements_has_no_classes(
+    shape: tuple[int, ...], num_bytes: int, expected: tuple[int, ...]
+):
+    output = Tensor("Y", "FP32", shape, memoryview(bytes(num_bytes)))
+    assert as_class_tensor(output, RULE.outputs[0], 3, is_batched=True).shape == expected
 
 
 def test_more_classes_than_there_are_are_clipped():

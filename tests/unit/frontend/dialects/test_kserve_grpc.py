@@ -70,6 +70,17 @@ def test_everything_a_request_says_is_read():
     assert [(t.name, t.datatype, t.shape, bytes(t.data)) for t in request.inputs] == [("x", "FP32", (2,), b"12345678")]
 
 
+def test_requests_that_differ_in_their_elements_alone_keep_them():
+    """They share what is read of the rest."""
+    first, second = (decoded(asking(raw=[data])) for data in (b"12345678", b"abcdefgh"))
+    assert [bytes(call.request.inputs[0].data) for call in (first, second)] == [b"12345678", b"abcdefgh"]
+    shorter = decoded(asking(raw=[b"1234"]))
+    assert len(shorter.request.inputs[0].data) == 4, "whether that is enough is judged against the model"
+    refused = asking(raw=[b"12345678", b"more"])
+    for _ in range(2):
+        assert "different than number of inputs" in refusal(refused)
+
+
 @pytest.mark.parametrize("datatype", TYPED)
 def test_typed_elements_are_what_numpy_packs(datatype: str):
     field, values = TYPED[datatype]

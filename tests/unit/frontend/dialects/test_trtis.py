@@ -11,6 +11,7 @@ from sie.frontend.classification import RankedClass
 from sie.frontend.dialects.trtis import (
     Answered,
     InferHead,
+    check_size,
     decode_infer,
     decode_raw_inputs,
     encode_infer,
@@ -186,6 +187,15 @@ def test_the_first_generation_reads_the_bytes_of_one_item():
     body, line = encode_infer(response_header(head, ADD_SUB, outputs), outputs, as_binary=False)
     assert "raw { byte_size: 64 }" in line
     assert b"byte_size: 64" in body[256:]
+
+
+def test_an_output_of_the_first_generation_has_the_size_that_was_announced():
+    head = parse_infer_head(OLD.replace('"OUTPUT1" byte_size: 64', '"OUTPUT1" byte_size: 32'))
+    first, second = outputs_of(head)
+    check_size(head.outputs[0], first.tensor, head, ADD_SUB)
+    with pytest.raises(BadRequest, match="unexpected size 32 for output 'OUTPUT1', expecting 64 for model 'add_sub'"):
+        check_size(head.outputs[1], second.tensor, head, ADD_SUB)
+    check_size(parse_infer_head(NEW).outputs[1], second.tensor, head, ADD_SUB)
 
 
 def test_classes_stand_in_the_header_and_not_in_the_body():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sie.catalog.stub import END_OF_TEXT
-from sie.errors import Internal, ResourceExhausted
+from sie.errors import Internal, NonFinite, ResourceExhausted
 from sie.generation import Sampling
 from sie.workers.faults import DeviceLostError
 from sie.workers.generation.frames import take_records
@@ -260,8 +260,9 @@ def test_what_waited_long_goes_out_in_pieces_of_bounded_size() -> None:
     answer = rig.submit(b"abc", ignore_eos=True, logprobs=20, num_choices=2)
     rig.step(300)
     (job,) = rig.engine.jobs
-    ((sequence, record),) = take_records([job], max_bytes=1000)
-    assert sequence.num_unsent > len(record.token_ids) == (1000 - 48) // (5 + 11 + 15 * 20)
+    ((sequence, record),), is_all = take_records([job], max_bytes=1000)
+    assert not is_all
+    assert sequence.num_unsent > len(record.token_ids) == (1000 - 48) // (5 + 13 + 15 * 20)
     rig.frontend.credit = float("inf")
     rig.step()
     assert rig.frontend.answers.num_frames > 2
@@ -296,6 +297,15 @@ def test_request_that_breaks_its_step_leaves_its_neighbours_alone() -> None:
     assert "secret" not in str(errors[0])
     assert second.tokens == [list(b"second")]
     rig.assert_all_given_back()
+
+
+def test_value_that_is_not_finite_fails_its_own_request_and_is_counted() -> None:
+    rig = EngineRig()
+    answer = rig.submit(b"a")
+    rig.runner.faults.append((NonFinite("not a number"), True))
+    rig.run()
+    assert isinstance(answer.error, NonFinite)
+    assert rig.engine.num_non_finite == 1
 
 
 def test_prompt_is_read_in_smaller_parts_where_there_is_no_memory_for_large_ones() -> None:

@@ -192,6 +192,13 @@ def test_request_to_generate_is_refused_by_a_model_of_vectors(rig: LoopRig) -> N
     assert isinstance(error, BadRequest)
 
 
+def test_request_with_an_adapter_is_refused(rig: LoopRig) -> None:
+    rig.load(make_card())
+    error = rig.error(rig.frontend.generate(b"abc", lora="tone"))
+    assert error is not None
+    assert "tone" in error.message
+
+
 def test_model_that_goes_finishes_its_streams_and_takes_no_more(rig: LoopRig) -> None:
     rig.load(make_card())
     rig.worker.heard()

@@ -7,17 +7,21 @@ computed, from `sie_model_busy_seconds_total`, and `wanted` what its load would 
 
 from __future__ import annotations
 
-import argparse
 import urllib.request
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from generator import Generator, Run
+import click
 from prometheus_client.parser import text_string_to_metric_families
-from report import errors_text, print_header, print_table
-from server import running_server
-from wire import Call, http_request, make_texts
+
+from bench.report import facts, print_facts, print_table
+from bench.server import running_server
+from sie.loadgen.generator import Call, Generator, make_calls
+from sie.loadgen.plan import make_dialect
+from sie.loadgen.runs import Run
+from sie.loadgen.target import parse_target
+from sie.loadgen.texts import parse_mix
 
 _COSTS_US = {"encode": 10, "score": 100, "extract": 500}
 """What a token of each operation's model takes."""
@@ -42,15 +46,19 @@ class Part(NamedTuple):
     wanted: float | None
 
 
-def main() -> None:
-    args = _parse_args()
+@click.command()
+@click.option("--seconds", default=4.0, show_default=True, help="Length of a run.")
+@click.argument("serve", nargs=-1)
+def main(seconds: float, serve: tuple[str, ...]) -> None:
+    """Measure what part of a worker each of three models gets. SERVE: more arguments for `sie serve`, after --."""
     costs = ", ".join(f"{operation} {cost} us" for operation, cost in _COSTS_US.items())
-    print_header(
+    known = facts(
         "Three models of one worker",
-        f"{_NUM_ITEMS} texts of about {_MIX} words a request; a token takes {costs}; open loop (Poisson, "
+        f"{_NUM_ITEMS} texts of {_MIX} words a request; a token takes {costs}; open loop (Poisson, "
         f"{_OPEN_CONNECTIONS} connections), the flooded model in a closed loop over {_FLOOD_CONNECTIONS} connections; "
-        f"{args.duration:g} s a run after 1 s of warm-up; generators and server share the cores",
+        f"{seconds:g} s a run after 1 s of warm-up; generators and server share the cores",
     )
+    print_facts(known)
     specs = [("encode", "dense=16"), ("score", "score"), ("extract", "extract")]
     models = [
         word
@@ -61,50 +69,38 @@ def main() -> None:
         f"{busy} flooded": [Part(operation, None if operation == busy else _QUIET) for operation in _COSTS_US]
         for busy in _COSTS_US
     }
-    with running_server(*models, "--devices", "cpu", *args.serve) as (host, port):
-        run_all(host, port, loads["balanced"], 1.0)
-        rows = [row for name, load in loads.items() for row in measure(host, port, name, load, args.duration)]
+    with running_server(*models, "--devices", "cpu", *serve) as server:
+        run_all(server.target.url, loads["balanced"], 1.0)
+        rows = [row for name, load in loads.items() for row in measure(server.target.url, name, load, seconds)]
     print_table(_COLUMNS, rows)
 
 
-def measure(host: str, port: int, name: str, load: list[Part], duration_s: float) -> list[list[str]]:
+def measure(url: str, name: str, load: list[Part], seconds: float) -> list[list[str]]:
     """Run one load and return its rows of the table, one for each model."""
-    before = busy_seconds(host, port)
-    runs = run_all(host, port, load, duration_s)
-    spent = {model: value - before.get(model, 0.0) for model, value in busy_seconds(host, port).items()}
+    before = busy_seconds(url)
+    runs = run_all(url, load, seconds)
+    spent = {model: value - before.get(model, 0.0) for model, value in busy_seconds(url).items()}
     return [_row(name, part, runs[part.operation], spent) for part in load]
 
 
-def run_all(host: str, port: int, load: list[Part], duration_s: float) -> dict[str, Run]:
+def run_all(url: str, load: list[Part], seconds: float) -> dict[str, Run]:
     """Put all parts of a load on the server at the same time."""
     with ProcessPoolExecutor(len(load)) as pool:
-        futures = {part.operation: pool.submit(run_part, host, port, part, duration_s) for part in load}
+        futures = {part.operation: pool.submit(run_part, url, part, seconds) for part in load}
         return {operation: future.result() for operation, future in futures.items()}
 
 
-def run_part(host: str, port: int, part: Part, duration_s: float) -> Run:
+def run_part(url: str, part: Part, seconds: float) -> Run:
     """Put one model's load on the server."""
-    calls = make_calls(host, part.operation)
-    generator = Generator(host, port, calls)
+    target, dialect = parse_target(url), make_dialect(f"sie-{part.operation}", f"stub/{part.operation}", "binary")
+    calls = make_calls(dialect, target, parse_mix(_MIX), num_texts=_NUM_ITEMS, num_calls=_NUM_CALLS)
+    generator = Generator(target, dialect.new_channel, calls)
     try:
         if part.wanted is None:
-            return generator.run_closed(_FLOOD_CONNECTIONS, duration_s)
-        return generator.run_open(_OPEN_CONNECTIONS, part.wanted / seconds_of(part.operation, calls), duration_s)
+            return generator.run_closed(_FLOOD_CONNECTIONS, seconds)
+        return generator.run_open(_OPEN_CONNECTIONS, part.wanted / seconds_of(part.operation, calls), seconds)
     finally:
         generator.close()
-
-
-def make_calls(host: str, operation: str) -> list[Call]:
-    """Return the requests to one operation's model, which take turns."""
-    texts = make_texts(_MIX, _NUM_ITEMS * _NUM_CALLS, seed=1)
-    calls: list[Call] = []
-    for start in range(0, len(texts), _NUM_ITEMS):
-        own = tuple(texts[start : start + _NUM_ITEMS])
-        body: dict[str, Any] = {"items": [{"text": text} for text in own]}
-        if operation == "score":
-            body["query"] = {"text": ""}
-        calls.append(Call(http_request(host, f"/v1/{operation}/stub/{operation}", body), own))
-    return calls
 
 
 def seconds_of(operation: str, calls: list[Call]) -> float:
@@ -113,9 +109,9 @@ def seconds_of(operation: str, calls: list[Call]) -> float:
     return num_tokens / len(calls) * _COSTS_US[operation] / 1e6
 
 
-def busy_seconds(host: str, port: int) -> dict[str, float]:
+def busy_seconds(url: str) -> dict[str, float]:
     """Return the time that the worker has spent on each model."""
-    with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=10) as page:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as page:
         metrics = text_string_to_metric_families(page.read().decode())
     return {
         sample.labels["model"]: sample.value for metric in metrics for sample in metric.samples if sample.name == _BUSY
@@ -126,15 +122,4 @@ def _row(name: str, part: Part, run: Run, spent: Mapping[str, float]) -> list[st
     wanted = "all" if part.wanted is None else f"{part.wanted:.0%}"
     share = spent.get(f"stub/{part.operation}", 0.0) / (sum(spent.values()) or 1.0)
     times = [f"{value:.1f}" for value in run.latency_ms(50, 99, 100)]
-    return [name, part.operation, wanted, f"{share:.0%}", f"{run.rate:,.0f}", *times, errors_text(run)]
-
-
-def _parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--duration", type=float, default=4.0, help="seconds of each run")
-    parser.add_argument("serve", nargs="*", help="more arguments for `sie serve`, after --")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()
+    return [name, part.operation, wanted, f"{share:.0%}", f"{run.rate:,.0f}", *times, run.errors_text()]

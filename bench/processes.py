@@ -1,0 +1,106 @@
+"""Owns processes that are measured: started in a session of their own, their processor time counted, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+import psutil
+
+_STOP_TIMEOUT_S = 40.0
+_ROLES = {"sie.workers.main": "worker", "sie.frontend.main": "frontend", "sie.frontend.rpc.main": "grpc"}
+
+
+class Program:
+    """A running program with everything that it started."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        may_pause: bool = True,
+    ) -> None:
+        self._may_pause = may_pause
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `stop`
+        environment = {**os.environ, **(env or {})}
+        self.process = subprocess.Popen(
+            command, env=environment, cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def output(self) -> str:
+        """Return what it has written to standard error."""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
+
+    def read_line(self, timeout_s: float) -> bytes:
+        """Return its next line of standard output. Raises RuntimeError when there is none in time."""
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], timeout_s)
+        line = self.process.stdout.readline() if ready else b""
+        if not line:
+            raise RuntimeError(f"no answer from {self.process.args!r}:\n{self.output()[-2000:]}")
+        return line
+
+    def write_line(self, line: bytes) -> None:
+        """Send it a line."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + b"\n")
+        self.process.stdin.flush()
+
+    def cpu_s(self) -> dict[str, float]:
+        """Return the processor time of its processes so far, by role; those of other programs are all `program`."""
+        spent: dict[str, float] = {}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self.process.pid)
+            for process in (root, *root.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    role = _role_of(process, root)
+                    times = process.cpu_times()
+                    spent[role] = spent.get(role, 0.0) + times.user + times.system
+        return spent
+
+    def pause(self) -> None:
+        """Keep all its processes from running, where it may be: some spin while they wait for work."""
+        if self._may_pause:
+            self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let them run again."""
+        self._signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        """End it, and what it started in its session."""
+        self.resume()
+        self.process.terminate()
+        try:
+            self.process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._signal(signal.SIGKILL)
+        self._log.close()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            with contextlib.suppress(OSError):
+                stream.close()
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+
+def _role_of(process: psutil.Process, root: psutil.Process) -> str:
+    words = process.cmdline()
+    for module, role in _ROLES.items():
+        if module in words:
+            return role
+    return "supervisor" if process.pid == root.pid and "sie" in words else "program"

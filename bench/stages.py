@@ -1,0 +1,157 @@
+"""Owns the stages of one encode request, each timed by itself in this process: what the processor time of a hop is for.
+
+A stage is the function that the server calls there, with the arguments of a request of one text. What no function of
+ours does (HTTP, the event loop, the kernel) is the rest of what a whole process spends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Final, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from sie.catalog.cards import make_card
+from sie.catalog.directory import read_card
+from sie.catalog.spec import ModelSpec, parse_model_spec
+from sie.frontend.dialects.sie import decode_encode, encode_reply, resolve_encode
+from sie.frontend.request_layout import lay_out
+from sie.frontend.tokenize import Tokenizer, encode_stub_texts
+from sie.headers import WorkHeader
+from sie.limits import Limits
+from sie.shm.extent import read_extent, write_extent
+from sie.shm.large import LargeBudget
+from sie.shm.layout import SUBMIT
+from sie.shm.ring import RingConsumer, RingProducer
+from sie.shm.space import OutboundSpace
+from sie.types import EncodeReply, Timing
+from sie.workers.scheduler import Budget, State, Waiting, plan_step
+
+Side = Literal["frontend", "worker", "model"]
+_BLOCKS = 200
+_CALLS = 50
+_DIM = 384
+_SEGMENT_BYTES = 4 << 20
+_CAPACITY: Final = 1024
+_FAR_NS = 1 << 62
+
+
+class Stage(NamedTuple):
+    """One function on the path."""
+
+    side: Side
+    """Which process calls it; `model` for what a stub does without."""
+    name: str
+    call: Callable[[], object]
+
+
+class Timed(NamedTuple):
+    """How long a stage takes, over many short blocks, so that a busy neighbour shows in p99 and not in p50."""
+
+    stage: Stage
+    p50_us: float
+    p99_us: float
+
+
+def time_stages(text: str, model_directory: str) -> list[Timed]:
+    """Return every stage in the order of a request; model_directory has the tokenizer of the stage `model`."""
+    stages = itertools.chain(_frontend_stages(text), _model_stages(text, model_directory), _worker_stages())
+    return [_timed(stage) for stage in stages]
+
+
+def _frontend_stages(text: str) -> Iterator[Stage]:
+    limits = Limits()
+    card = make_card(parse_model_spec(f"stub/echo=stub:dense={_DIM}"), "")
+    value = {"items": [{"text": text}]}
+    msgpack, json = msgspec.msgpack.encode(value), msgspec.json.encode(value)
+    request = decode_encode(msgpack, True, card.id, limits)
+    yield Stage("frontend", "decode a msgpack body", partial(decode_encode, msgpack, True, card.id, limits))
+    yield Stage("frontend", "decode a JSON body", partial(decode_encode, json, False, card.id, limits))
+    yield Stage("frontend", "judge it against its model", partial(resolve_encode, request, card))
+    yield Stage("frontend", "count a stub's tokens", partial(encode_stub_texts, card, [text], None))
+    data, offsets, cu_seqlens = encode_stub_texts(card, [text], None)
+    arrays = [("cu_seqlens", cu_seqlens), ("text", data), ("text_offsets", offsets)]
+    header = WorkHeader(card.id, "encode", 1, ())
+    space = OutboundSpace.create("bench", _SEGMENT_BYTES, LargeBudget(0))
+
+    def lease_and_write() -> None:
+        layout = lay_out(header, arrays)
+        lease = space.lease(layout.nbytes)
+        assert lease is not None
+        write_extent(lease.view, layout.header, layout.refs, [array for _, array in arrays])
+        lease.end()
+
+    yield Stage("frontend", "lay out, lease and write the extent", lease_and_write)
+    yield from _ring_stages()
+    reply = EncodeReply(
+        model=card.id, ids=[], num_items=1, values=memoryview(bytes(4 * _DIM)).cast("B", (1, 4 * _DIM)), dtype="<f4",
+        width=_DIM, dims=_DIM, output_dtype="float32", input_tokens=12, timing=Timing(total_ms=1.5),
+    )  # fmt: skip
+    yield Stage("frontend", "encode a msgpack reply", partial(encode_reply, reply, True))
+    yield Stage("frontend", "encode a JSON reply", partial(encode_reply, reply, False))
+    space.close()
+
+
+def _ring_stages() -> Iterator[Stage]:
+    """Push and drain one descriptor: both ends of a ring, of which each process has one in each direction."""
+    producer = RingProducer.create(_CAPACITY)
+    ring_fd, bell, credit = (os.dup(fd) for fd in producer.fds)
+    consumer = RingConsumer.open(ring_fd, bell, credit, _CAPACITY)
+
+    def push_and_drain() -> None:
+        producer.push(SUBMIT, 0, 1, 1, 0, 64, 0, 0, 0, 1)
+        consumer.drain()
+
+    yield Stage("frontend", "push a descriptor, and drain one", push_and_drain)
+    consumer.close()
+    producer.close()
+
+
+def _model_stages(text: str, directory: str) -> Iterator[Stage]:
+    tokenizer = Tokenizer.load(read_card(ModelSpec(id="model", directory=directory), directory))
+    yield Stage("model", "tokenise the text", partial(tokenizer.encode_texts, [text]))
+    yield Stage("model", "tokenise 32 texts, for each", lambda: tokenizer.encode_texts([text] * 32))
+
+
+def _worker_stages() -> Iterator[Stage]:
+    space = OutboundSpace.create("bench", _SEGMENT_BYTES, LargeBudget(0))
+    arrays = [("cu_seqlens", np.array([0, 12], np.int32)), ("token_ids", np.arange(12, dtype=np.int32))]
+    layout = lay_out(WorkHeader("stub/echo", "encode", 1, ()), arrays)
+    lease = space.lease(layout.nbytes)
+    assert lease is not None
+    length = write_extent(lease.view, layout.header, layout.refs, [array for _, array in arrays])
+    decoder = msgspec.msgpack.Decoder(WorkHeader)
+    yield Stage("worker", "read a request's extent", partial(read_extent, lease.view[:length], decoder))
+    state, budget = State(), Budget(max_tokens=1024, max_items=1024, max_age_ns=_FAR_NS, max_alike_ns=_FAR_NS)
+    item = Waiting(request=None, index=0, num_tokens=12, arrival_ns=0, deadline_ns=_FAR_NS)
+
+    def plan() -> None:
+        state.add("stub/echo", item)
+        step = plan_step(state, budget, 0)
+        assert step is not None
+        state.remove(step)
+
+    yield Stage("worker", "queue an item, plan a step of it", plan)
+    space.close()
+
+
+def _timed(stage: Stage) -> Timed:
+    per_call = 32 if stage.name.startswith("tokenise 32") else 1
+    times_us: list[float] = []
+    for _ in range(_BLOCKS):
+        began_ns = time.perf_counter_ns()
+        for _ in range(_CALLS // per_call + 1):
+            stage.call()
+        times_us.append((time.perf_counter_ns() - began_ns) / 1e3 / (_CALLS // per_call + 1) / per_call)
+    p50_us, p99_us = np.percentile(times_us, (50, 99)).tolist()
+    return Timed(stage, p50_us, p99_us)
+
+
+def rows_of(timed: Sequence[Timed]) -> list[list[str]]:
+    """Return the stages as rows of a table: process, stage, p50 and p99 in microseconds."""
+    return [[one.stage.side, one.stage.name, f"{one.p50_us:.2f}", f"{one.p99_us:.2f}"] for one in timed]

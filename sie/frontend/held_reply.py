@@ -1,0 +1,24 @@
+"""Owns how long the outputs of a tensor reply may be read: they are views of memory that the worker gets back."""
+
+from __future__ import annotations
+
+from sie.frontend.links import Reply
+from sie.tensors import TensorReply
+
+
+class HeldReply:
+    """A reply, handed out by `with` for as long as the block lasts. Without raw, its outputs are views of nobody's memory."""
+
+    __slots__ = ("_raw", "_reply")
+
+    def __init__(self, reply: TensorReply, raw: Reply | None = None) -> None:
+        """Take over raw."""
+        self._reply = reply
+        self._raw = raw
+
+    def __enter__(self) -> TensorReply:
+        return self._reply
+
+    def __exit__(self, *_exc: object) -> None:
+        if self._raw is not None:
+            self._raw.release()

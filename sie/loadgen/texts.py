@@ -1,0 +1,69 @@
+"""Owns the texts of a load: how long they are and what they say, the same for the same seed."""
+
+from __future__ import annotations
+
+import random
+from typing import Final
+
+Mix = tuple[tuple[float, int], ...]
+"""(weight, tokens of such a text), in any order; weights need not add up to 1."""
+
+MIXED: Final = "12:0.6,64:0.3,230:0.1"
+"""What `mixed` stands for: most texts are queries, some are paragraphs, a few fill the window."""
+
+NUM_SPECIAL_TOKENS: Final = 2  # [CLS] and [SEP]
+_MAX_TOKENS = 32_768
+
+_WORDS: Final = """
+river stone market window garden winter bridge letter engine summer harbor island forest silver morning
+evening city road light music paper water horse table house street field heart voice story mountain doctor
+teacher village kitchen station machine captain country history science library animal flower feather journey
+weather chamber college factory hospital the of and to in a is was for on with as by at from that which have
+this they were about after before between under over through during without large small early late open quiet
+bright simple common public modern ancient famous local strong deep cold warm green blue black white red found
+built carried opened closed reached followed played wrote painted moved called named kept held brought turned
+began became people children family friend company government school church member number century hundred
+north south east west page line part place side end power right name
+""".split()  # noqa: SIM905  # one word a line would be most of this file
+"""Each is one token of BERT's vocabulary, so that a text's length in tokens is known without a tokenizer."""
+
+
+def parse_mix(text: str) -> Mix:
+    """Return the mix that `12`, `12:0.6,64:0.3,230:0.1` or `mixed` names. Raises ValueError with the reason."""
+    parts: list[tuple[float, int]] = []
+    for part in (MIXED if text == "mixed" else text).split(","):
+        length, colon, weight = part.partition(":")
+        try:
+            parts.append((float(weight) if colon else 1.0, int(length)))
+        except ValueError:
+            raise ValueError(f"{part!r} is not TOKENS or TOKENS:WEIGHT") from None
+        if not NUM_SPECIAL_TOKENS < parts[-1][1] <= _MAX_TOKENS:
+            raise ValueError(f"{part!r}: a text has {NUM_SPECIAL_TOKENS + 1} to {_MAX_TOKENS} tokens")
+        if not 0 < parts[-1][0] < float("inf"):
+            raise ValueError(f"{part!r}: a weight is above 0")
+    return tuple(parts)
+
+
+def make_texts(mix: Mix, count: int, seed: int) -> list[str]:
+    """Return count texts whose lengths have the shares of a mix, to the nearest text, in an order that the seed shuffles.
+
+    Their tokens are those of BERT's vocabulary, special ones included.
+    """
+    rng = random.Random(seed)  # noqa: S311  # a load has to be repeatable, not unpredictable
+    lengths = _lengths(mix, count)
+    rng.shuffle(lengths)
+    return [" ".join(rng.choices(_WORDS, k=length - NUM_SPECIAL_TOKENS)) for length in lengths]
+
+
+def _lengths(mix: Mix, count: int) -> list[int]:
+    """Return count lengths; what rounding leaves over goes to those that it cut most."""
+    total = sum(weight for weight, _ in mix)
+    exact = [(count * weight / total, length) for weight, length in mix]
+    lengths = [length for share, length in exact for _ in range(int(share))]
+    by_rest = sorted(exact, key=lambda part: part[0] % 1, reverse=True)
+    return lengths + [length for _, length in by_rest[: count - len(lengths)]]
+
+
+def count_words(text: str) -> int:
+    """Return the tokens of a text that `make_texts` made, where the server does not tell."""
+    return text.count(" ") + 1 + NUM_SPECIAL_TOKENS

@@ -1,0 +1,32 @@
+"""Owns how a root mean square norm is asked of the library: the record it reads, and whether it computes what is wanted."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import ClassVar
+
+from sie import native
+from sie.native import Feature
+
+
+class NormCall(ctypes.Structure):
+    """Norms of many rows; mirrors `SieNorm` in `src/norm.h`, which says what each field is."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("input", "weight", "output")),
+        *((name, ctypes.c_int64) for name in ("input_outer", "input_inner", "output_outer", "output_inner")),
+        *((name, ctypes.c_int32) for name in ("outer", "inner", "width", "is_bf16")),
+        ("epsilon", ctypes.c_float),
+    ]
+
+
+def can_normalise(*, is_bf16: bool) -> bool:
+    """Tell whether the library computes norms of bfloat16, or else of float32."""
+    return native.has(Feature.AVX512_BF16 if is_bf16 else Feature.AVX512)
+
+
+def run_norm(call: NormCall) -> None:
+    """Write the rows that a record describes to its `output`."""
+    library = native.load()
+    assert library is not None
+    library.sie_normalise(ctypes.byref(call))

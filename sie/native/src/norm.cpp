@@ -1,0 +1,11 @@
+// Root mean square norms: the level is chosen by the number format.
+#include "norm.h"
+
+#include "features.h"
+#include "levels.h"
+
+#ifdef __x86_64__
+SIE_EXPORT void sie_normalise(const SieNorm* call) {
+    (call->is_bf16 ? normalise_bf16_avx512 : normalise_f32_avx512)(*call);
+}
+#endif

@@ -1,0 +1,14 @@
+// What a root mean square norm is asked for. Mirrored by sie.native.norm.
+#pragma once
+#include <cstdint>
+
+// Rows of width values each lie in `outer` runs of `inner` rows. All strides count values; a row is contiguous.
+struct SieNorm {
+    const void* input;
+    const float* weight;  // (width)
+    void* output;
+    int64_t input_outer, input_inner, output_outer, output_inner;
+    int32_t outer, inner, width;
+    int32_t is_bf16;  // of input and output; else float32
+    float epsilon;
+};

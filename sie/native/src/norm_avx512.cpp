@@ -1,0 +1,7 @@
+// float32 on AVX-512.
+#ifdef __AVX512F__
+#include "levels.h"
+#include "norm_kernel.h"
+
+void normalise_f32_avx512(const SieNorm& call) { normalise<F32>(call); }
+#endif

@@ -1,0 +1,36 @@
+// Root mean square norm: each row over the root of its mean square, times a weight. Zhang and Sennrich, arXiv 1910.07467.
+#pragma once
+#include <cmath>
+
+#include "lanes.h"
+#include "norm.h"
+
+namespace {
+
+template <class T>
+void normalise_row(const typename T::Stored* from, const float* weight, typename T::Stored* to, int width, float epsilon) {
+    Vec sum = _mm512_setzero_ps();
+    for (int i = 0; i < width; i += kLanes) {
+        const Vec values = T::load(from + i, first_lanes(width - i));
+        sum = _mm512_fmadd_ps(values, values, sum);
+    }
+    const Vec scale = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / width + epsilon));
+    for (int i = 0; i < width; i += kLanes) {
+        const __mmask16 lanes = first_lanes(width - i);
+        const Vec scaled = _mm512_mul_ps(T::load(from + i, lanes), scale);
+        T::store(to + i, lanes, _mm512_mul_ps(scaled, _mm512_maskz_loadu_ps(lanes, weight + i)));
+    }
+}
+
+template <class T>
+void normalise(const SieNorm& call) {
+    using Stored = typename T::Stored;
+    for (int64_t i = 0; i < call.outer; ++i) {
+        const Stored* from = static_cast<const Stored*>(call.input) + i * call.input_outer;
+        Stored* to = static_cast<Stored*>(call.output) + i * call.output_outer;
+        for (int64_t j = 0; j < call.inner; ++j, from += call.input_inner, to += call.output_inner)
+            normalise_row<T>(from, call.weight, to, call.width, call.epsilon);
+    }
+}
+
+}  // namespace

@@ -1,0 +1,107 @@
+"""Owns the TLS files that are in force: copies of them in memory, which frontends are started with, and their renewal.
+
+Frontends never read the operator's files: one that is restarted must not meet a certificate that is half written, or
+broken, while the others serve with the one before.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+from sie.control_messages import Certificates
+from sie.logs import get_logger
+from sie.setting_sections import Access
+from sie.supervisor.host import StartError
+from sie.supervisor.key_file import FileMark, file_mark
+from sie.supervisor.listen import check_certificates, read_tls_file
+
+_log = get_logger(__name__)
+_NAMES: Final = ("tls_cert", "tls_key", "tls_client_ca")
+
+
+class CertificateFiles:
+    """Certificate, key and authorities of clients, as `access` names them. Blocks for as long as the disk does."""
+
+    def __init__(self, access: Access) -> None:
+        """Read and check the files. Raises StartError for what cannot be served with."""
+        self._paths = {name: str(getattr(access, name)) for name in _NAMES}
+        self._access = access
+        self._seen = self._read_marks = self._marks()
+        self._contents, self._fds = self._read()
+        self.problem = ""
+        """Why the files were not taken over when they last changed; then those from before stay in force."""
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """What a child inherits."""
+        return tuple(self._fds.values())
+
+    @property
+    def launch_paths(self) -> dict[str, str]:
+        """Return the paths by which a child that inherits `fds` opens them, by the names of `Launch`."""
+        return {name: _path(fd) for name, fd in self._fds.items()}
+
+    @property
+    def message(self) -> Certificates:
+        """What a process hears that takes a renewed certificate over by itself."""
+        return Certificates(*(self._contents.get(name, b"") for name in _NAMES))
+
+    def poll(self, *, at_once: bool = False) -> bool:
+        """Look at the files again; return whether others are in force now.
+
+        A change has to stand for one turn, since a certificate and its key are written one after the other; at_once is
+        for who says that all is in place.
+        """
+        marks = self._marks()
+        is_settled, self._seen = marks == self._seen or at_once, marks
+        if not is_settled or (marks == self._read_marks and not (at_once and self.problem)):
+            return False
+        self._read_marks = marks
+        try:
+            contents, fds = self._read()
+        except StartError as error:
+            self.problem = str(error)
+            _log.error("the certificate in force stays: %s", error)  # the message is the whole story
+            return False
+        self.problem = ""
+        before, self._contents = self._contents, contents
+        self._fds, stale = fds, self._fds
+        for fd in stale.values():  # whoever was started with them has copies of its own
+            os.close(fd)
+        return contents != before
+
+    def close(self) -> None:
+        """Let go of the copies."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds = {}
+
+    def _marks(self) -> tuple[FileMark, ...]:
+        return tuple(file_mark(path) for path in self._paths.values() if path)
+
+    def _read(self) -> tuple[dict[str, bytes], dict[str, int]]:
+        contents = {name: read_tls_file(name, path) for name, path in self._paths.items() if path}
+        fds = {name: _copy(content) for name, content in contents.items()}
+        try:
+            check_certificates(self._access, {name: _path(fd) for name, fd in fds.items()})
+        except StartError:
+            for fd in fds.values():
+                os.close(fd)
+            raise
+        return contents, fds
+
+
+def _copy(content: bytes) -> int:
+    fd = os.memfd_create("tls", os.MFD_CLOEXEC)
+    os.write(fd, content)
+    return fd
+
+
+def _path(fd: int) -> str:
+    return f"/proc/self/fd/{fd}"
+
+
+def open_certificates(access: Access) -> CertificateFiles | None:
+    """Return the files to serve with, or None without TLS. Raises StartError."""
+    return CertificateFiles(access) if access.tls_cert else None

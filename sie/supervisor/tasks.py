@@ -1,0 +1,97 @@
+"""Owns what a start needs of the limits on processes and threads, and what they leave. Reads /proc and /sys, no more."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from sie.supervisor.host import StartError
+
+_SUPERVISOR: Final = 4
+_FRONTEND: Final = 12
+"""Granian and its child: the loop, what reads and decodes bodies, and its own runtime."""
+_IMAGE_READERS: Final = 4
+_GRPC: Final = 16
+_WORKER: Final = 6
+"""Beside the threads that compute."""
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+
+
+class Room(NamedTuple):
+    """What one limit leaves, and its name."""
+
+    limit: str
+    num_left: int
+
+
+def needed_tasks(num_frontends: int, num_workers: int, num_threads: int, *, has_grpc: bool) -> int:
+    """Return how many processes and threads a server has; num_threads is those that compute in one worker."""
+    frontends = num_frontends * (_FRONTEND + _IMAGE_READERS)
+    return _SUPERVISOR + frontends + num_workers * (_WORKER + num_threads) + (_GRPC if has_grpc else 0)
+
+
+def check_tasks(needed: int) -> None:
+    """Raise StartError when a limit leaves fewer processes and threads than a start needs."""
+    tightest = min(_rooms(), key=lambda room: room.num_left, default=None)
+    if tightest is not None and tightest.num_left < needed:
+        raise StartError(
+            f"processes and threads: a start needs {needed}, and {tightest.limit} leaves {max(0, tightest.num_left)}; "
+            "raise it (TasksMax= of the unit, ulimit -u, pids_limit of a container)"
+        )
+
+
+def _rooms() -> Iterator[Room]:
+    for directory in _pids_cgroups():
+        limit, used = _number(directory / "pids.max"), _number(directory / "pids.current")
+        if limit is not None and used is not None:
+            yield Room(f"{directory}/pids.max ({limit})", limit - used)
+    limit = _user_limit()
+    if limit is not None:
+        yield Room(f"the limit of processes of user {os.getuid()} ({limit})", limit - _count_tasks(os.getuid()))
+
+
+def _pids_cgroups() -> Iterator[Path]:
+    """Yield this process's control group and those above it, where they count tasks; of both versions."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "pids" not in controllers.split(","):
+            continue
+        root = _CGROUPS / "pids" if controllers else _CGROUPS
+        directory = root / path.lstrip("/")
+        while directory != root.parent:
+            yield directory
+            directory = directory.parent
+
+
+def _user_limit() -> int | None:
+    """Return RLIMIT_NPROC where it binds: not for root, and not where there is none."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    return None if os.geteuid() == 0 or soft == resource.RLIM_INFINITY else soft
+
+
+def _count_tasks(uid: int) -> int:
+    """Return how many processes and threads a user has."""
+    count = 0
+    for directory in Path("/proc").iterdir():
+        if directory.name.isdigit():
+            try:
+                if directory.stat().st_uid == uid:
+                    count += sum(1 for _ in (directory / "task").iterdir())
+            except OSError:  # it has ended
+                continue
+    return count
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,81 @@
+"""Owns the root mean square norms of a generating model on a CPU: one compiled call in place of eight of the library.
+
+A model has several in each layer, and over a prompt they take as long as its products. No family is known by name: a
+module that is called a norm is replaced when it computes what one of two formulas does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sie.native.norm import NormCall, can_normalise, run_norm
+
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Of a value, relative: in bfloat16 two roundings of 1/256 each, where the compiled one has one."""
+
+
+class CompiledNorm(nn.Module):
+    """Each row over the root of its mean square, times a weight; its input is (..., width), rows contiguous."""
+
+    def __init__(self, weight: Tensor, epsilon: float) -> None:
+        """Take the weight (width,), float32."""
+        super().__init__()
+        self._weight = weight.detach().contiguous()  # no parameter: its address is taken once
+        self._call = NormCall(weight=self._weight.data_ptr(), width=len(weight), epsilon=epsilon)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return the norms, in the format of the states."""
+        call = self._call
+        if states.is_contiguous():
+            out = torch.empty_like(states)
+            call.inner = states.numel() // call.width
+            call.input_inner = call.output_inner = call.width
+            call.outer = 1
+        elif states.dim() == 4 and states.stride(3) == 1 and states.shape[0] == 1:  # heads before tokens
+            out = torch.empty_like(states)
+            call.outer, call.inner = states.shape[1], states.shape[2]
+            call.input_outer, call.input_inner = states.stride(1), states.stride(2)
+            call.output_outer, call.output_inner = out.stride(1), out.stride(2)
+        else:
+            return self.forward(states.contiguous())
+        call.input, call.output = states.data_ptr(), out.data_ptr()
+        call.is_bf16 = states.dtype == torch.bfloat16
+        run_norm(call)
+        return out
+
+    __call__ = forward  # no hooks, which take longer than the norm
+
+
+def compile_norms(model: nn.Module, dtype: torch.dtype) -> int:
+    """Put compiled norms in place of a model's own, on the CPU; return how many. dtype is what the model computes in."""
+    if dtype not in _TOLERANCE or not can_normalise(is_bf16=dtype == torch.bfloat16):
+        return 0
+    count = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            found = _compiled(child, dtype) if type(child).__name__.endswith("RMSNorm") else None
+            if found is not None:
+                setattr(parent, name, found)
+                count += 1
+    return count
+
+
+def _compiled(norm: Any, dtype: torch.dtype) -> CompiledNorm | None:
+    """Return a compiled norm that computes the same as one of the library's, None where there is none."""
+    weight: Tensor | None = getattr(norm, "weight", None)
+    epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if weight is None or weight.dim() != 1 or not isinstance(epsilon, float) or len(list(norm.parameters())) != 1:
+        return None
+    states = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(dtype) * 3
+    expected = norm(states)
+    if expected.dtype != dtype:
+        return None
+    for candidate in (weight.float(), 1.0 + weight.float()):  # Llama's, Gemma's
+        compiled = CompiledNorm(candidate, epsilon)
+        far = (compiled(states).float() - expected.float()).abs()
+        if bool((far <= _TOLERANCE[dtype] * expected.float().abs() + 1e-6).all()):
+            return compiled
+    return None

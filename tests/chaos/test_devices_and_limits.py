@@ -1,0 +1,110 @@
+"""F9, F20, F21: a device goes for good, processes are not allowed, the kernel kills a worker for want of memory."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from websockets.sync.client import connect as connect_ws
+
+from tests.chaos.cluster import Leaks, cluster, count_loads, kill
+from tests.chaos.control_group import control_group
+from tests.chaos.history import open_loop, quantile
+from tests.chaos.ledger import SEED, Row, pick
+from tests.chaos.test_start import refused
+from tests.process.harness import Server, eventually
+from tests.process.wire import get, total
+
+
+def workers_shown(server: Server) -> list[dict[str, Any]]:
+    with connect_ws(f"ws://127.0.0.1:{server.port}/ws/status", open_timeout=10) as watcher:
+        return json.loads(watcher.recv(5.0))["workers"]
+
+
+@pytest.mark.row("F9", "one of two devices is gone for good, and comes back in the end")
+@pytest.mark.timeout(300)
+def test_f9_a_device_that_is_gone_is_set_aside_and_the_other_serves(row: Row, tmp_path: Path):
+    gone, retry_s = tmp_path / "gone", pick(2.0, 20.0)
+    with cluster("--device-retry-s", f"{retry_s:g}", stub=f"latency_ms=5,lost_file={gone}") as server:
+        leaks = Leaks(server)
+        before = total(server.port, "sie_worker_up")
+        with open_loop(server, 100, seed=SEED) as load:
+            time.sleep(0.5)
+            began_s = time.monotonic()
+            gone.write_text("0")
+            eventually(lambda: total(server.port, "sie_device_lost", worker="0") == 1, "an alert", 20.0)
+            took_s = time.monotonic() - began_s
+            while_gone = total(server.port, "sie_worker_up")
+            shown = {worker["slot"]: worker["state"] for worker in workers_shown(server)}
+            assert get(server.port, "/readyz").status == 200
+            time.sleep(max(0.0, min(60.0, 1.5 * retry_s) - took_s))
+            tries = total(server.port, "sie_worker_restarts_total", worker="0")
+            assert all("status 75" in line for line in server.output.lines if "ended with status" in line)
+            num_lines = len(server.output.lines)
+            gone.unlink()
+            eventually(lambda: count_loads(server, num_lines) == 1, "the device in use again", 4 * retry_s + 20.0)
+        eventually(lambda: total(server.port, "sie_worker_up") == before, "all workers")
+        assert total(server.port, "sie_device_lost") == 0
+        leaks.check()
+    row.at_most("device taken for gone after", took_s, 5.0, "s")
+    row.at_most("tries to start its worker in a minute", tries, 3, "", slack=1.0)
+    row.equals("workers, as the metric has it", while_gone, before - 1)
+    assert shown == {0: "lost", 1: "ready"}, shown
+    row.equals("failed requests", len(load.history.failed()), 0)
+    row.at_most("p99 of requests", quantile(load.history.latencies_s(), 0.99), 1.0, "s")
+
+
+@pytest.mark.row("F20", "a limit on processes and threads that no server fits into")
+@pytest.mark.timeout(120)
+def test_f20_a_limit_on_processes_is_refused_with_the_number(row: Row):
+    with control_group("pids") as group:
+        for limit in (3, 12, 24):
+            group.limit(limit)
+            said = refused(row, f"{limit} processes", prefix=group.prefix)
+            assert "processes and threads: a start needs" in said, said
+            assert f"pids.max ({limit})" in said, said
+            assert "Traceback" not in said, said
+        row.equals("processes left", group.usage(), 0)
+
+
+@pytest.mark.row("F20", "processes and threads run out while a server runs, and its workers are killed")
+@pytest.mark.timeout(120)
+def test_f20_a_limit_that_comes_later_costs_no_answer(row: Row):
+    with (
+        control_group("pids") as group,
+        cluster(prefix=group.prefix, stub="latency_ms=5") as server,
+        open_loop(server, 50, seed=SEED) as load,
+    ):
+        group.limit(group.usage() - 1)
+        num_lines = len(server.output.lines)
+        kill(server.pids("worker")[0])
+        eventually(lambda: any("cannot be started" in line for line in server.output.lines[num_lines:]), "an error")
+        group.limit(None)
+        eventually(lambda: count_loads(server, num_lines) == 1, "a successor that serves", 30.0)
+    assert not any("Traceback" in line for line in server.output.lines)
+    row.equals("failed requests", len(load.history.failed()), 0)
+
+
+@pytest.mark.row("F21", "the kernel kills a worker for want of memory, whose steps are too large")
+@pytest.mark.timeout(200)
+def test_f21_steps_get_smaller_after_a_kill_for_want_of_memory(row: Row):
+    """A token takes 256 KiB while it runs, and the group leaves 48 MiB: a step of over 190 tokens kills its worker."""
+    stub = "latency_ms=100,kib_per_token=256"
+    with control_group("memory") as group, cluster(prefix=group.prefix, stub=stub, workers=1) as server:
+        leaks = Leaks(server)
+        begun_bytes = group.usage()
+        with open_loop(server, 20, seed=SEED) as load:
+            time.sleep(1.0)
+            group.limit(begun_bytes + (48 << 20))
+            time.sleep(0.5)
+        with open_loop(server, 60, seed=SEED + 1, max_items=6, timeout_s=20.0) as crowd:
+            time.sleep(pick(5.0, 40.0))
+        kills = sum("ended with status -9" in line for line in server.output.lines)
+        leaks.check()
+    row.at_least("kills for want of memory", kills, 1, "")
+    row.at_most("kills in all", kills, 2, "", slack=1.0)
+    row.equals("failed requests before the crowd", len(load.history.failed()), 0)
+    row.equals("failed requests", len(crowd.history.failed()), 0)

@@ -1,0 +1,197 @@
+"""A renewed certificate: taken over while requests go on, kept out when it is broken, and told of."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import ssl
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Self
+
+import pytest
+from websockets.sync.client import connect as connect_ws
+
+from tests.process.harness import Server, eventually, free_port, start_server
+from tests.process.notify_socket import ServiceManager
+from tests.process.test_listen import openssl
+
+STUB = ("--model", "stub/a=stub:dense=16,latency_ms=5")
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl to make certificates")
+
+
+def issue(home: Path, name: str) -> None:
+    """Write a certificate of its own for localhost, and its key."""
+    openssl(
+        "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout", f"{name}.key",
+        "-out", f"{name}.pem", "-days", "2", "-subj", f"/CN={name}", "-addext", "subjectAltName=DNS:localhost",
+        cwd=home,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def issued(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("certificates")
+    for name in ("old", "new"):
+        issue(home, name)
+    return home
+
+
+@pytest.fixture
+def served(issued: Path, tmp_path: Path) -> Path:
+    """Return a directory whose `tls.pem` and `tls.key` are the old ones."""
+    put(issued, tmp_path, "old")
+    return tmp_path
+
+
+def put(issued: Path, served: Path, name: str) -> None:
+    for kind in ("pem", "key"):
+        shutil.copyfile(issued / f"{name}.{kind}", served / f"next.{kind}")
+        (served / f"next.{kind}").replace(served / f"tls.{kind}")
+
+
+def flags(served: Path) -> tuple[str, ...]:
+    return (*STUB, "--tls-cert", str(served / "tls.pem"), "--tls-key", str(served / "tls.key"))
+
+
+def trusting() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def shown(port: int) -> bytes:
+    """Return the certificate that a new connection is shown, DER.
+
+    By hand: Python leaves an SSLSocket open whose peer resets it before the handshake.
+    """
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    session = trusting().wrap_bio(incoming, outgoing, server_hostname="localhost")
+    with socket.create_connection(("127.0.0.1", port), 10) as sock:
+        while (certificate := try_handshake(session)) is None:
+            sock.sendall(outgoing.read())
+            received = sock.recv(65536)
+            if not received:
+                raise ConnectionResetError("closed during the handshake")
+            incoming.write(received)
+    return certificate
+
+
+def try_handshake(session: ssl.SSLObject) -> bytes | None:
+    try:
+        session.do_handshake()
+    except ssl.SSLWantReadError:
+        return None
+    return session.getpeercert(binary_form=True)
+
+
+def told(server: Server) -> str | None:
+    """Return what `/ws/status` says is wrong with the certificate."""
+    with (
+        socket.create_connection(("127.0.0.1", server.port), 10) as plain,
+        trusting().wrap_socket(plain, server_hostname="localhost") as sock,
+        connect_ws("ws://localhost/ws/status", sock=sock, open_timeout=10) as watcher,
+    ):
+        return json.loads(watcher.recv(5.0))["tls_error"]
+
+
+def der(issued: Path, name: str) -> bytes:
+    return ssl.PEM_cert_to_DER_cert((issued / f"{name}.pem").read_text())
+
+
+class Clients:
+    """Keep-alive clients that ask all the time, and open a new connection when an answer says so; counts what they see."""
+
+    def __init__(self, port: int, num_clients: int) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self._port = port
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(num_clients)]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(20.0)
+        assert not any(thread.is_alive() for thread in self._threads)
+
+    def _ask(self) -> None:
+        context = trusting()
+        connection = http.client.HTTPSConnection("localhost", self._port, timeout=20, context=context)
+        body = json.dumps({"items": [{"text": "x"}]})
+        while not self._stop.wait(0.01):
+            try:
+                connection.request("POST", "/v1/encode/stub/a", body, {"content-type": "application/json"})
+                response = connection.getresponse()
+                response.read()
+                self.outcomes[str(response.status)] += 1
+                if response.headers.get("connection") == "close":
+                    self.outcomes["told to connect anew"] += 1
+            except (OSError, http.client.HTTPException) as error:
+                self.outcomes[type(error).__name__] += 1
+                connection.close()
+        connection.close()
+
+
+def test_renewed_certificate_is_taken_over_and_no_request_fails(issued, served):
+    grpc_port = free_port()
+    with start_server(*flags(served), "--frontends", "2", "--grpc-port", str(grpc_port)) as server:
+        before, grpc = set(server.frontends()), server.pids("grpc")
+        assert shown(server.port) == shown(grpc_port) == der(issued, "old")
+        with Clients(server.port, 4) as clients:
+            put(issued, served, "new")
+            server.log_line("certificate renewed", 60.0)
+        assert all(shown(server.port) == der(issued, "new") for _ in range(20))
+        assert shown(grpc_port) == der(issued, "new")
+        assert server.pids("grpc") == grpc  # gRPC asks for the certificate before each handshake
+        after = set(server.frontends())
+        assert len(after) == 2
+        assert not before & after
+        assert not [line for line in server.output.lines if '"warning"' in line or '"error"' in line]
+    assert clients.outcomes.pop("told to connect anew")
+    assert set(clients.outcomes) == {"200"}, clients.outcomes
+
+
+def test_broken_certificate_changes_nothing_and_is_told_of(issued, served):
+    with ServiceManager() as manager, start_server(*flags(served), env=manager.env) as server:
+        assert told(server) is None
+        shutil.copyfile(issued / "new.pem", served / "tls.pem")  # and the key is still the old one
+        server.process.send_signal(signal.SIGHUP)
+        server.log_line("the certificate in force stays: tls_cert, tls_key")
+        eventually(lambda: "tls_cert" in (told(server) or ""), "it says so")
+        assert manager.wait_for("STATUS", "certificate not renewed")
+        (frontend,) = server.frontends()
+        os.kill(frontend, signal.SIGKILL)
+        eventually(lambda: frontend not in server.frontends(), "its end")
+        eventually(lambda: can_connect(server), "its successor")
+        assert shown(server.port) == der(issued, "old")  # read from what is in force, not from the broken files
+        shutil.copyfile(issued / "new.key", served / "tls.key")
+        server.log_line("certificate renewed", 60.0)
+        assert shown(server.port) == der(issued, "new")
+        assert told(server) is None
+
+
+def can_connect(server: Server) -> bool:
+    with contextlib.suppress(OSError):
+        return bool(shown(server.port))
+    return False
+
+
+def test_stop_in_the_middle_of_a_renewal_is_a_stop(issued, served):
+    with start_server(*flags(served), "--frontends", "2") as server:
+        put(issued, served, "new")
+        eventually(lambda: len(server.frontends()) == 3, "the stand-in")
+        began_s = time.monotonic()
+        server.stop()
+        assert time.monotonic() - began_s < 10
