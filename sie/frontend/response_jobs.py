@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
-from sie.errors import BadRequest, Internal, SieError
+from sie.errors import BadRequest, Internal, SieError, Unavailable
 from sie.frontend.dialects.responses_reply import CANCELLED, ResponseRecord
 from sie.frontend.generation.run import Run
 from sie.generation import GenerateEvent
@@ -122,7 +122,7 @@ class Job:
         try:
             last = await work
         except asyncio.CancelledError:
-            error = self._why or cancelled()
+            error = self._why or Unavailable("The server is stopping", code="SHUTTING_DOWN")
         except SieError as raised:
             error = raised
         except Exception:

@@ -233,7 +233,8 @@ def _connect(path: Path) -> sqlite3.Connection:
             db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT;")
         elif version != _SCHEMA_VERSION:
             raise sqlite3.DatabaseError(f"its schema is version {version}, not {_SCHEMA_VERSION}")
-        db.execute("SELECT number FROM responses LIMIT 1").fetchone()
+        if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'responses'").fetchone() is None:
+            raise sqlite3.DatabaseError("it has no table of responses")
     except BaseException:
         db.close()
         raise
