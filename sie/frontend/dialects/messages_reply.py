@@ -136,7 +136,13 @@ class MessageWriter:
         match event:
             case Started(prompt, cached):
                 usage = _tokens(prompt, cached, 0)
-                whole: dict[str, Any] = {**self._message, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+                whole: dict[str, Any] = {
+                    **self._message,
+                    "content": [],
+                    "stop_reason": None,
+                    "stop_sequence": None,
+                    "usage": usage,
+                }
                 return [_event("message_start", message=whole)]
             case ReasoningDelta(_, text):
                 return self._delta(
