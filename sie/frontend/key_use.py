@@ -61,16 +61,12 @@ class KeyHolder:
         if self._requests is None:
             self._requests = self._counter()
         self._requests.add()
-        self.hold()
-
-    def hold(self) -> None:
-        """Note that work of this key goes on, for a request or behind its answer, until `end`."""
         self.num_running += 1
         if self._running_gauge is not None:
             self._running_gauge.set(self.num_running)
 
     def end(self) -> None:
-        """Note that it ended."""
+        """Note that one ended."""
         self.num_running -= 1
         if self._running_gauge is not None:
             self._running_gauge.set(self.num_running)

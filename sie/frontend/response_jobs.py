@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
-from sie.errors import BadRequest, Internal, SieError, Unavailable
+from sie.errors import BadRequest, ClientGone, Internal, SieError, Unavailable
 from sie.frontend.dialects.responses_reply import CANCELLED, ResponseRecord
 from sie.frontend.generation.run import Run
 from sie.generation import GenerateEvent
@@ -80,18 +80,20 @@ class Job:
     """One response that is being made. keep is awaited at its end, before a stream has its last event."""
 
     def __init__(
-        self, record: ResponseRecord, keep: Callable[[ResponseRecord], Awaitable[None]], *, outlives: bool
+        self, record: ResponseRecord, owner: str, keep: Callable[[ResponseRecord], Awaitable[None]], *, outlives: bool
     ) -> None:
-        """Outlives says whether it goes on without the client that follows it."""
         self.record = record
+        self.owner = owner
+        """Name of the API key that asked for it."""
+        self.outlives = outlives
+        """Whether it goes on without the client that follows it."""
         self.follower = Follower(self._on_gone)
         self._keep = keep
-        self._outlives = outlives
         self._is_ending = False
         self._why: SieError | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, work: Coroutine[Any, Any, list[GenerateEvent]], on_end: Callable[[], None]) -> None:
+    def start(self, work: Coroutine[Any, Any, list[GenerateEvent]], on_end: Callable[[], object]) -> None:
         """Begin to work in a task of its own. The events that work returns are the last ones."""
         self._task = asyncio.get_running_loop().create_task(self._make(work))
         self._task.add_done_callback(lambda _task: on_end())
@@ -123,6 +125,8 @@ class Job:
             last = await work
         except asyncio.CancelledError:
             error = self._why or Unavailable("The server is stopping", code="SHUTTING_DOWN")
+        except ClientGone:  # whoever watches its connection may see it before the stream does
+            error = cancelled()
         except SieError as raised:
             error = raised
         except Exception:
@@ -138,5 +142,5 @@ class Job:
 
     def _on_gone(self) -> None:
         self.record.is_streamed = False
-        if not self._outlives:
+        if not self.outlives:
             self.stop(cancelled())

@@ -48,6 +48,7 @@ _BUSY_TIMEOUT_S: Final = 5.0
 _RETRY_AFTER_S: Final = 5
 _PRUNES_A_LIMIT: Final = 64
 """The limit on the number of responses is held up to this part of it; on small limits, exactly."""
+_DEAD: Final = frozenset("ZX")
 _T = TypeVar("_T")
 
 
@@ -245,16 +246,18 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def process_name(pid: int) -> str:
-    """Return what no other process is called, on this boot or a later one; empty when there is no such process.
+    """Return what no other process is called, on this boot or a later one; empty when no such process runs.
 
-    Source: proc(5), /proc/pid/stat, field 22 (starttime); random(4), boot_id.
+    One that only waits to be reaped does not. Source: proc(5), /proc/pid/stat, fields 3 (state) and 22 (starttime);
+    random(4), boot_id.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
-    return f"{boot}/{pid}/{stat.rpartition(')')[2].split()[19]}"
+    state, *rest = stat.rpartition(")")[2].split()
+    return "" if state in _DEAD else f"{boot}/{pid}/{rest[18]}"
 
 
 def is_running(name: str) -> bool:

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from sie.control_messages import ModelEntry
-from sie.errors import BadRequest, NotFound, Overloaded, Unavailable
+from sie.errors import BadRequest, NotFound, Overloaded, RateLimited, Unavailable
 from sie.frontend.dialects.responses import ResponsesCall
 from sie.frontend.dialects.responses_items import read_kept
 from sie.frontend.dialects.responses_page import read_page
@@ -64,7 +64,7 @@ class Responses:
         """Make a response as its request says."""
         call.stores = call.stores and self._store.is_on
         if call.is_background:
-            self._check_background()
+            self._check_background(exchange)
         history, before = await self._read_history(call, exchange.owner)
         call.begin(before)
         entry = self._texts.find(exchange, call.request)
@@ -120,8 +120,8 @@ class Responses:
         run = await self._texts.start(exchange, entry, call.request)
         with _given_up_on_failure(run):
             await self._add(exchange.owner, record, call, history)
-        job = Job(record, self._update, outlives=False)
-        self._begin(job, job.stream(run), exchange)
+        job = Job(record, exchange.owner, self._update, outlives=False)
+        self._begin(job, job.stream(run))
         return Streamed(job.follower, ResponseWriter(record))
 
     async def _make_in_background(
@@ -138,8 +138,8 @@ class Responses:
         with _given_up_on_failure(run):
             await self._add(exchange.owner, record, call, history)
         answer = record.to_json()
-        job = Job(record, self._update, outlives=True)
-        self._begin(job, self._work(job, deadline_ns, entry, start, run), exchange)
+        job = Job(record, exchange.owner, self._update, outlives=True)
+        self._begin(job, self._work(job, deadline_ns, entry, start, run))
         if request.stream:
             return Streamed(job.follower, ResponseWriter(record))
         return [_JSON], answer
@@ -181,26 +181,28 @@ class Responses:
 
     # --- what is being made ---------------------------------------------------------------------------------------
 
-    def _check_background(self) -> None:
+    def _check_background(self, exchange: Exchange) -> None:
+        """Raise what stands against one more response in the background.
+
+        Those of a key are no requests under way, or a key that may have one could never ask how far its response is.
+        """
         if not self._store.is_on:
             raise wrong("background", "needs responses to be kept, and the setting max_responses is 0")
         if len(self._jobs) >= self._max_jobs:
             text = f"As many responses are being made as max_background_responses allows ({self._max_jobs})"
             raise Overloaded(text, retry_after_s=1)
+        limit = exchange.holder.key.max_concurrent if exchange.holder is not None else None
+        if (
+            limit is not None
+            and sum(job.outlives and job.owner == exchange.owner for job in self._jobs.values()) >= limit
+        ):
+            text = f"API key '{exchange.owner}' has as many responses in the background as its max_concurrent ({limit})"
+            raise RateLimited(text, retry_after_s=1)
 
-    def _begin(self, job: Job, work: Coroutine[Any, Any, list[GenerateEvent]], exchange: Exchange) -> None:
-        """Start a job; it counts as work of its client's key until it ends."""
-        response_id, holder = job.record.id, exchange.holder
-        if holder is not None:
-            holder.hold()
-
-        def on_end() -> None:
-            self._jobs.pop(response_id, None)
-            if holder is not None:
-                holder.end()
-
+    def _begin(self, job: Job, work: Coroutine[Any, Any, list[GenerateEvent]]) -> None:
+        response_id = job.record.id
         self._jobs[response_id] = job
-        job.start(work, on_end)
+        job.start(work, lambda: self._jobs.pop(response_id, None))
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.get_running_loop().create_task(self._watch())
 

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from tests.process.harness import Server, eventually, start_server
-from tests.process.keys import BOTH, INFER, write_keys
+from tests.process.keys import BOTH, INFER, entry, write_keys
 from tests.process.wire import post_json, total, wait_no_extents
 
 PATH = "/v1/responses"
@@ -255,14 +255,27 @@ def test_restart_keeps_what_was_and_fails_what_ran(tmp_path: Path) -> None:
     with start_server(*flags) as second, connect(second) as client:
         assert client.responses.retrieve(done.id).output_text == "use"
         found = client.responses.retrieve(begun.id)
-        assert found.error is not None
+        assert found.error is not None, found.status
         assert (found.status, found.error.code) == ("failed", "server_error")
 
 
 def test_responses_belong_to_their_key(tmp_path: Path) -> None:
-    keys = write_keys(tmp_path / "keys.toml")
+    single = "sie_test-single-0123456789abcdef"
+    keys = write_keys(tmp_path / "keys.toml", entry("single", single, ["infer"], max_concurrent=1))
     with (
-        start_server("--model", "m=stub:generate", "--frontends", "1", "--api-keys", str(keys)) as server,
+        start_server(
+            "--model",
+            "m=stub:generate",
+            "--model",
+            "slow=stub:generate,latency_ms=30,max_tokens=8192",
+            "--frontends",
+            "1",
+            "--api-keys",
+            str(keys),
+            "--max-background-responses",
+            "1",
+        ) as server,
+        connect(server, single) as one,
         connect(server, INFER) as alice,
         connect(server, BOTH) as bob,
     ):
@@ -279,6 +292,22 @@ def test_responses_belong_to_their_key(tmp_path: Path) -> None:
         with pytest.raises(openai.NotFoundError):
             bob.responses.create(model="m", input="x", previous_response_id=made.id)
         assert alice.responses.retrieve(made.id).status == "completed"
+        begun = one.responses.create(**ENDLESS, background=True)
+        with pytest.raises(openai.InternalServerError) as caught:
+            alice.responses.create(**ENDLESS, background=True)
+        assert caught.value.code == "server_overloaded"
+        assert one.responses.cancel(begun.id).status == "cancelled", "one in the background leaves room to ask for it"
+
+
+def test_key_s_limit_holds_in_the_background(tmp_path: Path) -> None:
+    single = "sie_test-single-0123456789abcdef"
+    keys = write_keys(tmp_path / "keys.toml", entry("single", single, ["infer"], max_concurrent=1))
+    slow = ("--model", "slow=stub:generate,latency_ms=30,max_tokens=8192")
+    with start_server(*slow, "--frontends", "1", "--api-keys", str(keys)) as server, connect(server, single) as one:
+        begun = one.responses.create(**ENDLESS, background=True)
+        with pytest.raises(openai.RateLimitError, match="max_concurrent"):
+            one.responses.create(**ENDLESS, background=True)
+        one.responses.cancel(begun.id)
 
 
 def test_server_that_keeps_nothing_answers_all_the_same() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
@@ -13,6 +14,7 @@ from pydantic import TypeAdapter
 from sie.errors import Internal, SieError
 from sie.frontend.dialects.responses import decode_responses
 from sie.frontend.dialects.responses_reply import CANCELLED, ResponseRecord, ResponseWriter
+from sie.frontend.openapi.responses_operations import ResponseAnswer
 from sie.generation import (
     Ended,
     Finished,
@@ -98,6 +100,7 @@ def test_stream_is_whole_and_says_what_the_object_says(
         _as_client.validate_python(one)
     final = got[-1]["response"]
     Response.model_validate(final)
+    msgspec.convert(final, ResponseAnswer)
     check_items(got, final["output"])
     whole = silent.to_object()
     assert json.loads(record.to_json()) == final

@@ -110,6 +110,17 @@ def test_process_name_is_of_one_process() -> None:
     assert process_name(2**22 + 1) == ""
 
 
+def test_process_that_only_waits_to_be_reaped_does_not_run() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert child.stdin is not None
+    name = process_name(child.pid)
+    assert is_running(name)
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not is_running(name)
+    child.wait(10)
+
+
 @pytest.mark.parametrize("max_responses", [1, 3])
 def test_oldest_go_first(tmp_path: Path, clock: Clock, max_responses: int) -> None:
     file = ResponseFile(tmp_path, StoreLimits(max_responses, 1 << 30, 1e6), clock)
