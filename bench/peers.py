@@ -31,7 +31,9 @@ LOADS: Final = (
 
 
 @click.command()
-@click.option("--only", multiple=True, metavar="NAME", help="Contenders whose names begin so; repeatable.")
+@click.option(
+    "--only", multiple=True, metavar="NAME", help="Contenders of this name, or whose names begin so; repeatable."
+)
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--seconds", default=3.0, show_default=True, help="Length of a turn.")
 @click.option("--model", default="", help="Directory of a sentence-transformers checkpoint, else the bundled MiniLM.")
@@ -50,11 +52,17 @@ def main(
             "of the rounds",
         )
         print_facts(known)
-        peers = [peer for peer in CONTENDERS if not only or peer.name.startswith(only)]
+        peers = [peer for peer in CONTENDERS if not only or _is_named(peer.name, only)]
         comparison = compare(peers, LOADS, rounds=rounds, seconds=seconds, setup=setup)
     print_all(comparison, LOADS)
     if is_saved:
         save("peers", known, comparison.figures())
+
+
+def _is_named(name: str, wanted: tuple[str, ...]) -> bool:
+    """Tell whether one of the wanted names is this one or, where it is nobody's, how this one begins."""
+    names = {peer.name for peer in CONTENDERS}
+    return any(name == word or (word not in names and name.startswith(word)) for word in wanted)
 
 
 def print_all(comparison: Comparison, loads: Sequence[Load]) -> None:

@@ -56,7 +56,8 @@ def draw(page: dict[str, Any], turns: list[Turn], path: Path) -> None:
         axis.set(xscale="log", yscale="log", xlabel="tokens a second", title=title)
         axis.grid(True, which="both", alpha=0.25)
     axes[0].set_ylabel("latency of a request, ms")
-    axes[0].legend(loc="upper left", fontsize=9)
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize=9)
     counts = ", ".join(str(load.connections) for load in _CURVE)
     machine = page["machine"]
     figure.suptitle(

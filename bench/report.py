@@ -64,6 +64,7 @@ def save(name: str, known: dict[str, Any], figures: dict[str, Any]) -> Path:
     """Write a result to `bench/results/DATE-CPU-CORES-NAME.json` and return where it is."""
     machine = known["machine"]
     cpu = "-".join(machine["cpu"].lower().split())
+    RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{known['date'][:10]}-{cpu}-{machine['cores']}-cores-{name}.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(known | figures)) + b"\n")
     print(f"saved as {path.relative_to(ROOT)}")

@@ -126,7 +126,9 @@ class Carrier:
         while num_read < wanted:
             count = self._sock.recv_into(self._buffer[num_read:])
             if not count:
-                raise RuntimeError(f"the answer ended early: {bytes(self._buffer[:500])!r}")
+                raise RuntimeError(
+                    f"the answer ended after {num_read} bytes: {bytes(self._buffer[: min(num_read, 500)])!r}"
+                )
             num_read += count
             if wanted == len(self._buffer):
                 head = bytes(self._buffer[: min(num_read, 65536)])

@@ -94,7 +94,10 @@ def _rounds(
     for number in range(num_rounds + 1):
         for one in taking_part if number % 2 else reversed(taking_part):
             cpu_s, began = one.cpu_s(), time.perf_counter()
-            latencies = sorted(take(one))
+            try:
+                latencies = sorted(take(one))
+            except (OSError, RuntimeError) as error:
+                raise RuntimeError(f"{one.name}: {error}") from error
             count, elapsed = len(latencies), time.perf_counter() - began
             if number:
                 p50_ms, p99_ms = (1e3 * latencies[int(share * (count - 1))] for share in (0.5, 0.99))

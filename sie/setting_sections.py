@@ -202,7 +202,7 @@ class Devices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str,
         Meta(
             pattern=_DEVICES,
-            description="Devices to use; cpu:N is N workers that share the cores out.",
+            description="Devices to use; cpu is a worker for each core, as far as memory goes; cpu:N is N that share them out.",
             extra={"form": "auto, cpu, cpu:N, cuda or cuda:0,cuda:1"},
         ),
     ] = "auto"
@@ -255,9 +255,14 @@ class Scheduler(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_age_ms: Annotated[
         float, Meta(ge=0, le=60000, description="Age from which a sequence runs before any that fit better.")
     ] = 250.0
-    max_tensor_step_ms: Annotated[
-        float, Meta(ge=0, le=60000, description="Longest step that tensor requests are put together for; 0 for any.")
-    ] = 100.0
+    max_step_ms: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=60000,
+            description="Time that a step of several requests should not exceed, so that a newcomer waits no longer; 0 for any.",
+        ),
+    ] = 50.0
 
 
 class Supervisor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

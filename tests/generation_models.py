@@ -88,7 +88,9 @@ def save(directory: Path, name: str) -> Path:
     return directory
 
 
-def load(directory: Path, *, dtype: str = "float32", context_length: int = 256, **settings: Any) -> TextGenerator:
+def load(
+    directory: Path, *, device: str = "cpu", dtype: str = "float32", context_length: int = 256, **settings: Any
+) -> TextGenerator:
     """Load a checkpoint as a worker does, with small blocks unless told otherwise."""
     card = ModelCard(
         id=directory.name, kind="generator", directory=str(directory), outputs=("dense", "generate"),
@@ -96,7 +98,7 @@ def load(directory: Path, *, dtype: str = "float32", context_length: int = 256, 
         generate=GenerateRule(context_length=context_length, eos_token_ids=(2,)),
     )  # fmt: skip
     values = {"kv_block_tokens": 8, "max_sequences": 16, **settings}
-    return load_generator(card, "cpu", dtype, Generation(**values), lambda *_: None)
+    return load_generator(card, device, dtype, Generation(**values), lambda *_: None)
 
 
 class Stream:

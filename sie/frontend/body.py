@@ -11,6 +11,7 @@ import time
 from typing import Any, Protocol
 
 from sie.errors import BadRequest, ClientGone, InputTooLong, SieError
+from sie.limits import Limits
 
 _WHOLE_BYTES = 256 * 1024
 """Up to here a body of known length is taken in one call; larger ones chunk by chunk."""
@@ -27,6 +28,11 @@ class HttpProtocol(Protocol):
 
     def __call__(self) -> Any: ...
     def __aiter__(self) -> Any: ...
+
+
+def body_limits(limits: Limits) -> tuple[int, float, int]:
+    """Return what a `BodyReader` takes of the settings: most bytes, longest pause, slowest rate."""
+    return limits.max_body_bytes, limits.body_idle_timeout_s, limits.min_body_bytes_per_s
 
 
 class Reading:

@@ -109,7 +109,7 @@ class Tensors:
 
         Raises what `wait_serving` and run raise.
         """
-        entry = await self.wait_serving(name, version, deadline_ns)
+        entry = self.try_serving(name, version) or await self.wait_serving(name, version, deadline_ns)
         while True:
             try:
                 return await run(entry)
@@ -123,11 +123,18 @@ class Tensors:
         """
         while True:
             changed = self._models.changed
-            entry = self.table.resolve(name, version)
-            if is_servable(entry) or not entry.reloading:
-                return self.serving(entry.card.id)
+            entry = self.try_serving(name, version)
+            if entry is not None:
+                return entry
             if not await _is_set_by(changed, deadline_ns):
                 raise Unavailable(f"Model '{name}' is loading", retry_after_s=self._models.loading_retry_after_s)
+
+    def try_serving(self, name: str, version: str) -> ModelEntry | None:
+        """Return the entry of a version that takes requests, None for one that is loaded anew. Raises as `serving`."""
+        entry = self.table.resolve(name, version)
+        if is_servable(entry) or not entry.reloading:
+            return self.serving(entry.card.id)
+        return None
 
     async def _after(
         self, entry: ModelEntry, error: Unavailable, name: str, version: str, deadline_ns: int

@@ -164,7 +164,8 @@ class KServe:
         if self._process.is_draining:
             raise Unavailable("The server is stopping", code="SHUTTING_DOWN", retry_after_s=1)
         self._process.engine.check_open()
-        await self._tensors.wait_serving(name, version, deadline_ns)
+        if self._tensors.try_serving(name, version) is None:
+            await self._tensors.wait_serving(name, version, deadline_ns)
 
     async def _read(self, exchange: Exchange) -> bytes:
         process, headers = self._process, exchange.headers

@@ -23,7 +23,7 @@ from sie.frontend.access import open_access
 from sie.frontend.access_log import AccessLog
 from sie.frontend.adapters import AdapterTable
 from sie.frontend.admin import ModelAdmin
-from sie.frontend.body import BodyReader
+from sie.frontend.body import BodyReader, body_limits
 from sie.frontend.client_watch import ClientWatch
 from sie.frontend.cors import Cors
 from sie.frontend.descriptors import DescriptorLimit
@@ -102,8 +102,7 @@ class FrontendProcess:
         texts = TextTensors(self.encoder, self.scorer, limits=lambda: self.settings.limits)
         tensor_images = TensorImages(self._images, limits=lambda: self.settings.limits)
         self.tensors = Tensors(self.engine, self.models, self.admin, self._pool, texts=texts, images=tensor_images)
-        limits = settings.limits
-        self.bodies = BodyReader(limits.max_body_bytes, limits.body_idle_timeout_s, limits.min_body_bytes_per_s)
+        self.bodies = BodyReader(*body_limits(settings.limits))
         self.text_bodies = self.bodies.with_limit(settings.generation, "max_generation_body_bytes")
         self.metrics = FrontendMetrics(pages[0], self.models)
         self.generation_metrics = GenerationMetrics(pages[0], self.models)
@@ -149,11 +148,9 @@ class FrontendProcess:
     def _reconfigure(self, settings: Settings) -> None:
         """Take over reloaded settings. Requests that are under way end by the limits they began with."""
         self._derive(settings)
-        self.engine.reconfigure(settings.limits)
-        for operation in (self.encoder, self.scorer, self.extractor):
-            operation.reconfigure(settings.limits)
-        limits = settings.limits
-        self.bodies.reconfigure(limits.max_body_bytes, limits.body_idle_timeout_s, limits.min_body_bytes_per_s)
+        for part in (self.engine, self.encoder, self.scorer, self.extractor):
+            part.reconfigure(settings.limits)
+        self.bodies.reconfigure(*body_limits(settings.limits))
         set_level(settings.server.log_level)
 
     # --- what handlers ask ----------------------------------------------------------------------------------------

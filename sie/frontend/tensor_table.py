@@ -80,6 +80,10 @@ class TensorTable:
             if entry is None:
                 raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
             return entry
+        if len(versions) == 1:  # as nearly always
+            (entry,) = versions.values()
+            if is_servable(entry):
+                return entry
         newest = [versions[known] for known in sorted(versions, key=int, reverse=True)]
         for is_wanted in (_is_or_will_be_servable, _is_coming, _has_failed):
             found = next(filter(is_wanted, newest), None)

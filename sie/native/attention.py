@@ -27,6 +27,7 @@ class AttentionCall(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("is_causal", ctypes.c_int32),
         ("window", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
     ]
 
 
@@ -36,12 +37,12 @@ def can_attend(*, is_bf16: bool, width: int) -> bool:
     return 0 < width <= MAX_WIDTH and width % 2 == 0 and native.has(needed)
 
 
-def scratch_bytes(longest: int, width: int) -> int:
+def scratch_bytes(longest: int, width: int, num_threads: int) -> int:
     """Return the bytes that a call needs beside its tensors; longest is the longest sequence's tokens."""
     library = native.load()
     assert library is not None
     library.sie_attention_scratch.restype = ctypes.c_int64
-    return library.sie_attention_scratch(ctypes.c_int64(longest), ctypes.c_int64(width))
+    return num_threads * library.sie_attention_scratch(ctypes.c_int64(longest), ctypes.c_int64(width))
 
 
 def run_attention(call: AttentionCall, scratch: int, *, is_bf16: bool) -> None:

@@ -47,7 +47,7 @@ def digest() -> str:
     return state.hexdigest()[:32]
 
 
-def build(target: Path = LIBRARY) -> None:
+def build(target: Path = LIBRARY, extra_flags: tuple[str, ...] = ()) -> None:
     """Compile and link all sources into target. A library that is there is replaced at once, or kept on BuildError."""
     compiler = _compiler()
     with tempfile.TemporaryDirectory() as folder:
@@ -55,7 +55,9 @@ def build(target: Path = LIBRARY) -> None:
         for source in sorted(SOURCES.glob("*.cpp")):
             objects.append(str(Path(folder, f"{source.stem}.o")))
             define = f'-DSIE_NATIVE_DIGEST="{digest()}"'
-            _run([*compiler, *_FLAGS, *_level_flags(source), define, "-c", str(source), "-o", objects[-1]])
+            _run(
+                [*compiler, *_FLAGS, *_level_flags(source), *extra_flags, define, "-c", str(source), "-o", objects[-1]]
+            )
         # Beside the target, so that it can take its place in one step: a running server may have mapped the old one.
         made = target.with_name(f".{target.name}.{os.getpid()}")
         try:

@@ -10,7 +10,7 @@ from sie.native import Feature
 
 
 class NormCall(ctypes.Structure):
-    """Norms of many rows; mirrors `SieNorm` in `src/norm.h`, which says what each field is."""
+    """Norms of many rows; mirrors `SieRmsNorm` in `src/norm.h`, which says what each field is."""
 
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("input", "weight", "output")),

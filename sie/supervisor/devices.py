@@ -9,7 +9,11 @@ import sys
 
 import msgspec
 
+from sie.shm.segment import read_memory
 from sie.supervisor.host import StartError, share_cores, usable_cores
+
+_BYTES_PER_CPU_WORKER = 2 << 30
+"""Of the memory that is free at the start, of which half is left for everything else: every worker has all models."""
 
 _PROBE = """
 import json
@@ -42,9 +46,9 @@ def resolve_devices(setting: str, timeout_s: float) -> list[WorkerSlot]:
     """
     if setting == "auto":
         num_gpus = _count_gpus(timeout_s)
-        return _gpu_slots(list(range(num_gpus))) if num_gpus else _cpu_slots(1)
+        return _gpu_slots(list(range(num_gpus))) if num_gpus else _cpu_slots(_count_cpu_workers())
     if match := re.fullmatch(r"cpu(?::([1-9]\d*))?", setting):
-        return _cpu_slots(int(match[1] or 1))
+        return _cpu_slots(int(match[1]) if match[1] else _count_cpu_workers())
     if not re.fullmatch(r"cuda|cuda:\d+(,cuda:\d+)*", setting):
         raise StartError(f"devices: {setting!r} is none of auto, cpu, cpu:N, cuda, or a list such as cuda:0,cuda:1")
     num_gpus = _count_gpus(timeout_s)
@@ -55,6 +59,16 @@ def resolve_devices(setting: str, timeout_s: float) -> list[WorkerSlot]:
     if len(set(wanted)) != len(wanted):
         raise StartError(f"devices: {setting!r} names a device twice")
     return _gpu_slots(wanted)
+
+
+def _count_cpu_workers() -> int:
+    """Return how many workers `cpu` means: one for each core, as long as there is memory for them.
+
+    Cores that are left over are shared out as threads (`docs/decisions/012-a-cpu-worker-for-each-core.md`).
+    """
+    memory = read_memory()
+    room = len(usable_cores()) if memory is None else memory[1] // 2 // _BYTES_PER_CPU_WORKER
+    return max(1, min(len(usable_cores()), room))
 
 
 def _cpu_slots(num_workers: int) -> list[WorkerSlot]:

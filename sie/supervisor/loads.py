@@ -241,6 +241,11 @@ class Loads:
             del record.loading_since_s[slot]
             self._crew.workers[slot].kill()  # the load's thread ends with its process, and with nothing less
 
+    def set_tls_error(self, problem: str) -> None:
+        """Tell all frontends why the TLS files were not taken over; empty when they were."""
+        self.tls_error = problem
+        self.broadcast()
+
     def broadcast(self) -> None:
         """Send the state of all models to all frontends, once for however many changes one loop turn brings."""
         if not self._is_broadcast_due:

@@ -43,7 +43,8 @@ def plan_after_loss(losses: DeviceLosses, now_s: float, retry_s: float) -> float
 def tokens_after_kill(before: int, killed_tokens: int) -> int:
     """Return the most tokens in a step of the next worker, when the kernel killed one for want of memory in a step.
 
-    Half of that step's, and never above the limit that was in force; 0 where neither is known.
+    A quarter of that step's, since each try costs a worker, and never above the limit that was in force; 0 where neither
+    is known.
     """
-    half = max(1, killed_tokens // 2) if killed_tokens else 0
-    return min(filter(None, (before, half)), default=0)
+    quarter = max(1, killed_tokens // 4) if killed_tokens else 0
+    return min(filter(None, (before, quarter)), default=0)

@@ -47,9 +47,11 @@ class Renewal:
         stuck = ""
         while True:
             is_asked = await self._wait()
-            if await asyncio.to_thread(self._files.poll, at_once=is_asked):
+            changed = await asyncio.to_thread(self._files.poll, at_once=is_asked)
+            self._tell(self._files.problem or ("" if changed else stuck))
+            if changed:
                 stuck = "" if await self._roll() else "a frontend did not start with the new certificate"
-            self._tell(self._files.problem or stuck)
+                self._tell(stuck)
 
     async def _wait(self) -> bool:
         try:

@@ -98,7 +98,7 @@ class Supervisor:
         self._herald = Herald(Notifier(os.environ.get("NOTIFY_SOCKET", "")), watchdog_interval_s(dict(os.environ)))
         self._reloader = Reloader(reread, self._apply, self._herald)
         self._renewal = None if certificates is None else Renewal(
-            certificates, self._crew, on_problem=self._on_tls_problem, timeouts_s=self._timeouts_s
+            certificates, self._crew, on_problem=self._loads.set_tls_error, timeouts_s=self._timeouts_s
         )  # fmt: skip
         self._exit_status = 0
         self._stopped = asyncio.Event()
@@ -277,10 +277,6 @@ class Supervisor:
             self._reloader.request()
             if self._renewal is not None:
                 self._renewal.request()
-
-    def _on_tls_problem(self, problem: str) -> None:
-        self._loads.tls_error = problem
-        self._loads.broadcast()
 
     def _timeouts_s(self) -> tuple[float, float]:
         return self._settings.supervisor.start_timeout_s, self._settings.server.drain_timeout_s

@@ -40,14 +40,15 @@ def attend_compiled(
     """
     num_heads, num_tokens, width = query.shape
     out = query.new_empty(num_tokens, num_heads, width)
-    scratch = torch.empty(scratch_bytes(longest, width), dtype=torch.uint8)
+    num_threads = torch.get_num_threads()
+    scratch = torch.empty(scratch_bytes(longest, width, num_threads), dtype=torch.uint8)
     call = AttentionCall(
         query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
         query.stride(1), query.stride(0), key.stride(1), key.stride(0),
         value.stride(1), value.stride(0), out.stride(0), out.stride(1),
         cu_seqlens.data_ptr(), None if seen is None else seen.data_ptr(),
         len(cu_seqlens) - 1, num_heads, key.shape[0], width,
-        width**-0.5 if scale is None else scale, is_causal, window or 0,
+        width**-0.5 if scale is None else scale, is_causal, window or 0, num_threads,
     )  # fmt: skip
     run_attention(call, scratch.data_ptr(), is_bf16=query.dtype == torch.bfloat16)
     return out

@@ -88,15 +88,12 @@ class Loop:
         self._handlers: dict[int, Callable[[], None]] = {}
         self._joining = Joining(settings, large, watch=self._watch, unwatch=self._unwatch, on_link=self._welcome)
         self._generators = Generators(
-            settings,
-            device=host.device,
-            state=self._state,
-            metrics=metrics,
-            max_suspects=page.max_entries,
-            announce=self._announce,
-            ask_for_memory=self._recovery.ask_for_memory,
-        )
-        self._pace = Pace(self._state.paces)
+            settings, device=host.device, state=self._state, metrics=metrics, max_suspects=page.max_entries,
+            announce=self._announce, ask_for_memory=self._recovery.ask_for_memory,
+        )  # fmt: skip
+        self._pace = Pace(self._state.max_tokens, int(settings.scheduler.max_step_ms * 1e6))
+        # On a busy machine a step on a CPU takes longer however small it is: there its processor time counts.
+        self._busy_ns = time.thread_time_ns if host.device == "cpu" else time.monotonic_ns
         self._num_steps = self._beat_ns = self._tended_ns = 0
         self._watch(channel.fileno(), self._on_control)
         self._watch(host.event_fd, self._on_loaded)
@@ -201,6 +198,7 @@ class Loop:
             if self._first_ceiling is not None:
                 self._state.ceilings[card.id] = self._first_ceiling
             self._metrics.set_model(card.id, self._host.device, loaded=True, memory_bytes=runner.memory_bytes)
+            self._generators.add(runner)
             self._tell_loaded(card)
             calm_collector()
             self._tended_ns = 0
@@ -310,9 +308,8 @@ class Loop:
             return False
         if request.has_started:
             return True
-        header = request.header
         try:
-            code, width = row_layout(header, card)
+            code, width = row_layout(request.header, card)
         except SieError as error:
             request.fail(error)
             return False
@@ -343,7 +340,7 @@ class Loop:
 
     def _run(self, runner: Runner, card: ModelCard, items: list[Waiting]) -> None:
         num_tokens = sum(item.num_tokens for item in items)
-        started_ns = time.monotonic_ns()
+        started_ns, started_busy_ns = time.monotonic_ns(), self._busy_ns()
         try:
             self._forward(runner, card, items, num_tokens)
         except Exception as error:
@@ -352,6 +349,7 @@ class Loop:
         ended_ns = time.monotonic_ns()
         self._beat(ended_ns)
         self._measure(card, items, num_tokens, ended_ns - started_ns)
+        self._pace.adapt(card.id, num_tokens, self._busy_ns() - started_busy_ns)
 
     def _attempt(self, runner: Runner, card: ModelCard, items: list[Waiting]) -> None:
         """Run items of a failed step once more; raises what the runner raises."""
@@ -366,7 +364,7 @@ class Loop:
         self._send_replies()
 
     def _send_replies(self) -> None:
-        """Send what was answered, with one bell for each frontend; what cannot be sent now is tried again when idle."""
+        """Send what was answered, with one bell for each frontend; the rest is tried again when idle."""
         for link in self._links.values():
             link.flush()
 

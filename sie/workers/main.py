@@ -111,7 +111,6 @@ def _budget(launch: Launch, settings: Settings) -> Budget:
         max_tokens=scheduler.max_step_tokens or default,
         max_items=scheduler.max_step_items,
         max_age_ns=int(scheduler.max_age_ms * 1e6),
-        max_alike_ns=int(scheduler.max_tensor_step_ms * 1e6),
     )
 
 

@@ -7,6 +7,9 @@ and where positions begin is found by trying.
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,6 +19,7 @@ from torch import Tensor
 from sie.catalog.files import refuse
 from sie.workers import attention
 from sie.workers.batch import PackedBatch, pack_sequences
+from sie.workers.compiled_encoder import compile_encoder
 from sie.workers.runners.classify import TokenModel
 from sie.workers.runners.encode import Backbone, Execution
 from sie.workers.runners.score import HeadView, ScoreModel
@@ -24,6 +28,8 @@ _log = logging.getLogger(__name__)
 _LENGTHS = (5, 37, 5, 160, 1, 23)
 MAX_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 # Mean relative distance of a token's hidden state; a token that saw another sequence is off by far more.
+_SHORT_STEP_TOKENS = 32
+_TIMED_RUNS = 3
 _MAX_HEAD_DIFFERENCE = 0.1
 # Of logits, relative to their spread; a head that misses a row it reads is off by about the spread itself.
 
@@ -48,6 +54,7 @@ def choose_execution(model_id: str, backbone: Backbone) -> Execution:
                 hidden, num_calls = backbone.run_packed(batch, offset)
                 every_layer = num_calls >= model.config.num_hidden_layers
                 if every_layer and difference(hidden, expected) < MAX_DIFFERENCE[expected.dtype]:
+                    _choose_compiled(model_id, backbone, batch, offset, expected)
                     return Execution(packed=True, position_offset=offset)
             reason = "packed results differ"
         except Exception as error:  # whatever a foreign architecture raises, the other way still works
@@ -55,6 +62,39 @@ def choose_execution(model_id: str, backbone: Backbone) -> Execution:
         model.set_attn_implementation(own)
     _log.info("%s runs in rectangles of equal length: %s", model_id, reason)
     return Execution(packed=False)
+
+
+def _choose_compiled(
+    model_id: str, backbone: Backbone, batch: PackedBatch, position_offset: int, expected: Tensor
+) -> None:
+    """Let a model run in its compiled form, if it has one that gives the same, in the steps in which that is faster.
+
+    On a processor that the library's products know better, large steps are the library's.
+    """
+    compiled = compile_encoder(backbone.model)
+    if compiled is None:
+        return
+    if not difference(compiled.run(batch, position_offset), expected) < MAX_DIFFERENCE[expected.dtype]:
+        _log.warning("%s: its compiled form gives other values and is not used", model_id)
+        return
+    short = pack_sequences(probe_sequences(backbone)[:1])
+    for part, max_tokens in ((batch, None), (short, _SHORT_STEP_TOKENS)):
+        compiled_s = _fastest_s(partial(compiled.run, part, position_offset))
+        library_s = _fastest_s(partial(backbone.run_packed, part, position_offset))
+        if compiled_s < library_s:
+            backbone.use_compiled(compiled, max_tokens)
+            return
+    _log.info("%s: its compiled form is slower than the library and is not used", model_id)
+
+
+def _fastest_s(run: Callable[[], object]) -> float:
+    """Return the processor time of this thread in the fastest of a few runs: a busy machine must not decide."""
+    times: list[float] = []
+    for _ in range(_TIMED_RUNS):
+        started_s = time.thread_time()
+        run()
+        times.append(time.thread_time() - started_s)
+    return min(times)
 
 
 def choose_scoring(model_id: str, scorer: ScoreModel) -> tuple[Execution, HeadView]:

@@ -50,8 +50,6 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     """An item that waited longer goes before every shorter one."""
     window_items: int = 1024
     """Only the oldest so many items of a model are compared, which bounds the cost of a plan."""
-    max_alike_ns: int = 0
-    """Time that a step of items with a likeness may be expected to take, at their model's pace; 0: any."""
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -86,8 +84,8 @@ class State:
         self.served_ns: dict[str, int] = {}
         self.ceilings: dict[str, Ceiling] = {}
         """Models whose steps found no memory, with the most tokens that a step of theirs may have."""
-        self.paces: dict[str, float] = {}
-        """Nanoseconds for each token of a model, as measured; none for a model that has not run."""
+        self.max_tokens: dict[str, float] = {}
+        """Models whose steps took too long, with the most tokens that a step of theirs may have (`sie.workers.pace`)."""
         self._start_ns = 0
 
     def __bool__(self) -> bool:
@@ -183,6 +181,8 @@ def plan_step(state: State, budget: Budget, now_ns: int) -> Step | None:
     if state.ceilings and model in state.ceilings:
         max_tokens = min(budget.max_tokens, state.ceilings[model].max_tokens(now_ns))
         budget = msgspec.structs.replace(budget, max_tokens=max_tokens)
+    if model in state.max_tokens and state.max_tokens[model] < budget.max_tokens:
+        budget = msgspec.structs.replace(budget, max_tokens=int(state.max_tokens[model]))
     queue = state.queues[model]
     refused: list[Refused] = []
     if queue[0].turn is None:
@@ -216,9 +216,7 @@ def _choose(live: list[Waiting], budget: Budget, now_ns: int) -> list[Waiting]:
 def _max_alike_tokens(state: State, budget: Budget, model: str) -> float:
     """Return the most tokens of a step of alike items: the token budget, made for texts, does not bind these."""
     limit = float(budget.max_tokens) if model in state.ceilings else math.inf
-    if budget.max_alike_ns and model in state.paces:
-        limit = min(limit, budget.max_alike_ns / state.paces[model])
-    return limit
+    return min(limit, state.max_tokens.get(model, math.inf))
 
 
 def _choose_alike(live: list[Waiting], max_items: int, max_tokens: float) -> list[Waiting]:

@@ -170,7 +170,7 @@ def soak(seconds: float, *, leak_kib: int, seed: int, is_real: bool, rate: float
 
     rate is as for `Soak`; leak_kib is what frontends and workers keep of each request on purpose.
     """
-    flags = ["--model", _STUB, "--devices", "cpu", "--frontends", "2", "--test"]
+    flags = ["--model", _STUB, "--devices", "cpu:1", "--frontends", "2", "--test"]
     models = ["stub/a"]
     if is_real:
         flags += ["--model", _MINILM]

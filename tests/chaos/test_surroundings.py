@@ -154,7 +154,7 @@ def test_f54_a_log_that_nobody_reads_stops_nothing(row: Row):
     with tempfile.TemporaryDirectory(prefix="sie-test-") as runtime_dir:
         process = subprocess.Popen(
             [sys.executable, "-m", "sie", "serve", "--model", f"{MODEL}=stub:dense={DENSE}", "--port", str(port),
-             "--devices", "cpu", "--runtime-dir", runtime_dir, "--log-level", "debug", "--log-format", "json"],
+             "--devices", "cpu:1", "--runtime-dir", runtime_dir, "--log-level", "debug", "--log-format", "json"],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=writer,
         )  # fmt: skip
         try:

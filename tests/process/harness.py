@@ -187,7 +187,7 @@ class Server:
 
 
 def launch(*args: str, runtime_dir: str, env: dict[str, str] | None = None, prefix: tuple[str, ...] = ()) -> Server:
-    """Start `sie serve` with these flags; port 0, JSON logs and a CPU worker unless they say otherwise.
+    """Start `sie serve` with these flags; port 0, JSON logs and one CPU worker unless they say otherwise.
 
     prefix is a command that becomes the one behind it, such as `prlimit`.
     """
@@ -195,7 +195,7 @@ def launch(*args: str, runtime_dir: str, env: dict[str, str] | None = None, pref
     base = {
         "--port": "0",
         "--log-format": "json",
-        "--devices": "cpu",
+        "--devices": "cpu:1",
         "--runtime-dir": runtime_dir,
         "--state-dir": f"{runtime_dir}/state",
     }

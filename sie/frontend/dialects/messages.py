@@ -12,12 +12,18 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from sie.frontend.dialects.agent_fields import AgentFields, refuse_agent_fields, refuse_agent_tool
+from sie.frontend.dialects.agent_fields import refuse_agent_tool
 from sie.frontend.dialects.chat import ResponseFormat, read_format, read_thinking
 from sie.frontend.dialects.chat_tools import ToolField, read_tools
 from sie.frontend.dialects.messages_content import InputMessage, TextBlock, join_text, read_conversation
-from sie.frontend.dialects.openai import DEFAULT_MODEL
-from sie.frontend.dialects.text_fields import GrammarField, decode_body, read_bias, read_grammar, read_stop, wrong
+from sie.frontend.dialects.text_fields import (
+    SamplingFields,
+    decode_body,
+    read_grammar,
+    read_sampling_fields,
+    read_stop,
+    wrong,
+)
 from sie.generation import ChatMessage, GenerateRequest, Grammar, Tool, ToolChoice
 from sie.limits import Limits
 
@@ -48,7 +54,7 @@ class Thinking(msgspec.Struct):
     """Whether the model reasons first."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: int | None = None
+    budget_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
 
 
 class OutputFormat(msgspec.Struct):
@@ -65,25 +71,12 @@ class OutputConfig(msgspec.Struct):
     effort: str | None = None
 
 
-class MessagesBody(AgentFields, kw_only=True):
+class MessagesBody(SamplingFields, kw_only=True):
     """The body of a request."""
 
     messages: Annotated[list[InputMessage], Meta(max_length=_MAX_LIST)]
-    model: str | None = None
-    max_tokens: int | None = None
     system: str | Annotated[list[TextBlock], Meta(max_length=_MAX_LIST)] | None = None
     stop_sequences: Annotated[list[str], Meta(max_length=_MAX_LIST)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    dry_multiplier: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    stream: bool | None = None
     tools: Annotated[list[InputTool], Meta(max_length=_MAX_LIST)] | None = None
     tool_choice: InputToolChoice | None = None
     thinking: Thinking | None = None
@@ -92,9 +85,6 @@ class MessagesBody(AgentFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
     response_format: ResponseFormat | None = None
-    grammar: GrammarField | None = None
-    truncate_sequence: bool | None = None
-    ignore_eos: bool | None = None
     container: Any = None
     metadata: Any = None
 
@@ -106,42 +96,17 @@ _to_json: Final = msgspec.json.Encoder().encode
 def decode_messages(body: bytes, content_type: str | None, limits: Limits) -> GenerateRequest:
     """Return the request in a body. Raises BadRequest naming the field."""
     call = decode_body(_DECODER, body, content_type, limits)
-    refuse_agent_fields(call)
-    _refuse_unserved(call)
-    tools = _read_tools(call.tools or ())
-    choice = call.tool_choice
-    thinking, effort = _read_thinking(call)
-    return GenerateRequest(
-        model=call.model or DEFAULT_MODEL,
-        messages=[*_read_system(call.system), *read_conversation(call.messages)],
-        tools=tools,
-        tool_choice=_read_choice(choice, tools),
-        parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
-        grammar=_read_grammar(call),
-        thinking=thinking,
-        reasoning_effort=effort,
-        max_tokens=call.max_tokens,
-        temperature=call.temperature,
-        top_p=call.top_p,
-        top_k=call.top_k,
-        min_p=call.min_p,
-        presence_penalty=call.presence_penalty,
-        frequency_penalty=call.frequency_penalty,
-        repetition_penalty=call.repetition_penalty,
-        logit_bias=read_bias(call.logit_bias or {}),
-        seed=call.seed,
-        stop=read_stop(call.stop_sequences, "stop_sequences"),
-        ignore_eos=bool(call.ignore_eos),
-        truncate_prompt=bool(call.truncate_sequence),
-        stream=bool(call.stream),
-    )
-
-
-def _refuse_unserved(call: MessagesBody) -> None:
     if call.container is not None and call.container != {}:
         raise wrong("container", "asks for skills or a container, and the server has none")
-    if call.dry_multiplier:
-        raise wrong("dry_multiplier", "is not served; leave it out, or give 0")
+    request = read_sampling_fields(call)
+    request.messages = [*_read_system(call.system), *read_conversation(call.messages)]
+    request.tools = _read_tools(call.tools or ())
+    request.tool_choice = _read_choice(call.tool_choice, request.tools)
+    request.parallel_tool_calls = call.tool_choice is None or not call.tool_choice.disable_parallel_tool_use
+    request.grammar = _read_grammar(call)
+    request.thinking, request.reasoning_effort = _read_thinking(call)
+    request.stop = read_stop(call.stop_sequences, "stop_sequences")
+    return request
 
 
 def _read_system(system: str | Sequence[TextBlock] | None) -> list[ChatMessage]:

@@ -52,12 +52,11 @@ class StreamEnding(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class TextFields(AgentFields, kw_only=True):
-    """The fields that both routes have. None: not given."""
+class SamplingFields(AgentFields, kw_only=True):
+    """The fields that all routes have which generate text. None: not given."""
 
     model: str | None = None
     max_tokens: _Count | None = None
-    n: _Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=1e6)] | None = None
     top_p: _Share | None = None
     top_k: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
@@ -68,12 +67,18 @@ class TextFields(AgentFields, kw_only=True):
     dry_multiplier: _Share | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: str | Annotated[list[str], Meta(max_length=_MAX_LIST)] | None = None
     ignore_eos: bool | None = None
     truncate_sequence: bool | None = None
     grammar: GrammarField | None = None
     adapter: Any = None
     stream: bool | None = None
+
+
+class TextFields(SamplingFields, kw_only=True):
+    """The fields that OpenAI's routes have beside them."""
+
+    n: _Count | None = None
+    stop: str | Annotated[list[str], Meta(max_length=_MAX_LIST)] | None = None
     stream_options: StreamEnding | None = None
 
 
@@ -137,7 +142,15 @@ def wrong(field: str, reason: str) -> BadRequest:
 
 
 def read_text_fields(body: TextFields) -> GenerateRequest:
-    """Return a request with all that the two routes have in common. Raises BadRequest for a wrong value."""
+    """Return a request with all that OpenAI's routes have in common. Raises BadRequest for a wrong value."""
+    request = read_sampling_fields(body)
+    request.num_choices = body.n or 1
+    request.stop = read_stop(body.stop)
+    return request
+
+
+def read_sampling_fields(body: SamplingFields) -> GenerateRequest:
+    """Return a request with all that every route has in common. Raises BadRequest for a wrong value."""
     refuse_agent_fields(body)
     if body.dry_multiplier:
         raise wrong("dry_multiplier", "is not served; leave it out, or give 0")
@@ -145,7 +158,6 @@ def read_text_fields(body: TextFields) -> GenerateRequest:
         raise wrong("adapter", "is not served for generation")
     return GenerateRequest(
         model=body.model or openai.DEFAULT_MODEL,
-        num_choices=body.n or 1,
         max_tokens=body.max_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
@@ -156,7 +168,6 @@ def read_text_fields(body: TextFields) -> GenerateRequest:
         repetition_penalty=body.repetition_penalty,
         logit_bias=read_bias(body.logit_bias or {}),
         seed=body.seed,
-        stop=read_stop(body.stop),
         ignore_eos=bool(body.ignore_eos),
         truncate_prompt=bool(body.truncate_sequence),
         grammar=read_grammar(body.grammar),

@@ -21,6 +21,8 @@ class ReasoningParser:
         """What may become a tag, and white space that may turn out to be an end's."""
         self._state = "inside" if is_open else "before"
         self._has_begun = False
+        self._may_repeat = is_open
+        """Whether a begin may still come: some models write the one that their prompt ends with again."""
 
     def push(self, text: str) -> list[Piece]:
         """See `OutputParser`."""
@@ -59,11 +61,11 @@ class ReasoningParser:
     def _read_inside(self) -> list[Piece]:
         if not self._has_begun:
             self._held = self._held.lstrip()
-            # Some models repeat the tag that their prompt ends with.
-            if self._held.startswith(self._begin):
+            if self._may_repeat and self._held.startswith(self._begin):
                 self._held = self._held.removeprefix(self._begin).lstrip()
-            elif self._held and self._begin.startswith(self._held):
+            elif self._may_repeat and self._begin.startswith(self._held):
                 return []
+            self._may_repeat = False
         text, end, rest = self._held.partition(self._end)
         if end:
             self._held, self._state = rest, "gap"

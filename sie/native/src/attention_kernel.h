@@ -5,6 +5,7 @@
 #pragma once
 #include "attention.h"
 #include "lanes.h"
+#include "share.h"
 
 namespace {
 
@@ -34,22 +35,19 @@ struct Attention {
         weights = reinterpret_cast<Stored*>(scores + kQueryRows * room);
     }
 
-    void run() {
+    // Attends within one sequence, with the queries that share a head of keys.
+    void run(int sequence, int head) {
         const int group = shape.num_heads / shape.num_key_heads;
-        for (int i = 0; i < shape.num_sequences; ++i) {
-            const int64_t start = shape.bounds[i];
-            const int length = shape.bounds[i + 1] - shape.bounds[i];
-            const int seen = shape.seen ? shape.seen[i] : length;
-            padded_keys = padded(seen);
-            for (int head = 0; head < shape.num_key_heads; ++head) {
-                pack_keys(rows(shape.key, start * shape.key_token + head * shape.key_head), seen);
-                pack_values(rows(shape.value, start * shape.value_token + head * shape.value_head), seen);
-                for (int h = head * group; h < (head + 1) * group; ++h) {
-                    const Stored* query = rows(shape.query, start * shape.query_token + h * shape.query_head);
-                    Stored* out = static_cast<Stored*>(shape.out) + start * shape.out_token + h * shape.out_head;
-                    for (int first = 0; first < length; first += kQueryRows) block(query, out, first, length, seen);
-                }
-            }
+        const int64_t start = shape.bounds[sequence];
+        const int length = shape.bounds[sequence + 1] - shape.bounds[sequence];
+        const int seen = shape.seen ? shape.seen[sequence] : length;
+        padded_keys = padded(seen);
+        pack_keys(rows(shape.key, start * shape.key_token + head * shape.key_head), seen);
+        pack_values(rows(shape.value, start * shape.value_token + head * shape.value_head), seen);
+        for (int h = head * group; h < (head + 1) * group; ++h) {
+            const Stored* query = rows(shape.query, start * shape.query_token + h * shape.query_head);
+            Stored* out = static_cast<Stored*>(shape.out) + start * shape.out_token + h * shape.out_head;
+            for (int first = 0; first < length; first += kQueryRows) block(query, out, first, length, seen);
         }
     }
 
@@ -137,17 +135,19 @@ struct Attention {
     float softmax(int r, int lowest, int highest, int begin, int end) {
         const float* from = scores + r * padded_keys;
         Stored* to = weights + r * padded_keys;
-        const Vec scale = _mm512_set1_ps(shape.scale * 1.44269504f);
+        const auto lanes_at = [=](int key) {
+            return key >= lowest && key + kLanes <= highest ? __mmask16{0xFFFF} : between(lowest - key, highest - key);
+        };
         Vec top = _mm512_set1_ps(-3e38f);
-        for (int key = begin; key < end; key += kLanes) {
-            const Vec scaled = _mm512_mul_ps(_mm512_loadu_ps(from + key), scale);
-            top = _mm512_mask_max_ps(top, between(lowest - key, highest - key), top, scaled);
-        }
-        const Vec most = _mm512_set1_ps(_mm512_reduce_max_ps(top));
+        for (int key = begin; key < end; key += kLanes)
+            top = _mm512_mask_max_ps(top, lanes_at(key), top, _mm512_loadu_ps(from + key));
+        const Vec scale = _mm512_set1_ps(shape.scale * 1.44269504f);
+        const Vec most = _mm512_mul_ps(_mm512_set1_ps(_mm512_reduce_max_ps(top)), scale);
         Vec sum = _mm512_setzero_ps();
         for (int key = begin; key < end; key += kLanes) {
-            const Vec power = exp2(_mm512_fmsub_ps(_mm512_loadu_ps(from + key), scale, most));
-            const Vec weight = _mm512_maskz_mov_ps(between(lowest - key, highest - key), power);
+            const Vec exponent = _mm512_fmsub_ps(_mm512_loadu_ps(from + key), scale, most);
+            const Vec power = sizeof(Stored) == 2 ? rough_exp2(exponent) : exp2(exponent);
+            const Vec weight = _mm512_maskz_mov_ps(lanes_at(key), power);
             sum = _mm512_add_ps(sum, weight);
             T::store(to + key, 0xFFFF, weight);
         }
@@ -192,8 +192,17 @@ inline int longest_of(const SieAttention& shape) {
 }
 
 template <class T>
+void attend(const SieAttention& shape, int longest, void* scratch) {
+    const size_t bytes = attention_scratch_bytes(longest, shape.width);
+    const int64_t heads = shape.num_key_heads;
+    share(shape.num_sequences * heads, shape.num_threads, [&](int64_t piece, int32_t thread) {
+        Attention<T>(shape, longest, static_cast<char*>(scratch) + thread * bytes).run(piece / heads, piece % heads);
+    });
+}
+
+template <class T>
 void attend(const SieAttention& shape, void* scratch) {
-    Attention<T>(shape, longest_of(shape), scratch).run();
+    attend<T>(shape, longest_of(shape), scratch);
 }
 
 }  // namespace

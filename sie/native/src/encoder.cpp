@@ -1,8 +1,11 @@
-// What the library does for encoders: each function chooses the level by its number format.
+// What the library does for encoders: each function chooses the level that it is asked for.
+#include "encoder.h"
+
+#include "encoder_layout.h"
 #include "features.h"
 #include "levels.h"
 
-// Bytes that sie_attend writes to beside its output.
+// Bytes that each thread of sie_attend writes to beside its output.
 SIE_EXPORT int64_t sie_attention_scratch(int64_t longest, int64_t width) {
     return static_cast<int64_t>(attention_scratch_bytes(longest, width));
 }
@@ -10,5 +13,27 @@ SIE_EXPORT int64_t sie_attention_scratch(int64_t longest, int64_t width) {
 #ifdef __x86_64__
 SIE_EXPORT void sie_attend(const SieAttention* shape, int32_t is_bf16, void* scratch) {
     (is_bf16 ? attend_bf16_avx512 : attend_f32_avx512)(*shape, scratch);
+}
+
+// Bytes that sie_encode writes to beside its result, for a step of so many tokens.
+SIE_EXPORT int64_t sie_encoder_scratch(const SieEncoder* encoder, int64_t num_tokens, int64_t longest,
+                                       int64_t num_threads) {
+    return static_cast<int64_t>(EncoderLayout(*encoder, num_tokens, longest, num_threads).end);
+}
+
+SIE_EXPORT void sie_encode(const SieEncoder* encoder, const SieStep* step) {
+    constexpr decltype(&encode_f32_avx512) kLevels[] = {encode_f32_avx512, encode_bf16_avx512, encode_bf16_amx};
+    kLevels[encoder->level](*encoder, *step);
+}
+
+// Writes the panels of a weight [outputs][inputs], as products.h reads them.
+SIE_EXPORT void sie_pack_panels(const void* weight, int32_t is_bf16, int32_t outputs, int32_t inputs, uint32_t* panels) {
+    (is_bf16 ? pack_bf16_avx512 : pack_f32_avx512)(weight, outputs, inputs, panels);
+}
+
+// Writes the mean (num_sequences, width) of the tokens (num_tokens, width) of each sequence, in float32.
+SIE_EXPORT void sie_pool_mean(const void* hidden, int32_t is_bf16, int64_t width, const int32_t* bounds,
+                              int32_t num_sequences, float* to) {
+    (is_bf16 ? pool_mean_bf16_avx512 : pool_mean_f32_avx512)(hidden, width, bounds, num_sequences, to);
 }
 #endif

@@ -1,7 +1,17 @@
 // bfloat16 on AVX-512 with its dot product.
 #ifdef __AVX512BF16__
-#include "attention_kernel.h"
+#include "encoder_kernel.h"
 #include "levels.h"
+#include "pooling_kernel.h"
 
 void attend_bf16_avx512(const SieAttention& shape, void* scratch) { attend<Bf16>(shape, scratch); }
+void encode_bf16_avx512(const SieEncoder& encoder, const SieStep& step) { encode<DotProducts<Bf16>>(encoder, step); }
+
+void pack_bf16_avx512(const void* weight, int outputs, int inputs, uint32_t* panels) {
+    pack_panels<Bf16>(static_cast<const uint16_t*>(weight), outputs, inputs, panels);
+}
+
+void pool_mean_bf16_avx512(const void* hidden, int64_t width, const int32_t* bounds, int32_t num_sequences, float* to) {
+    pool_mean<Bf16>(hidden, width, bounds, num_sequences, to);
+}
 #endif

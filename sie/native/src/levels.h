@@ -1,14 +1,21 @@
 // The functions that each level of the processor has, for the exported ones to choose from.
 #pragma once
 #include "attention.h"
+#include "encoder.h"
 #include "linear.h"
 #include "norm.h"
 
 void attend_f32_avx512(const SieAttention& shape, void* scratch);
 void attend_bf16_avx512(const SieAttention& shape, void* scratch);
-
+void encode_f32_avx512(const SieEncoder& encoder, const SieStep& step);
+void encode_bf16_avx512(const SieEncoder& encoder, const SieStep& step);
+void encode_bf16_amx(const SieEncoder& encoder, const SieStep& step);
+void pack_f32_avx512(const void* weight, int outputs, int inputs, uint32_t* panels);
+void pack_bf16_avx512(const void* weight, int outputs, int inputs, uint32_t* panels);
+void pool_mean_f32_avx512(const void* hidden, int64_t width, const int32_t* bounds, int32_t num_sequences, float* to);
+void pool_mean_bf16_avx512(const void* hidden, int64_t width, const int32_t* bounds, int32_t num_sequences, float* to);
 void linear_f32_avx512(const SieLinear& call);
 void linear_bf16_avx512(const SieLinear& call);
 
-void normalise_f32_avx512(const SieNorm& call);
-void normalise_bf16_avx512(const SieNorm& call);
+void normalise_f32_avx512(const SieRmsNorm& call);
+void normalise_bf16_avx512(const SieRmsNorm& call);

@@ -5,7 +5,7 @@
 #include "levels.h"
 
 #ifdef __x86_64__
-SIE_EXPORT void sie_normalise(const SieNorm* call) {
+SIE_EXPORT void sie_normalise(const SieRmsNorm* call) {
     (call->is_bf16 ? normalise_bf16_avx512 : normalise_f32_avx512)(*call);
 }
 #endif

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 // Rows of width values each lie in `outer` runs of `inner` rows. All strides count values; a row is contiguous.
-struct SieNorm {
+struct SieRmsNorm {
     const void* input;
     const float* weight;  // (width)
     void* output;

@@ -3,5 +3,5 @@
 #include "levels.h"
 #include "norm_kernel.h"
 
-void normalise_f32_avx512(const SieNorm& call) { normalise<F32>(call); }
+void normalise_f32_avx512(const SieRmsNorm& call) { normalise<F32>(call); }
 #endif

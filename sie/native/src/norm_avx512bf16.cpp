@@ -3,5 +3,5 @@
 #include "levels.h"
 #include "norm_kernel.h"
 
-void normalise_bf16_avx512(const SieNorm& call) { normalise<Bf16>(call); }
+void normalise_bf16_avx512(const SieRmsNorm& call) { normalise<Bf16>(call); }
 #endif

@@ -23,7 +23,7 @@ void normalise_row(const typename T::Stored* from, const float* weight, typename
 }
 
 template <class T>
-void normalise(const SieNorm& call) {
+void normalise(const SieRmsNorm& call) {
     using Stored = typename T::Stored;
     for (int64_t i = 0; i < call.outer; ++i) {
         const Stored* from = static_cast<const Stored*>(call.input) + i * call.input_outer;

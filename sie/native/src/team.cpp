@@ -25,7 +25,8 @@ constexpr int kNumberShift = 17;
 struct Team {
     std::mutex callers, door;
     std::condition_variable bell;
-    int32_t size = 1;  // with the caller
+    int32_t size = 1;     // with the caller
+    int32_t members = 1;  // of the task of the moment
     std::atomic<uint64_t> state{0};
     std::atomic<int64_t> next{0};
     int64_t count = 0;
@@ -54,7 +55,7 @@ struct Team {
             }
             seen = state.load(std::memory_order_acquire) >> kNumberShift;
             if (join()) {
-                work(thread);
+                if (thread < members) work(thread);
                 state.fetch_sub(1, std::memory_order_release);
             }
         }
@@ -64,7 +65,7 @@ struct Team {
         std::lock_guard<std::mutex> only(callers);
         const uint64_t number = state.load(std::memory_order_relaxed) >> kNumberShift;
         for (; size < num_threads; ++size) std::thread([this, id = size, number] { serve(id, number); }).detach();
-        count = pieces, piece = function, task = argument;
+        count = pieces, piece = function, task = argument, members = num_threads;
         next.store(0, std::memory_order_relaxed);
         {
             std::lock_guard<std::mutex> lock(door);  // or a thread on its way to sleep would miss the bell

@@ -5,6 +5,6 @@
 using Piece = void (*)(const void* task, int64_t piece, int32_t thread);
 
 // Runs piece(task, i, thread) for every i below count, on the caller (thread 0) and on up to num_threads - 1 others that
-// are free in time, and returns when all have ended. One caller at a time; others wait. All calls of a process name the
-// same num_threads. The threads stay, and sleep when there is nothing to do.
+// are free in time, and returns when all have ended; thread is below num_threads. One caller at a time; others wait. The
+// threads stay, and sleep when there is nothing to do.
 void share_out(int64_t count, int32_t num_threads, Piece piece, const void* task);

@@ -6,7 +6,7 @@ own module, where `PagedCache` put them: nothing of a step travels through the m
 load while others run.
 
 All blocks are finite, always. Softmax gives a hidden row the weight 0, and 0 times NaN is NaN: so a block is cleared
-before it is begun, and tables are filled up with a spare block that stays 0.
+before it is begun, and tables are filled up with a spare block that no sequence has.
 """
 
 from __future__ import annotations
@@ -65,6 +65,11 @@ class LayerCache:
         self.values = torch.zeros(*shape, *form.value_shape, dtype=form.dtype, device=cache.device)
         self.rows_of_keys = self.keys.flatten(0, 1)
         self.rows_of_values = self.values.flatten(0, 1)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Of a key's head and a value's."""
+        return self.keys.shape[3], self.values.shape[3]
 
 
 class PagedCache:

@@ -37,7 +37,7 @@ Announce = Callable[[int, Collection[tuple[int, int]]], object]
 
 
 class Generators:
-    """The generating models of one worker that were asked for something."""
+    """The generating models of one worker."""
 
     def __init__(
         self,
@@ -72,9 +72,11 @@ class Generators:
         """Readable: call `collect`."""
         self._pace = Pace({})
         self._num_jobs = 0
+        self._short: set[str] = set()
+        """Models whose last step found no memory."""
         self._metrics: dict[str, GenerationMetrics] = {}
         self.engines: dict[str, Engine] = {}
-        """By model; empty while nobody asked for text, so that the loop's other work pays nothing for it."""
+        """By model; empty where none is loaded, so that the loop's other work pays nothing for it."""
 
     @property
     def is_unsent(self) -> bool:
@@ -91,16 +93,21 @@ class Generators:
         engine = self.engines.get(model)
         return engine is not None and bool(engine.jobs)
 
+    def add(self, runner: Runner) -> Engine | None:
+        """Return the engine of a model that was loaded, and publish its figures from now on; None if it does not generate."""
+        if not isinstance(runner, GenerateRunner):
+            return None
+        model = runner.card.id
+        engine = self.engines[model] = Engine(runner, self._limits)
+        self._metrics[model] = GenerationMetrics(self._worker_metrics.page, engine)
+        return engine
+
     def accept(self, request: Request, runner: Runner, now_ns: int) -> None:
         """Take a request to generate; what is wrong with it is its answer."""
-        model = runner.card.id
-        if not isinstance(runner, GenerateRunner):
-            request.fail(BadRequest(f"Model '{model}' does not generate text"))
-            return
-        engine = self.engines.get(model)
+        engine = self.engines.get(runner.card.id) or self.add(runner)
         if engine is None:
-            engine = self.engines[model] = Engine(runner, self._limits)
-            self._metrics[model] = GenerationMetrics(self._worker_metrics.page, engine)
+            request.fail(BadRequest(f"Model '{runner.card.id}' does not generate text"))
+            return
         try:
             job = self._job(request, engine)
         except SieError as error:
@@ -108,7 +115,7 @@ class Generators:
             return
         engine.add(job)
         if job.task.grammar:
-            self._compiler.add(job, runner, self._start, now_ns)
+            self._compiler.add(job, engine.runner, self._start, now_ns)
         else:
             self._start(job, [])
 
@@ -156,9 +163,8 @@ class Generators:
         """Run one step of a model, if what was to run is still there. Raises DeviceLostError."""
         engine = self.engines[model]
         started_ns = time.monotonic_ns()
-        size = engine.step(
-            time.monotonic_ns, lambda step: self._begin(model, step), lambda lost: self._oom(model, lost)
-        )
+        ooms: list[bool] = []
+        size = engine.step(time.monotonic_ns, lambda step: self._begin(model, step), ooms.append)
         self._stand(engine)
         took_ns = time.monotonic_ns() - started_ns
         self._state.charge(own_name(model), took_ns)
@@ -167,6 +173,7 @@ class Generators:
             self._metrics[model].observe_step(took_ns / 1e9)
             self._worker_metrics.observe_step(took_ns / 1e9, size.num_tokens)
             self._worker_metrics.observe_batch(model, size.num_sequences, size.num_tokens, took_ns / 1e9)
+            self._count_oom(model, ooms)
         if engine.num_non_finite:
             self._worker_metrics.count_non_finite(model, engine.num_non_finite)
             engine.num_non_finite = 0
@@ -202,12 +209,19 @@ class Generators:
         else:
             self._pace.learn(_decode(model), 1, took_ns)
 
-    def _oom(self, model: str, is_lost: bool) -> None:
-        metrics = self._worker_metrics
-        for family in (families.OOM_ATTEMPTED, families.OOM_CACHE_CLEARS):
-            metrics.count_oom(family, model)
-        metrics.count_oom(families.OOM_FAILED if is_lost else families.OOM_SPLITS, model)
-        self._ask_for_memory(model)
+    def _count_oom(self, model: str, ooms: list[bool]) -> None:
+        """Count a step without memory (whether it cost a request its answer), or the first one that found some again."""
+        count = self._worker_metrics.count_oom
+        for is_lost in ooms:
+            for family in (families.OOM_ATTEMPTED, families.OOM_CACHE_CLEARS):
+                count(family, model)
+            count(families.OOM_FAILED if is_lost else families.OOM_SPLITS, model)
+            self._ask_for_memory(model)
+        if any(not is_lost for is_lost in ooms):
+            self._short.add(model)
+        elif model in self._short:
+            self._short.discard(model)
+            count(families.OOM_SUCCEEDED, model)
 
 
 def read_task(request: Request, card: ModelCard) -> GenerateTask:

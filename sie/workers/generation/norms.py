@@ -20,10 +20,11 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 class CompiledNorm(nn.Module):
     """Each row over the root of its mean square, times a weight; its input is (..., width), rows contiguous."""
 
-    def __init__(self, weight: Tensor, epsilon: float) -> None:
-        """Take the weight (width,), float32."""
+    def __init__(self, original: nn.Parameter, weight: Tensor, epsilon: float) -> None:
+        """Take the weight (width,), float32, and what it was made of, for a model that looks at it."""
         super().__init__()
-        self._weight = weight.detach().contiguous()  # no parameter: its address is taken once
+        self.weight = original
+        self._weight = weight.detach().contiguous()  # not converted with the model: its address is taken once
         self._call = NormCall(weight=self._weight.data_ptr(), width=len(weight), epsilon=epsilon)
 
     def forward(self, states: Tensor) -> Tensor:
@@ -65,7 +66,7 @@ def compile_norms(model: nn.Module, dtype: torch.dtype) -> int:
 
 def _compiled(norm: Any, dtype: torch.dtype) -> CompiledNorm | None:
     """Return a compiled norm that computes the same as one of the library's, None where there is none."""
-    weight: Tensor | None = getattr(norm, "weight", None)
+    weight: nn.Parameter | None = getattr(norm, "weight", None)
     epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if weight is None or weight.dim() != 1 or not isinstance(epsilon, float) or len(list(norm.parameters())) != 1:
         return None
@@ -74,7 +75,7 @@ def _compiled(norm: Any, dtype: torch.dtype) -> CompiledNorm | None:
     if expected.dtype != dtype:
         return None
     for candidate in (weight.float(), 1.0 + weight.float()):  # Llama's, Gemma's
-        compiled = CompiledNorm(candidate, epsilon)
+        compiled = CompiledNorm(weight, candidate, epsilon)
         far = (compiled(states).float() - expected.float()).abs()
         if bool((far <= _TOLERANCE[dtype] * expected.float().abs() + 1e-6).all()):
             return compiled

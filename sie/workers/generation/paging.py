@@ -23,9 +23,13 @@ from sie.errors import ModelLoadFailed
 from sie.generation import Sampling
 from sie.generation_settings import Generation
 from sie.limits import MIB
+from sie.logs import get_logger
 from sie.workers.generation import Draw, Slot, attention
 from sie.workers.generation.attention import LayerForm, PagedCache
 from sie.workers.generation.runner import TextGenerator
+from sie.workers.generation.varlen import PAGE_TOKENS
+
+_log = get_logger(__name__)
 
 _CPU_CACHE_BYTES = 1024 * MIB
 _KNOWN_LAYERS = ("full_attention", "sliding_attention", "attention")
@@ -48,16 +52,43 @@ def make_pageable(
 
     Raises ModelLoadFailed for a model that is refused.
     """
-    sequence = _probe_sequence(model, settings.kv_block_tokens)
+    block_tokens = _block_tokens(settings.kv_block_tokens, device, model.dtype)
+    sequence = _probe_sequence(model, block_tokens)
     with torch.inference_mode():
         expected = _run_whole(card.id, model, sequence, device)
         layers = _record(card.id, model, sequence, device)
-    _check_layers(card.id, model.config.get_text_config(), [form for _, form in layers])
-    num_blocks = _count_blocks(card, [form for _, form in layers], device, settings)
-    cache = PagedCache(layers, num_blocks, settings.kv_block_tokens, device)
+    forms = [form for _, form in layers]
+    _check_layers(card.id, model.config.get_text_config(), forms)
+    per_choice = _blocks_of_a_choice(card, block_tokens, settings)
+    block_bytes = block_tokens * sum(form.token_bytes for form in forms)
+    num_blocks = _count_blocks(card.id, block_bytes, settings.max_sequences * per_choice, device, settings)
+    cache = PagedCache(layers, num_blocks, block_tokens, device)
     runner = TextGenerator(card, model, cache, weights)
-    _compare(runner, cache, sequence, expected)
+    try:
+        _compare(runner, cache, sequence, expected)
+    except ModelLoadFailed as error:
+        if not runner.reads_in_place:
+            raise
+        _log.warning("blocks are gathered, since reading them in place fails: %s", error)
+        runner.reads_in_place = False
+        _compare(runner, cache, sequence, expected)
+    runner.record_decoding(settings.max_sequences, per_choice)
     return runner
+
+
+def _block_tokens(wanted: int, device: torch.device, dtype: torch.dtype) -> int:
+    """Return the tokens of a block: on a GPU in half precision whole pages of its kernel."""
+    if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16):
+        return -(-wanted // PAGE_TOKENS) * PAGE_TOKENS
+    return wanted
+
+
+def _blocks_of_a_choice(card: ModelCard, block_tokens: int, settings: Generation) -> int:
+    """Return the most blocks of one choice: its whole context, and one for a block that it shared and had copied."""
+    rule = card.generate
+    assert rule is not None
+    context = min(rule.context_length, settings.max_context_tokens or rule.context_length)
+    return -(-context // block_tokens) + 1
 
 
 def _probe_sequence(model: Any, block_tokens: int) -> NDArray[np.int32]:
@@ -122,22 +153,15 @@ def _check_layers(model_id: str, config: Any, forms: list[LayerForm]) -> None:
         raise refuse(model_id, "its sliding window reaches its layers only as a mask, which is never built")
 
 
-def _count_blocks(card: ModelCard, forms: list[LayerForm], device: torch.device, settings: Generation) -> int:
-    """Return how many blocks fit, and no more than all choices of full length could fill."""
+def _count_blocks(model_id: str, block_bytes: int, most: int, device: torch.device, settings: Generation) -> int:
+    """Return how many blocks fit, and no more than all choices of full length could fill. Raises ModelLoadFailed."""
     num_bytes = settings.kv_cache_bytes or _CPU_CACHE_BYTES
     if device.type == "cuda" and not settings.kv_cache_bytes:
         num_bytes = int(torch.cuda.mem_get_info(device)[0] * settings.kv_cache_share)
-    block_bytes = settings.kv_block_tokens * sum(form.token_bytes for form in forms)
-    rule = card.generate
-    assert rule is not None
-    context = min(rule.context_length, settings.max_context_tokens or rule.context_length)
-    # A block more each, for a choice that was forked from a block it shares.
-    most = settings.max_sequences * (-(-context // settings.kv_block_tokens) + 1)
     num_blocks = min(num_bytes // block_bytes, most)
     if num_blocks < _MIN_BLOCKS:
-        raise refuse(
-            card.id, f"kv_cache_bytes has room for {num_blocks} blocks of {block_bytes} bytes; it needs {_MIN_BLOCKS}"
-        )
+        text = f"kv_cache_bytes has room for {num_blocks} blocks of {block_bytes} bytes; it needs {_MIN_BLOCKS}"
+        raise refuse(model_id, text)
     return num_blocks
 
 

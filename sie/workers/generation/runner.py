@@ -18,8 +18,10 @@ from sie.workers.generation.attention import PagedCache
 from sie.workers.generation.embedding import Embedder
 from sie.workers.generation.gathered import GatheredStep
 from sie.workers.generation.grammar import GrammarCompiler
+from sie.workers.generation.graphs import DecodeGraphs, try_record
 from sie.workers.generation.layout import StepLayout, lay_out
 from sie.workers.generation.sampling import choose
+from sie.workers.generation.varlen import PAGE_TOKENS, VarlenStep, can_attend
 from sie.workers.generation.weights import PackedLinear
 
 
@@ -45,6 +47,11 @@ class TextGenerator:
         self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._grammars = GrammarCompiler(card)
+        self._graphs: DecodeGraphs | None = None
+        self.reads_in_place = cache.block_tokens % PAGE_TOKENS == 0 and can_attend(
+            cache.device, cache.dtype, {width for form in cache.layers for width in form.widths}
+        )
+        """Whether the GPU's kernel reads the blocks; else they are gathered."""
         self._embedder = Embedder(card, model, cache) if "dense" in card.outputs else None
 
     def run_step(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> list[tuple[Chosen, ...]]:
@@ -89,20 +96,29 @@ class TextGenerator:
         if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self._vocab_size:
             raise BadRequest(f"a token id is outside the vocabulary of {self._vocab_size}")
 
+    def record_decoding(self, max_sequences: int, max_blocks: int) -> None:
+        """Record decode steps as CUDA graphs, where the kernel reads the blocks; a model that cannot be stays as it is."""
+        if self.reads_in_place:
+            self._graphs = try_record(self._cache, self._run_model, max_sequences, max_blocks)
+
     def _forward(self, layout: StepLayout, rows: Sequence[int]) -> Tensor:
         """Return the logits (k, vocabulary) behind the given tokens of the step's row."""
         cache = self._cache
         kept = torch.tensor(rows, dtype=torch.int64).to(cache.device)
-        cache.step = GatheredStep(layout, cache.device, cache.dtype)
+        if self._graphs is not None and (logits := self._graphs.run(layout)) is not None:
+            return logits[kept]
+        step = VarlenStep if self.reads_in_place else GatheredStep
+        cache.step = step(layout, cache.device, cache.dtype)
         try:
-            logits = self.model(
-                input_ids=torch.from_numpy(layout.token_ids)[None].to(cache.device),
-                position_ids=torch.from_numpy(layout.positions)[None].to(cache.device),
-                use_cache=False,
-                **({"logits_to_keep": kept} if self._takes_rows else {}),
-            ).logits[0]
+            token_ids = torch.from_numpy(layout.token_ids)[None].to(cache.device)
+            return self._run_model(token_ids, torch.from_numpy(layout.positions)[None].to(cache.device), kept)
         finally:
             cache.step = None
+
+    def _run_model(self, token_ids: Tensor, positions: Tensor, kept: Tensor) -> Tensor:
+        """Return the logits (k, vocabulary) of the kept rows (k,) of a row (1, t)."""
+        rows = {"logits_to_keep": kept} if self._takes_rows else {}
+        logits = self.model(input_ids=token_ids, position_ids=positions, use_cache=False, **rows).logits[0]
         return logits if self._takes_rows else logits[kept]
 
 

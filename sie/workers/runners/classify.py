@@ -56,7 +56,7 @@ class TokenClassifyRunner:
         """Whether the model cannot be parted from its head."""
         self.dtype = dtype
         """Format of the weights: float32, bfloat16 or float16."""
-        self.memory_bytes = model.memory_bytes
+        self.memory_bytes = model.memory_bytes + model.backbone.compiled_bytes
         self._model = model
 
     def run_token_logits(self, token_ids: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
@@ -85,7 +85,7 @@ class PairClassifyRunner:
         self.view: HeadView = view
         self.dtype = dtype
         """Format of the weights: float32, bfloat16 or float16."""
-        self.memory_bytes = model.memory_bytes
+        self.memory_bytes = model.memory_bytes + model.backbone.compiled_bytes
         self._model = model
 
     def run_logits(self, pairs: Sequence[Pair]) -> NDArray[np.float32]:

@@ -7,6 +7,7 @@ through the registry. `sie.workers.probe` says which one a model takes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -21,6 +22,7 @@ from sie.cards import ModelCard
 from sie.errors import BadRequest, InputTooLong
 from sie.workers.attention import Boundaries, packed_step
 from sie.workers.batch import PackedBatch, pack_sequences, rounded_tokens, with_filler
+from sie.workers.compiled_encoder import CompiledEncoder
 from sie.workers.lora import LoraAdapters, StepRows
 from sie.workers.runners.head import Head
 
@@ -42,10 +44,29 @@ class Backbone:
         self.vocab_size: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]  # an Embedding
         self.max_positions = _max_positions(model)
         self.lora_rows = StepRows(device)
+        self.compiled: CompiledEncoder | None = None
+        """Runs the packed steps in which no adapter takes part, where the model has such a form."""
+        self._compiled_tokens = 0
 
     def run(self, batch: PackedBatch, execution: Execution) -> Tensor:
         """Return (t, d) hidden states in the model's format, in the batch's order."""
+        if self.compiled is not None and self._is_for_compiled(batch, execution):
+            return self.compiled.run(batch, execution.position_offset)
         return self.run_packed(batch, execution.position_offset)[0] if execution.packed else self.run_rectangles(batch)
+
+    def use_compiled(self, compiled: CompiledEncoder, max_tokens: int | None) -> None:
+        """Run the steps of at most so many tokens, None for all, in the model's compiled form."""
+        self.compiled = compiled
+        self._compiled_tokens = sys.maxsize if max_tokens is None else max_tokens
+
+    def _is_for_compiled(self, batch: PackedBatch, execution: Execution) -> bool:
+        is_plain = execution.packed and not self.lora_rows.parts
+        return is_plain and len(batch.input_ids) <= self._compiled_tokens
+
+    @property
+    def compiled_bytes(self) -> int:
+        """Bytes of the compiled form's weights, which are there beside the model's own."""
+        return 0 if self.compiled is None else self.compiled.memory_bytes
 
     def run_packed(self, batch: PackedBatch, position_offset: int) -> tuple[Tensor, int]:
         """Run the step as one row; return (t, d) and how often a layer attended.
@@ -128,7 +149,7 @@ class EncodeRunner:
         self._backbone = backbone
         self._head = head
         self.adapters = lora_adapters(backbone, execution)
-        self.memory_bytes = weight_bytes(backbone.model.parameters()) + head.memory_bytes
+        self.memory_bytes = weight_bytes(backbone.model.parameters()) + backbone.compiled_bytes + head.memory_bytes
 
     def run_tokens(self, token_ids: Sequence[NDArray[np.int32]], loras: Sequence[str] = ()) -> NDArray[np.float32]:
         """Return (n, d) float32 rows, the caller's to keep; the checkpoint's last normalise is not applied.

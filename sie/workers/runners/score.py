@@ -102,7 +102,7 @@ class ScoreRunner:
         self.view: HeadView = view
         self.dtype = dtype
         """Format of the weights: float32, bfloat16 or float16."""
-        self.memory_bytes = model.memory_bytes
+        self.memory_bytes = model.memory_bytes + model.backbone.compiled_bytes
         self._model = model
         self._activation = activation
 

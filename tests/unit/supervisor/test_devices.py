@@ -13,11 +13,12 @@ from sie.supervisor.host import StartError
 def machine(monkeypatch):
     """Return what sets the number of cores and GPUs of this machine."""
 
-    def make(num_cores: int, num_gpus: int | None = None):
+    def make(num_cores: int, num_gpus: int | None = None, free_bytes: int = 1 << 40):
         def count_gpus(_timeout_s):
             assert num_gpus is not None, "nothing here needs to know about GPUs"
             return num_gpus
 
+        monkeypatch.setattr(devices, "read_memory", lambda: (1 << 41, free_bytes))
         monkeypatch.setattr(devices, "usable_cores", lambda: list(range(num_cores)))
         monkeypatch.setattr(devices, "_count_gpus", count_gpus)
 
@@ -27,7 +28,7 @@ def machine(monkeypatch):
 @pytest.mark.parametrize(
     ("setting", "slots"),
     [
-        ("cpu", [("cpu", (0, 1, 2, 3))]),
+        ("cpu", [("cpu", (0,)), ("cpu", (1,)), ("cpu", (2,)), ("cpu", (3,))]),
         ("cpu:1", [("cpu", (0, 1, 2, 3))]),
         ("cpu:2", [("cpu", (0, 1)), ("cpu", (2, 3))]),
     ],
@@ -40,7 +41,7 @@ def test_cpu_workers_share_the_cores_and_no_gpu_is_looked_for(machine, setting, 
 @pytest.mark.parametrize(
     ("setting", "num_gpus", "names"),
     [
-        ("auto", 0, ["cpu"]),
+        ("auto", 0, ["cpu"] * 4),
         ("auto", 2, ["cuda:0", "cuda:1"]),
         ("cuda", 2, ["cuda:0", "cuda:1"]),
         ("cuda:1", 2, ["cuda:1"]),
@@ -52,6 +53,27 @@ def test_gpus_get_a_worker_each(machine, setting, num_gpus, names):
     slots = resolve_devices(setting, 1.0)
     assert [slot.device for slot in slots] == names
     assert sorted(core for slot in slots for core in slot.cores) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "shares"),
+    [
+        (1, [(0, 1, 2, 3)]),
+        (7, [(0, 1, 2, 3)]),
+        (8, [(0, 1), (2, 3)]),
+        (15, [(0, 1), (2,), (3,)]),
+        (16, [(0,), (1,), (2,), (3,)]),
+    ],
+)
+def test_with_little_memory_fewer_workers_share_the_cores(machine, free_gib, shares):
+    machine(4, free_bytes=free_gib << 30)
+    assert [slot.cores for slot in resolve_devices("cpu", 1.0)] == shares
+
+
+def test_where_memory_is_not_known_each_core_has_a_worker(machine, monkeypatch):
+    machine(3)
+    monkeypatch.setattr(devices, "read_memory", lambda: None)
+    assert len(resolve_devices("cpu", 1.0)) == 3
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
 from sie.errors import BadRequest, InputTooLong, ModelLoadFailed
-from sie.workers.loader import load_encoder
+from sie.generation_settings import Generation
+from sie.workers.loader import load_encoder, load_generator
 from sie.workers.runners.encode import EncodeRunner
 
 MIN_COSINE = {"float32": 0.9999, "bfloat16": 0.999}
@@ -79,10 +80,11 @@ def test_row_is_the_same_alone_and_in_every_position(family: str, make_checkpoin
 
 
 def test_causal_checkpoint_takes_its_last_token(make_checkpoint: Any, tokenize: Any, reference: Any) -> None:
-    directory, texts = make_checkpoint("qwen3"), _mixed_texts()
+    directory, texts = make_checkpoint("qwen3", tie_word_embeddings=True), _mixed_texts()
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3ForCausalLM"]}))
-    runner = _load(directory)
+    card = read_card(ModelSpec(id="m"), str(directory))
+    runner = load_generator(card, "cpu", "float32", Generation(), lambda *_: None)
     rows = runner.run_tokens(tokenize(runner.card, texts))
     assert runner.card.pipeline[0].config["modes"] == ["lasttoken"]
     np.testing.assert_allclose(rows, reference(directory, texts), rtol=2e-3, atol=2e-4)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from sie import native
 from sie.workers.pooling import POOLINGS, pool
 
 LENGTHS = [1, 4, 7, 2, 7]
@@ -26,6 +27,19 @@ def test_every_mode_equals_sentence_transformers(modes: list[str], dtype: torch.
     got = pool(hidden, CU_SEQLENS, modes)
     assert got.dtype == torch.float32
     np.testing.assert_allclose(got.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 16, 40])
+def test_the_kernel_and_the_library_take_the_same_mean(dtype: torch.dtype, width: int) -> None:
+    hidden = torch.randn(21, width, generator=torch.Generator().manual_seed(2)).to(dtype)
+    got = pool(hidden, CU_SEQLENS, ["mean"])
+    native.allow(allowed=False)
+    try:
+        expected = pool(hidden, CU_SEQLENS, ["mean"])
+    finally:
+        native.allow(allowed=True)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_half_precision_sums_in_float32() -> None:

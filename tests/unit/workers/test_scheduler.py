@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import random
 
-import msgspec
 import pytest
 
 from sie.workers.ceilings import lower_ceiling
@@ -291,15 +290,22 @@ def test_tokens_do_not_bound_a_step_of_alike_items_but_their_number_does():
     assert len(take(state_of(*many)).items) == BUDGET.max_items
 
 
-def test_a_step_of_alike_items_is_no_longer_than_it_should_be():
-    budget = msgspec.structs.replace(BUDGET, max_alike_ns=1_000_000)
+def test_a_model_whose_steps_took_too_long_has_smaller_steps_of_alike_items():
     many = [rows("x", max_rows=100, num_tokens=10) for _ in range(10)]
     state = state_of(*many)
-    state.paces["m"] = 25_000.0  # 40 tokens take 1 ms
-    assert len(take(state, budget).items) == 4
-    state.paces["m"] = 10_000_000.0
-    assert len(take(state, budget).items) == 1
+    state.max_tokens["m"] = 40.5
+    assert len(take(state).items) == 4
+    state.max_tokens["m"] = 1.0
+    assert len(take(state).items) == 1
+    del state.max_tokens["m"]
     assert len(take(state).items) == 5
+
+
+def test_a_model_whose_steps_took_too_long_has_smaller_steps_of_texts():
+    state = state_of(item(30), item(30), item(30))
+    for max_tokens, expected in ((60.9, [30, 30]), (1.0, [30]), (1e9, [30, 30, 30])):
+        state.max_tokens.update(m=max_tokens, other=1.0)
+        assert sizes(plan_step(state, BUDGET, 0)) == expected
 
 
 def test_a_model_that_found_no_memory_has_smaller_steps_of_alike_items():

@@ -219,6 +219,39 @@ def test_model_that_goes_finishes_its_streams_and_takes_no_more(rig: LoopRig) ->
     assert bytes(rig.frontend.answers[again].tokens[0]) == b"again"
 
 
+def test_steps_without_memory_are_counted_and_ask_for_some(rig: LoopRig) -> None:
+    rig.load(make_card("oom_tokens=20"))
+    rig.worker.heard()
+    request = rig.frontend.generate(b"x" * 60, max_tokens=3)
+    rig.turn_until(lambda: rig.frontend.answers[request].is_over)
+    assert bytes(rig.frontend.answers[request].tokens[0]) == b"xxx"
+    counts = {record.name: record.value for record in rig.worker.counters.records()}
+    # 60 tokens, then 30, then 15.
+    assert counts["sie_oom_recoveries_attempted_total"] == counts["sie_oom_batch_splits_total"] == 2
+    assert counts["sie_oom_recoveries_succeeded_total"] == 1
+    assert counts["sie_oom_terminal_failures_total"] == 0
+    assert control_messages.MemoryShort(MODEL) in rig.worker.heard()
+
+
+def test_figures_of_a_model_follow_its_requests(rig: LoopRig) -> None:
+    rig.load(make_card("blocks=64"))
+    for _ in range(2):
+        request = rig.frontend.generate(b"y" * 20, max_tokens=5)
+        rig.turn_until(lambda request=request: rig.frontend.answers[request].is_over)
+    rig.frontend.generate(b"z" * 20, num_choices=2, ignore_eos=True)
+    rig.turn(3)
+    counts = {
+        (record.name, dict(record.labels).get("reason")): record.value for record in rig.worker.counters.records()
+    }
+    wanted = {
+        "sie_sequences_running": 2, "sie_sequences_waiting": 0, "sie_kv_cache_blocks": 64, "sie_kv_cache_blocks_used": 4,
+        "sie_prefix_cache_lookups_total": 3, "sie_prefix_cache_hits_total": 1, "sie_preemptions_total": 0,
+        "sie_prompt_tokens_total": 20 + 4 + 20,
+    }  # fmt: skip
+    assert {name: counts[name, None] for name in wanted} == wanted
+    assert counts["sie_sequences_completed_total", "length"] == 2
+
+
 def test_streams_of_a_frontend_that_dies_hold_no_blocks(rig: LoopRig) -> None:
     rig.load(make_card())
     rig.frontend.generate(b"stream", ignore_eos=True)

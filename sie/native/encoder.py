@@ -1,0 +1,123 @@
+"""Owns how a whole encoder is handed to the library: its records, and weights in the order that products read them in.
+
+Addresses are plain numbers; whoever fills a record keeps what it points to alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sie import native
+from sie.native import Feature
+
+_PANEL = 32
+"""Columns of a packed weight that lie side by side: `kPanel` in `src/encoder.h`."""
+ACTIVATIONS = {"gelu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "relu": 2, "silu": 3, "swish": 3}
+"""By the name that a checkpoint's configuration has for it; the numbers are `SieActivation`."""
+
+
+class Dense(ctypes.Structure):
+    """Mirrors `SieDense`."""
+
+    _fields_: ClassVar = [
+        ("panels", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("inputs", ctypes.c_int32),
+        ("outputs", ctypes.c_int32),
+    ]
+
+
+class Norm(ctypes.Structure):
+    """Mirrors `SieNorm`."""
+
+    _fields_: ClassVar = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p)]
+
+
+class Layer(ctypes.Structure):
+    """Mirrors `SieLayer`."""
+
+    _fields_: ClassVar = [
+        *((name, Dense) for name in ("qkv", "out", "up", "down")),
+        ("after_attention", Norm),
+        ("after_block", Norm),
+    ]
+
+
+class Encoder(ctypes.Structure):
+    """Mirrors `SieEncoder`."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("words", "positions", "types")),
+        ("after_embedding", Norm),
+        ("layers", ctypes.POINTER(Layer)),
+        *((name, ctypes.c_int32) for name in ("num_layers", "width", "num_heads", "activation")),
+        ("epsilon", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        ("widest", ctypes.c_int32),
+        ("level", ctypes.c_int32),
+    ]
+
+
+class EncoderStep(ctypes.Structure):
+    """Mirrors `SieStep`."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("ids", "positions", "types", "bounds", "seen", "hidden", "scratch")),
+        *((name, ctypes.c_int32) for name in ("num_tokens", "num_sequences", "longest", "num_threads")),
+    ]
+
+
+def choose_level(*, is_bf16: bool, inputs: Iterable[int]) -> int | None:
+    """Return the `SieLevel` that encoders of this format (else float32) run at here, None when there is none.
+
+    inputs are those of all linear layers: the tiles of AMX hold 32 of them.
+    """
+    if not is_bf16:
+        return 0 if native.has(Feature.AVX512) else None
+    if native.has(Feature.AMX_BF16 | Feature.AVX512_BF16) and all(count % 32 == 0 for count in inputs):
+        return 2
+    return 1 if native.has(Feature.AVX512_BF16) else None
+
+
+def pack_panels(weight: int, outputs: int, inputs: int, *, is_bf16: bool) -> NDArray[np.uint32]:
+    """Return a copy of the weight at an address, (outputs, inputs) row by row, as `Dense.panels` wants it; 64-byte aligned."""
+    words = inputs // 2 if is_bf16 else inputs
+    panels = empty_aligned(-(-outputs // _PANEL) * _PANEL * words * 4).view(np.uint32)
+    library = native.load()
+    assert library is not None
+    library.sie_pack_panels(
+        ctypes.c_void_p(weight),
+        ctypes.c_int32(is_bf16),
+        ctypes.c_int32(outputs),
+        ctypes.c_int32(inputs),
+        ctypes.c_void_p(panels.ctypes.data),
+    )
+    return panels
+
+
+def encoder_scratch_bytes(encoder: Encoder, num_tokens: int, longest: int, num_threads: int) -> int:
+    """Return the bytes that a step of so many tokens needs beside its result."""
+    library = native.load()
+    assert library is not None
+    library.sie_encoder_scratch.restype = ctypes.c_int64
+    sizes = (ctypes.c_int64(size) for size in (num_tokens, longest, num_threads))
+    return library.sie_encoder_scratch(ctypes.byref(encoder), *sizes)
+
+
+def run_encoder(encoder: Encoder, step: EncoderStep) -> None:
+    """Run a step; its ids, positions and types must be in the tables."""
+    library = native.load()
+    assert library is not None
+    library.sie_encode(ctypes.byref(encoder), ctypes.byref(step))
+
+
+def empty_aligned(num_bytes: int) -> NDArray[np.uint8]:
+    """Return so many bytes, from an address that is a multiple of 64."""
+    room = np.empty(num_bytes + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    return room[start : start + num_bytes]

@@ -1,0 +1,30 @@
+"""Owns how pooling is asked of the library."""
+
+from __future__ import annotations
+
+import ctypes
+
+from sie import native
+from sie.native import Feature
+
+
+def can_pool(*, is_bf16: bool) -> bool:
+    """Tell whether the library pools hidden states of this format (else float32)."""
+    return native.has(Feature.AVX512_BF16 if is_bf16 else Feature.AVX512)
+
+
+def pool_mean(hidden: int, width: int, bounds: int, num_sequences: int, out: int, *, is_bf16: bool) -> None:
+    """Write each sequence's mean to the address out, (num_sequences, width) float32.
+
+    hidden is the address of (t, width) values, bounds that of (num_sequences + 1,) int32 where sequences begin.
+    """
+    library = native.load()
+    assert library is not None
+    library.sie_pool_mean(
+        ctypes.c_void_p(hidden),
+        ctypes.c_int32(is_bf16),
+        ctypes.c_int64(width),
+        ctypes.c_void_p(bounds),
+        ctypes.c_int32(num_sequences),
+        ctypes.c_void_p(out),
+    )

@@ -1,0 +1,83 @@
+// Matrix products of packed weights with rows, a tile of rows and 32 columns at a time.
+#pragma once
+#include "encoder.h"
+#include "lanes.h"
+
+namespace {
+
+// Writes a weight [outputs][inputs] as panels; to is (outputs rounded up to 32) x (words of inputs).
+template <class T>
+void pack_panels(const typename T::Stored* weight, int outputs, int inputs, uint32_t* to) {
+    const int words = inputs / T::kPerWord;
+    for (int first = 0; first < outputs; first += kPanel, to += static_cast<size_t>(words) * kPanel)
+        for (int word = 0; word < words; ++word)
+            for (int column = 0; column < kPanel; ++column) {
+                uint32_t value = 0;
+                if (first + column < outputs)
+                    std::memcpy(&value, weight + static_cast<size_t>(first + column) * inputs + word * T::kPerWord, 4);
+                to[word * kPanel + column] = value;
+            }
+}
+
+// One tile by dot products: the sums of kRows rows and one panel stay in registers, 14 rows at most.
+template <class T>
+struct DotProducts {
+    using Format = T;
+    using Stored = typename T::Stored;
+    static constexpr int kMaxRows = 14;
+
+    template <int kRows>
+    static __attribute__((noinline)) void tile(const Stored* rows, size_t stride, const uint32_t* panel, int words, float* to) {
+        Vec sums[kRows][2];
+#pragma GCC unroll 14
+        for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
+        const Stored* half = rows + kRows / 2 * stride;
+        for (int word = 0; word < words; ++word, panel += kPanel, rows += T::kPerWord, half += T::kPerWord) {
+            const __m512i left = _mm512_load_si512(panel), right = _mm512_load_si512(panel + kLanes);
+            _mm_prefetch(reinterpret_cast<const char*>(panel + 16 * kPanel), _MM_HINT_T0);
+            _mm_prefetch(reinterpret_cast<const char*>(panel + 16 * kPanel + kLanes), _MM_HINT_T0);
+#pragma GCC unroll 14
+            for (int r = 0; r < kRows; ++r) {
+                const Stored* at = r < kRows / 2 ? rows + r * stride : half + (r - kRows / 2) * stride;
+                const __m512i one = broadcast_word(at);
+                sums[r][0] = T::dot(sums[r][0], one, left);
+                sums[r][1] = T::dot(sums[r][1], one, right);
+            }
+        }
+#pragma GCC unroll 14
+        for (int r = 0; r < kRows; ++r) {
+            _mm512_store_ps(to + r * kPanel, sums[r][0]);
+            _mm512_store_ps(to + r * kPanel + kLanes, sums[r][1]);
+        }
+    }
+
+    static void prepare(int) {}
+    static void finish() {}
+
+    static void run(int count, const Stored* rows, size_t stride, const uint32_t* panel, int words, float* to) {
+        using Tile = void (*)(const Stored*, size_t, const uint32_t*, int, float*);
+        static constexpr Tile kTiles[kMaxRows] = {tile<1>, tile<2>, tile<3>,  tile<4>,  tile<5>,  tile<6>,  tile<7>,
+                                                  tile<8>, tile<9>, tile<10>, tile<11>, tile<12>, tile<13>, tile<14>};
+        kTiles[count - 1](rows, stride, panel, words, to);
+    }
+};
+
+// Runs a linear layer without its bias over num_rows rows; done(first, rows, column, tile) gets each finished tile,
+// [rows][32] float. All tiles have one height, and the last overlaps the one before it: done may see a row twice.
+template <class Products, class Done>
+void multiply(const SieDense& linear, const typename Products::Stored* rows, int num_rows, Done done) {
+    const int words = linear.inputs / Products::Format::kPerWord;
+    const int num_tiles = (num_rows + Products::kMaxRows - 1) / Products::kMaxRows;
+    const int height = (num_rows + num_tiles - 1) / num_tiles;
+    alignas(64) float sums[Products::kMaxRows * kPanel];
+    const uint32_t* panel = linear.panels;
+    Products::prepare(height);
+    for (int column = 0; column < linear.outputs; column += kPanel, panel += static_cast<size_t>(words) * kPanel)
+        for (int tile = 0; tile < num_tiles; ++tile) {
+            const int first = tile + 1 < num_tiles ? tile * height : num_rows - height;
+            Products::run(height, rows + static_cast<size_t>(first) * linear.inputs, linear.inputs, panel, words, sums);
+            done(first, height, column, sums);
+        }
+}
+
+}  // namespace

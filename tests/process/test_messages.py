@@ -1,0 +1,119 @@
+"""Anthropic's Messages over HTTP, with the unmodified client: answers, streams, counts, keys and refusals."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from tests.process.harness import Server, start_server
+from tests.process.wire import wait_no_extents
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+ECHO = "user: hello\nassistant: "
+"""What the stub reads of HELLO, and answers over and over."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with start_server(
+        "--model", "m=stub:generate,max_tokens=4096", "--model", "slow=stub:generate,latency_ms=400",
+        "--model", "vectors=stub:dense=8", "--default-model", "m", "--frontends", "1", "--devices", "cpu:1",
+        "--keep-alive-interval-ms", "100",
+    ) as running:  # fmt: skip
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0) as made:
+        yield made
+
+
+def test_a_message_is_answered_whole(client: anthropic.Anthropic) -> None:
+    message = client.messages.create(model="default", max_tokens=8, messages=HELLO)
+    (block,) = message.content
+    assert block.type == "text"
+    assert (block.text, message.stop_reason, message.model) == (ECHO[:8], "max_tokens", "m")
+    assert (message.usage.input_tokens, message.usage.output_tokens) == (len(ECHO), 8)
+
+
+def test_the_end_has_its_reason(client: anthropic.Anthropic) -> None:
+    ended = client.messages.create(model="m", max_tokens=4000, messages=HELLO)
+    assert ended.stop_reason == "end_turn"
+    stopped = client.messages.create(model="m", max_tokens=99, messages=HELLO, stop_sequences=["assistant"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "assistant")
+    assert stopped.content[0].type == "text"
+    assert stopped.content[0].text == "user: hello\n"
+
+
+def test_a_stream_gives_the_same_message(client: anthropic.Anthropic) -> None:
+    whole = client.messages.create(model="m", max_tokens=40, messages=HELLO, system="be brief")
+    with client.messages.stream(model="m", max_tokens=40, messages=HELLO, system="be brief") as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert final.content[0].type == whole.content[0].type == "text"
+    assert final.content[0].text == whole.content[0].text == text
+    assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+    assert final.usage.input_tokens == whole.usage.input_tokens
+
+
+def test_the_asynchronous_client_works_too(server: Server) -> None:
+    async def ask() -> list[str]:
+        async with anthropic.AsyncAnthropic(base_url=server.url, api_key="unused", max_retries=0) as made:
+            stream = await made.messages.create(model="m", max_tokens=3, messages=HELLO, stream=True)
+            return [event.type async for event in stream]
+
+    types = asyncio.run(ask())
+    assert types[0] == "message_start"
+    assert types[-2:] == ["message_delta", "message_stop"]
+
+
+def test_a_count_is_what_the_answer_says(client: anthropic.Anthropic) -> None:
+    body: dict[str, Any] = {"messages": HELLO, "system": "be brief", "tools": [{"name": "f", "input_schema": {}}]}
+    counted = client.messages.count_tokens(model="m", **body)
+    assert counted.input_tokens == client.messages.create(model="m", max_tokens=1, **body).usage.input_tokens
+
+
+def test_a_ping_comes_while_nothing_else_does(server: Server) -> None:
+    body = {"model": "slow", "max_tokens": 2, "messages": HELLO, "stream": True}
+    text = httpx.post(f"{server.url}/v1/messages", json=body, timeout=30).text
+    names = [line.removeprefix("event: ") for line in text.splitlines() if line.startswith("event: ")]
+    assert names[0] == "ping"
+    assert next(name for name in names if name != "ping") == "message_start"
+    assert names[-1] == "message_stop"
+
+
+def test_refusals_are_the_clients_own_exceptions(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="Models that generate: m, slow"):
+        client.messages.create(model="none", max_tokens=5, messages=HELLO)
+    with pytest.raises(anthropic.BadRequestError, match="does not generate"):
+        client.messages.create(model="vectors", max_tokens=5, messages=HELLO)
+    with pytest.raises(anthropic.BadRequestError, match="context"):
+        client.messages.create(model="m", max_tokens=5, messages=[{"role": "user", "content": "x" * 5000}])
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind"),
+    [
+        ("GET", "/v1/messages", 405, "invalid_request_error"),
+        ("POST", "/v1/messages/none", 404, "not_found_error"),
+        ("POST", "/v1/messages", 400, "invalid_request_error"),
+    ],
+)
+def test_errors_have_this_apis_shape(server: Server, method: str, path: str, status: int, kind: str) -> None:
+    answer = httpx.request(method, server.url + path, content=b"{" if method == "POST" else b"", timeout=30)
+    assert answer.status_code == status
+    assert answer.json()["type"] == "error"
+    assert answer.json()["error"]["type"] == kind
+
+
+def test_a_client_that_leaves_ends_its_work(server: Server) -> None:
+    body = {"model": "slow", "max_tokens": 500, "messages": HELLO, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{server.url}/v1/messages", json=body, timeout=30) as response:
+        next(response.iter_lines())
+    wait_no_extents(server.port)

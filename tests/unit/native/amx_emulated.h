@@ -1,0 +1,79 @@
+// The AMX instructions that the kernels use, in software, so that their logic is tested where the processor has none.
+// Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, LDTILECFG, TILELOADD, TDPBF16PS.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace amx_emulated {
+
+struct Tiles {
+    int row_bytes[8], rows[8];
+    uint8_t data[8][16][64];
+};
+inline thread_local Tiles tiles;
+
+inline void load_configuration(const void* from) {
+    const uint8_t* bytes = static_cast<const uint8_t*>(from);
+    if (bytes[0] != 1) __builtin_trap();
+    for (int i = 0; i < 8; ++i) {
+        uint16_t width;
+        std::memcpy(&width, bytes + 16 + 2 * i, 2);
+        tiles.row_bytes[i] = width;
+        tiles.rows[i] = bytes[48 + i];
+        if (width == 0 || width > 64 || tiles.rows[i] == 0 || tiles.rows[i] > 16) __builtin_trap();
+    }
+    std::memset(tiles.data, 0, sizeof tiles.data);
+}
+
+inline void zero(int tile) { std::memset(tiles.data[tile], 0, sizeof tiles.data[tile]); }
+
+inline void load(int tile, const void* base, int64_t stride) {
+    zero(tile);
+    for (int row = 0; row < tiles.rows[tile]; ++row)
+        std::memcpy(tiles.data[tile][row], static_cast<const uint8_t*>(base) + row * stride, tiles.row_bytes[tile]);
+}
+
+inline void store(int tile, void* base, int64_t stride) {
+    for (int row = 0; row < tiles.rows[tile]; ++row)
+        std::memcpy(static_cast<uint8_t*>(base) + row * stride, tiles.data[tile][row], tiles.row_bytes[tile]);
+}
+
+inline float wide(uint16_t half) {
+    const uint32_t bits = static_cast<uint32_t>(half) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+inline void dot(int to, int left, int right) {
+    if (tiles.rows[to] != tiles.rows[left] || tiles.row_bytes[to] != tiles.row_bytes[right]) __builtin_trap();
+    if (tiles.row_bytes[left] / 4 != tiles.rows[right]) __builtin_trap();
+    for (int row = 0; row < tiles.rows[to]; ++row)
+        for (int word = 0; word < tiles.rows[right]; ++word)
+            for (int column = 0; column < tiles.row_bytes[to] / 4; ++column) {
+                uint16_t a[2], b[2];
+                float sum;
+                std::memcpy(a, &tiles.data[left][row][word * 4], 4);
+                std::memcpy(b, &tiles.data[right][word][column * 4], 4);
+                std::memcpy(&sum, &tiles.data[to][row][column * 4], 4);
+                sum += wide(a[0]) * wide(b[0]) + wide(a[1]) * wide(b[1]);
+                std::memcpy(&tiles.data[to][row][column * 4], &sum, 4);
+            }
+}
+
+}  // namespace amx_emulated
+
+#undef _tile_loadconfig
+#undef _tile_release
+#undef _tile_zero
+#undef _tile_loadd
+#undef _tile_stored
+#undef _tile_dpbf16ps
+#define _tile_loadconfig amx_emulated::load_configuration
+#define _tile_release() static_cast<void>(0)
+#define _tile_zero amx_emulated::zero
+#define _tile_loadd amx_emulated::load
+#define _tile_stored amx_emulated::store
+#define _tile_dpbf16ps amx_emulated::dot
