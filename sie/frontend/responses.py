@@ -62,13 +62,13 @@ class Responses:
 
     async def create(self, exchange: Exchange, call: ResponsesCall) -> Answer | Streamed:
         """Make a response as its request says."""
-        call.stores = call.stores and self._store.is_on
         if call.is_background:
             self._check_background(exchange)
         history, before = await self._read_history(call, exchange.owner)
         call.begin(before)
         entry = self._texts.find(exchange, call.request)
         record = ResponseRecord(f"resp_{secrets.token_hex(16)}", int(time.time()), call, entry.card.id)
+        record.is_kept = call.stores and self._store.is_on
         with _own_names():
             if call.is_background:
                 return await self._make_in_background(exchange, call, record, entry, history)

@@ -59,8 +59,8 @@ ends: st.SearchStrategy[list[GenerateEvent] | SieError] = st.one_of(
 def new_record(*, stream: bool) -> ResponseRecord:
     body = {"input": "hi", "stream": stream, "metadata": {"k": "v"}}
     call = decode_responses(json.dumps(body).encode(), None, Limits())
-    call.namespaces = {"ns.f": ("ns", "f")}
-    return ResponseRecord("resp_1", NOW_S, call, "m")
+    named = msgspec.structs.replace(call, namespaces={"ns.f": ("ns", "f")})
+    return ResponseRecord("resp_1", NOW_S, named, "m")
 
 
 def parse(stream: bytes) -> list[dict[str, Any]]:

@@ -88,7 +88,7 @@ class ResponsesBody(TextFields, kw_only=True):
     user: str | None = None
 
 
-class ResponsesCall(msgspec.Struct, kw_only=True):
+class ResponsesCall(msgspec.Struct, frozen=True, kw_only=True):
     """A request, and what the API adds to generating.
 
     `begin` puts the conversation before it into the request, which has only this input until then.
