@@ -23,9 +23,10 @@ from sie.frontend.admin import check_admin
 from sie.frontend.counting import count_exchange
 from sie.frontend.dialects import models as models_dialect
 from sie.frontend.dialects import negotiate, sie
+from sie.frontend.envelopes import Response
 from sie.frontend.html import page_headers
 from sie.frontend.inference import Exchange, Inference
-from sie.frontend.kserve import KServe
+from sie.frontend.kserve import KServe, TextCall
 from sie.frontend.metrics import CONTENT_TYPE, render
 from sie.frontend.openapi import page as docs
 from sie.frontend.process import FrontendProcess
@@ -168,7 +169,7 @@ class App:
     async def _handle(self, exchange: Exchange, route: routes.Route) -> None:
         """Serve a route that is none of the inference routes of `sie.frontend.inference`."""
         if route.envelope in _TEXT_DIALECTS:
-            await self._serve_text(exchange, route)
+            await self._serve_text(exchange, route.handler)
             return
         if route.envelope not in _TENSOR_DIALECTS:
             await getattr(self, f"_{route.handler}")(exchange)
@@ -176,7 +177,11 @@ class App:
         if route.need == "admin":
             self._check_admin(exchange, has_body=False)
         dialect = self._kserve if route.envelope == "kserve" else await self._open_trtis()
-        self._respond(exchange, *await getattr(dialect, route.handler)(exchange))
+        answer: Response | TextCall = await getattr(dialect, route.handler)(exchange)
+        if isinstance(answer, TextCall):
+            await self._serve_text(exchange, "generate_tensor", answer)
+        else:
+            self._respond(exchange, *answer)
 
     async def _open_trtis(self) -> Trtis:
         """Return the handlers of the v1 API; the first use imports protobuf, on a thread."""
@@ -188,8 +193,14 @@ class App:
             self._trtis = cast("Trtis", module.Trtis(self._process, self._kserve, pool))
         return self._trtis
 
-    async def _serve_text(self, exchange: Exchange, route: routes.Route) -> None:
-        """Serve a route that generates text: answered at once, or as a stream that is counted when it ends."""
+    async def _generate(self, exchange: Exchange) -> None:
+        await self._serve_text(exchange, "generate")
+
+    async def _serve_text(self, exchange: Exchange, handler: str, *args: Any) -> None:
+        """Serve a route that generates text: answered at once, or as a stream that is counted when it ends.
+
+        handler names a method of `TextRoutes`, which takes args behind the exchange.
+        """
         process = self._process
         if self._texts is None:
             module = await asyncio.get_running_loop().run_in_executor(
@@ -198,19 +209,24 @@ class App:
             self._texts = cast("TextRoutes", module.TextRoutes(process, self._inference.pool))
         exchange.request_id = request_id_of(exchange.headers)
         try:
-            answer = await getattr(self._texts, route.handler)(exchange)
+            answer = await getattr(self._texts, handler)(exchange, *args)
             if isinstance(answer, Streamed):
                 await self._stream(exchange, answer)
             else:
                 headers, body = answer
-                self._respond(exchange, 200, [*headers, ("x-request-id", exchange.request_id)], body)
+                self._respond(exchange, 200, [*headers, *self._text_headers(exchange)], body)
         finally:
             self._texts.leave(exchange)
+
+    def _text_headers(self, exchange: Exchange) -> list[tuple[str, str]]:
+        """Return what an answer's headers say of the answer; of the server they do so on the SIE route alone."""
+        is_native = exchange.route is not None and exchange.route.envelope == "sie"
+        return [("x-request-id", exchange.request_id), *(self._identity if is_native else ())]
 
     async def _stream(self, exchange: Exchange, answer: Streamed) -> None:
         """Send an answer as it comes. It is recorded and counted when it ends."""
         process = self._process
-        headers = [*STREAM_HEADERS, ("x-request-id", exchange.request_id)]
+        headers = [*STREAM_HEADERS, *self._text_headers(exchange)]
         for part in (process.access, process.cors):  # the other recorders write down what has ended
             headers = part.record(exchange, 200, headers, None) if part is not None else headers
 

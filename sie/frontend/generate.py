@@ -6,22 +6,34 @@ engine, so it is imported by the first request that generates.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
 from sie.control_messages import ModelEntry
-from sie.errors import ClientGone, NotFound, Unavailable
-from sie.frontend.dialects import chat, completions, messages, messages_reply, responses, sie
+from sie.errors import BadRequest, ClientGone, NotFound, Unavailable
+from sie.frontend.dialects import (
+    chat,
+    completions,
+    kserve_generate,
+    messages,
+    messages_reply,
+    native_generate,
+    responses,
+    sie,
+)
 from sie.frontend.generation.run import Run
 from sie.frontend.generation.start import Generator
 from sie.frontend.inference import Answer, Exchange
+from sie.frontend.kserve import TextCall
 from sie.frontend.offload import offload
 from sie.frontend.process import FrontendProcess
 from sie.frontend.responses import Responses
 from sie.frontend.routes import BY_TEMPLATE, COUNTED
 from sie.frontend.stream import EventWriter, Streamed
+from sie.frontend.tensor_states import rule_of
 from sie.generation import GenerateReply, GenerateRequest
 
 _JSON: Final = ("content-type", "application/json")
@@ -85,6 +97,42 @@ class TextRoutes:
         (ids,) = await self.generator.prompt_ids(entry, request)
         return [_JSON], messages_reply.encode_count(len(ids))
 
+    async def generate(self, exchange: Exchange) -> Answer | Streamed:
+        """Answer `/v1/generate/{model}`."""
+        process, settings = self._process, self._process.settings
+        model = native_generate.named_model(exchange.model, process.models)
+        if exchange.headers.get("x-sie-remote") not in (None, "forbid"):
+            raise BadRequest("Header 'X-SIE-Remote' must be 'forbid'")
+        body = await self.read_body(exchange, waits=settings.models.wait_for_load)
+        limits = settings.limits
+        request = await offload(self._pool, len(body), native_generate.decode_generate, body, model, limits)
+        return await self.answer_from(
+            exchange,
+            self._find_exactly(exchange, model),
+            request,
+            lambda reply, _prompts: native_generate.encode_generate(reply),
+            lambda _model, _prompts: native_generate.GenerateWriter(exchange.request_id),
+        )
+
+    async def generate_tensor(self, exchange: Exchange, call: TextCall) -> Answer | Streamed:
+        """Answer `/v2/models/{model}/generate` and `/generate_stream`."""
+        self._begin(exchange, call.entry)
+        coding = exchange.headers.get("content-encoding") or ""
+        if "content-encoding" in exchange.headers and coding.strip().lower() != "identity":
+            raise BadRequest("Content-Encoding is not served here: send the body as it is")
+        body = await self.read_body(exchange, waits=False)
+        decode = functools.partial(kserve_generate.decode_text_input, is_stream=call.is_stream)
+        limits = self._process.settings.limits
+        request, shown = await offload(self._pool, len(body), decode, body, rule_of(call.entry), limits)
+        return await self.answer_from(
+            exchange,
+            call.entry,
+            request,
+            lambda reply, prompts: kserve_generate.encode_text_output(reply, shown, prompts),
+            lambda _model, prompts: kserve_generate.TextOutputWriter(shown, prompts),
+            echoes=shown.echo,
+        )
+
     async def responses(self, exchange: Exchange) -> Answer | Streamed:
         """Answer `POST /v1/responses`."""
         return await self._responses.create(exchange, await self._read(exchange, responses.decode_responses))
@@ -110,10 +158,18 @@ class TextRoutes:
         *, echoes: bool = False,
     ) -> Answer | Streamed:  # fmt: skip
         """Return the whole answer to a decoded request of any dialect, or the stream of it, as the request says."""
+        return await self.answer_from(
+            exchange, self.find(exchange, request), request, encode, make_writer, echoes=echoes
+        )
+
+    async def answer_from(
+        self, exchange: Exchange, entry: ModelEntry, request: GenerateRequest, encode: Encode, make_writer: MakeWriter,
+        *, echoes: bool = False,
+    ) -> Answer | Streamed:  # fmt: skip
+        """Return the same from a model that has been found."""
         process = self._process
-        entry = self.find(exchange, request)
         while True:
-            entry = await process.models.wait_serving(entry, exchange.deadline_ns)
+            entry = await self._serving(exchange, entry)
             run = await self.start(exchange, entry, request, echoes=echoes)
             if request.stream:
                 return Streamed(run, make_writer(run.model, run.prompts))
@@ -131,12 +187,25 @@ class TextRoutes:
         content_type = exchange.headers.get("content-type")
         return await offload(self._pool, len(body), decode, body, content_type, self._process.settings.limits)
 
-    async def read_body(self, exchange: Exchange) -> bytes:
-        """Return the body of a request that may be served now. Raises SieError for one that may not."""
+    async def _serving(self, exchange: Exchange, entry: ModelEntry) -> ModelEntry:
+        """Return a model's entry as soon as it can be served; whether one that loads is waited for is the route's."""
+        models = self._process.models
+        if exchange.waits or entry.reloading:
+            return await models.wait_serving(entry, exchange.deadline_ns)
+        if entry.is_read and entry.card.generate is None:
+            raise BadRequest(f"Model '{entry.card.id}' does not generate text", extras={"param": "model"})
+        models.check_serving(entry)
+        return entry
+
+    async def read_body(self, exchange: Exchange, *, waits: bool = True) -> bytes:
+        """Return the body of a request that may be served now. Raises SieError for one that may not.
+
+        waits: whether the route waits for a model that loads.
+        """
         process = self._process
         if exchange.route is not None:
             exchange.route = COUNTED.get(exchange.route.template, BY_TEMPLATE[exchange.route.template])
-        exchange.waits = True
+        exchange.waits = waits
         exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
         process.check_machine_profile(exchange.headers.get("x-sie-machine-profile"))
         if process.is_draining:
@@ -146,17 +215,24 @@ class TextRoutes:
 
     def find(self, exchange: Exchange, request: GenerateRequest) -> ModelEntry:
         """Return the model of a request, whose default is settled from now on. Raises NotFound naming those that generate."""
+        request.model = self._process.models.resolve_default(request.model, _OUTPUT)
+        return self._find_exactly(exchange, request.model)
+
+    def _find_exactly(self, exchange: Exchange, model: str) -> ModelEntry:
         models = self._process.models
-        model = request.model = self._process.models.resolve_default(request.model, _OUTPUT)
         entry = models.find(model)
         if entry is None:
             able = ", ".join(models.able(_OUTPUT)) or "none"
             hint = sie.model_not_found(model, models.entries).message.rstrip(".")
             raise NotFound(f"{hint}. Models that generate: {able}", extras={"param": "model"})
+        self._begin(exchange, entry)
+        return entry
+
+    def _begin(self, exchange: Exchange, entry: ModelEntry) -> None:
+        """Note that a request is about a model, until `leave`."""
         exchange.known_model = entry.card.id
         exchange.decoded_ns = time.monotonic_ns()
         self._process.generation_metrics.begin(*_labels(exchange))
-        return entry
 
     def leave(self, exchange: Exchange) -> None:
         """Note that a request is over, whatever became of it."""

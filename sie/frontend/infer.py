@@ -26,7 +26,7 @@ from sie.frontend.request_layout import RequestLayout, lay_out_bytes
 from sie.frontend.tensor_checks import check_request
 from sie.frontend.tensor_images import TensorImages
 from sie.frontend.tensor_table import TensorTable, is_servable
-from sie.frontend.text_tensors import ENCODER, SCORER, TextTensors
+from sie.frontend.text_tensors import ENCODER, GENERATOR, SCORER, TextTensors
 from sie.headers import ArrayRef, TensorForm, TensorReplyHeader, TensorTask, WorkHeader
 from sie.shm.extent import decode_header, split_extent
 from sie.shm.layout import ProtocolError
@@ -90,7 +90,7 @@ class Tensors:
         plan = self._plan_of(rule, request)
         if plan is None or plan.has_strings:
             await self._check(rule, request)
-        if rule.platform in (ENCODER, SCORER):
+        if rule.platform in (ENCODER, SCORER, GENERATOR):
             return await self._texts.run(entry, request, began_ns=began_ns, deadline_ns=deadline_ns, watch=watch)
         if plan is None:
             plan = self._learn(rule, request)

@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from sie.control_messages import ModelEntry
 from sie.errors import BadRequest, NotFound, SieError, Unavailable
@@ -34,7 +34,15 @@ _BINARY: Final = ("content-type", "application/octet-stream")
 _LENGTH_HEADER: Final = "inference-header-content-length"
 _REGION_METHODS: Final = {"status": "GET", "register": "POST", "unregister": "POST"}
 _OF_REPOSITORY: Final = re.compile(r"[^/]+/(index|models/.+/(load|unload))")
-_METHODS: Final = {"infer": "POST", "": "GET", "ready": "GET", "config": "GET", "stats": "GET"}
+_GENERATE: Final = {"generate": "POST", "generate_stream": "POST"}
+_METHODS: Final = {"infer": "POST", "": "GET", "ready": "GET", "config": "GET", "stats": "GET", **_GENERATE}
+
+
+class TextCall(NamedTuple):
+    """A request to generate text, which the routes of texts answer; its body is not read yet."""
+
+    entry: ModelEntry
+    is_stream: bool
 
 
 class KServe:
@@ -67,7 +75,7 @@ class KServe:
 
     # --- a model --------------------------------------------------------------------------------------------------
 
-    async def model(self, exchange: Exchange) -> Response:
+    async def model(self, exchange: Exchange) -> Response | TextCall:
         """Answer what lies below `/v2/models/`."""
         table = self._tensors.table
         assert exchange.route is not None
@@ -83,6 +91,8 @@ class KServe:
         if path.action == "stats":
             return self._statistics(self.measured(path.name, path.version))
         entry = table.resolve(path.name, path.version)
+        if path.action in _GENERATE:
+            return TextCall(entry, path.action == "generate_stream")
         exchange.known_model = entry.card.id
         if path.action == "infer":
             return await self._infer(exchange, path)

@@ -43,6 +43,7 @@ ROUTES: tuple[Route, ...] = (
     Route("/v1/encode/{model}", "POST", "encode", endpoint="encode"),
     Route("/v1/score/{model}", "POST", "score", endpoint="score"),
     Route("/v1/extract/{model}", "POST", "extract", endpoint="extract"),
+    Route("/v1/generate/{model}", "POST", "generate"),
     Route("/v1/rerank", "POST", "rerank", "openai", "score"),
     Route("/v1/embeddings", "POST", "embeddings", "openai", "embeddings"),
     Route("/v1/chat/completions", "POST", "chat", "text"),
@@ -79,6 +80,8 @@ ROUTES: tuple[Route, ...] = (
     Route("/v2/models/{model}/config", "GET", "model", "kserve"),
     Route("/v2/models/{model}/stats", "GET", "model", "kserve"),
     Route("/v2/models/{model}/infer", "POST", "model", "kserve"),
+    Route("/v2/models/{model}/generate", "POST", "model", "kserve"),
+    Route("/v2/models/{model}/generate_stream", "POST", "model", "kserve"),
     Route("/v2/repository/index", "POST", "index", "kserve"),
     Route("/v2/repository/models/{model}/load", "POST", "manage", "kserve", need="admin"),
     Route("/v2/repository/models/{model}/unload", "POST", "manage", "kserve", need="admin"),
@@ -113,10 +116,11 @@ COUNTED = {
     template: BY_TEMPLATE[template]._replace(endpoint=endpoint)
     for endpoint, templates in (
         ("infer", ("/v2/models/{model}/infer", "/api/infer/{model}")),
-        ("generate", ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")),
+        ("generate", ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/v1/generate/{model}",
+                      "/v2/models/{model}/generate", "/v2/models/{model}/generate_stream")),
     )
     for template in templates
-}
+}  # fmt: skip
 """What a request to infer tensors or to generate text is counted as, once its path was read."""
 WEBSOCKETS: dict[str, Need] = {"/ws/status": "metrics"}
 """Path and need of each websocket."""

@@ -1,7 +1,8 @@
 """Owns models of texts as models of tensors: what they look like to a tensor dialect, and how such a request is run.
 
 One that gives dense vectors takes `text` BYTES [-1] and gives `dense` FP32 [-1, d]; one that only scores takes `query`
-BYTES [1] and `documents` BYTES [-1] and gives `score` FP32 [-1]. Texts are UTF-8; profiles and options are the default
+BYTES [1] and `documents` BYTES [-1] and gives `score` FP32 [-1]; one that only generates takes `text_input` and gives
+`text_output`, both BYTES [1], on routes of their own (`sie.frontend.generate`). Texts are UTF-8; profiles and options are the default
 ones. What they run is what `/v1/encode` and `/v1/score` run.
 """
 
@@ -30,6 +31,7 @@ from sie.types import EncodeRequest, ScoreRequest
 
 ENCODER: Final = "sie_encoder"
 SCORER: Final = "sie_scorer"
+GENERATOR: Final = "sie_generator"
 _CONFIG_TYPES: Final = {"BYTES": "TYPE_STRING", "FP32": "TYPE_FP32"}
 
 Watch = Callable[[Pending], None]
@@ -46,11 +48,13 @@ def with_rule(entry: ModelEntry) -> ModelEntry | None:
 
 
 def text_rule(card: ModelCard) -> TensorRule | None:
-    """Return the tensors of a model of texts; None for one that neither encodes nor scores."""
+    """Return the tensors of a model of texts; None for one that has none."""
     if "dense" in card.outputs:
         return _rule(card.id, ENCODER, [_texts("text", -1)], _floats("dense", -1, card.dims.get("dense", -1)))
     if "score" in card.outputs:
         return _rule(card.id, SCORER, [_texts("query", 1), _texts("documents", -1)], _floats("score", -1))
+    if card.generate is not None:
+        return _rule(card.id, GENERATOR, [_texts("text_input", 1)], _texts("text_output", 1))
     return None
 
 
@@ -87,6 +91,8 @@ class TextTensors:
         self, entry: ModelEntry, request: TensorRequest, *, began_ns: int, deadline_ns: int, watch: Watch | None
     ) -> HeldReply:
         """Run a request. Raises as `Tensors.infer`."""
+        if entry.card.tensor is not None and entry.card.tensor.platform == GENERATOR:
+            raise BadRequest(f"Model '{entry.card.id}' generates text: ask /v2/models/{entry.card.id}/generate")
         inputs = {tensor.name: tensor for tensor in request.inputs}
         if "text" in inputs:
             texts = _decode(inputs["text"], self.limits().max_items, self.limits())

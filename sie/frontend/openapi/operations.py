@@ -20,6 +20,7 @@ from sie.frontend.dialects.sie import EncodeBody
 from sie.frontend.openapi import (
     generation_operations,
     messages_operations,
+    path_operations,
     replies,
     responses_operations,
     tensor_operations,
@@ -234,5 +235,6 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     *generation_operations.OPERATIONS,
     *messages_operations.OPERATIONS,
     *responses_operations.OPERATIONS,
+    *path_operations.OPERATIONS,
     *tensor_operations.OPERATIONS,
 )

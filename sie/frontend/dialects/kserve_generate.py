@@ -1,0 +1,168 @@
+"""Owns the wire of `/v2/models/{model}/generate` and `/generate_stream`: a text in, a text or pieces of it out.
+
+Source: Triton's generate extension and KServe v2 sheet, section 11. What is beside `text_input` may stand in
+`parameters` or at the top, where it counts first. Others than those named here have no effect, as on the other KServe routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from sie.errors import BadRequest, SieError
+from sie.frontend.body_limits import check_json, decode_typed
+from sie.frontend.dialects import kserve
+from sie.frontend.dialects.sampling import Count, Penalty, Seed, StopText, StopTexts, Temperature
+from sie.frontend.dialects.text_fields import KEEP_ALIVE, data_line
+from sie.generation import Ended, GenerateEvent, GenerateReply, GenerateRequest, Started, TextDelta
+from sie.limits import Limits
+from sie.tensors import TensorRule
+
+_DEFAULT_MAX_TOKENS: Final = 16
+"""As on `/v1/completions`."""
+_Share = Annotated[float, Meta(ge=-1e9, le=1e9)]
+_to_json: Final = msgspec.json.Encoder().encode
+
+
+class GenerateParameters(msgspec.Struct, kw_only=True):
+    """How a text is generated. None: not given."""
+
+    stream: bool | None = None
+    max_tokens: Count | None = None
+    stop: StopText | StopTexts | None = None
+    temperature: Temperature | None = None
+    top_p: _Share | None = None
+    top_k: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    min_p: _Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    seed: Seed | None = None
+    ignore_eos: bool | None = None
+    exclude_input_in_output: bool | None = None
+
+
+class TextInputBody(GenerateParameters, kw_only=True):
+    """The body of a request."""
+
+    text_input: str
+    id: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+_DECODER: Final = msgspec.json.Decoder(TextInputBody)
+
+
+class Shown(msgspec.Struct, frozen=True, kw_only=True):
+    """How an answer is written."""
+
+    rule: TensorRule
+    id: str = ""
+    in_pieces: bool = False
+    echo: bool = False
+
+    def answer(self, text: str) -> dict[str, Any]:
+        """Return one answer, or one of the pieces."""
+        head = {"id": self.id} if self.id else {}
+        return {**head, "model_name": self.rule.name, "model_version": self.rule.version, "text_output": text}
+
+
+def decode_text_input(
+    body: bytes, rule: TensorRule, limits: Limits, *, is_stream: bool
+) -> tuple[GenerateRequest, Shown]:
+    """Return the request in a body, and how its answer is written; its model is the caller's to name.
+
+    is_stream: it came to `/generate_stream`. Raises BadRequest with the field at fault.
+    """
+    check_json(body, limits.max_depth)
+    call = decode_typed(_DECODER, body)
+    given = _merge(call)
+    if given.stream and not is_stream:
+        raise BadRequest("parameter 'stream' is true, and /generate has one answer; /generate_stream has many")
+    stops = () if given.stop is None else (given.stop,) if isinstance(given.stop, str) else tuple(given.stop)
+    request = GenerateRequest(
+        model="",
+        texts=[call.text_input],
+        max_tokens=given.max_tokens or _DEFAULT_MAX_TOKENS,
+        temperature=given.temperature,
+        top_p=given.top_p,
+        top_k=given.top_k,
+        min_p=given.min_p,
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        repetition_penalty=given.repetition_penalty,
+        seed=given.seed,
+        stop=tuple(dict.fromkeys(stops)),
+        ignore_eos=bool(given.ignore_eos),
+        stream=is_stream,
+    )
+    in_pieces, echo = is_stream and given.stream is not False, given.exclude_input_in_output is False
+    return request, Shown(rule=rule, id=call.id or "", in_pieces=in_pieces, echo=echo)
+
+
+def _merge(call: TextInputBody) -> GenerateParameters:
+    """Return the parameters of both places. Raises BadRequest for a wrong type or name in `parameters`."""
+    parameters = call.parameters or {}
+    kserve.checked_parameters({name: value for name, value in parameters.items() if name != "stop"})
+    try:
+        given = msgspec.convert(parameters, GenerateParameters)
+    except msgspec.ValidationError as error:
+        raise BadRequest(str(error).replace("`$.", "`$.parameters.")) from None
+    for field in GenerateParameters.__struct_fields__:
+        if (value := getattr(call, field)) is not None:
+            setattr(given, field, value)
+    return given
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def encode_text_output(reply: GenerateReply, shown: Shown, prompts: Sequence[str]) -> bytes:
+    """Return the body of a whole answer; prompts has its prompt where it is wanted back."""
+    return _to_json(shown.answer("".join(prompts) + reply.choices[0].text))
+
+
+class TextOutputWriter:
+    """Writes a stream: an answer for each piece, or one for all of them. It ends without a word."""
+
+    keep_alive = KEEP_ALIVE
+
+    def __init__(self, shown: Shown, prompts: Sequence[str]) -> None:
+        self._shown = shown
+        self._prompt = "".join(prompts)
+        self._held: list[str] = []
+        self._is_begun = False
+
+    def write(self, events: Sequence[GenerateEvent]) -> bytes:
+        """See `sie.frontend.stream.EventWriter`."""
+        return b"".join(map(self._write, events))
+
+    def write_error(self, error: SieError) -> bytes:
+        """See `sie.frontend.stream.EventWriter`."""
+        return data_line({"error": error.message})
+
+    def _write(self, event: GenerateEvent) -> bytes:
+        match event:
+            case Started():
+                return self._add(self._prompt)
+            case TextDelta(_, text):
+                return self._add(text)
+            case Ended() if self._held or not self._is_begun:
+                return self._send("".join(self._held))
+            case _:
+                return b""
+
+    def _add(self, text: str) -> bytes:
+        if not text:
+            return b""
+        if self._shown.in_pieces:
+            return self._send(text)
+        self._held.append(text)
+        return b""
+
+    def _send(self, text: str) -> bytes:
+        self._is_begun = True
+        return data_line(self._shown.answer(text))
