@@ -1,7 +1,7 @@
 """Owns loading and unloading on request: who may ask (`admin_from`), what is asked, and the wait for it to be done.
 
 Source of the bodies: generation API reference, section 10. Statuses are `loaded`, `unloaded`, `loading`, `unloading`,
-`failed` and `not_found`; unlike there, an unknown model is a 404 and a load that failed a 502.
+`reloading`, `failed` and `not_found`; unlike there, an unknown model is a 404 and a load that failed a 502.
 """
 
 from __future__ import annotations
@@ -160,7 +160,9 @@ def _not_found(model: str) -> ModelStatus:
 
 def _status(asked: str, entry: ModelEntry, *, is_asked: bool) -> ModelStatus:
     """Return how a model is; is_asked: something was to be done, so that what goes on is a 202 and a failure a 502."""
-    answer: dict[str, Any] = {"model_id": asked, "status": _STATUS.get(entry.state, entry.state)}
+    is_reloading = entry.reloading and entry.state not in ("loaded", "failed")
+    status = "reloading" if is_reloading else _STATUS.get(entry.state, entry.state)
+    answer: dict[str, Any] = {"model_id": asked, "status": status}
     http_status = 202 if is_asked and entry.state in _MOVING else 200
     if entry.state == "failed" and entry.error is not None:
         answer["error"] = entry.error.message

@@ -382,4 +382,6 @@ def _info(entry: ModelEntry, created_s: int) -> dict[str, Any]:
             "permanent": extras.get("permanent", False),
         }
     loras = {name: adapter.state for name, adapter in entry.adapters.items()}
-    return models_dialect.model_info(entry.card, entry.state, last_error, created_s, loras)
+    return models_dialect.model_info(
+        entry.card, entry.state, last_error, created_s, loras, is_reloading=entry.reloading
+    )

@@ -26,11 +26,13 @@ def model_info(
     last_error: dict[str, Any] | None = None,
     created: int = 0,
     loras: Mapping[str, str] | None = None,
+    *,
+    is_reloading: bool = False,
 ) -> dict[str, Any]:
     """Return one model as the list shows it.
 
     last_error is null or `{code, message, attempts, permanent}`; created is in seconds since 1970; loras holds the
-    state of each adapter that requests may name.
+    state of each adapter that requests may name. is_reloading: it goes, or is gone, to come back.
     """
     return {
         "id": card.id,
@@ -51,7 +53,11 @@ def model_info(
         "revision": card.revision,
         "capabilities": None,
         "routing": {"policy": None, "upstream_kind": None},
-        **(_generator_facts(card, state) if card.generate is not None else {}),
+        **(
+            _generator_facts(card, "loading" if is_reloading and state not in ("loaded", "failed") else state)
+            if card.generate is not None
+            else {}
+        ),
         **({"loras": [{"id": name, "state": lora_state} for name, lora_state in loras.items()]} if loras else {}),
     }
 

@@ -216,7 +216,7 @@ class ModelMissing(_Reply):
 
 class ModelStatus(_Reply):
     model_id: str
-    status: Literal["loaded", "unloaded", "loading", "unloading", "failed", "not_found"]
+    status: Literal["loaded", "unloaded", "loading", "unloading", "reloading", "failed", "not_found"]
     error: str | UnsetType = UNSET
     detail: ErrorDetail | UnsetType = UNSET
 

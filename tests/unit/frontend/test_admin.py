@@ -72,10 +72,10 @@ class Office:
         self.admin = ModelAdmin(self.table, self._send)
         self.tell("available")
 
-    def tell(self, state: Any, error: SieError | None = None) -> None:
+    def tell(self, state: Any, error: SieError | None = None, *, reloading: bool = False) -> None:
         entry = ModelEntry(
             card=ModelCard(id="m", kind="stub", profiles={"default": {}, "p": {}}), state=state, workers=(0,) if state == "loaded" else (),
-            error=to_wire(error) if error else None,
+            error=to_wire(error) if error else None, reloading=reloading,
         )  # fmt: skip
         self.table.update(Models((entry,), True))
 
@@ -136,6 +136,16 @@ def test_status_asks_nobody():
     office = Office()
     assert office.ask("status", {"model_id": "m"}) == (200, {"model_id": "m", "status": "unloaded"})
     assert office.asked == []
+
+
+@pytest.mark.parametrize(
+    ("state", "status"),
+    [("unloading", "reloading"), ("available", "reloading"), ("loading", "reloading"), ("loaded", "loaded")],
+)
+def test_a_reload_is_called_one_until_it_is_over(state, status):
+    office = Office()
+    office.tell(state, reloading=True)
+    assert office.ask("status", {"model_id": "m"}) == (200, {"model_id": "m", "status": status})
 
 
 @pytest.mark.parametrize("verb", ["load", "unload", "reload", "status"])

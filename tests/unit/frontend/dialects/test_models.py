@@ -7,6 +7,7 @@ import pytest
 from sie.cards import ModelCard
 from sie.errors import NotFound
 from sie.frontend.dialects.models import model_body, model_info, model_not_found_body, models_body
+from sie.generation import GenerateRule
 
 CARD = ModelCard(id="org/m", kind="encoder", dims={"dense": 384}, max_sequence_length=256, revision="abc")
 
@@ -58,6 +59,21 @@ def test_not_found_speaks_to_both_readers():
     assert body["detail"] == {"code": "MODEL_NOT_FOUND", "message": "Model 'x' not found"}
     assert body["error"]["code"] == "model_not_found"
     assert body["error"]["message"] == "Model 'x' not found"
+
+
+@pytest.mark.parametrize(
+    ("state", "is_reloading", "status"),
+    [
+        ("available", False, "unloaded"), ("loading", False, "reloading"), ("loaded", False, "loaded"),
+        ("unloading", False, "unloaded"), ("failed", False, "unloaded"), ("unloading", True, "reloading"),
+        ("available", True, "reloading"), ("loaded", True, "loaded"), ("failed", True, "unloaded"),
+    ],
+)  # fmt: skip
+def test_a_generators_card_has_what_readers_of_that_api_look_for(state, is_reloading, status):
+    rule = GenerateRule(context_length=8, chat_template="{{ tools }}")
+    info = model_info(ModelCard(id="g", kind="stub", generate=rule), state, is_reloading=is_reloading)
+    assert (info["status"], info["root"], info["tools_available"]) == (status, "g", True)
+    assert "status" not in model_info(CARD, state)
 
 
 def test_the_openai_librarys_type_accepts_a_card():
