@@ -54,6 +54,8 @@ class Terminal:
         return found
 
     def type(self, text: str) -> None:
+        """Type behind the next prompt; before it the terminal is not in the mode in which Ctrl-D is read."""
+        self.wait("(^|\n)> ")
         os.write(self._ours, text.encode())
 
     def close(self) -> None:
