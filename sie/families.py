@@ -7,41 +7,27 @@ never change. The `http_*` families count every dialect (generation API referenc
 
 from __future__ import annotations
 
-from typing import Literal
+from sie.family import DURATION_BOUNDS, HTTP_DURATION_BOUNDS, STEP_DURATION_BOUNDS, Family
+from sie.generation_families import (
+    FIRST_TOKEN,
+    GENERATED_TOKENS,
+    GENERATION_STEP,
+    KV_BLOCKS,
+    KV_BLOCKS_USED,
+    PREEMPTIONS,
+    PREFIX_EVICTIONS,
+    PREFIX_HITS,
+    PREFIX_LOOKUPS,
+    PROMPT_TOKENS,
+    SEQUENCES_COMPLETED,
+    SEQUENCES_RUNNING,
+    SEQUENCES_WAITING,
+    TOKEN_GAP,
+)
 
-import msgspec
-
-Kind = Literal["counter", "gauge", "histogram"]
-Merge = Literal["sum", "max"]
-
-
-class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """One metric family.
-
-    name is the sample's name on the page (counters end in `_total`); labels are in the order they are written;
-    bounds are a histogram's upper bounds without +Inf; merge says how gauges of several processes become one.
-    """
-
-    name: str
-    kind: Kind
-    help: str
-    labels: tuple[str, ...] = ()
-    bounds: tuple[float, ...] = ()
-    merge: Merge = "sum"
-
-    def label_pairs(self, *values: str) -> tuple[tuple[str, str], ...]:
-        """Return the label tuple of one sample. Raises ValueError when the number of values is wrong."""
-        return tuple(zip(self.labels, values, strict=True))
-
-
-_DURATION_BOUNDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-_HTTP_DURATION_BOUNDS = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 1200.0,
-)  # fmt: skip
 _HTTP_BODY_BOUNDS = (
     128.0, 512.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0, 1048576.0, 4194304.0, 16777216.0, 52428800.0, 104857600.0,
 )  # fmt: skip
-_STEP_DURATION_BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _STEP_TOKEN_BOUNDS = tuple(float(1 << power) for power in range(4, 17))
 _LAG_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _GPU_LABELS = ("device", "index", "name", "gpu_type", "uuid")
@@ -58,7 +44,7 @@ REQUEST_DURATION = Family(
     help="Time of a request by phase (total, queue, tokenize, inference; failed: all of one for tensors that failed); a "
     "phase that took no time is left out.",
     labels=("model", "endpoint", "phase"),
-    bounds=_DURATION_BOUNDS,
+    bounds=DURATION_BOUNDS,
 )
 BATCH_SIZE = Family(
     name="sie_batch_size",
@@ -160,99 +146,12 @@ LORAS_LOADED = Family(
     labels=("model",),
     merge="max",
 )
-SEQUENCES_RUNNING = Family(
-    name="sie_sequences_running",
-    kind="gauge",
-    help="Choices of requests to generate that are being generated.",
-    labels=("model",),
-)
-SEQUENCES_WAITING = Family(
-    name="sie_sequences_waiting",
-    kind="gauge",
-    help="Choices of requests to generate that wait in the workers for blocks, or for their grammar.",
-    labels=("model",),
-)
-SEQUENCES_COMPLETED = Family(
-    name="sie_sequences_completed_total",
-    kind="counter",
-    help="Choices that ended, by reason (stop, length, stopped by a stop string, cancelled, failed).",
-    labels=("model", "reason"),
-)
-PREEMPTIONS = Family(
-    name="sie_preemptions_total",
-    kind="counter",
-    help="Choices that went back to wait because older ones needed their blocks; their tokens are read again.",
-    labels=("model",),
-)
-KV_BLOCKS = Family(
-    name="sie_kv_cache_blocks",
-    kind="gauge",
-    help="Blocks of keys and values that there is memory for.",
-    labels=("model",),
-)
-KV_BLOCKS_USED = Family(
-    name="sie_kv_cache_blocks_used",
-    kind="gauge",
-    help="Blocks of keys and values that running choices hold.",
-    labels=("model",),
-)
-PREFIX_LOOKUPS = Family(
-    name="sie_prefix_cache_lookups_total",
-    kind="counter",
-    help="Prompts whose beginning was looked for in the cache.",
-    labels=("model",),
-)
-PREFIX_HITS = Family(
-    name="sie_prefix_cache_hits_total",
-    kind="counter",
-    help="Prompts of which some of the beginning was in the cache.",
-    labels=("model",),
-)
-PREFIX_EVICTIONS = Family(
-    name="sie_prefix_cache_evictions_total",
-    kind="counter",
-    help="Cached blocks that were taken for something else.",
-    labels=("model",),
-)
-PROMPT_TOKENS = Family(
-    name="sie_prompt_tokens_total",
-    kind="counter",
-    help="Tokens of prompts that were read; those from the cache are not among them.",
-    labels=("model",),
-)
-GENERATED_TOKENS = Family(
-    name="sie_generated_tokens_total",
-    kind="counter",
-    help="Tokens that were generated.",
-    labels=("model",),
-)
-GENERATION_STEP = Family(
-    name="sie_generation_step_seconds",
-    kind="histogram",
-    help="Time of one step of a generating model.",
-    labels=("model",),
-    bounds=_STEP_DURATION_BOUNDS,
-)
 LAST_INFERENCE = Family(
     name="sie_last_inference_timestamp_seconds",
     kind="gauge",
     help="When a tensor request to this model was last answered, Unix time.",
     labels=("model",),
     merge="max",
-)
-FIRST_TOKEN = Family(
-    name="sie_time_to_first_token_seconds",
-    kind="histogram",
-    help="Time from a request's submission to its first token.",
-    labels=("model",),
-    bounds=_HTTP_DURATION_BOUNDS,
-)
-TOKEN_GAP = Family(
-    name="sie_inter_token_latency_seconds",
-    kind="histogram",
-    help="Time from one step's tokens of a request to the next step's.",
-    labels=("model",),
-    bounds=_STEP_DURATION_BOUNDS,
 )
 HTTP_IN_FLIGHT = Family(
     name="http_requests_in_flight",
@@ -333,7 +232,7 @@ STEP_DURATION = Family(
     kind="histogram",
     help="Time of one step; its rate of growth is the share of time in which the worker is busy.",
     labels=("worker",),
-    bounds=_STEP_DURATION_BOUNDS,
+    bounds=STEP_DURATION_BOUNDS,
 )
 MODEL_BUSY = Family(
     name="sie_model_busy_seconds_total",
@@ -382,7 +281,7 @@ HTTP_DURATION = Family(
     kind="histogram",
     help="Time from a request's headers to the end of its response.",
     labels=("method", "path", "model", "status"),
-    bounds=_HTTP_DURATION_BOUNDS,
+    bounds=HTTP_DURATION_BOUNDS,
 )
 HTTP_BODY = Family(
     name="http_request_body_bytes",
@@ -440,66 +339,13 @@ GPU_SAMPLED = Family(
 )
 
 FAMILIES: tuple[Family, ...] = (
-    REQUESTS,
-    REQUEST_DURATION,
-    BATCH_SIZE,
-    TOKENS_PROCESSED,
-    QUEUE_DEPTH,
-    MODEL_LOADED,
-    MODEL_MEMORY,
-    OOM_ATTEMPTED,
-    OOM_SUCCEEDED,
-    OOM_FAILED,
-    OOM_CACHE_CLEARS,
-    OOM_EVICTIONS,
-    OOM_SPLITS,
-    IDLE_EVICTIONS,
-    PRESSURE_EVICTIONS,
-    NON_FINITE,
-    NON_FINITE_SHARE,
-    LORAS_LOADED,
-    SEQUENCES_RUNNING,
-    SEQUENCES_WAITING,
-    SEQUENCES_COMPLETED,
-    PREEMPTIONS,
-    KV_BLOCKS,
-    KV_BLOCKS_USED,
-    PREFIX_LOOKUPS,
-    PREFIX_HITS,
-    PREFIX_EVICTIONS,
-    PROMPT_TOKENS,
-    GENERATED_TOKENS,
-    GENERATION_STEP,
-    FIRST_TOKEN,
-    TOKEN_GAP,
-    LAST_INFERENCE,
-    REFUSALS,
-    AUTH_FAILURES,
-    KEY_REQUESTS,
-    KEY_RUNNING,
-    API_KEYS,
-    API_KEYS_REFUSED,
-    WORKER_RESTARTS,
-    WORKER_UP,
-    DEVICE_LOST,
-    CONFIG_RELOADS,
-    CONFIG_REFUSED,
-    STEP_DURATION,
-    MODEL_BUSY,
-    STEP_TOKENS,
-    EXTENTS_IN_USE,
-    LOOP_LAG,
-    LOOP_LAG_LATEST,
-    STATUS_WATCHERS,
-    HTTP_REQUESTS,
-    HTTP_IN_FLIGHT,
-    HTTP_DURATION,
-    HTTP_BODY,
-    DROPPED,
-    GPU_UTILIZATION,
-    GPU_MEMORY_USED,
-    GPU_MEMORY_TOTAL,
-    GPU_TEMPERATURE,
-    GPU_UP,
-    GPU_SAMPLED,
-)
+    REQUESTS, REQUEST_DURATION, BATCH_SIZE, TOKENS_PROCESSED, QUEUE_DEPTH, MODEL_LOADED, MODEL_MEMORY, OOM_ATTEMPTED,
+    OOM_SUCCEEDED, OOM_FAILED, OOM_CACHE_CLEARS, OOM_EVICTIONS, OOM_SPLITS, IDLE_EVICTIONS, PRESSURE_EVICTIONS,
+    NON_FINITE, NON_FINITE_SHARE, LORAS_LOADED, SEQUENCES_RUNNING, SEQUENCES_WAITING, SEQUENCES_COMPLETED,
+    PREEMPTIONS, KV_BLOCKS, KV_BLOCKS_USED, PREFIX_LOOKUPS, PREFIX_HITS, PREFIX_EVICTIONS, PROMPT_TOKENS,
+    GENERATED_TOKENS, GENERATION_STEP, FIRST_TOKEN, TOKEN_GAP, LAST_INFERENCE, REFUSALS, AUTH_FAILURES, KEY_REQUESTS,
+    KEY_RUNNING, API_KEYS, API_KEYS_REFUSED, WORKER_RESTARTS, WORKER_UP, DEVICE_LOST, CONFIG_RELOADS, CONFIG_REFUSED,
+    STEP_DURATION, MODEL_BUSY, STEP_TOKENS, EXTENTS_IN_USE, LOOP_LAG, LOOP_LAG_LATEST, STATUS_WATCHERS, HTTP_REQUESTS,
+    HTTP_IN_FLIGHT, HTTP_DURATION, HTTP_BODY, DROPPED, GPU_UTILIZATION, GPU_MEMORY_USED, GPU_MEMORY_TOTAL,
+    GPU_TEMPERATURE, GPU_UP, GPU_SAMPLED,
+)  # fmt: skip

@@ -89,4 +89,15 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_responses: Annotated[
         int, Meta(ge=0, le=1 << 24, description="Responses kept for `/v1/responses/{id}`; the oldest go first.")
     ] = 10_000
+    max_responses_bytes: Annotated[
+        int, Meta(ge=MIB, le=1 << 44, description="What they take on disk together; the oldest go first.")
+    ] = 4096 * MIB
+    max_background_responses: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=65536,
+            description="Responses that a frontend makes at once; over it, one in the background is 503.",
+        ),
+    ] = 1024
     max_response_age_s: Annotated[float, Meta(ge=1, le=1e9, description="How long a response is kept.")] = 30 * 86400.0

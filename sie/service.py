@@ -17,7 +17,7 @@ _PLAIN_PATH = re.compile(r"/[A-Za-z0-9._+/-]+")
 _USER = re.compile(r"[a-z_][a-z0-9_-]{0,30}")
 _HIDDEN = tuple(f"/{name}/" for name in ("home", "root", "run/user", "tmp", "var/tmp"))
 """What the unit cannot see of this host: ProtectHome and PrivateTmp have their own there."""
-_LEFT = ("/etc/sie", "/var/cache/sie")
+_LEFT = ("/etc/sie", "/var/cache/sie", "/var/lib/sie")
 
 
 def _check_path(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
@@ -211,7 +211,11 @@ def _write_first_settings(path: Path) -> None:
     from sie.settings import load_settings
     from sie.settings_page import render_toml
 
-    directories = {"RUNTIME_DIRECTORY": "/run/sie", "CACHE_DIRECTORY": "/var/cache/sie"}
+    directories = {
+        "RUNTIME_DIRECTORY": "/run/sie",
+        "CACHE_DIRECTORY": "/var/cache/sie",
+        "STATE_DIRECTORY": "/var/lib/sie",
+    }
     _write(
         path,
         "# Settings of sie.service; docs/settings.md explains each.\n"

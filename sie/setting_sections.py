@@ -49,6 +49,9 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str,
         Meta(description="Lock file and control socket; empty takes systemd's, the user's or a temporary directory."),
     ] = ""
+    state_dir: Annotated[
+        str, Meta(description="Responses that are kept; empty takes systemd's, else the user's, state directory.")
+    ] = ""
     machine_profile: Annotated[
         str, Meta(description="What `X-SIE-MACHINE-PROFILE` must match; empty takes the type of the GPU.")
     ] = ""

@@ -113,10 +113,11 @@ def _system_directories(keys: tuple[Key, ...], environ: Mapping[str, str]) -> It
     """
     by_name = {key.name: key for key in keys}
     shared = Path(environ.get("TMPDIR") or "/tmp")  # noqa: S108  # the system's own name for it
-    private_cache = Path(environ.get("HOME") or "/", ".cache")
+    home = Path(environ.get("HOME") or "/")
     for name, systemd, user, fallback in (
         ("runtime_dir", "RUNTIME_DIRECTORY", "XDG_RUNTIME_DIR", shared / f"sie-{os.getuid()}"),
-        ("cache_dir", "CACHE_DIRECTORY", "XDG_CACHE_HOME", private_cache / "sie"),
+        ("cache_dir", "CACHE_DIRECTORY", "XDG_CACHE_HOME", home / ".cache/sie"),
+        ("state_dir", "STATE_DIRECTORY", "XDG_STATE_HOME", home / ".local/state/sie"),
     ):
         if environ.get(systemd):
             yield by_name[name], environ[systemd].split(":")[0], Source("default", systemd)

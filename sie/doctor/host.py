@@ -71,6 +71,8 @@ def check_disk(settings: Settings) -> Iterator[Finding]:
     """Look at the directories that the server writes to."""
     yield _check_runtime_dir(Path(settings.server.runtime_dir or "."))
     yield _check_directory("cache_dir", Path(settings.models.cache_dir or "."), 64 * MIB)
+    if settings.generation.max_responses:
+        yield _check_directory("state_dir", Path(settings.server.state_dir or "."), 64 * MIB)
     if _has_hub_models(settings):
         from huggingface_hub.constants import HF_HUB_CACHE
 

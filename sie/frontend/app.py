@@ -153,9 +153,12 @@ class App:
         route = exchange.route
         method = exchange.scope.method
         if route is None or (method != route.method and method != route.also):  # noqa: PLR1714  # a tuple for each request
-            self._answer_mismatch(exchange, route)
-            await self._discard_body(exchange)
-            return
+            route = routes.BY_METHOD.get((route.template, method)) if route is not None else None
+            if route is None:
+                self._answer_mismatch(exchange, exchange.route)
+                await self._discard_body(exchange)
+                return
+            exchange.route = route
         if not route.endpoint:
             await self._handle(exchange, route)
             return

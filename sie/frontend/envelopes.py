@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from sie.errors import BadRequest, NotFound, SieError
 from sie.frontend.dialects import kserve, messages_reply, openai, sie, text_fields
 from sie.frontend.dialects import models as models_dialect
-from sie.frontend.routes import Route
+from sie.frontend.routes import Route, methods_of
 
 Headers = list[tuple[str, str]]
 JSON: Final = ("content-type", "application/json")
@@ -70,11 +70,12 @@ def unknown_path(path: str) -> Response:
 
 def wrong_method(route: Route) -> Response:
     """Return the answer to a method that is not the route's."""
-    allow = ("allow", ", ".join(route.methods))
+    methods = methods_of(route)
+    allow = ("allow", methods)
     if route.envelope == "trtis":
         return Response(405, [allow], b"")
     if route.envelope in ("text", "anthropic"):
-        refusal = BadRequest(f"The method of {route.template} is {route.method}", http_status=405)
+        refusal = BadRequest(f"The method of {route.template} is {methods}", http_status=405)
         return Response(405, [JSON, allow], failure(route.envelope, refusal).body)
     body = kserve.error_body("Method Not Allowed") if route.envelope == "kserve" else sie.method_not_allowed_body()
     return Response(405, [JSON, allow], body)

@@ -13,12 +13,13 @@ from typing import Final, TypeVar
 
 from sie.control_messages import ModelEntry
 from sie.errors import ClientGone, NotFound, Unavailable
-from sie.frontend.dialects import chat, completions, messages, messages_reply, sie
+from sie.frontend.dialects import chat, completions, messages, messages_reply, responses, sie
 from sie.frontend.generation.run import Run
 from sie.frontend.generation.start import Generator
 from sie.frontend.inference import Answer, Exchange
 from sie.frontend.offload import offload
 from sie.frontend.process import FrontendProcess
+from sie.frontend.responses import Responses
 from sie.frontend.routes import BY_TEMPLATE, COUNTED
 from sie.frontend.stream import EventWriter, Streamed
 from sie.generation import GenerateReply, GenerateRequest
@@ -42,6 +43,7 @@ class TextRoutes:
         self.generator = Generator(
             process.engine, process.models, process.settings.generation, process.generation_metrics
         )
+        self._responses = Responses(process, self, pool)
 
     async def chat(self, exchange: Exchange) -> Answer | Streamed:
         """Answer `/v1/chat/completions`."""
@@ -79,11 +81,29 @@ class TextRoutes:
         """Answer `/v1/messages/count_tokens`: what the same body would have as its `input_tokens`."""
         request = await self._read(exchange, messages.decode_messages)
         process = self._process
-        request.model = process.models.resolve_default(request.model, _OUTPUT)
-        entry = self._find(exchange, request.model)
-        entry = await process.models.wait_serving(entry, exchange.deadline_ns)
+        entry = await process.models.wait_serving(self.find(exchange, request), exchange.deadline_ns)
         (ids,) = await self.generator.prompt_ids(entry, request)
         return [_JSON], messages_reply.encode_count(len(ids))
+
+    async def responses(self, exchange: Exchange) -> Answer | Streamed:
+        """Answer `POST /v1/responses`."""
+        return await self._responses.create(exchange, await self._read(exchange, responses.decode_responses))
+
+    async def show_response(self, exchange: Exchange) -> Answer:
+        """Answer `GET /v1/responses/{response_id}`."""
+        return await self._responses.show(exchange)
+
+    async def delete_response(self, exchange: Exchange) -> Answer:
+        """Answer `DELETE /v1/responses/{response_id}`."""
+        return await self._responses.delete(exchange)
+
+    async def cancel_response(self, exchange: Exchange) -> Answer:
+        """Answer `POST /v1/responses/{response_id}/cancel`."""
+        return await self._responses.cancel(exchange)
+
+    async def list_input_items(self, exchange: Exchange) -> Answer:
+        """Answer `GET /v1/responses/{response_id}/input_items`."""
+        return await self._responses.list_items(exchange)
 
     async def answer(
         self, exchange: Exchange, request: GenerateRequest, encode: Encode, make_writer: MakeWriter,
@@ -91,11 +111,10 @@ class TextRoutes:
     ) -> Answer | Streamed:  # fmt: skip
         """Return the whole answer to a decoded request of any dialect, or the stream of it, as the request says."""
         process = self._process
-        request.model = process.models.resolve_default(request.model, _OUTPUT)
-        entry = self._find(exchange, request.model)
+        entry = self.find(exchange, request)
         while True:
             entry = await process.models.wait_serving(entry, exchange.deadline_ns)
-            run = await self._start(exchange, entry, request, echoes=echoes)
+            run = await self.start(exchange, entry, request, echoes=echoes)
             if request.stream:
                 return Streamed(run, make_writer(run.model, run.prompts))
             try:
@@ -125,8 +144,10 @@ class TextRoutes:
         process.engine.check_open()
         return await exchange.read_body(process.text_bodies)
 
-    def _find(self, exchange: Exchange, model: str) -> ModelEntry:
+    def find(self, exchange: Exchange, request: GenerateRequest) -> ModelEntry:
+        """Return the model of a request, whose default is settled from now on. Raises NotFound naming those that generate."""
         models = self._process.models
+        model = request.model = self._process.models.resolve_default(request.model, _OUTPUT)
         entry = models.find(model)
         if entry is None:
             able = ", ".join(models.able(_OUTPUT)) or "none"
@@ -142,11 +163,14 @@ class TextRoutes:
         if exchange.known_model:
             self._process.generation_metrics.end(*_labels(exchange))
 
-    async def _start(self, exchange: Exchange, entry: ModelEntry, request: GenerateRequest, *, echoes: bool) -> Run:
+    async def start(
+        self, exchange: Exchange, entry: ModelEntry, request: GenerateRequest, *, echoes: bool = False
+    ) -> Run:
+        """Submit a request to a model that is served; it ends when its client leaves. Raises as `Generator.start` does."""
         process = self._process
-        holder = exchange.holder
-        salt = holder.key.name.encode() if holder is not None else b""
-        run = await self.generator.start(entry, request, exchange.deadline_ns, salt=salt, echoes=echoes)
+        run = await self.generator.start(
+            entry, request, exchange.deadline_ns, salt=exchange.owner.encode(), echoes=echoes
+        )
         exchange.num_items = len(run.parts)
         for pending in run.pendings:
             process.watch_client(pending, exchange.protocol)

@@ -61,6 +61,11 @@ class Exchange:
         self.waits = False
         """Whether it waits for a model that loads, instead of hearing so at once."""
 
+    @property
+    def owner(self) -> str:
+        """Name of the API key that it came with; empty on a server without keys."""
+        return self.holder.key.name if self.holder is not None else ""
+
     async def read_body(self, bodies: BodyReader) -> bytes:
         """Return the whole body, and note its size. Raises as `BodyReader.read` does."""
         body = await bodies.read(self.headers, self.protocol, self.deadline_ns)

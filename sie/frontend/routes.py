@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal, NamedTuple
 
 from sie.api_keys import Scope
@@ -32,7 +33,7 @@ class Route(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The route of a request; model is what stands for `{model}` in its template."""
+    """The route of a request; model is what stands for the name in its template, `{model}` mostly."""
 
     route: Route
     model: str = ""
@@ -48,6 +49,11 @@ ROUTES: tuple[Route, ...] = (
     Route("/v1/completions", "POST", "completions", "text"),
     Route("/v1/messages", "POST", "messages", "anthropic"),
     Route("/v1/messages/count_tokens", "POST", "count_tokens", "anthropic"),
+    Route("/v1/responses", "POST", "responses", "text"),
+    Route("/v1/responses/{response_id}", "GET", "show_response", "text"),
+    Route("/v1/responses/{response_id}", "DELETE", "delete_response", "text"),
+    Route("/v1/responses/{response_id}/cancel", "POST", "cancel_response", "text"),
+    Route("/v1/responses/{response_id}/input_items", "GET", "list_input_items", "text"),
     Route("/v1/models", "GET", "list_models", "models"),
     Route("/v1/models/load", "POST", "manage_model", need="admin"),
     Route("/v1/models/unload", "POST", "manage_model", need="admin"),
@@ -98,12 +104,16 @@ ROUTES: tuple[Route, ...] = (
     Route("/api/sharedmemorycontrol/{model}", "POST", "refuse_shared_memory", "trtis", also="GET"),
     Route("/api/profile", "GET", "refuse_profile", "trtis"),
 )
-BY_TEMPLATE: dict[str, Route] = {route.template: route for route in ROUTES}
+BY_TEMPLATE: dict[str, Route] = {route.template: route for route in reversed(ROUTES)}
+"""Of a template with several methods, the first."""
+BY_METHOD: dict[tuple[str, str], Route] = {
+    (route.template, method): route for route in ROUTES for method in route.methods
+}
 COUNTED = {
     template: BY_TEMPLATE[template]._replace(endpoint=endpoint)
     for endpoint, templates in (
         ("infer", ("/v2/models/{model}/infer", "/api/infer/{model}")),
-        ("generate", ("/v1/chat/completions", "/v1/completions", "/v1/messages")),
+        ("generate", ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")),
     )
     for template in templates
 }
@@ -111,7 +121,12 @@ COUNTED = {
 WEBSOCKETS: dict[str, Need] = {"/ws/status": "metrics"}
 """Path and need of each websocket."""
 _EXACT = {route.template: route for route in ROUTES if "{" not in route.template}
-_NAMED = [(*route.template.partition("{model}"), route) for route in ROUTES if "{" in route.template]
+_PLACE = re.compile(r"(\{\w+\})")
+_NAMED = [
+    (*_PLACE.split(route.template), route)
+    for route in ROUTES
+    if "{" in route.template and BY_TEMPLATE[route.template] is route
+]
 _PREFIXES = list(dict.fromkeys(prefix for prefix, _, _, _ in _NAMED))
 _AROUND = tuple(
     sorted(
@@ -119,7 +134,7 @@ _AROUND = tuple(
         key=lambda row: (_PREFIXES.index(row[0]), -len(row[1])),  # "/v2/models/m/infer" is not about a model "m/infer"
     )
 )
-"""What stands before and behind a model's name, for each row with one."""
+"""What stands before and behind the name, for each template with one."""
 _START_CHARS = 8
 _BY_START = {
     start: tuple(row for row in _AROUND if row[0].startswith(start))
@@ -137,6 +152,11 @@ def match(path: str) -> Match | None:
         if path.startswith(prefix) and path.endswith(suffix) and len(path) >= len(prefix) + len(suffix):
             return Match(candidate, path[len(prefix) : len(path) - len(suffix)])
     return None
+
+
+def methods_of(route: Route) -> str:
+    """Return the methods of a route's path, as the header `Allow` has them."""
+    return ", ".join(method for template, method in BY_METHOD if template == route.template)
 
 
 def redirect_of(path: str) -> str | None:

@@ -11,9 +11,9 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from sie.errors import ClientGone, SieError
 from sie.frontend.backlog import Backlog
-from sie.frontend.generation.run import Run
 from sie.generation import GenerateEvent
 from sie.generation_settings import Generation
+from sie.types import Timing
 
 Headers = list[tuple[str, str]]
 STREAM_HEADERS: Final = (("content-type", "text/event-stream"), ("cache-control", "no-cache"))
@@ -34,10 +34,31 @@ class EventWriter(Protocol):
         ...
 
 
+class EventSource(Protocol):
+    """Where a stream's events come from: a `Run`, or what follows one."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last event was taken."""
+        ...
+
+    async def wait(self, timeout_s: float) -> list[GenerateEvent]:
+        """Return the next events, or none when timeout_s passes first. Raises what ended them."""
+        ...
+
+    def give_up(self, error: SieError) -> None:
+        """Hear that nobody takes any more, and why."""
+        ...
+
+    def timing(self, began_ns: int) -> Timing | None:
+        """Return where the time went, as `Run.timing` does; None before anything was submitted."""
+        ...
+
+
 class Streamed(NamedTuple):
     """An answer that is to be streamed."""
 
-    run: Run
+    run: EventSource
     writer: EventWriter
 
 

@@ -109,5 +109,5 @@ def test_f21_steps_get_smaller_after_a_kill_for_want_of_memory(row: Row):
         leaks.check()
     row.tell("requests", num_asked, "")
     row.at_least("kills for want of memory", kills, 1, "")
-    row.at_most("kills in all", kills, 2, "", slack=1.0)
+    row.at_most("kills in all", kills, 4, "", slack=1.0)
     row.equals("failed requests", num_failed, 0)

@@ -192,7 +192,13 @@ def launch(*args: str, runtime_dir: str, env: dict[str, str] | None = None, pref
     prefix is a command that becomes the one behind it, such as `prlimit`.
     """
     mark = uuid.uuid4().hex
-    base = {"--port": "0", "--log-format": "json", "--devices": "cpu:1", "--runtime-dir": runtime_dir}
+    base = {
+        "--port": "0",
+        "--log-format": "json",
+        "--devices": "cpu:1",
+        "--runtime-dir": runtime_dir,
+        "--state-dir": f"{runtime_dir}/state",
+    }
     defaults = [word for flag, value in base.items() if flag not in args for word in (flag, value)]
     process = subprocess.Popen(
         [*prefix, sys.executable, "-m", "sie", "serve", *defaults, *args],
@@ -222,7 +228,9 @@ def start_server(
             yield server
             if not is_stopped:
                 server.stop()
-                left = [path.name for path in Path(runtime_dir).iterdir() if path.suffix != ".lock"]
+                left = [
+                    path.name for path in Path(runtime_dir).iterdir() if path.suffix != ".lock" and path.name != "state"
+                ]
                 assert not left, f"left in the runtime directory: {left}"
         except BaseException:
             print(f"--- log of the server ---\n{server.output.text()}")

@@ -28,7 +28,7 @@ ECHO = "user: hello\nassistant: "
 def server() -> Iterator[Server]:
     with start_server(
         "--model", "m=stub:generate,max_tokens=4096", "--model", "slow=stub:generate,latency_ms=30",
-        "--model", "late=stub:generate,latency_ms=350", "--model", "vectors=stub:dense=8", "--default-model", "m", "--frontends", "1", "--devices", "cpu",
+        "--model", "late=stub:generate,latency_ms=350", "--model", "vectors=stub:dense=8", "--default-model", "m", "--frontends", "1", "--devices", "cpu:1",
         "--keep-alive-interval-ms", "100", "--stream-backlog-bytes", "65536", "--test",
     ) as running:  # fmt: skip
         yield running

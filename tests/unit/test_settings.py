@@ -171,6 +171,19 @@ def test_directories_follow_the_system_unless_they_are_set(environ: dict[str, st
     assert (settings.server.runtime_dir, settings.models.cache_dir) == (runtime_dir, cache_dir)
 
 
+@pytest.mark.parametrize(
+    ("environ", "state_dir"),
+    [
+        ({"HOME": "/home/a"}, "/home/a/.local/state/sie"),
+        ({"HOME": "/home/a", "XDG_STATE_HOME": "/s"}, "/s/sie"),
+        ({"XDG_STATE_HOME": "/s", "STATE_DIRECTORY": "/var/lib/sie:/var/lib/b"}, "/var/lib/sie"),
+        ({"STATE_DIRECTORY": "/var/lib/sie", "SIE_STATE_DIR": "/own"}, "/own"),
+    ],
+)
+def test_state_lies_where_the_system_keeps_it(environ: dict[str, str], state_dir: str):
+    assert load_settings(None, environ, {}).settings.server.state_dir == state_dir
+
+
 def test_settings_survive_being_handed_to_another_process():
     settings = load_settings(None, {}, {"model": ["a"], "server_name": "x", "wait_for_load": "1"}).settings
     assert msgspec.json.decode(msgspec.json.encode(settings), type=Settings) == settings

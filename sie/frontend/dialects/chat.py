@@ -47,7 +47,8 @@ from sie.generation import (
 from sie.limits import Limits
 
 _MAX_LIST: Final = 65_536
-_EFFORTS: Final = frozenset({"off", "low", "medium", "high", "xhigh"})
+_NO_EFFORTS: Final = frozenset({"off", "none"})
+_EFFORTS: Final = _NO_EFFORTS | {"low", "medium", "high", "xhigh"}
 _to_json: Final = msgspec.json.Encoder().encode
 
 
@@ -159,13 +160,18 @@ def read_thinking(call: ThinkingFields) -> tuple[bool | None, str | None]:
         effort = fallbacks["reasoning_effort"]
     if effort is None:
         return thinking, None
-    level = effort.strip().lower()
-    level = "off" if level == "none" else level
-    if level not in _EFFORTS:
-        raise wrong("reasoning_effort", f"must be one of off, none, low, medium, high, xhigh, not {effort[:40]!r}")
-    is_on = level != "off"
+    is_on, level = read_effort(effort, "reasoning_effort")
     if thinking is not None and thinking != is_on:
-        raise wrong("reasoning_effort", f"is {level!r}, and 'enable_thinking' says otherwise")
+        raise wrong("reasoning_effort", f"is {effort[:40]!r}, and 'enable_thinking' says otherwise")
+    return is_on, level
+
+
+def read_effort(effort: str, field: str) -> tuple[bool, str | None]:
+    """Return whether the model is to reason, and how much if it is. Raises BadRequest naming the field."""
+    level = effort.strip().lower()
+    if level not in _EFFORTS:
+        raise wrong(field, f"must be one of off, none, low, medium, high, xhigh, not {effort[:40]!r}")
+    is_on = level not in _NO_EFFORTS
     return is_on, level if is_on else None
 
 

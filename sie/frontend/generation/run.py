@@ -115,6 +115,20 @@ class Run:
                 await self._news.wait()
         return GenerateReply(model=self.model, choices=list(self._choices.values()), usage=self.usage())
 
+    async def gather(self) -> list[GenerateEvent]:
+        """Return all events of a request of one prompt. A worker's death on the way is made good. Raises what ended it."""
+        (part,) = self.parts
+        events: list[GenerateEvent] = []
+        while not self.is_over:
+            num_restarts = part.num_restarts
+            news = self._collect()
+            if part.num_restarts != num_restarts:
+                events = events[:1]  # that the prompt was read stays true
+            events += news
+            if not self.is_over:
+                await self._news.wait()
+        return events
+
     def give_up(self, error: SieError) -> None:
         """Let the workers go on with nothing of it; who still waits gets this error."""
         for part in self.parts:

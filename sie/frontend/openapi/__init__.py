@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -48,17 +49,17 @@ def document_json(limits: Limits) -> bytes:
 
 def document(limits: Limits) -> Document:
     """Return the document, OpenAPI 3.1."""
-    by_template = {route.template: route for route in routes.ROUTES}
-    rows = [(operation, by_template[operation.template]) for operation in OPERATIONS]
+    paths: Document = {}
+    for operation in OPERATIONS:
+        route = routes.BY_METHOD.get((operation.template, operation.method)) or routes.BY_TEMPLATE[operation.template]
+        path = paths.setdefault(operation.template, {})
+        path.update({method.lower(): _operation(operation, route, method) for method in route.methods})
     return {
         "openapi": "3.1.0",
         "info": {"title": "sie", "version": __version__, "description": _ABOUT, "license": _LICENSE},
         "servers": [{"url": "/"}],
         "tags": [{"name": name, "description": text} for name, text in TAGS.items()],
-        "paths": {
-            operation.template: {method.lower(): _operation(operation, route, method) for method in route.methods}
-            for operation, route in rows
-        },
+        "paths": paths,
         "components": {"schemas": schemas.components(_structs(), limits), "securitySchemes": _SECURITY_SCHEMES},
     }
 
@@ -102,15 +103,16 @@ def _structs() -> list[type[msgspec.Struct]]:
 
 
 def _operation(operation: Operation, route: Route, method: str) -> Document:
-    name = operation.template.strip("/").replace("{model}", "").replace("/", "_").strip("_") or "home"
+    place = _PLACE.search(operation.template)
+    name = _PLACE.sub("", operation.template).strip("/").replace("/", "_").strip("_") or "home"
     described: Document = {
         "operationId": f"{method.lower()}_{name.replace('.', '_').replace('-', '_')}",
         "tags": [operation.tag],
         "summary": operation.summary,
     }
-    if "{model}" in route.template:
-        described["operationId"] += "_model" if route.template.endswith("{model}") else ""
-        described["parameters"] = [_model_parameter(operation.model)]
+    if place is not None:
+        described["operationId"] += f"_{place[1]}" if route.template.endswith("}") else ""
+        described["parameters"] = [_path_parameter(place[1], operation.model)]
     if operation.description:
         described["description"] = operation.description
     if operation.request is not None:
@@ -127,12 +129,19 @@ def _operation(operation: Operation, route: Route, method: str) -> Document:
     return described
 
 
-def _model_parameter(example: str) -> Document:
+_PLACE = re.compile(r"\{(\w+)\}")
+_PLACE_WORDS = {
+    "model": "Id of the model, which may hold slashes, as they are or as `%2F`; `id:profile` names a profile.",
+    "response_id": "Id of the response.",
+}
+
+
+def _path_parameter(name: str, example: str) -> Document:
     return {
-        "name": "model",
+        "name": name,
         "in": "path",
         "required": True,
-        "description": "Id of the model, which may hold slashes, as they are or as `%2F`; `id:profile` names a profile.",
+        "description": _PLACE_WORDS[name],
         "schema": {"type": "string", "minLength": 1},
         "example": example,
     }

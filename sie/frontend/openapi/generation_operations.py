@@ -13,7 +13,7 @@ from sie.frontend.openapi.rows import Answer, Fault, Operation
 EVENTS: Final = "text/event-stream"
 _TAG: Final = "Generation"
 TAGS: Final = {_TAG: "Text from models that generate, in OpenAI's forms; docs/generation.md has the details."}
-_FAULTS: Final = (
+FAULTS: Final = (
     Fault(400, ("INVALID_INPUT", "INVALID_JSON", "INPUT_TOO_LONG", "CONTEXT_LENGTH_EXCEEDED", "TOOL_CHOICE_INVALID"),
           "The request is wrong; `param` names the field."),
     Fault(404, ("MODEL_NOT_FOUND",), "No such model, or none named and no default; the message names those that generate."),
@@ -38,7 +38,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         request=ChatBody,
         example={"messages": [{"role": "user", "content": "What is a fox?"}], "max_tokens": 64},
         answers=(Answer(200, f"The whole answer. {_STREAMED}", (JSON, EVENTS), ChatAnswer),),
-        faults=_FAULTS,
+        faults=FAULTS,
     ),
     Operation(
         template="/v1/completions",
@@ -48,6 +48,6 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         request=CompletionsBody,
         example={"prompt": "A fox is", "max_tokens": 16},
         answers=(Answer(200, f"The whole answer. {_STREAMED}", (JSON, EVENTS), CompletionsAnswer),),
-        faults=_FAULTS,
+        faults=FAULTS,
     ),
 )

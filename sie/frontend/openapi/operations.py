@@ -17,7 +17,13 @@ from sie.frontend.dialects.openai import EmbeddingsBody
 from sie.frontend.dialects.rerank import RerankBody
 from sie.frontend.dialects.score import ScoreBody
 from sie.frontend.dialects.sie import EncodeBody
-from sie.frontend.openapi import generation_operations, messages_operations, replies, tensor_operations
+from sie.frontend.openapi import (
+    generation_operations,
+    messages_operations,
+    replies,
+    responses_operations,
+    tensor_operations,
+)
 from sie.frontend.openapi.rows import Answer, Fault, Operation
 
 HTML: Final = "text/html"
@@ -30,6 +36,7 @@ TAGS: Final = {
     "Operation": "Health, metrics and this document.",
     **generation_operations.TAGS,
     **messages_operations.TAGS,
+    **responses_operations.TAGS,
     **tensor_operations.TAGS,
 }
 
@@ -226,5 +233,6 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     _text("/api-doc/openapi.json", "This document, where other servers have it", _DOCUMENT),
     *generation_operations.OPERATIONS,
     *messages_operations.OPERATIONS,
+    *responses_operations.OPERATIONS,
     *tensor_operations.OPERATIONS,
 )

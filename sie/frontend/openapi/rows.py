@@ -41,13 +41,15 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     tag: str
     summary: str
     answers: tuple[Answer, ...]
+    method: str = ""
+    """Where the path has several routes; empty: the first."""
     description: str = ""
     request: _StructType | None = None
     media: tuple[str, ...] = (JSON,)
     """Of the request."""
     example: dict[str, Any] = {}
     model: str = ""
-    """An example of the path's model."""
+    """An example of the name in the path, a model's mostly."""
     faults: tuple[Fault, ...] = ()
     has_timing: bool = False
     """Whether a 200 has the headers that say where the time went."""

@@ -67,7 +67,10 @@ def test_large_payloads_that_may_not_fit_are_a_warning():
 
 
 def writing_to(tmp_path: Path) -> Settings:
-    return settings(server={"runtime_dir": str(tmp_path / "run")}, models={"cache_dir": str(tmp_path / "new" / "deep")})
+    return settings(
+        server={"runtime_dir": str(tmp_path / "run"), "state_dir": str(tmp_path / "state")},
+        models={"cache_dir": str(tmp_path / "new" / "deep")},
+    )
 
 
 def test_directories_that_are_there_or_can_be_made_are_fine(tmp_path: Path):
@@ -88,8 +91,9 @@ def test_a_runtime_directory_that_others_may_write_to_is_an_error(tmp_path: Path
 def test_a_directory_that_cannot_be_written_to_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host.os, "access", lambda path, _mode: path != tmp_path)
     found = bad(host.check_disk(writing_to(tmp_path)))
-    assert [level for level, _ in found] == ["error", "error"]
+    assert [level for level, _ in found] == ["error", "error", "error"]
     assert found[1][1] == f"cache_dir: {tmp_path}/new/deep cannot be written to"
+    assert found[2][1] == f"state_dir: {tmp_path}/state cannot be written to"
 
 
 @pytest.mark.parametrize(("free", "level"), [(1 << 20, "warn"), (1000, "error")])

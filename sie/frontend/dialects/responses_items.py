@@ -1,0 +1,177 @@
+"""Owns the items of `/v1/responses`: what a conversation is made of, on the wire, in the store, and for a template.
+
+Source: generation API reference, section 5.1. Items are kept as they are written here, so the answer to one request is
+read as the input of the next one.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from sie.frontend.dialects.text_fields import wrong
+from sie.generation import ChatMessage, ToolCall
+
+_MAX_LIST: Final = 65_536
+_ROLE: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
+_TEXT_PARTS: Final = frozenset({"input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"})
+_MEDIA_WORDS: Final = ("image", "audio", "video", "file")
+_SKIPPED: Final = frozenset({"reasoning", "item_reference"})
+"""Accepted, and not told to the model."""
+_PREFIXES: Final = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_PART_BREAK: Final = "\n\n"
+_SAME_ROLES: Final = {"developer": "system"}
+"""Names of this API that no template knows."""
+
+Item = dict[str, Any]
+
+
+class InputPart(msgspec.Struct, omit_defaults=True):
+    """One part of a content; only text is read."""
+
+    type: str | None = None
+    text: str | None = None
+    refusal: str | None = None
+
+
+class InputItem(msgspec.Struct, omit_defaults=True):
+    """One item of an input; which fields count depends on its type."""
+
+    type: str | None = None
+    role: str | None = None
+    content: str | Annotated[list[InputPart], Meta(max_length=_MAX_LIST)] | None = None
+    id: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    output: str | Annotated[list[InputPart], Meta(max_length=_MAX_LIST)] | None = None
+
+
+Input = str | Annotated[list[InputItem], Meta(max_length=_MAX_LIST)]
+_kept: Final = msgspec.json.Decoder(list[InputItem])
+
+
+def read_items(given: Input) -> list[ChatMessage]:
+    """Return a conversation; a single text is a user's message. Raises BadRequest naming the item.
+
+    Calls and the text that the model wrote beside them are one message, as templates have it.
+    """
+    if isinstance(given, str):
+        return [ChatMessage(role="user", content=given)]
+    messages: list[ChatMessage] = []
+    for number, item in enumerate(given):
+        path, kind = f"input[{number}]", _kind(item)
+        if kind == "message":
+            messages.append(_read_message(item, path))
+        elif kind == "function_call":
+            _add_call(messages, _read_call(item, path))
+        elif kind == "function_call_output":
+            messages.append(_read_output(item, path))
+        elif kind not in _SKIPPED:
+            raise wrong(f"{path}.type", f"is {kind[:40]!r}, which is not served; messages and function calls are")
+    return messages
+
+
+def read_kept(items: bytes) -> list[ChatMessage]:
+    """Return the conversation that was kept as JSON."""
+    return read_items(_kept.decode(items))
+
+
+def name_results(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return a conversation whose results of calls have the names of what was called, which some templates write."""
+    names = {call.id: call.name for message in messages for call in message.tool_calls}
+    return [
+        msgspec.structs.replace(message, name=names.get(message.tool_call_id)) if message.tool_call_id else message
+        for message in messages
+    ]
+
+
+def listed_items(given: Input) -> list[Item]:
+    """Return the items of an input as they are kept and listed: each with its type and an id."""
+    if isinstance(given, str):
+        given = [InputItem(role="user", content=given)]
+    return [_listed(item) for item in given]
+
+
+def new_id(kind: str) -> str:
+    """Return the id of a new item of this type."""
+    return f"{_PREFIXES.get(kind, 'item')}_{secrets.token_hex(16)}"
+
+
+def _kind(item: InputItem) -> str:
+    return item.type or ("message" if item.role is not None else "item_reference" if item.id else "")
+
+
+def _listed(item: InputItem) -> Item:
+    kind = _kind(item)
+    fields: Item = msgspec.to_builtins(item)
+    if kind == "message":
+        fields["status"] = "completed"
+        if isinstance(item.content, str):
+            spoken = "output_text" if item.role == "assistant" else "input_text"
+            fields["content"] = [{"type": spoken, "text": item.content}]
+    return {**fields, "type": kind, "id": item.id or new_id(kind)}
+
+
+def _read_message(item: InputItem, path: str) -> ChatMessage:
+    role = item.role or ""
+    if not _ROLE.fullmatch(role):
+        raise wrong(f"{path}.role", "must be a short word, such as 'user'")
+    if item.content is None:
+        raise wrong(f"{path}.content", "is required")
+    return ChatMessage(role=_SAME_ROLES.get(role, role), content=_text(item.content, f"{path}.content"))
+
+
+def _read_call(item: InputItem, path: str) -> ToolCall:
+    if not item.call_id:
+        raise wrong(f"{path}.call_id", "is required")
+    name = full_name(item.namespace, item.name or "")
+    if not _NAME.fullmatch(name):
+        raise wrong(f"{path}.name", "must be of letters, digits and _.:/-, at most 256")
+    return ToolCall(id=item.call_id, name=name, arguments=item.arguments or "{}")
+
+
+def full_name(namespace: str | None, name: str) -> str:
+    """Return what the model knows a function of a namespace by."""
+    return f"{namespace}.{name}" if namespace else name
+
+
+def _add_call(messages: list[ChatMessage], call: ToolCall) -> None:
+    last = messages[-1] if messages else None
+    if last is not None and last.role == "assistant":
+        messages[-1] = msgspec.structs.replace(last, tool_calls=(*last.tool_calls, call))
+    else:
+        messages.append(ChatMessage(role="assistant", tool_calls=(call,)))
+
+
+def _read_output(item: InputItem, path: str) -> ChatMessage:
+    if not item.call_id:
+        raise wrong(f"{path}.call_id", "is required")
+    if item.output is None:
+        raise wrong(f"{path}.output", "is required")
+    return ChatMessage(role="tool", content=_text(item.output, f"{path}.output"), tool_call_id=item.call_id)
+
+
+def _text(content: str | Sequence[InputPart], path: str) -> str:
+    """Return the text of a content; its parts are joined by a blank line."""
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for number, part in enumerate(content):
+        here, kind = f"{path}[{number}]", part.type or "text"
+        if kind not in _TEXT_PARTS:
+            is_media = any(word in kind for word in _MEDIA_WORDS)
+            reason = "text is served, media and files are not" if is_media else "which is not known here"
+            raise wrong(f"{here}.type", f"is {kind[:40]!r}; {reason}")
+        text = part.refusal if kind == "refusal" and part.text is None else part.text
+        if text is None:
+            raise wrong(f"{here}.text", "is required")
+        texts.append(text)
+    return _PART_BREAK.join(texts)

@@ -1,0 +1,43 @@
+"""Owns the list of a response's input items: which part of it a query asks for. Source: the types of the openai client 3.52."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from sie.frontend.dialects.responses_items import Item
+from sie.frontend.dialects.responses_reply import encode_page
+from sie.frontend.dialects.text_fields import wrong
+
+_DEFAULT_LIMIT: Final = "20"
+_MAX_LIMIT: Final = 100
+_MAX_DIGITS: Final = 6
+
+
+def read_page(items: bytes, query: Mapping[str, Sequence[str]]) -> bytes:
+    """Return the body with the items that a query asks for, the newest first unless it says otherwise.
+
+    items is JSON; query has the last value of each field at the end. Raises BadRequest naming the field.
+    """
+    limit, order = _last(query, "limit") or _DEFAULT_LIMIT, _last(query, "order") or "desc"
+    if not (limit.isascii() and limit.isdigit() and len(limit) <= _MAX_DIGITS and 1 <= int(limit) <= _MAX_LIMIT):
+        raise wrong("limit", f"must be a whole number from 1 to {_MAX_LIMIT}")
+    if order not in ("asc", "desc"):
+        raise wrong("order", "must be 'asc' or 'desc'")
+    found: list[Item] = msgspec.json.decode(items, type=list[dict[str, Any]])
+    if order == "desc":
+        found.reverse()
+    if after := _last(query, "after"):
+        number = next((number for number, item in enumerate(found) if item["id"] == after), None)
+        if number is None:
+            raise wrong("after", "names no item of this response")
+        found = found[number + 1 :]
+    shown = found[: int(limit)]
+    return encode_page(shown, has_more=len(found) > len(shown))
+
+
+def _last(query: Mapping[str, Sequence[str]], field: str) -> str:
+    values = query.get(field)
+    return values[-1] if values else ""

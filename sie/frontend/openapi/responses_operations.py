@@ -1,0 +1,155 @@
+"""Owns the rows of `/v1/responses`, and the types of what they answer. Source: generation API reference, section 5."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from sie.frontend.dialects.negotiate import JSON
+from sie.frontend.dialects.responses import ResponsesBody
+from sie.frontend.openapi.generation_operations import EVENTS, FAULTS
+from sie.frontend.openapi.rows import Answer, Fault, Operation
+
+_TAG: Final = "Responses"
+TAGS: Final = {_TAG: "Text from models that generate, as responses that are kept; docs/generation.md has the details."}
+
+
+class _Reply(Struct, kw_only=True, forbid_unknown_fields=True):
+    """No reply has a key that is not described."""
+
+
+class ReadTokens(_Reply):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class WrittenTokens(_Reply):
+    reasoning_tokens: int
+
+
+class ResponseUsage(_Reply):
+    input_tokens: int
+    input_tokens_details: ReadTokens
+    output_tokens: int
+    output_tokens_details: WrittenTokens
+    total_tokens: int
+
+
+class ResponseFault(_Reply):
+    code: str
+    message: str
+
+
+class IncompleteDetails(_Reply):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseAnswer(_Reply):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    model: str
+    error: ResponseFault | None
+    incomplete_details: IncompleteDetails | None
+    output: list[dict[str, Any]]
+    usage: ResponseUsage | None
+    instructions: str | None
+    previous_response_id: str | None
+    background: bool
+    store: bool
+    metadata: dict[str, str]
+    max_output_tokens: int | None
+    max_tool_calls: None
+    temperature: float | None
+    top_p: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    top_logprobs: int
+    tools: list[dict[str, Any]]
+    tool_choice: Any
+    parallel_tool_calls: bool
+    reasoning: dict[str, Any]
+    text: dict[str, Any]
+    truncation: Literal["auto", "disabled"]
+    user: str | None
+    output_text: str | UnsetType = UNSET
+
+
+class ResponseDeleted(_Reply):
+    id: str
+    object: Literal["response.deleted"]
+    deleted: bool
+
+
+class InputItemList(_Reply):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+_ONE: Final = "/v1/responses/{response_id}"
+_EXAMPLE_ID: Final = "resp_9f4cc2e96470f063b671c1b0667e40f7"
+_BAD_QUERY: Final = Fault(400, ("INVALID_INPUT",), "The query asks for what is not served; `param` names the field.")
+_UNKNOWN: Final = Fault(404, ("RESPONSE_NOT_FOUND",), "No such response, or another API key's.")
+_NO_STORE: Final = Fault(503, ("RESPONSES_UNAVAILABLE",), "Responses cannot be read now.")
+
+OPERATIONS: Final[tuple[Operation, ...]] = (
+    Operation(
+        template="/v1/responses",
+        tag=_TAG,
+        summary="Make a response",
+        description="A model that loads is waited for. With `background`, the answer comes at once and is asked for later.",
+        request=ResponsesBody,
+        example={"input": "What is a fox?", "max_output_tokens": 64},
+        answers=(Answer(200, "The response. With `stream`, numbered events.", (JSON, EVENTS), ResponseAnswer),),
+        faults=(
+            *(fault for fault in FAULTS if fault.status != 404),
+            Fault(
+                404, ("MODEL_NOT_FOUND", "PREVIOUS_RESPONSE_NOT_FOUND"), "No such model, or no such response before it."
+            ),
+        ),
+    ),
+    Operation(
+        template=_ONE,
+        tag=_TAG,
+        summary="A response as it is now",
+        model=_EXAMPLE_ID,
+        answers=(Answer(200, "The response.", (JSON,), ResponseAnswer),),
+        faults=(_BAD_QUERY, _UNKNOWN, _NO_STORE),
+    ),
+    Operation(
+        template=_ONE,
+        method="DELETE",
+        tag=_TAG,
+        summary="Forget a response",
+        description="One that is being made is stopped.",
+        model=_EXAMPLE_ID,
+        answers=(Answer(200, "It is gone.", (JSON,), ResponseDeleted),),
+        faults=(_UNKNOWN, _NO_STORE),
+    ),
+    Operation(
+        template=f"{_ONE}/cancel",
+        tag=_TAG,
+        summary="Stop a response that is being made",
+        model=_EXAMPLE_ID,
+        answers=(Answer(200, "The response, cancelled now or before.", (JSON,), ResponseAnswer),),
+        faults=(
+            Fault(404, ("RESPONSE_NOT_FOUND", "RESPONSE_ENDED"), "No such response, or it has ended already."),
+            _NO_STORE,
+        ),
+    ),
+    Operation(
+        template=f"{_ONE}/input_items",
+        tag=_TAG,
+        summary="What a response was made from",
+        description="In the query: `limit` (1 to 100, 20 if not given), `order` (`desc` or `asc`), `after` (an item's id).",
+        model=_EXAMPLE_ID,
+        answers=(Answer(200, "A part of the items.", (JSON,), InputItemList),),
+        faults=(_BAD_QUERY, _UNKNOWN, _NO_STORE),
+    ),
+)

@@ -1,0 +1,321 @@
+"""`/v1/responses` with the unmodified openai client: made, streamed, kept, found again, stopped, and whose they are."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.process.harness import Server, eventually, start_server
+from tests.process.keys import BOTH, INFER, entry, write_keys
+from tests.process.wire import post_json, total, wait_no_extents
+
+PATH = "/v1/responses"
+ECHO = "user: hello\nassistant: "
+"""What the stub reads of "hello", and answers over and over."""
+ENDLESS: Any = {"model": "slow", "input": "hello", "max_output_tokens": 4000, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with start_server(
+        "--model", "m=stub:generate,max_tokens=4096", "--model", "slow=stub:generate,latency_ms=30,max_tokens=8192",
+        "--default-model", "m", "--frontends", "2", "--keep-alive-interval-ms", "100", "--test",
+    ) as running:  # fmt: skip
+        yield running
+
+
+def connect(server: Server, key: str = "unused") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with connect(server) as made:
+        yield made
+
+
+def running(server: Server) -> float:
+    return total(server.port, "sie_sequences_running", model="slow")
+
+
+def wait_status(client: openai.OpenAI, response_id: str, *statuses: str) -> Any:
+    return eventually(
+        lambda: (found := client.responses.retrieve(response_id)).status in statuses and found, f"never {statuses}", 20
+    )
+
+
+# --- made at once -----------------------------------------------------------------------------------------------------
+
+
+def test_response_is_made_kept_listed_and_forgotten(client: openai.OpenAI) -> None:
+    made = client.responses.create(model="m", input="hello", metadata={"k": "v"}, instructions=None)
+    assert (made.output_text, made.status, made.model, made.metadata) == (ECHO, "completed", "m", {"k": "v"})
+    assert made.usage is not None
+    assert (made.usage.input_tokens, made.usage.output_tokens, made.usage.total_tokens) == (23, 23, 46)
+    assert (made.parallel_tool_calls, made.tool_choice, made.tools, made.error) == (True, "auto", [], None)
+    assert client.responses.retrieve(made.id) == made
+    (item,) = client.responses.input_items.list(made.id).data
+    assert item.model_dump()["content"][0]["text"] == "hello"
+    client.responses.delete(made.id)
+    for look in (client.responses.retrieve, client.responses.delete, client.responses.cancel,
+                 client.responses.input_items.list):  # fmt: skip
+        with pytest.raises(openai.NotFoundError) as caught:
+            look(made.id)
+        assert caught.value.code == "response_not_found"
+
+
+def test_cap_leaves_it_incomplete(client: openai.OpenAI) -> None:
+    made = client.responses.create(model="m", input="hello", max_output_tokens=4)
+    assert (made.status, made.output_text) == ("incomplete", "user")
+    assert made.incomplete_details is not None
+    assert made.incomplete_details.reason == "max_output_tokens"
+    assert made.output[0].model_dump()["status"] == "incomplete"
+
+
+def test_logprobs_and_a_form(client: openai.OpenAI) -> None:
+    made = client.responses.create(model="m", input="hello", max_output_tokens=2, top_logprobs=2,
+                                   include=["message.output_text.logprobs"])  # fmt: skip
+    logprobs = made.output[0].model_dump()["content"][0]["logprobs"]
+    assert [(one["token"], len(one["top_logprobs"])) for one in logprobs] == [("u", 2), ("s", 2)]
+    schema = {"type": "object"}
+    bound = client.responses.create(
+        model="m", input="hello", text={"format": {"type": "json_schema", "name": "n", "schema": schema}}
+    )
+    assert json.loads(bound.output_text) == schema, "the stub answers with the grammar itself"
+
+
+def test_conversation_goes_on_without_its_instructions(client: openai.OpenAI) -> None:
+    first = client.responses.create(model="m", input="hello", instructions="be brief")
+    call: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    output: Any = {"type": "function_call_output", "call_id": "c", "output": "42"}
+    second = client.responses.create(model="m", input=[call], previous_response_id=first.id)
+    third = client.responses.create(model="m", input=[output], previous_response_id=second.id)
+    said = f"system: be brief\n{ECHO}"
+    assert first.output_text == said
+    assert (
+        third.output_text == f"user: hello\nassistant: {said}\nassistant: {second.output_text}\ntool: 42\nassistant: "
+    )
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.responses.create(model="m", input="x", previous_response_id="resp_none")
+    assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
+
+
+def test_store_false_leaves_nothing(client: openai.OpenAI) -> None:
+    made = client.responses.create(model="m", input="hello", store=False)
+    assert made.model_dump()["store"] is False
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(made.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="m", input="x", previous_response_id=made.id)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({}, 422, "input"),
+        ({"input": "x", "model": "nope"}, 404, "model"),
+        ({"input": "x", "max_output_tokens": 0}, 400, "max_output_tokens"),
+        ({"input": "x" * 5000}, 400, "input"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, 400, "tools[0]"),
+        ({"input": "x", "top_logprobs": 99}, 400, "top_logprobs"),
+    ],
+)
+def test_wrong_request_hears_its_field(server: Server, body: dict[str, Any], status: int, param: str) -> None:
+    for extra in ({}, {"stream": True}, {"background": True}):
+        answer = post_json(server.port, PATH, {**body, **extra})
+        assert (answer.status, json.loads(answer.body)["error"]["param"]) == (status, param), answer.body
+        assert answer.headers["x-request-id"].startswith("req_")
+
+
+def test_queries_and_methods_that_are_not_served(server: Server, client: openai.OpenAI) -> None:
+    one = f"{server.url}{PATH}/{client.responses.create(model='m', input='hello').id}"
+    for query, param in (("stream=true", "stream"), ("starting_after=3", "starting_after")):
+        answer = httpx.get(f"{one}?{query}")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    wrong = httpx.put(one)
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, DELETE")
+    assert httpx.post(f"{one}/cancel").json()["error"]["code"] == "response_ended"
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+def test_client_s_own_reader_takes_the_stream(client: openai.OpenAI) -> None:
+    with client.responses.stream(model="m", input="hello") as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert [getattr(event, "sequence_number", None) for event in events] == list(range(len(events)))
+    assert (final.output_text, final.status) == (ECHO, "completed")
+    kept = client.responses.retrieve(final.id)
+    assert (kept.output_text, kept.status) == (ECHO, "completed"), "it is kept before its last event is sent"
+
+
+def test_async_client_streams_side_by_side(server: Server) -> None:
+    async def one(client: openai.AsyncOpenAI, number: int) -> str:
+        stream = await client.responses.create(model="m", input=f"number {number} é", stream=True)
+        return "".join([event.delta async for event in stream if event.type == "response.output_text.delta"])
+
+    async def main() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+            return await asyncio.gather(*(one(client, number) for number in range(8)))
+
+    assert asyncio.run(main()) == [f"user: number {number} é\nassistant: " for number in range(8)]
+
+
+def test_client_that_leaves_its_stream_ends_the_work(server: Server, client: openai.OpenAI) -> None:
+    stream = client.responses.create(**ENDLESS, stream=True)
+    first = next(iter(stream))
+    assert first.type == "response.created"
+    assert client.responses.retrieve(first.response.id).status == "in_progress"
+    assert running(server) == 1
+    stream.close()
+    eventually(lambda: running(server) == 0, "its work still runs")
+    wait_status(client, first.response.id, "cancelled")
+    wait_no_extents(server.port)
+
+
+def test_worker_s_death_ends_a_stream_with_its_two_events(server: Server, client: openai.OpenAI) -> None:
+    types: list[str] = []
+    last: Any = None
+    for event in client.responses.create(**ENDLESS, stream=True):
+        if event.type == "response.output_text.delta" and event.type not in types:
+            server.kill_worker()
+        types.append(event.type)
+        last = event
+    assert types[-2:] == ["error", "response.failed"]
+    assert last.response.error.code == "server_error"
+    assert client.responses.retrieve(last.response.id).status == "failed"
+    eventually(lambda: client.responses.create(model="m", input="hello").output_text == ECHO, "no worker came back", 30)
+
+
+# --- behind the answer ------------------------------------------------------------------------------------------------
+
+
+def test_background_is_polled_to_its_end(client: openai.OpenAI) -> None:
+    begun = client.responses.create(model="slow", input="hello", background=True)
+    assert (begun.status, begun.output, begun.background) == ("queued", [], True)
+    assert client.responses.retrieve(begun.id).status in ("queued", "in_progress")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model="m", input="x", previous_response_id=begun.id)
+    assert caught.value.param == "previous_response_id"
+    done = wait_status(client, begun.id, "completed")
+    assert (done.output_text, done.usage.output_tokens) == (ECHO, len(ECHO))
+
+
+def test_cancel_at_any_frontend_frees_the_engine(server: Server) -> None:
+    """Each client has a connection of its own, so that of eight cancels some come to the other process."""
+    for _ in range(4):
+        with connect(server) as one:
+            begun = one.responses.create(**ENDLESS, background=True)
+        eventually(lambda: running(server) == 1, "it does not run")
+        for _ in range(2):
+            with connect(server) as other:
+                assert other.responses.cancel(begun.id).status == "cancelled"
+        eventually(lambda: running(server) == 0, "its work still runs", 5)
+    wait_no_extents(server.port)
+
+
+def test_deletion_stops_what_is_made(server: Server, client: openai.OpenAI) -> None:
+    begun = client.responses.create(**ENDLESS, background=True)
+    eventually(lambda: running(server) == 1, "it does not run")
+    client.responses.delete(begun.id)
+    eventually(lambda: running(server) == 0, "its work still runs", 5)
+
+
+def test_background_stream_goes_on_without_its_client(client: openai.OpenAI) -> None:
+    stream = client.responses.create(model="slow", input="hello", background=True, stream=True)
+    first = next(iter(stream))
+    assert first.type == "response.created"
+    stream.close()
+    assert wait_status(client, first.response.id, "completed").output_text == ECHO
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def test_restart_keeps_what_was_and_fails_what_ran(tmp_path: Path) -> None:
+    flags = (
+        "--model",
+        "slow=stub:generate,latency_ms=30,max_tokens=8192",
+        "--frontends",
+        "1",
+        "--state-dir",
+        str(tmp_path),
+    )
+    with start_server(*flags) as first, connect(first) as client:
+        done = client.responses.create(model="slow", input="hello", max_output_tokens=3)
+        begun = client.responses.create(**ENDLESS, background=True)
+    with start_server(*flags) as second, connect(second) as client:
+        assert client.responses.retrieve(done.id).output_text == "use"
+        found = client.responses.retrieve(begun.id)
+        assert found.error is not None, found.status
+        assert (found.status, found.error.code) == ("failed", "server_error")
+
+
+def test_responses_belong_to_their_key(tmp_path: Path) -> None:
+    single = "sie_test-single-0123456789abcdef"
+    keys = write_keys(tmp_path / "keys.toml", entry("single", single, ["infer"], max_concurrent=1))
+    with (
+        start_server(
+            "--model",
+            "m=stub:generate",
+            "--model",
+            "slow=stub:generate,latency_ms=30,max_tokens=8192",
+            "--frontends",
+            "1",
+            "--api-keys",
+            str(keys),
+            "--max-background-responses",
+            "1",
+        ) as server,
+        connect(server, single) as one,
+        connect(server, INFER) as alice,
+        connect(server, BOTH) as bob,
+    ):
+        made = alice.responses.create(model="m", input="hello")
+        assert alice.responses.retrieve(made.id).output_text == ECHO
+        for look in (
+            bob.responses.retrieve,
+            bob.responses.delete,
+            bob.responses.cancel,
+            bob.responses.input_items.list,
+        ):
+            with pytest.raises(openai.NotFoundError):
+                look(made.id)
+        with pytest.raises(openai.NotFoundError):
+            bob.responses.create(model="m", input="x", previous_response_id=made.id)
+        assert alice.responses.retrieve(made.id).status == "completed"
+        begun = one.responses.create(**ENDLESS, background=True)
+        with pytest.raises(openai.InternalServerError) as caught:
+            alice.responses.create(**ENDLESS, background=True)
+        assert caught.value.code == "server_overloaded"
+        assert one.responses.cancel(begun.id).status == "cancelled", "one in the background leaves room to ask for it"
+
+
+def test_key_s_limit_holds_in_the_background(tmp_path: Path) -> None:
+    single = "sie_test-single-0123456789abcdef"
+    keys = write_keys(tmp_path / "keys.toml", entry("single", single, ["infer"], max_concurrent=1))
+    slow = ("--model", "slow=stub:generate,latency_ms=30,max_tokens=8192")
+    with start_server(*slow, "--frontends", "1", "--api-keys", str(keys)) as server, connect(server, single) as one:
+        begun = one.responses.create(**ENDLESS, background=True)
+        with pytest.raises(openai.RateLimitError, match="max_concurrent"):
+            one.responses.create(**ENDLESS, background=True)
+        one.responses.cancel(begun.id)
+
+
+def test_server_that_keeps_nothing_answers_all_the_same() -> None:
+    with start_server("--model", "m=stub:generate", "--frontends", "1", "--max-responses", "0") as server, \
+            connect(server) as client:  # fmt: skip
+        made = client.responses.create(model="m", input="hello")
+        assert (made.output_text, made.model_dump()["store"]) == (ECHO, False)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(made.id)
+        with pytest.raises(openai.BadRequestError, match="max_responses"):
+            client.responses.create(model="m", input="hello", background=True)
