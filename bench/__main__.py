@@ -9,7 +9,7 @@ from typing import Final
 
 import click
 
-COMMANDS: Final = ("hop", "limits", "engine", "peers", "generate", "fairness", "shm", "plot")
+COMMANDS: Final = ("hop", "limits", "engine", "peers", "generate", "rounding", "fairness", "shm", "plot")
 """One module each, with a click command `main`."""
 
 

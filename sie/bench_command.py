@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sie.loadgen import DIALECTS
+from sie.target_options import target_options
 
 if TYPE_CHECKING:
     from sie.loadgen.plan import Measured, Plan
@@ -81,18 +82,7 @@ _POSITIVE = click.FloatRange(0, 1_000_000, min_open=True)
 @click.option("--within-ms", type=_POSITIVE, default=100.0, show_default=True, help="What a good answer may take.")
 @click.option("--distinct", type=_COUNT, default=128, show_default=True, help="Different requests that take turns.")
 @click.option("--seed", type=int, default=1, show_default=True, help="Other texts with the same lengths.")
-@click.option("--key", envvar="BENCH_API_KEY", show_envvar=True, default="", help="API key.")
-@click.option(
-    "--ca",
-    "ca_file",
-    type=click.Path(),
-    default="",
-    help="PEM file of the authorities to trust instead of the system's.",
-)
-@click.option(
-    "--cert", "cert_file", type=click.Path(), default="", help="PEM file of the certificate that this client shows."
-)
-@click.option("--cert-key", "key_file", type=click.Path(), default="", help="PEM file of its private key.")
+@target_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def bench(
     *, url: str, key: str, ca_file: str, cert_file: str, key_file: str, within_ms: float, as_json: bool, **planned: Any

@@ -16,6 +16,7 @@ import msgspec
 from sie import __version__
 from sie.bench_command import bench
 from sie.bundled import with_bundled_model
+from sie.chat_command import chat
 from sie.config_sources import SettingsError
 from sie.doctor import AREAS
 from sie.keys_command import keys
@@ -101,6 +102,7 @@ def config(config_file: str | None, output_format: str, **flags: Any) -> None:
 
 
 cli.add_command(bench)
+cli.add_command(chat)
 cli.add_command(keys)
 cli.add_command(service)
 

@@ -32,6 +32,14 @@ _COUNTERS: Final = tuple(
     if family.kind == "counter" and "model" in family.labels and family.name.startswith("sie_")
 )
 """What a frame counts by model."""
+_GENERATION: Final = {
+    "running": families.SEQUENCES_RUNNING,
+    "waiting": families.SEQUENCES_WAITING,
+    "kv_blocks_used": families.KV_BLOCKS_USED,
+    "kv_blocks": families.KV_BLOCKS,
+}
+"""What a frame says of a model that generates, over all its workers."""
+_HISTOGRAMS: Final = (families.REQUEST_DURATION, families.BATCH_SIZE, families.FIRST_TOKEN, families.TOKEN_GAP)
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,8 +108,8 @@ def build_status(inputs: StatusInputs, now_s: float) -> dict[str, Any]:
     """Return one frame. now_s is Unix time.
 
     Beyond the reference's fields: `reason`, `config_error`, `keys_error`, `tls_error`, `workers`, `outcomes` (requests by status),
-    `refusals` (by reason), `worker_restarts`, `extents_in_use`, `event_loop_lag_s`, `degraded` of each model, and `uuid`,
-    `healthy`, `stale` of each GPU.
+    `refusals` (by reason), `worker_restarts`, `extents_in_use`, `event_loop_lag_s`, `degraded` of each model, `generation` of
+    those that generate, and `uuid`, `healthy`, `stale` of each GPU.
     """
     server, metrics = inputs.server, inputs.metrics
     gpus = _gpus(metrics, server.memory_threshold_pct, now_s)
@@ -134,9 +142,7 @@ def build_status(inputs: StatusInputs, now_s: float) -> dict[str, Any]:
         "models": _models(inputs.models, metrics),
         "workers": [_worker(entry, metrics) for entry in inputs.workers],
         "counters": {family.name.removesuffix("_total"): _sum_by(metrics, family, "model") for family in _COUNTERS},
-        "histograms": {
-            family.name: _histograms(metrics, family) for family in (families.REQUEST_DURATION, families.BATCH_SIZE)
-        },
+        "histograms": {family.name: _histograms(metrics, family) for family in _HISTOGRAMS},
         "outcomes": _sum_by(metrics, families.REQUESTS, "status"),
         "refusals": _sum_by(metrics, families.REFUSALS, "reason"),
         "worker_restarts": sum(_sum_by(metrics, families.WORKER_RESTARTS, "worker").values()),
@@ -189,6 +195,7 @@ def _whole(value: float | None) -> int | None:
 def _models(entries: tuple[ModelEntry, ...], metrics: Merged) -> list[dict[str, Any]]:
     waiting = _sum_by(metrics, families.QUEUE_DEPTH, "model")
     spoilt = _sum_by(metrics, families.NON_FINITE_SHARE, "model")
+    generation = {key: _sum_by(metrics, family, "model") for key, family in _GENERATION.items()}
     counted: set[str] = set()
     models: list[dict[str, Any]] = []
     for entry in entries:
@@ -196,6 +203,8 @@ def _models(entries: tuple[ModelEntry, ...], metrics: Merged) -> list[dict[str, 
         model = _model(entry, int(waiting.get(shared, 0)), spoilt.get(shared, 0.0) > _DEGRADED_SHARE)
         if shared in counted:  # its profiles share one memory and one queue, which readers add up
             model.update(memory_bytes=0, queue_depth=0, queue_pending_items=0)
+        elif entry.card.generate is not None:
+            model["generation"] = {key: int(values.get(shared, 0)) for key, values in generation.items()}
         counted.add(shared)
         models.append(model)
     return sorted(models, key=lambda model: (-model["memory_bytes"], model["name"]))

@@ -37,11 +37,13 @@ SHOWN_WHEN_IT_HAPPENS = {
 @pytest.fixture(scope="module")
 def live():
     """Return the page of a server that has seen requests, mistakes and the death of a worker."""
-    with start_server("--model", "stub/a=stub:dense=16,score,extract", "--frontends", "1") as server:
+    models = ("--model", "stub/a=stub:dense=16,score,extract", "--model", "stub/g=stub:generate")
+    with start_server(*models, "--frontends", "1") as server:
         before = samples(server.port)
         assert encode(server.port, "stub/a", ["x", "y"]).status == 200
         assert post_json(server.port, "/v1/rerank", {"query": "q", "documents": ["d"]}).status == 200
         assert post_json(server.port, "/v1/encode/stub/a", {"items": []}).status == 400
+        assert post_json(server.port, "/v1/chat/completions", {"messages": "hello"}).status == 200
         server.kill_worker()
         eventually(lambda: encode(server.port, "stub/a", ["z"]).status == 200, "an answer of the next worker")
         yield {"before": before, "families": families(server.port), "text": get(server.port, "/metrics").body.decode()}
@@ -149,10 +151,12 @@ def test_page_explains_no_alert_that_is_not_there():
     assert set(re.findall(r"^\| `(Sie\w+)`", text, re.MULTILINE)) == {rule["alert"] for rule in RULES}
 
 
-@pytest.mark.parametrize("counter", ["sie_worker_restarts_total", "sie_oom_terminal_failures_total"])
+@pytest.mark.parametrize(
+    "counter", ["sie_worker_restarts_total", "sie_oom_terminal_failures_total", "sie_preemptions_total"]
+)
 def test_what_an_alert_waits_for_is_counted_from_zero(counter, live):
     """An increase is only seen by Prometheus when the series was there before it."""
-    assert [value for (name, _), value in live["before"].items() if name == counter] == [0.0]
+    assert {value for (name, _), value in live["before"].items() if name == counter} == {0.0}
 
 
 def test_dashboard_is_laid_out_without_overlap_and_its_variables_exist(known):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+import httpx
 import pytest
 
 from tests.process.browser import Page, find_browser, open_page
@@ -124,6 +125,29 @@ def test_page_says_when_it_is_cut_off_and_comes_back_by_itself(server, page):
     eventually(lambda: server.frontends() not in ([], [frontend]), "another frontend")
     errors = [line for line in page.logged if "exceptionDetails" in line]
     assert not errors, errors
+
+
+def test_generating_models_show_their_sequences_and_no_others_do(server, page):
+    assert page.run("document.getElementById('generation').hidden"), "nothing generates here"
+    assert BROWSER is not None
+    with (
+        start_server(
+            "--model", "v=stub:dense=8", "--model", "g=stub:generate,latency_ms=30", "--devices", "cpu"
+        ) as other,
+        open_page(BROWSER, other.url) as opened,
+    ):
+        opened.wait("document.getElementById('generation')?.hidden === false", "the panel")
+        cell = "document.querySelector('#generating td[data-label=\"{}\"]').innerText"
+        body = {"messages": "hello", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{other.url}/v1/chat/completions", json=body, timeout=30):
+            opened.wait(f"{cell.format('Running')} === '1'", "a running choice")
+            opened.wait(f"parseInt({cell.format('KV blocks')}) > 0", "its blocks")
+            opened.wait(f"parseFloat({cell.format('Tokens/s')}) > 3", "its tokens")
+            opened.wait(f"{cell.format('First token')}.includes(' ms')", "its first token")
+        opened.wait(f"{cell.format('Running')} === '0'", "nothing runs any more")
+        assert opened.run("[...document.querySelectorAll('#generating tr')].map((row) => row.cells[0].innerText)") == [
+            "g"
+        ]
 
 
 def test_buttons_are_off_where_models_may_not_be_managed():

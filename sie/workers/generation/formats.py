@@ -41,4 +41,4 @@ def join_and_pack(model: Any, form: Format) -> None:
     """Join the linear layers of a float32 model on the CPU and pack them, in place; what is not packed stays float32."""
     share_inputs(model, torch.arange(1, 5)[None] % model.get_input_embeddings().weight.shape[0])
     if form.bits is not None:
-        pack_linears(model, form.bits, form.dtype)
+        pack_linears(model, form.bits, form.dtype, model.get_output_embeddings())

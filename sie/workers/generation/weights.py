@@ -38,6 +38,7 @@ CODEBOOK = np.array(
      0.0264, 0.1218, 0.2198, 0.3226, 0.4335, 0.5571, 0.7008, 0.8782], np.float32,
 )  # fmt: skip
 _MIDDLES = torch.from_numpy((CODEBOOK[1:] + CODEBOOK[:-1]) / 2)
+_LEAST_BITS: Bits = 4
 _REFINEMENTS = 2
 """Times that a scale is set to the best one for the numbers chosen with the last; a third gains under 1 % of the error."""
 _CHUNK_OUTPUTS = 4096
@@ -166,11 +167,12 @@ def _scratch(nbytes: int) -> int:
     return found[1]
 
 
-def pack_linears(model: nn.Module, bits: Bits, dtype: torch.dtype) -> int:
+def pack_linears(model: nn.Module, bits: Bits, dtype: torch.dtype, head: nn.Module | None = None) -> int:
     """Put the linear layers of a model on the CPU into a format, in place; return the bytes that all of them take.
 
     dtype is what the model computes in, float32 or bfloat16. A layer whose kernel is not there keeps its rounded weights in
-    dtype, for torch. Tied weights are packed for the head and stay as they are for the embedding.
+    dtype, for torch. Tied weights are packed for the head and stay as they are for the embedding. head is the layer that gives
+    the logits: it has eight bits at least, since its rounding goes into each of them directly.
     """
     compiled = can_multiply(is_bf16=dtype == torch.bfloat16)
     nbytes = 0
@@ -180,11 +182,12 @@ def pack_linears(model: nn.Module, bits: Bits, dtype: torch.dtype) -> int:
             if weight is None:
                 continue
             bias: Tensor | None = getattr(child, "bias", None)
+            own_bits = 8 if child is head and bits == _LEAST_BITS else bits
             if compiled:
-                layer: nn.Module = PackedLinear(Quantised(weight, bits), bias, torch.get_num_threads())
+                layer: nn.Module = PackedLinear(Quantised(weight, own_bits), bias, torch.get_num_threads())
                 nbytes += layer.nbytes
             else:
-                layer = _rounded(weight, bias, bits, dtype)
+                layer = _rounded(weight, bias, own_bits, dtype)
                 nbytes += weight.numel() * dtype.itemsize
             setattr(parent, name, layer)
     return nbytes

@@ -13,6 +13,7 @@ from sie.control_messages import ModelEntry, WorkerEntry
 from sie.errors import ModelLoadFailed, to_wire
 from sie.frontend.metrics import FrontendMetrics, merge
 from sie.frontend.status import GPU_STALE_AFTER_S, ServerFacts, StatusInputs, build_status, encode_frame, process_owner
+from sie.generation import GenerateRule
 from sie.shm.pages import CounterPage
 
 NOW_S = 1_700_000_100.0
@@ -99,6 +100,26 @@ def test_queue_depth_is_given_under_both_names(page):
     page.gauge(families.QUEUE_DEPTH.name, families.QUEUE_DEPTH.label_pairs("m")).set(11)
     model = frame_of(page, entry("m"))["models"][0]
     assert (model["queue_depth"], model["queue_pending_items"]) == (11, 11)
+
+
+def test_a_model_that_generates_has_its_sequences_and_blocks_once(page):
+    for family, value in (
+        (families.SEQUENCES_RUNNING, 3), (families.SEQUENCES_WAITING, 2), (families.KV_BLOCKS_USED, 7),
+        (families.KV_BLOCKS, 64),
+    ):  # fmt: skip
+        page.gauge(family.name, family.label_pairs("g")).set(value)
+    page.histogram(
+        families.FIRST_TOKEN.name, families.FIRST_TOKEN.label_pairs("g"), families.FIRST_TOKEN.bounds
+    ).observe(0.2)
+    cards = [ModelCard(id=name, kind="stub", generate=GenerateRule(context_length=64)) for name in ("g", "g:short")]
+    frame = frame_of(page, entry("m"), *(ModelEntry(card=card, state="loaded") for card in cards))
+    found = {model["name"]: model.get("generation") for model in frame["models"]}
+    assert found == {
+        "g": {"running": 3, "waiting": 2, "kv_blocks_used": 7, "kv_blocks": 64},
+        "g:short": None, "m": None,
+    }  # fmt: skip
+    first_token = frame["histograms"]["sie_time_to_first_token_seconds"]["g"]
+    assert dict(zip(first_token["buckets"], first_token["counts"], strict=True))[0.25] == 1
 
 
 def test_gpu_has_both_spellings(page):

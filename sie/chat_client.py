@@ -1,0 +1,193 @@
+"""Owns the client's side of a streamed chat completion: one request, its events, and when its tokens came.
+
+Prints nothing. Wire facts: generation API reference, sections 2 and 3 (chat completions and their streams).
+"""
+
+from __future__ import annotations
+
+import http.client
+import time
+from collections.abc import Generator, Iterator, Sequence
+from typing import Final, Literal, NamedTuple
+
+import msgspec
+
+from sie.loadgen.target import Target, TargetError
+
+PATH: Final = "/v1/chat/completions"
+_SILENCE_S = 300.0
+"""Longest wait for a byte. A server that works on an answer sends comments, by default every ten seconds."""
+
+
+class ChatError(Exception):
+    """There is no answer, or no whole one; the text says why, for people."""
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One message of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is asked: the body of a request. A field at its default is not sent, so that the server decides."""
+
+    messages: Sequence[Message]
+    model: str | None = None
+    temperature: float | None = None
+    max_tokens: int | None = None
+
+
+class Piece(NamedTuple):
+    """Some text of an answer, as it came."""
+
+    text: str
+    is_reasoning: bool
+
+
+class Answer:
+    """What has come of one answer so far. Times are `time.monotonic` seconds; None until they are known."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        """Without the reasoning."""
+        self.model = ""
+        self.finish_reason: str | None = None
+        self.num_tokens: int | None = None
+        """Tokens of the answer, reasoning included."""
+        self.asked_s: float | None = None
+        self.first_s: float | None = None
+        self.last_s: float | None = None
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from the request to the first text of its answer."""
+        return None if self.asked_s is None or self.first_s is None else self.first_s - self.asked_s
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Rate of the tokens behind the first one, which waits for the prompt; None where there are none."""
+        if self.num_tokens is None or self.num_tokens < 2 or self.first_s is None or self.last_s is None:
+            return None
+        elapsed_s = self.last_s - self.first_s
+        return (self.num_tokens - 1) / elapsed_s if elapsed_s > 0 else None
+
+    def take(self, chunk: _Chunk, now_s: float) -> list[Piece]:
+        """Note what a chunk says; return its texts."""
+        self.model = chunk.model or self.model
+        if chunk.usage is not None:
+            self.num_tokens = chunk.usage.completion_tokens
+        pieces: list[Piece] = []
+        for choice in chunk.choices:
+            self.finish_reason = choice.finish_reason or self.finish_reason
+            if choice.delta.reasoning_content:
+                pieces.append(Piece(choice.delta.reasoning_content, is_reasoning=True))
+            if choice.delta.content:
+                pieces.append(Piece(choice.delta.content, is_reasoning=False))
+                self.text += choice.delta.content
+        if pieces:
+            self.first_s, self.last_s = self.first_s or now_s, now_s
+        return pieces
+
+
+class _Delta(msgspec.Struct, frozen=True):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    delta: _Delta
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    completion_tokens: int
+
+
+class _Error(msgspec.Struct, frozen=True):
+    message: str
+
+
+class _Chunk(msgspec.Struct, frozen=True):
+    """An event of a stream, or the body of a refusal."""
+
+    model: str = ""
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: _Error | None = None
+
+
+_decode = msgspec.json.Decoder(_Chunk).decode
+
+
+class _Connection(http.client.HTTPConnection):
+    """HTTP/1.1 over whatever socket a target opens: TCP, TLS or a Unix socket."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target.host or "localhost", target.port or None)
+        self._target = target
+
+    def connect(self) -> None:
+        self.sock = self._target.connect()
+        self.sock.settimeout(_SILENCE_S)
+
+
+def ask(target: Target, question: Question, answer: Answer) -> Generator[Piece, None, None]:
+    """Send a question; yield its answer's texts as they come, and note them and their times in `answer`.
+
+    Closing the iterator ends the request, and with it the server's work. Raises ChatError.
+    """
+    body = msgspec.to_builtins(question) | {"stream": True, "stream_options": {"include_usage": True}}
+    headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+    if target.key:
+        headers["Authorization"] = f"Bearer {target.key}"
+    connection = _Connection(target)
+    try:
+        connection.connect()
+        answer.asked_s = time.monotonic()
+        connection.request("POST", target.path + PATH, msgspec.json.encode(body), headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise ChatError(_refusal(response))
+        for event in _events(response):
+            yield from answer.take(event, time.monotonic())
+    except TargetError as error:
+        raise ChatError(str(error)) from error
+    except TimeoutError as error:
+        raise ChatError(f"{target.url} has sent nothing for {_SILENCE_S:g} s") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise ChatError(f"the connection to {target.url} broke: {error or type(error).__name__}") from error
+    finally:
+        connection.close()
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[_Chunk]:
+    """Yield the chunks of a stream up to `[DONE]`. Raises ChatError where it holds an error, or ends before."""
+    while line := response.readline():
+        if not line.startswith(b"data: "):  # comments, and the empty lines between events
+            continue
+        data = line.removeprefix(b"data: ").strip()
+        if data == b"[DONE]":
+            return
+        chunk = _read(data)
+        if chunk is None:
+            raise ChatError("the server's stream is not one of chat completions")
+        if chunk.error is not None:
+            raise ChatError(chunk.error.message)
+        yield chunk
+    raise ChatError("the server broke off its answer")
+
+
+def _refusal(response: http.client.HTTPResponse) -> str:
+    chunk = _read(response.read())
+    if chunk is not None and chunk.error is not None:
+        return chunk.error.message
+    return f"the server answers {PATH} with status {response.status}"
+
+
+def _read(data: bytes) -> _Chunk | None:
+    try:
+        return _decode(data)
+    except msgspec.DecodeError:
+        return None
