@@ -54,10 +54,10 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return f"http://127.0.0.1:{self.port}"
 
     def spans(self, trace_id: str | None = None) -> list[Span]:
-        """Return what has come so far, by start."""
+        """Return what has come so far, by start; a request before its phases, one without length before its successor."""
         with self._lock:
             found = [span for span in self._spans if trace_id in (None, span.trace_id)]
-        return sorted(found, key=lambda span: (span.start_ns, -span.end_ns))
+        return sorted(found, key=lambda span: (span.start_ns, span.kind != 2, span.end_ns))
 
     def wait_trace(self, trace_id: str) -> tuple[Span, list[Span]]:
         """Return the span of a request and those of its phases; a request ends after its phases, and is sent last."""
