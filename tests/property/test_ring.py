@@ -305,7 +305,8 @@ def test_attachment_agrees_with_the_model() -> None:
     _reached.clear()
     for _ in range(8):  # a run that misses a rare state proves nothing: the machine is run again, and then it fails
         run_state_machine_as_test(
-            RingMachine, settings=settings(max_examples=200, stateful_step_count=50, deadline=None)
+            RingMachine,
+            settings=settings(max_examples=200, stateful_step_count=50, deadline=None, derandomize=False),
         )
         if all(_reached[name] for name in _MUST_REACH):
             break
