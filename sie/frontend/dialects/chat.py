@@ -11,31 +11,25 @@ from typing import Annotated, Any, Final, Literal, Protocol
 import msgspec
 from msgspec import Meta
 
-from sie.errors import SieError
 from sie.frontend.dialects.chat_messages import MessageField, read_messages
 from sie.frontend.dialects.chat_tools import ToolField, read_tool_choice, read_tools
+from sie.frontend.dialects.chunks import ChunkWriter
+from sie.frontend.dialects.sampling import Count, Number
 from sie.frontend.dialects.text_fields import (
-    DONE,
-    FINGERPRINT,
-    KEEP_ALIVE,
     Shown,
     TextFields,
-    data_line,
     decode_body,
-    error_events,
     read_text_fields,
     usage_object,
     wants_usage,
     wrong,
 )
 from sie.generation import (
-    Ended,
     Finished,
     FinishReason,
     GenerateEvent,
     GenerateReply,
     GenerateRequest,
-    GenerateUsage,
     Grammar,
     LogprobText,
     ReasoningDelta,
@@ -71,9 +65,9 @@ class ChatBody(TextFields, kw_only=True):
     """The body of a request."""
 
     messages: str | Annotated[list[MessageField], Meta(max_length=_MAX_LIST)]
-    max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    top_logprobs: Number | None = None
     tools: Annotated[list[ToolField], Meta(max_length=_MAX_LIST)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -195,22 +189,11 @@ def encode_chat(reply: GenerateReply, shown: Shown) -> bytes:
                 "index": index,
                 "message": message,
                 "finish_reason": choice.reason,
-                "logprobs": {"content": [logprob_object(one) for one in choice.logprobs], "refusal": None}
-                if choice.logprobs
-                else None,
+                "logprobs": _logprobs(choice.logprobs),
             }
         )
-    return _to_json(
-        {
-            "id": shown.id,
-            "object": "chat.completion",
-            "created": shown.created,
-            "model": reply.model,
-            "system_fingerprint": FINGERPRINT,
-            "choices": choices,
-            "usage": usage_object(reply.usage),
-        }
-    )
+    head = shown.head("chat.completion", reply.model)
+    return _to_json({**head, "choices": choices, "usage": usage_object(reply.usage)})
 
 
 def logprob_object(one: LogprobText) -> dict[str, Any]:
@@ -230,54 +213,34 @@ def _call(number: int, call: ToolCall) -> dict[str, Any]:
     return {"index": number, "id": call.id, "type": "function", "function": function}
 
 
-class ChatWriter:
-    """Writes a stream: an opening chunk with every choice's role, deltas, finishing chunks, usage once, `[DONE]`."""
-
-    keep_alive = KEEP_ALIVE
+class ChatWriter(ChunkWriter):
+    """Writes a stream: an opening chunk with every choice's role, deltas, finishing chunks."""
 
     def __init__(self, shown: Shown, model: str) -> None:
-        self._shown = shown
-        self._head = {
-            "id": shown.id, "object": "chat.completion.chunk", "created": shown.created, "model": model,
-            "system_fingerprint": FINGERPRINT,
-        }  # fmt: skip
+        super().__init__(shown, "chat.completion.chunk", model)
 
-    def write(self, events: Sequence[GenerateEvent]) -> bytes:
-        """See `sie.frontend.stream.EventWriter`."""
-        usage = events[-1].usage if isinstance(events[-1], Ended) else None
-        last = max((number for number, event in enumerate(events) if isinstance(event, Finished)), default=-1)
-        lines: list[bytes] = []
-        for number, event in enumerate(events):
-            ends_all = number == last and not self._shown.wants_usage
-            lines += self._lines(event, usage if ends_all else None)
-        return b"".join(lines)
-
-    def write_error(self, error: SieError) -> bytes:
-        """See `sie.frontend.stream.EventWriter`."""
-        return error_events(error)
-
-    def _lines(self, event: GenerateEvent, usage: GenerateUsage | None) -> list[bytes]:
+    def _chunks(self, event: GenerateEvent) -> list[list[dict[str, Any]]]:
         match event:
             case Started():
                 role = {"role": "assistant", "content": ""}
-                return [self._chunk([_choice(index, role) for index in range(self._shown.num_choices)])]
+                return [[_choice(index, role) for index in range(self._shown.num_choices)]]
             case TextDelta(choice, text, logprobs):
-                return [self._chunk([_choice(choice, {"content": text}, logprobs=logprobs)])]
+                return [[_choice(choice, {"content": text}, logprobs=logprobs)]]
             case ReasoningDelta(choice, text):
-                return [self._chunk([_choice(choice, {"reasoning_content": text})])]
+                return [[_choice(choice, {"reasoning_content": text})]]
             case ToolCallDelta(choice, number, call):
-                return [self._chunk([_choice(choice, {"tool_calls": [_call(number, call)]})])]
+                return [[_choice(choice, {"tool_calls": [_call(number, call)]})]]
             case Finished(choice, reason):
-                return [self._chunk([_choice(choice, {}, reason)], usage)]
-            case Ended(total):
-                return [*([self._chunk([], total)] if self._shown.wants_usage else []), DONE]
-
-    def _chunk(self, choices: list[dict[str, Any]], usage: GenerateUsage | None = None) -> bytes:
-        return data_line({**self._head, "choices": choices, "usage": usage_object(usage) if usage else None})
+                return [[_choice(choice, {}, reason)]]
+            case _:
+                return []
 
 
 def _choice(
     index: int, delta: dict[str, Any], reason: FinishReason | None = None, logprobs: Sequence[LogprobText] = ()
 ) -> dict[str, Any]:
-    content = {"content": [logprob_object(one) for one in logprobs], "refusal": None} if logprobs else None
-    return {"index": index, "delta": delta, "finish_reason": reason, "logprobs": content}
+    return {"index": index, "delta": delta, "finish_reason": reason, "logprobs": _logprobs(logprobs)}
+
+
+def _logprobs(logprobs: Sequence[LogprobText]) -> dict[str, Any] | None:
+    return {"content": [logprob_object(one) for one in logprobs], "refusal": None} if logprobs else None

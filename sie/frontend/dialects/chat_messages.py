@@ -13,8 +13,8 @@ from sie.frontend.dialects.text_fields import wrong
 from sie.generation import ChatMessage, ToolCall
 
 _MAX_LIST: Final = 65_536
-_ROLE: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
+ROLE: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
 """Names and roles are pasted between the special tokens of a template, so they hold nothing that could complete one."""
 _TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text", "refusal"})
 _MEDIA: Final = frozenset(
@@ -66,9 +66,9 @@ def read_messages(messages: str | list[MessageField]) -> list[ChatMessage]:
 
 
 def _read_message(message: MessageField, path: str) -> ChatMessage:
-    if not _ROLE.fullmatch(message.role):
+    if not ROLE.fullmatch(message.role):
         raise _wrong(path, "role", "must be a short word, such as 'user'")
-    if message.name is not None and not _NAME.fullmatch(message.name):
+    if message.name is not None and not NAME.fullmatch(message.name):
         raise _wrong(path, "name", "must be of letters, digits and _.:/-, at most 256")
     if message.function_call is not None:
         raise _wrong(path, "function_call", "is not served; use 'tool_calls'")
@@ -108,7 +108,7 @@ def _join(parts: list[PartField], path: str) -> str:
 def _read_call(call: CallField, path: str) -> ToolCall:
     if call.type not in {None, "function"}:
         raise _wrong(path, "type", "must be 'function'")
-    if not _NAME.fullmatch(call.function.name):
+    if not NAME.fullmatch(call.function.name):
         raise _wrong(path, "function.name", "must be of letters, digits and _.:/-, at most 256")
     name = call.function.name
     return ToolCall(id=call.id or name, name=name, arguments=call.function.arguments or "{}")

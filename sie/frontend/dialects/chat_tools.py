@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, Final, cast
 
 import msgspec
 
 from sie.frontend.dialects.agent_fields import refuse_agent_tool
+from sie.frontend.dialects.chat_messages import NAME
 from sie.frontend.dialects.text_fields import wrong
 from sie.generation import Tool, ToolChoice
 
-_NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
 _MODES: Final = ("auto", "required")
 
 
@@ -44,7 +43,7 @@ def read_tools(tools: Sequence[ToolField]) -> tuple[Tool, ...]:
         if tool.type != "function":
             refuse_agent_tool(tool.type, path)
         made = tool.function or FunctionField(tool.name or "", tool.description, tool.parameters, tool.strict)
-        if not _NAME.fullmatch(made.name):
+        if not NAME.fullmatch(made.name):
             raise wrong(f"{path}.function.name", "must be of letters, digits and _.:/-, at most 256")
         if made.name in read:
             raise wrong(f"{path}.function.name", f"is {made.name!r}, as another tool's")

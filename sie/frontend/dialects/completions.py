@@ -8,29 +8,23 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from sie.errors import SieError
+from sie.frontend.dialects.chunks import ChunkWriter
+from sie.frontend.dialects.sampling import Number
 from sie.frontend.dialects.text_fields import (
-    DONE,
-    FINGERPRINT,
-    KEEP_ALIVE,
     Shown,
     TextFields,
-    data_line,
     decode_body,
-    error_events,
     read_text_fields,
     usage_object,
     wants_usage,
     wrong,
 )
 from sie.generation import (
-    Ended,
     Finished,
     FinishReason,
     GenerateEvent,
     GenerateReply,
     GenerateRequest,
-    GenerateUsage,
     LogprobText,
     Started,
     TextDelta,
@@ -40,10 +34,8 @@ from sie.limits import Limits
 _DEFAULT_MAX_TOKENS: Final = 16
 """Source: OpenAI API reference, completions."""
 _MOST_IDS: Final = 1 << 24
-_TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-_TokenIds = Annotated[list[_TokenId], Meta(max_length=_MOST_IDS)]
-_Prompts = Annotated[list[str | _TokenId | _TokenIds], Meta(max_length=_MOST_IDS)]
-_Number = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+_TokenIds = Annotated[list[Number], Meta(max_length=_MOST_IDS)]
+_Prompts = Annotated[list[str | Number | _TokenIds], Meta(max_length=_MOST_IDS)]
 _to_json: Final = msgspec.json.Encoder().encode
 
 
@@ -51,10 +43,10 @@ class CompletionsBody(TextFields, kw_only=True):
     """The body of a request."""
 
     prompt: str | _Prompts
-    best_of: _Number | None = None
+    best_of: Number | None = None
     echo: bool | None = None
     suffix: str | None = None
-    logprobs: _Number | bool | None = None
+    logprobs: Number | bool | None = None
     tools: Any = None
     tool_choice: Any = None
     user: str | None = None
@@ -120,8 +112,8 @@ def encode_completions(reply: GenerateReply, shown: Shown, prompts: Sequence[str
         )
         for index, choice in enumerate(reply.choices)
     ]
-    head = {"id": shown.id, "object": "text_completion", "created": shown.created, "model": reply.model}
-    return _to_json({**head, "system_fingerprint": FINGERPRINT, "choices": choices, "usage": usage_object(reply.usage)})
+    head = shown.head("text_completion", reply.model)
+    return _to_json({**head, "choices": choices, "usage": usage_object(reply.usage)})
 
 
 class Logprobs:
@@ -144,53 +136,26 @@ class Logprobs:
         }
 
 
-class CompletionsWriter:
-    """Writes a stream: texts, finishing chunks, usage once, `[DONE]`."""
-
-    keep_alive = KEEP_ALIVE
+class CompletionsWriter(ChunkWriter):
+    """Writes a stream: texts, finishing chunks."""
 
     def __init__(self, shown: Shown, model: str, prompts: Sequence[str]) -> None:
-        self._shown = shown
+        super().__init__(shown, "text_completion", model)
         self._prompts = prompts
         self._logprobs = [Logprobs() for _ in range(shown.num_choices)]
-        self._head = {
-            "id": shown.id, "object": "text_completion", "created": shown.created, "model": model,
-            "system_fingerprint": FINGERPRINT,
-        }  # fmt: skip
 
-    def write(self, events: Sequence[GenerateEvent]) -> bytes:
-        """See `sie.frontend.stream.EventWriter`."""
-        usage = events[-1].usage if isinstance(events[-1], Ended) else None
-        last = max((number for number, event in enumerate(events) if isinstance(event, Finished)), default=-1)
-        lines: list[bytes] = []
-        for number, event in enumerate(events):
-            ends_all = number == last and not self._shown.wants_usage
-            lines += self._lines(event, usage if ends_all else None)
-        return b"".join(lines)
-
-    def write_error(self, error: SieError) -> bytes:
-        """See `sie.frontend.stream.EventWriter`."""
-        return error_events(error)
-
-    def _lines(self, event: GenerateEvent, usage: GenerateUsage | None) -> list[bytes]:
+    def _chunks(self, event: GenerateEvent) -> list[list[dict[str, Any]]]:
         match event:
             case Started() if self._shown.echo:
-                echoed = [
-                    (index, _echoed(self._prompts, index, self._shown)) for index in range(self._shown.num_choices)
-                ]
-                return [self._chunk([_choice(index, text)]) for index, text in echoed]
+                indices = range(self._shown.num_choices)
+                return [[_choice(index, _echoed(self._prompts, index, self._shown))] for index in indices]
             case TextDelta(choice, text, logprobs):
                 shown = self._logprobs[choice].take(logprobs) if logprobs else None
-                return [self._chunk([_choice(choice, text, logprobs=shown)])]
+                return [[_choice(choice, text, logprobs=shown)]]
             case Finished(choice, reason):
-                return [self._chunk([_choice(choice, "", reason)], usage)]
-            case Ended(total):
-                return [*([self._chunk([], total)] if self._shown.wants_usage else []), DONE]
+                return [[_choice(choice, "", reason)]]
             case _:
                 return []
-
-    def _chunk(self, choices: list[dict[str, Any]], usage: GenerateUsage | None = None) -> bytes:
-        return data_line({**self._head, "choices": choices, "usage": usage_object(usage) if usage else None})
 
 
 def _choice(

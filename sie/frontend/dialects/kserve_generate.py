@@ -7,23 +7,31 @@ Source: Triton's generate extension and KServe v2 sheet, section 11. What is bes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import msgspec
-from msgspec import Meta
 
 from sie.errors import BadRequest, SieError
 from sie.frontend.body_limits import check_json, decode_typed
 from sie.frontend.dialects import kserve
-from sie.frontend.dialects.sampling import Count, Penalty, Seed, StopText, StopTexts, Temperature
-from sie.frontend.dialects.text_fields import KEEP_ALIVE, data_line
+from sie.frontend.dialects.sampling import (
+    Count,
+    Penalty,
+    RepetitionPenalty,
+    Seed,
+    Share,
+    StopText,
+    StopTexts,
+    Temperature,
+    TopK,
+)
+from sie.frontend.dialects.text_fields import KEEP_ALIVE, data_line, read_stop
 from sie.generation import Ended, GenerateEvent, GenerateReply, GenerateRequest, Started, TextDelta
 from sie.limits import Limits
 from sie.tensors import TensorRule
 
 _DEFAULT_MAX_TOKENS: Final = 16
 """As on `/v1/completions`."""
-_Share = Annotated[float, Meta(ge=-1e9, le=1e9)]
 _to_json: Final = msgspec.json.Encoder().encode
 
 
@@ -34,12 +42,12 @@ class GenerateParameters(msgspec.Struct, kw_only=True):
     max_tokens: Count | None = None
     stop: StopText | StopTexts | None = None
     temperature: Temperature | None = None
-    top_p: _Share | None = None
-    top_k: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    min_p: _Share | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     seed: Seed | None = None
     ignore_eos: bool | None = None
     exclude_input_in_output: bool | None = None
@@ -82,7 +90,6 @@ def decode_text_input(
     given = _merge(call)
     if given.stream and not is_stream:
         raise BadRequest("parameter 'stream' is true, and /generate has one answer; /generate_stream has many")
-    stops = () if given.stop is None else (given.stop,) if isinstance(given.stop, str) else tuple(given.stop)
     request = GenerateRequest(
         model="",
         texts=[call.text_input],
@@ -95,7 +102,7 @@ def decode_text_input(
         frequency_penalty=given.frequency_penalty,
         repetition_penalty=given.repetition_penalty,
         seed=given.seed,
-        stop=tuple(dict.fromkeys(stops)),
+        stop=read_stop(given.stop),
         ignore_eos=bool(given.ignore_eos),
         stream=is_stream,
     )

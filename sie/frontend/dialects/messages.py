@@ -16,6 +16,7 @@ from sie.frontend.dialects.agent_fields import refuse_agent_tool
 from sie.frontend.dialects.chat import ResponseFormat, read_format, read_thinking
 from sie.frontend.dialects.chat_tools import ToolField, read_tools
 from sie.frontend.dialects.messages_content import InputMessage, TextBlock, join_text, read_conversation
+from sie.frontend.dialects.sampling import Number
 from sie.frontend.dialects.text_fields import (
     SamplingFields,
     decode_body,
@@ -54,7 +55,7 @@ class Thinking(msgspec.Struct):
     """Whether the model reasons first."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    budget_tokens: Number | None = None
 
 
 class OutputFormat(msgspec.Struct):

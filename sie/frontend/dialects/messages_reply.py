@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from sie.errors import SieError
+from sie.frontend.dialects.text_fields import named_event
 from sie.generation import (
     ChoiceReply,
     Ended,
@@ -109,7 +110,7 @@ def _tokens(prompt: int, cached: int, answered: int) -> dict[str, int]:
 
 
 def _event(name: str, **fields: Any) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), _to_json({"type": name, **fields}))
+    return named_event(name, fields)
 
 
 class MessageWriter:

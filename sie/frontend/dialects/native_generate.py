@@ -15,8 +15,8 @@ from msgspec import Meta
 from sie.errors import SieError
 from sie.frontend.body_limits import check_json, decode_typed
 from sie.frontend.dialects.chat import logprob_object
-from sie.frontend.dialects.sampling import Count, Penalty, Seed, StopTexts, Temperature
-from sie.frontend.dialects.text_fields import DONE, KEEP_ALIVE, data_line, read_bias, wrong
+from sie.frontend.dialects.sampling import Bias, Count, Number, Penalty, Seed, StopTexts, Temperature
+from sie.frontend.dialects.text_fields import DONE, KEEP_ALIVE, data_line, read_bias, read_stop, wrong
 from sie.generation import (
     Ended,
     Finished,
@@ -54,9 +54,9 @@ class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     seed: Seed | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: dict[str, Bias] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    top_logprobs: Number | None = None
     images: Any = None
     grammar: NativeGrammar | None = None
     options: dict[str, Any] | None = None
@@ -96,7 +96,7 @@ def decode_generate(body: bytes, model: str, limits: Limits) -> GenerateRequest:
         logit_bias=read_bias(call.logit_bias or {}),
         seed=call.seed,
         logprobs=_read_logprobs(call),
-        stop=tuple(dict.fromkeys(call.stop or ())),
+        stop=read_stop(call.stop),
         grammar=_read_grammar(call.grammar),
         stream=bool(call.stream),
     )

@@ -15,6 +15,7 @@ from msgspec import Meta
 from sie.frontend.dialects.chat import ResponseFormat, read_effort, read_format
 from sie.frontend.dialects.chat_tools import ToolField, read_tool_choice, read_tools
 from sie.frontend.dialects.responses_items import Input, Item, full_name, listed_items, name_results, read_items
+from sie.frontend.dialects.sampling import Count, Number
 from sie.frontend.dialects.text_fields import TextFields, decode_body, read_text_fields, wrong
 from sie.generation import ChatMessage, GenerateRequest, Grammar
 from sie.limits import Limits
@@ -27,7 +28,6 @@ _UNSERVED: Final = {
     "conversation": "is not served; use 'previous_response_id'",
     "prompt": "is not served: the server keeps no prompts",
 }
-_Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _to_json: Final = msgspec.json.Encoder().encode
 
 
@@ -71,9 +71,9 @@ class ResponsesBody(TextFields, kw_only=True):
     store: bool | None = None
     metadata: dict[str, str] | None = None
     include: Annotated[list[str], Meta(max_length=64)] | None = None
-    max_output_tokens: _Count | None = None
-    max_completion_tokens: _Count | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    max_output_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    top_logprobs: Number | None = None
     logprobs: bool | None = None
     tools: Annotated[list[NamespaceTool], Meta(max_length=_MAX_LIST)] | None = None
     tool_choice: Any = None

@@ -6,7 +6,6 @@ read as the input of the next one.
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
@@ -14,12 +13,11 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
+from sie.frontend.dialects.chat_messages import NAME, ROLE
 from sie.frontend.dialects.text_fields import wrong
 from sie.generation import ChatMessage, ToolCall
 
 _MAX_LIST: Final = 65_536
-_ROLE: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
 _TEXT_PARTS: Final = frozenset({"input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"})
 _MEDIA_WORDS: Final = ("image", "audio", "video", "file")
 _SKIPPED: Final = frozenset({"reasoning", "item_reference"})
@@ -122,7 +120,7 @@ def _listed(item: InputItem) -> Item:
 
 def _read_message(item: InputItem, path: str) -> ChatMessage:
     role = item.role or ""
-    if not _ROLE.fullmatch(role):
+    if not ROLE.fullmatch(role):
         raise wrong(f"{path}.role", "must be a short word, such as 'user'")
     if item.content is None:
         raise wrong(f"{path}.content", "is required")
@@ -133,7 +131,7 @@ def _read_call(item: InputItem, path: str) -> ToolCall:
     if not item.call_id:
         raise wrong(f"{path}.call_id", "is required")
     name = full_name(item.namespace, item.name or "")
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         raise wrong(f"{path}.name", "must be of letters, digits and _.:/-, at most 256")
     return ToolCall(id=item.call_id, name=name, arguments=item.arguments or "{}")
 

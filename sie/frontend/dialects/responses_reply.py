@@ -151,8 +151,7 @@ class ResponseRecord:
     def _emit(self, name: str, /, **fields: Any) -> None:
         if not self.is_streamed:
             return
-        data = {"type": name, "sequence_number": self._num_events, **fields}
-        self._stream.append(b"event: %b\ndata: %b\n\n" % (name.encode(), _to_json(data)))
+        self._stream.append(text_fields.named_event(name, {"sequence_number": self._num_events, **fields}))
         self._num_events += 1
 
     def _begin_item(self, item: Item) -> dict[str, Any]:
@@ -233,7 +232,7 @@ class _OpenText:
 class ResponseWriter:
     """Writes the stream of a record that somebody else folds the events into; they are only the sign that some came."""
 
-    keep_alive = b": keep-alive\n\n"
+    keep_alive = text_fields.KEEP_ALIVE
 
     def __init__(self, record: ResponseRecord) -> None:
         self._record = record

@@ -18,17 +18,15 @@ from sie.errors import BadRequest, NotFound, SieError
 from sie.frontend.body_limits import check_json
 from sie.frontend.dialects import openai
 from sie.frontend.dialects.agent_fields import AgentFields, refuse_agent_fields
+from sie.frontend.dialects.sampling import Bias, Count, Penalty, RepetitionPenalty, Seed, Share, Temperature, TopK
 from sie.generation import GenerateRequest, GenerateUsage, Grammar, GrammarKind
 from sie.limits import Limits
 
-FINGERPRINT: Final = "local"
+_FINGERPRINT: Final = "local"
 DONE: Final = b"data: [DONE]\n\n"
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 """A comment, which no client reads as an event."""
 _MAX_LIST: Final = 65_536
-_Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-_Share = Annotated[float, Meta(ge=-1e9, le=1e9)]
-_Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _MAX_ID_DIGITS: Final = 10
 _JSON_ENDS: Final = ("/json", "+json")
 _PATH: Final = re.compile(r" - at `(?:key in `)?\$\.?([^`]*)`$")
@@ -56,17 +54,17 @@ class SamplingFields(AgentFields, kw_only=True):
     """The fields that all routes have which generate text. None: not given."""
 
     model: str | None = None
-    max_tokens: _Count | None = None
-    temperature: Annotated[float, Meta(ge=0, le=1e6)] | None = None
-    top_p: _Share | None = None
-    top_k: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    min_p: _Share | None = None
-    presence_penalty: _Penalty | None = None
-    frequency_penalty: _Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=1e6)] | None = None
-    dry_multiplier: _Share | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    max_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    dry_multiplier: Share | None = None
+    logit_bias: dict[str, Bias] | None = None
+    seed: Seed | None = None
     ignore_eos: bool | None = None
     truncate_sequence: bool | None = None
     grammar: GrammarField | None = None
@@ -77,7 +75,7 @@ class SamplingFields(AgentFields, kw_only=True):
 class TextFields(SamplingFields, kw_only=True):
     """The fields that OpenAI's routes have beside them."""
 
-    n: _Count | None = None
+    n: Count | None = None
     stop: str | Annotated[list[str], Meta(max_length=_MAX_LIST)] | None = None
     stream_options: StreamEnding | None = None
 
@@ -97,6 +95,11 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
     def begin(cls, prefix: str, **facts: Any) -> Shown:
         """Return a new answer's, with an id and the time of now."""
         return cls(id=f"{prefix}-{secrets.token_hex(16)}", created=int(time.time()), **facts)
+
+    def head(self, kind: str, model: str) -> dict[str, Any]:
+        """Return what an answer, or each of its chunks, begins with; kind is its `object`."""
+        head = {"id": self.id, "object": kind, "created": self.created, "model": model}
+        return {**head, "system_fingerprint": _FINGERPRINT}
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
@@ -237,6 +240,11 @@ def _rate(count: int, elapsed_s: float) -> float:
 def data_line(value: Any) -> bytes:
     """Return one unnamed event."""
     return b"data: %b\n\n" % _to_json(value)
+
+
+def named_event(name: str, value: dict[str, Any]) -> bytes:
+    """Return one event whose data names it, too."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), _to_json({"type": name, **value}))
 
 
 def error_object(error: SieError) -> dict[str, Any]:
