@@ -28,5 +28,5 @@ class NativeKernels(BuildHookInterface):
             self.app.display_warning(f"without compiled kernels, CPU inference is slower: {error}")
             return
         build_data["pure_python"] = False
-        build_data["artifacts"].append(str(native.LIBRARY.relative_to(self.root)))
+        build_data["artifacts"].append(str(native.SHARED_LIBRARY.relative_to(self.root)))
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"

@@ -33,7 +33,7 @@ def main() -> None:
     args = _parse_args()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
-    package, load = LIBRARIES[args.library]
+    package, load = LIBRARIES[args.name]
     encode = load(args)
     answers.write(json.dumps({"version": metadata.version(package)}) + "\n")
     for line in sys.stdin:
@@ -222,7 +222,7 @@ LIBRARIES: dict[str, tuple[str, Callable[[argparse.Namespace], Encode]]] = {
 
 def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("library", choices=sorted(LIBRARIES))
+    parser.add_argument("name", choices=sorted(LIBRARIES))
     parser.add_argument("--model", required=True, help="directory of the checkpoint")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", default="cpu")

@@ -12,7 +12,7 @@ import enum
 from functools import lru_cache
 
 from sie.logs import get_logger
-from sie.native.build import LIBRARY, digest
+from sie.native.build import SHARED_LIBRARY, digest
 
 _log = get_logger(__name__)
 _is_allowed = True
@@ -40,6 +40,13 @@ def load() -> ctypes.CDLL | None:
     return _load() if _is_allowed else None
 
 
+def loaded() -> ctypes.CDLL:
+    """Return the library where it is known to be there: `has` was asked."""
+    library = load()
+    assert library is not None
+    return library
+
+
 def has(feature: Feature) -> bool:
     """Tell whether the library is there and may use all of these."""
     return load() is not None and feature in _features()
@@ -48,13 +55,13 @@ def has(feature: Feature) -> bool:
 @lru_cache(maxsize=1)
 def _load() -> ctypes.CDLL | None:
     try:
-        library = ctypes.CDLL(str(LIBRARY))
+        library = ctypes.CDLL(str(SHARED_LIBRARY))
     except OSError as error:
         _log.info("no compiled kernels (%s): torch does everything", error)
         return None
     library.sie_native_digest.restype = ctypes.c_char_p
     if library.sie_native_digest().decode() != digest():
-        _log.warning("%s was built from other sources; `python -m sie.native` builds it anew", LIBRARY.name)
+        _log.warning("%s was built from other sources; `python -m sie.native` builds it anew", SHARED_LIBRARY.name)
         return None
     return library
 

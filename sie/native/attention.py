@@ -39,14 +39,11 @@ def can_attend(*, is_bf16: bool, width: int) -> bool:
 
 def scratch_bytes(longest: int, width: int, num_threads: int) -> int:
     """Return the bytes that a call needs beside its tensors; longest is the longest sequence's tokens."""
-    library = native.load()
-    assert library is not None
+    library = native.loaded()
     library.sie_attention_scratch.restype = ctypes.c_int64
     return num_threads * library.sie_attention_scratch(ctypes.c_int64(longest), ctypes.c_int64(width))
 
 
 def run_attention(call: AttentionCall, scratch: int, *, is_bf16: bool) -> None:
     """Write the attention that a record describes to its `out`. scratch is the address of `scratch_bytes`."""
-    library = native.load()
-    assert library is not None
-    library.sie_attend(ctypes.byref(call), ctypes.c_int32(is_bf16), ctypes.c_void_p(scratch))
+    native.loaded().sie_attend(ctypes.byref(call), ctypes.c_int32(is_bf16), ctypes.c_void_p(scratch))

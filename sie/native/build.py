@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 SOURCES: Final = Path(__file__).with_name("src")
-LIBRARY: Final = Path(__file__).with_name("libsie_native.so")
+SHARED_LIBRARY: Final = Path(__file__).with_name("libsie_native.so")
 
 _FLAGS: Final = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-pthread",
                  "-Wall", "-Wextra")  # fmt: skip
@@ -47,7 +47,7 @@ def digest() -> str:
     return state.hexdigest()[:32]
 
 
-def build(target: Path = LIBRARY, extra_flags: tuple[str, ...] = ()) -> None:
+def build(target: Path = SHARED_LIBRARY, extra_flags: tuple[str, ...] = ()) -> None:
     """Compile and link all sources into target. A library that is there is replaced at once, or kept on BuildError."""
     compiler = _compiler()
     with tempfile.TemporaryDirectory() as folder:

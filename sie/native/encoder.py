@@ -88,9 +88,7 @@ def pack_panels(weight: int, outputs: int, inputs: int, *, is_bf16: bool) -> NDA
     """Return a copy of the weight at an address, (outputs, inputs) row by row, as `Dense.panels` wants it; 64-byte aligned."""
     words = inputs // 2 if is_bf16 else inputs
     panels = empty_aligned(-(-outputs // _PANEL) * _PANEL * words * 4).view(np.uint32)
-    library = native.load()
-    assert library is not None
-    library.sie_pack_panels(
+    native.loaded().sie_pack_panels(
         ctypes.c_void_p(weight),
         ctypes.c_int32(is_bf16),
         ctypes.c_int32(outputs),
@@ -102,8 +100,7 @@ def pack_panels(weight: int, outputs: int, inputs: int, *, is_bf16: bool) -> NDA
 
 def encoder_scratch_bytes(encoder: Encoder, num_tokens: int, longest: int, num_threads: int) -> int:
     """Return the bytes that a step of so many tokens needs beside its result."""
-    library = native.load()
-    assert library is not None
+    library = native.loaded()
     library.sie_encoder_scratch.restype = ctypes.c_int64
     sizes = (ctypes.c_int64(size) for size in (num_tokens, longest, num_threads))
     return library.sie_encoder_scratch(ctypes.byref(encoder), *sizes)
@@ -111,9 +108,7 @@ def encoder_scratch_bytes(encoder: Encoder, num_tokens: int, longest: int, num_t
 
 def run_encoder(encoder: Encoder, step: EncoderStep) -> None:
     """Run a step; its ids, positions and types must be in the tables."""
-    library = native.load()
-    assert library is not None
-    library.sie_encode(ctypes.byref(encoder), ctypes.byref(step))
+    native.loaded().sie_encode(ctypes.byref(encoder), ctypes.byref(step))
 
 
 def empty_aligned(num_bytes: int) -> NDArray[np.uint8]:

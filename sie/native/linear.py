@@ -51,9 +51,7 @@ def scratch_bytes(rows: int, inputs: int, num_threads: int) -> int:
 
 def run_linear(call: LinearCall) -> None:
     """Write the layer's result to its `output`."""
-    library = native.load()
-    assert library is not None
-    library.sie_linear(ctypes.byref(call))
+    native.loaded().sie_linear(ctypes.byref(call))
 
 
 def pack_bf16(bits: NDArray[np.uint16]) -> NDArray[np.uint8]:

@@ -27,6 +27,4 @@ def can_normalise(*, is_bf16: bool) -> bool:
 
 def run_norm(call: NormCall) -> None:
     """Write the rows that a record describes to its `output`."""
-    library = native.load()
-    assert library is not None
-    library.sie_normalise(ctypes.byref(call))
+    native.loaded().sie_normalise(ctypes.byref(call))

@@ -18,9 +18,7 @@ def pool_mean(hidden: int, width: int, bounds: int, num_sequences: int, out: int
 
     hidden is the address of (t, width) values, bounds that of (num_sequences + 1,) int32 where sequences begin.
     """
-    library = native.load()
-    assert library is not None
-    library.sie_pool_mean(
+    native.loaded().sie_pool_mean(
         ctypes.c_void_p(hidden),
         ctypes.c_int32(is_bf16),
         ctypes.c_int64(width),

@@ -38,7 +38,7 @@ def small_sources(tmp_path, fresh):
 def test_a_built_library_loads_and_tells_what_the_processor_has(tmp_path, fresh, small_sources):
     target = tmp_path / "lib.so"
     building.build(target)
-    fresh.setattr(native, "LIBRARY", target)
+    fresh.setattr(native, "SHARED_LIBRARY", target)
     assert native.load() is not None
     if native.has(native.Feature.AVX512_BF16):
         assert native.has(native.Feature.AVX512 | native.Feature.AVX2)
@@ -48,7 +48,7 @@ def test_a_built_library_loads_and_tells_what_the_processor_has(tmp_path, fresh,
 def test_a_library_of_other_sources_is_not_used(tmp_path, fresh, small_sources, caplog):
     target = tmp_path / "lib.so"
     building.build(target)
-    fresh.setattr(native, "LIBRARY", target)
+    fresh.setattr(native, "SHARED_LIBRARY", target)
     (small_sources / "features.h").write_text("// changed")
     assert native.load() is None
     assert "python -m sie.native" in caplog.text
@@ -79,7 +79,7 @@ def test_a_compiler_that_is_not_there_is_named(tmp_path, monkeypatch):
 
 
 def test_a_library_that_was_never_built_is_no_fault(tmp_path, fresh):
-    fresh.setattr(native, "LIBRARY", tmp_path / "none.so")
+    fresh.setattr(native, "SHARED_LIBRARY", tmp_path / "none.so")
     assert native.load() is None
     assert not native.has(native.Feature.AVX2)
 
