@@ -25,7 +25,7 @@ from sie.frontend.dialects import (
     sie,
 )
 from sie.frontend.generation.run import Run
-from sie.frontend.generation.start import Generator
+from sie.frontend.generation.start import Generator, generate_rule
 from sie.frontend.inference import Answer, Exchange
 from sie.frontend.kserve import TextCall
 from sie.frontend.offload import offload
@@ -192,8 +192,8 @@ class TextRoutes:
         models = self._process.models
         if exchange.waits or entry.reloading:
             return await models.wait_serving(entry, exchange.deadline_ns)
-        if entry.is_read and entry.card.generate is None:
-            raise BadRequest(f"Model '{entry.card.id}' does not generate text", extras={"param": "model"})
+        if entry.is_read:
+            generate_rule(entry.card)
         models.check_serving(entry)
         return entry
 
@@ -208,9 +208,7 @@ class TextRoutes:
         exchange.waits = waits
         exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
         process.check_machine_profile(exchange.headers.get("x-sie-machine-profile"))
-        if process.is_draining:
-            raise Unavailable("The server is stopping", code="SHUTTING_DOWN", retry_after_s=1)
-        process.engine.check_open()
+        process.check_accepting()
         return await exchange.read_body(process.text_bodies)
 
     def find(self, exchange: Exchange, request: GenerateRequest) -> ModelEntry:

@@ -191,9 +191,7 @@ class Inference:
         remote = headers.get("x-sie-remote")
         if remote is not None and remote != "forbid":
             raise BadRequest("Header 'X-SIE-Remote' must be 'forbid'")
-        if process.is_draining:
-            raise Unavailable("The server is stopping", code="SHUTTING_DOWN", retry_after_s=1)
-        process.engine.check_open()
+        process.check_accepting()
 
     def _find(self, exchange: Exchange, model: str) -> ModelEntry:
         models = self._process.models

@@ -171,9 +171,7 @@ class KServe:
 
     async def admit(self, name: str, version: str, deadline_ns: int) -> None:
         """Return when a request to a version is taken. Raises what `Tensors.wait_serving` and the engine raise."""
-        if self._process.is_draining:
-            raise Unavailable("The server is stopping", code="SHUTTING_DOWN", retry_after_s=1)
-        self._process.engine.check_open()
+        self._process.check_accepting()
         if self._tensors.try_serving(name, version) is None:
             await self._tensors.wait_serving(name, version, deadline_ns)
 

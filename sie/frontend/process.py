@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sie import control, control_messages, failpoints, process
 from sie.control import Channel, ChannelClosedError
 from sie.control_messages import Launch, Models
-from sie.errors import BadRequest, SieError
+from sie.errors import BadRequest, SieError, Unavailable
 from sie.frontend.access import open_access
 from sie.frontend.access_log import AccessLog
 from sie.frontend.adapters import AdapterTable
@@ -162,6 +162,12 @@ class FrontendProcess:
         if not header.isascii() or not header.isdigit() or not 1 <= int(header[:12]) <= _MS_PER_DAY:
             raise BadRequest("Header 'X-SIE-Timeout-Ms' must be a whole number of milliseconds, at least 1")
         return min(self._timeout_ns, int(header) * 1_000_000)
+
+    def check_accepting(self) -> None:
+        """Refuse a request before its body is read while nothing more is taken. Raises Unavailable or Overloaded."""
+        if self.is_draining:
+            raise Unavailable("The server is stopping", code="SHUTTING_DOWN", retry_after_s=1)
+        self.engine.check_open()
 
     def check_machine_profile(self, wanted: str | None) -> None:
         """Refuse a request that asks for another machine. Source: SIE API reference, section 12."""

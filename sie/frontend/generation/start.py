@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 import msgspec
 import numpy as np
 
+from sie.cards import ModelCard
 from sie.control_messages import ModelEntry
 from sie.errors import BadRequest
 from sie.frontend.engine import ShmEngine
@@ -59,9 +60,7 @@ class Generator:
         deadline_ns is that of the first token. Prompts share what is cached only under an equal salt. echoes: the run knows
         its prompts' texts. Raises BadRequest for what the model or the settings do not allow, and what the engine raises.
         """
-        rule = entry.card.generate
-        if rule is None:
-            raise BadRequest(f"Model '{entry.card.id}' does not generate text", extras={"param": "model"})
+        rule = generate_rule(entry.card)
         check_request(request, self._settings)
         vocabulary = await self.vocabulary(entry)
         prompts, prompt_end = await self._prompts(request, rule, vocabulary)
@@ -93,9 +92,7 @@ class Generator:
 
     async def prompt_ids(self, entry: ModelEntry, request: GenerateRequest) -> list[list[int]]:
         """Return the tokens of a request's prompts, for who only counts them. Raises as `start` does."""
-        rule = entry.card.generate
-        if rule is None:
-            raise BadRequest(f"Model '{entry.card.id}' does not generate text", extras={"param": "model"})
+        rule = generate_rule(entry.card)
         check_request(request, self._settings)
         return (await self._prompts(request, rule, await self.vocabulary(entry)))[0]
 
@@ -136,6 +133,13 @@ class Generator:
 
     async def _on_thread(self, work: Callable[..., _T], *args: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+
+
+def generate_rule(card: ModelCard) -> GenerateRule:
+    """Return how a model generates. Raises BadRequest for one that does not."""
+    if card.generate is None:
+        raise BadRequest(f"Model '{card.id}' does not generate text", extras={"param": "model"})
+    return card.generate
 
 
 def check_request(request: GenerateRequest, settings: Generation) -> None:

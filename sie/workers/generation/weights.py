@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from sie.native.encoder import empty_aligned
 from sie.native.linear import (
     GROUP_INPUTS,
     LinearCall,
@@ -160,10 +161,10 @@ class PackedLinear(nn.Module):
 
 def _scratch(nbytes: int) -> int:
     """Return the address of at least so many bytes, 64-byte aligned; this thread's own until it asks again."""
-    found: tuple[NDArray[np.uint8], int, int] | None = getattr(_local, "scratch", None)
-    if found is None or found[2] < nbytes:
-        buffer = np.empty(nbytes + 64, np.uint8)
-        found = _local.scratch = buffer, -(-buffer.ctypes.data // 64) * 64, nbytes
+    found: tuple[NDArray[np.uint8], int] | None = getattr(_local, "scratch", None)
+    if found is None or found[0].nbytes < nbytes:
+        buffer = empty_aligned(nbytes)
+        found = _local.scratch = buffer, buffer.ctypes.data
     return found[1]
 
 
