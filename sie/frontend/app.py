@@ -14,20 +14,19 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from sie.control_messages import ModelEntry
 from sie.errors import ClientGone, Internal, SieError
 from sie.frontend import dashboard, envelopes, openapi, routes
 from sie.frontend.access import CHALLENGE, Access
 from sie.frontend.access_log import request_id_of
 from sie.frontend.admin import check_admin
 from sie.frontend.counting import count_exchange
-from sie.frontend.dialects import models as models_dialect
-from sie.frontend.dialects import negotiate, sie
+from sie.frontend.dialects import negotiate
 from sie.frontend.envelopes import Response
 from sie.frontend.html import page_headers
 from sie.frontend.inference import Exchange, Inference
 from sie.frontend.kserve import KServe, TextCall
 from sie.frontend.metrics import CONTENT_TYPE, render
+from sie.frontend.model_cards import list_body, show_model
 from sie.frontend.openapi import page as docs
 from sie.frontend.process import FrontendProcess
 from sie.frontend.stream import STREAM_HEADERS, Streamed, send_stream
@@ -250,24 +249,19 @@ class App:
         elif route is None:
             self._respond(exchange, *envelopes.unknown_path(scope.path))
         else:
-            self._respond(exchange, *envelopes.wrong_method(route))
+            status, headers, body = envelopes.wrong_method(route)
+            if route.envelope in _TEXT_DIALECTS:
+                headers.append(_name_request(exchange))
+            self._respond(exchange, status, headers, body)
 
     # --- everything else ------------------------------------------------------------------------------------------
 
     async def _list_models(self, exchange: Exchange) -> None:
-        models = self._process.models
-        infos = [_info(entry, models.created_s) for entry in models.entries.values()]
-        default = models.default_of("dense") or models.default_of("generate")
-        self._respond(exchange, 200, [_JSON], models_dialect.models_body(infos, default))
+        self._respond(exchange, 200, [_JSON, _name_request(exchange)], list_body(self._process.models))
 
     async def _show_model(self, exchange: Exchange) -> None:
-        models = self._process.models
-        entry = models.find(exchange.model)
-        if entry is None:
-            error = sie.model_not_found(exchange.model, models.entries)
-            self._respond(exchange, 404, [_JSON], models_dialect.model_not_found_body(error))
-            return
-        self._respond(exchange, 200, [_JSON], models_dialect.model_body(_info(entry, models.created_s)))
+        status, body = show_model(self._process.models, exchange.model)
+        self._respond(exchange, status, [_JSON, _name_request(exchange)], body)
 
     async def _manage_model(self, exchange: Exchange) -> None:
         process, headers = self._process, exchange.headers
@@ -370,18 +364,7 @@ class App:
         count_exchange(process.metrics, exchange, status, error)
 
 
-def _info(entry: ModelEntry, created_s: int) -> dict[str, Any]:
-    error = entry.error
-    last_error = None
-    if error is not None:
-        extras = error.extras
-        last_error = {
-            "code": error.code,
-            "message": error.message,
-            "attempts": extras.get("attempts", 1),
-            "permanent": extras.get("permanent", False),
-        }
-    loras = {name: adapter.state for name, adapter in entry.adapters.items()}
-    return models_dialect.model_info(
-        entry.card, entry.state, last_error, created_s, loras, is_reloading=entry.reloading
-    )
+def _name_request(exchange: Exchange) -> tuple[str, str]:
+    """Return the header that says what a request is called from now on."""
+    exchange.request_id = request_id_of(exchange.headers)
+    return "x-request-id", exchange.request_id
