@@ -162,6 +162,7 @@ def test_completions_take_every_form_of_prompt(client: openai.OpenAI) -> None:
     assert texts([97, 98]) == ["ab"]
     assert texts([[97, 98], [99]], echo=True) == ["abab", "cc"]
     assert texts("x" * 100) == ["x" * 16], "max_tokens is 16 where it is not given"
+    assert texts([[97, 98], [99]], best_of=3, n=2, temperature=1) == ["ab", "ba", "c", "c"]
     streamed = client.completions.create(model="m", prompt=["ab", "c"], echo=True, stream=True)
     shown = {0: "", 1: ""}
     for chunk in streamed:
@@ -208,7 +209,9 @@ def test_models_are_listed_for_both_readers(client: openai.OpenAI) -> None:
     cards = {card.id: card for card in client.models.list()}
     assert cards["m"].model_extra is not None
     assert (cards["m"].model_extra["status"], cards["m"].model_extra["tools_available"]) == ("loaded", True)
+    assert cards["m"].owned_by == "local"
     assert client.models.retrieve("m").id == "m"
+    assert client.models.retrieve("default").model_dump() == cards["default"].model_dump()
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -260,9 +263,12 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None]] = [
     (TEXTS, {"prompt": ["a", 1]}, 400, "prompt"),
     (TEXTS, {"prompt": [1000]}, 400, "prompt"),
     (TEXTS, {"prompt": "a", "suffix": "b"}, 400, "suffix"),
-    (TEXTS, {"prompt": "a", "best_of": 3}, 400, "best_of"),
+    (TEXTS, {"prompt": "a", "best_of": 1, "n": 2}, 400, "best_of"),
+    (TEXTS, {"prompt": "a", "best_of": 17}, 400, "best_of"),
+    (TEXTS, {"prompt": "x" * 5000}, 400, "prompt"),
     (TEXTS, {"prompt": "a", "echo": True, "logprobs": 1}, 400, "echo"),
-    (TEXTS, {"prompt": "a", "logprobs": 100}, 400, "top_logprobs"),
+    (TEXTS, {"prompt": "a", "logprobs": 100}, 400, "logprobs"),
+    (TEXTS, {"prompt": "a", "grammar": {"type": "regex", "value": "("}}, 400, "grammar"),
     (TEXTS, {"prompt": "a", "model": "nope"}, 404, "model"),
     (TEXTS, {"prompt": "a", "model": "vectors"}, 400, "model"),
 ]  # fmt: skip
@@ -280,6 +286,17 @@ def test_wrong_request_hears_its_field(
         assert answer["error"]["type"] == "invalid_request_error"
         assert answer["message"] == answer["error"]["message"]
         assert response.headers["x-request-id"].startswith("req_")
+
+
+def test_best_of_has_its_own_refusal_in_a_stream(server: Server) -> None:
+    answer = post_json(server.port, TEXTS, {"prompt": "a", "best_of": 2, "stream": True})
+    assert (answer.status, answer.json()["error"]["param"]) == (400, "best_of")
+
+
+def test_agent_fields_mean_nothing_to_completions(server: Server) -> None:
+    body = {"prompt": "a", "session_id": "s", "agent_permission": "ask", "files": [{"name": "a"}], "max_tool_rounds": 1,
+            "web_search_options": {}, "enable_shell": True, "enable_thinking": True}  # fmt: skip
+    assert post_json(server.port, TEXTS, body).json()["choices"][0]["text"] == "a"
 
 
 def test_agent_fields_that_ask_for_nothing_are_no_fault(server: Server) -> None:

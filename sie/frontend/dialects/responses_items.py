@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, cast
 
 import msgspec
 from msgspec import Meta
@@ -23,9 +23,14 @@ _MEDIA_WORDS: Final = ("image", "audio", "video", "file")
 _SKIPPED: Final = frozenset({"reasoning", "item_reference"})
 """Accepted, and not told to the model."""
 _PREFIXES: Final = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_NEEDED: Final[dict[str, dict[str, Any]]] = {
+    "message": {"status": "completed"},
+    "function_call": {"status": "completed"},
+    "reasoning": {"summary": []},
+    "output_text": {"annotations": [], "logprobs": []},
+}
+"""What readers of a list of items need of each type of item and part, where a request left it out."""
 _PART_BREAK: Final = "\n\n"
-_SAME_ROLES: Final = {"developer": "system"}
-"""Names of this API that no template knows."""
 
 Item = dict[str, Any]
 
@@ -50,6 +55,8 @@ class InputItem(msgspec.Struct, omit_defaults=True):
     namespace: str | None = None
     arguments: str | None = None
     output: str | Annotated[list[InputPart], Meta(max_length=_MAX_LIST)] | None = None
+    summary: Annotated[list[InputPart], Meta(max_length=_MAX_LIST)] | None = None
+    encrypted_content: str | None = None
 
 
 Input = str | Annotated[list[InputItem], Meta(max_length=_MAX_LIST)]
@@ -110,12 +117,12 @@ def _kind(item: InputItem) -> str:
 def _listed(item: InputItem) -> Item:
     kind = _kind(item)
     fields: Item = msgspec.to_builtins(item)
-    if kind == "message":
-        fields["status"] = "completed"
-        if isinstance(item.content, str):
-            spoken = "output_text" if item.role == "assistant" else "input_text"
-            fields["content"] = [{"type": spoken, "text": item.content}]
-    return {**fields, "type": kind, "id": item.id or new_id(kind)}
+    if kind == "message" and isinstance(item.content, str):
+        spoken = "output_text" if item.role == "assistant" else "input_text"
+        fields["content"] = [{"type": spoken, "text": item.content}]
+    if isinstance(content := fields.get("content"), list):
+        fields["content"] = [{**_NEEDED.get(part.get("type", ""), {}), **part} for part in cast("list[Item]", content)]
+    return {**_NEEDED.get(kind, {}), **fields, "type": kind, "id": item.id or new_id(kind)}
 
 
 def _read_message(item: InputItem, path: str) -> ChatMessage:
@@ -124,7 +131,7 @@ def _read_message(item: InputItem, path: str) -> ChatMessage:
         raise wrong(f"{path}.role", "must be a short word, such as 'user'")
     if item.content is None:
         raise wrong(f"{path}.content", "is required")
-    return ChatMessage(role=_SAME_ROLES.get(role, role), content=_text(item.content, f"{path}.content"))
+    return ChatMessage(role=role, content=_text(item.content, f"{path}.content"))
 
 
 def _read_call(item: InputItem, path: str) -> ToolCall:
