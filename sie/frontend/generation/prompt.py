@@ -17,6 +17,7 @@ import msgspec
 
 from sie.errors import BadRequest, InputTooLong
 from sie.frontend.body_limits import children_of
+from sie.frontend.generation.special_texts import find_special
 from sie.frontend.generation.templates import compile_template, render
 from sie.frontend.generation.vocabulary import Vocabulary
 from sie.generation import ChatMessage, GenerateRequest, GenerateRule, Tool, ToolCall
@@ -30,8 +31,7 @@ class Marks:
     """The two characters around special texts in a client's strings, and where those are."""
 
     def __init__(self, special_texts: Sequence[str], texts: Iterable[str]) -> None:
-        longest_first = sorted(filter(None, special_texts), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._special = find_special(tuple(special_texts))
         used = {char for text in texts if not text.isascii() for char in text}
         free = (chr(code) for code in _PRIVATE_USE if chr(code) not in used)
         try:
@@ -54,9 +54,13 @@ class Marks:
 
         A template may have torn the two marks of a place apart; a single one still separates what it stands between.
         """
-        pattern = f"{self.start}({self._special.pattern}){self.end}|[{self.start}{self.end}]"
-        parts: list[str | None] = re.split(pattern, text)
-        return [(part, index % 2 == 1) for index, part in enumerate(parts) if part]
+        marks = self.start + self.end
+        parts: list[str | None] = re.split(f"{self.start}([^{marks}]*){self.end}|[{marks}]", text)
+        return [
+            (part, index % 2 == 1 and self._special.fullmatch(part) is not None)
+            for index, part in enumerate(parts)
+            if part
+        ]
 
 
 def chat_variables(request: GenerateRequest, rule: GenerateRule) -> dict[str, Any]:
