@@ -49,6 +49,8 @@ class Generator:
         self._settings = settings
         self._meter = meter
         self._pool = ThreadPoolExecutor(2, "prompt")
+        self._grammar_pool = ThreadPoolExecutor(1, "grammar")
+        """Apart, as a schema may take a second or two, and no other chat is to wait for that."""
         self._times = StreamTimes(int(settings.stream_idle_timeout_s * 1e9), int(settings.generation_timeout_s * 1e9))
         self._vocabularies: dict[str, tuple[Tokenizer | None, Vocabulary]] = {}
 
@@ -68,7 +70,7 @@ class Generator:
         fitted = [fit(ids, request.max_tokens, context, truncate=request.truncate_prompt) for ids in prompts]
         grammar = None
         if request.grammar is not None or request.tools:
-            grammar = await self._on_thread(constrain, request, rule)
+            grammar = await asyncio.get_running_loop().run_in_executor(self._grammar_pool, constrain, request, rule)
         task = plan_task(request, rule, vocabulary.size, salt, grammar)
         news = asyncio.Event()
         new_readers = _readers(request, rule, vocabulary, len(fitted), prompt_end)
