@@ -61,17 +61,18 @@ class TextRoutes:
     async def chat(self, exchange: Exchange) -> Answer | Streamed:
         """Answer `/v1/chat/completions`."""
         request, shown = await self._read(exchange, chat.decode_chat)
-        return await self.answer(
-            exchange,
-            request,
-            lambda reply, _prompts: chat.encode_chat(reply, shown),
-            lambda model, _prompts: chat.ChatWriter(shown, model),
-        )
+        with renamed(shown.names):
+            return await self.answer(
+                exchange,
+                request,
+                lambda reply, _prompts: chat.encode_chat(reply, shown),
+                lambda model, _prompts: chat.ChatWriter(shown, model),
+            )
 
     async def completions(self, exchange: Exchange) -> Answer | Streamed:
         """Answer `/v1/completions`."""
         request, shown = await self._read(exchange, completions.decode_completions)
-        with renamed(completions.own_names(shown)):
+        with renamed(shown.names):
             return await self.answer(
                 exchange,
                 request,

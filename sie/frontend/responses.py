@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from sie.frontend.generate import TextRoutes
 
 _JSON: Final = ("content-type", "application/json")
-_NAMES: Final = {"messages": "input", "response_format": "text.format"}
-"""What fields that the generation core names are called here."""
 _to_json: Final = msgspec.json.Encoder().encode
 Start = Callable[[ModelEntry], Coroutine[Any, Any, Run]]
 
@@ -72,7 +70,7 @@ class Responses:
             max_kept_bytes=self._max_stream_bytes if self._store.is_on else 0,
         )  # fmt: skip
         record.is_kept = call.stores and self._store.is_on
-        with renamed(_NAMES):
+        with renamed(call.names):
             if call.is_background:
                 return await self._make_in_background(exchange, call, record, entry, history)
             if call.request.stream:
@@ -89,7 +87,7 @@ class Responses:
         """Return how many tokens a request's prompt has, the conversation before it included."""
         call.begin((await self._read_history(call, exchange.owner))[1])
         entry = await self._process.models.wait_serving(self._texts.find(exchange, call.request), exchange.deadline_ns)
-        with renamed(_NAMES):
+        with renamed(call.names):
             (ids,) = await self._texts.generator.prompt_ids(entry, call.request)
         return [_JSON], encode_count(len(ids))
 

@@ -251,6 +251,10 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHAT, {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "a b"}}]}, 400,
      "tools[0].function.name"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, 400, "response_format.json_schema"),
+    (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, 400,
+     "response_format"),
+    (CHAT, {"messages": HELLO, "grammar": {"type": "regex", "value": "("}}, 400, "grammar"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "name": "a<b"}]}, 400, "messages[0].name"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}, "grammar": {"type": "regex", "value": "a"}},
      400, "grammar"),
     *((CHAT, {"messages": HELLO, field: value}, 400, field) for field, value in {

@@ -125,6 +125,8 @@ def test_store_false_leaves_nothing(client: openai.OpenAI) -> None:
         ({"input": "x" * 5000}, 400, "input"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, 400, "tools[0]"),
         ({"input": "x", "top_logprobs": 99}, 400, "top_logprobs"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, 400, "text.format"),
+        ({"input": "x", "grammar": {"type": "regex", "value": "("}}, 400, "grammar"),
     ],
 )
 def test_wrong_request_hears_its_field(server: Server, body: dict[str, Any], status: int, param: str) -> None:

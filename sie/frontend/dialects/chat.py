@@ -80,7 +80,7 @@ class ChatBody(TextFields, kw_only=True):
     function_call: Any = None
     modalities: Annotated[list[str], Meta(max_length=16)] | None = None
     audio: Any = None
-    user: str | None = None
+    user: Any = None
 
 
 _DECODER: Final = msgspec.json.Decoder(ChatBody)
@@ -103,7 +103,8 @@ def decode_chat(body: bytes, content_type: str | None, limits: Limits) -> tuple[
     request.logprobs = _read_logprobs(call)
     thinking, request.reasoning_effort = read_thinking(call)
     request.thinking = thinking is not False  # on where nothing is said, in templates of either default: section 3.1
-    return request, Shown.begin("chatcmpl", num_choices=request.num_choices, wants_usage=wants_usage(call))
+    names = {"response_format": "grammar"} if call.grammar is not None else {}
+    return request, Shown.begin("chatcmpl", num_choices=request.num_choices, wants_usage=wants_usage(call), names=names)
 
 
 def _refuse_unserved(call: ChatBody) -> None:

@@ -38,6 +38,7 @@ _DEFAULT_MAX_TOKENS: Final = 16
 _MOST_IDS: Final = 1 << 24
 _TokenIds = Annotated[list[Number], Meta(max_length=_MOST_IDS)]
 _Prompts = Annotated[list[str | Number | _TokenIds], Meta(max_length=_MOST_IDS)]
+_NAMES: Final = {"messages": "prompt", "top_logprobs": "logprobs", "response_format": "grammar"}
 _to_json: Final = msgspec.json.Encoder().encode
 
 
@@ -51,7 +52,7 @@ class CompletionsBody(TextFields, kw_only=True):
     logprobs: Number | bool | None = None
     tools: Any = None
     tool_choice: Any = None
-    user: str | None = None
+    user: Any = None
 
 
 _DECODER: Final = msgspec.json.Decoder(CompletionsBody)
@@ -78,13 +79,8 @@ def decode_completions(body: bytes, content_type: str | None, limits: Limits) ->
     return request, Shown.begin(
         "cmpl", num_choices=num_choices, wants_usage=wants_usage(call), echo=bool(call.echo),
         num_hidden=_read_best_of(call.best_of, request), has_logprobs=has_logprobs,
+        names=_NAMES if call.best_of is None else {**_NAMES, "n": "best_of"},
     )  # fmt: skip
-
-
-def own_names(shown: Shown) -> dict[str, str]:
-    """Return what this route calls fields that the generation core names."""
-    named = {"messages": "prompt", "top_logprobs": "logprobs", "response_format": "grammar"}
-    return {**named, "n": "best_of"} if shown.num_hidden else named
 
 
 def _read_best_of(best_of: int | None, request: GenerateRequest) -> int:

@@ -96,6 +96,8 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
     num_hidden: int = 0
     """How many more choices of each prompt are generated than shown."""
     has_logprobs: bool = False
+    names: dict[str, str] = {}
+    """What the request calls fields that the generation core names; those that are the same are left out."""
 
     @classmethod
     def begin(cls, prefix: str, **facts: Any) -> Shown:

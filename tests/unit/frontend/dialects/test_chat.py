@@ -62,8 +62,8 @@ def read(**fields: Any) -> GenerateRequest:
             ],
         ),
         (
-            [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}],
-            [ChatMessage(role="assistant", content="no")],
+            [{"role": "assistant", "name": "José/2", "content": [{"type": "refusal", "refusal": "no"}]}],
+            [ChatMessage(role="assistant", name="José/2", content="no")],
         ),
     ],
 )
