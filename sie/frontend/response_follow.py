@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from sie.errors import NotFound, SieError
 from sie.frontend.dialects import text_fields
 from sie.frontend.dialects.responses_replay import end_events, is_terminal, replay
 from sie.frontend.dialects.responses_reply import RUNNING
+from sie.frontend.offload import offload
 from sie.frontend.response_store import Followed
 from sie.generation import GenerateEvent, Started
 from sie.types import Timing
@@ -33,11 +35,12 @@ class ResponseFollower:
 
     keep_alive = text_fields.KEEP_ALIVE
 
-    def __init__(self, look: Look, after: int) -> None:
-        """After is the number of the last event that its client has, -1 for none."""
+    def __init__(self, look: Look, after: int, pool: ThreadPoolExecutor) -> None:
+        """After is the number of the last event that its client has, -1 for none; pool is for large responses."""
         self.is_over = False
         self._look = look
         self._after = after
+        self._pool = pool
         self._num_late_looks = 0
         self._data = b""
 
@@ -81,7 +84,8 @@ class ResponseFollower:
             raise NotFound("The response was deleted", code="RESPONSE_NOT_FOUND", extras={"param": "response_id"})
         if not found.stream:
             self.is_over = found.status not in RUNNING
-            return replay(found.body)[self._after + 1 :] if found.body else []
+            events = await offload(self._pool, len(found.body), replay, found.body) if found.body else []
+            return events[self._after + 1 :]
         if found.stream == "cut":
             raise not_kept()
         if found.events:

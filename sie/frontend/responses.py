@@ -103,7 +103,7 @@ class Responses:
 
         if not self._store.is_on or await look(after) is None:
             raise _not_found(response_id)
-        follower = ResponseFollower(look, after)
+        follower = ResponseFollower(look, after, self._pool)
         return Streamed(follower, follower)
 
     async def delete(self, exchange: Exchange) -> Answer:
