@@ -404,6 +404,20 @@ def test_metrics_count_a_stream_when_it_ends(server: Server) -> None:
     assert {"sie_time_to_first_token_seconds_count", "sie_inter_token_latency_seconds_count"} <= names
 
 
+def test_metrics_leave_housekeeping_out_and_name_no_model_none(server: Server) -> None:
+    assert httpx.get(f"{server.url}/no/such/path").status_code == 404
+    assert httpx.post(server.url + CHAT, content=b"{").status_code == 400
+    for path in ("/", "/health", "/metrics", "/docs", "/v1/models"):
+        assert httpx.get(server.url + path).status_code == 200
+    httpx.options(server.url + CHAT)
+    shown = [dict(labels) for name, labels in samples(server.port) if name == "http_requests_total"]
+    paths = {one["path"]: one["model"] for one in shown}
+    assert not {"/", "/health", "/metrics", "/docs"} & paths.keys()
+    assert (paths["<unmatched>"], paths["/v1/models"]) == ("none", "none")
+    assert {one["model"] for one in shown if one["path"] == CHAT and one["status"] == "400"} >= {"unknown"}
+    assert not [one for one in shown if one["method"] == "OPTIONS"]
+
+
 def test_worker_death_ends_what_was_begun_and_repeats_what_was_not(server: Server) -> None:
     whole: list[Any] = []
 
