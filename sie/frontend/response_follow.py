@@ -84,7 +84,9 @@ class ResponseFollower:
             raise NotFound("The response was deleted", code="RESPONSE_NOT_FOUND", extras={"param": "response_id"})
         if not found.stream:
             self.is_over = found.status not in RUNNING
-            events = await offload(self._pool, len(found.body), replay, found.body) if found.body else []
+            if not found.body:
+                return []
+            events: list[bytes] = await offload(self._pool, len(found.body), replay, found.body)
             return events[self._after + 1 :]
         if found.stream == "cut":
             raise not_kept()

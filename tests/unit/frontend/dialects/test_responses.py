@@ -112,6 +112,21 @@ def test_items_are_the_messages_that_templates_know() -> None:
     ]
 
 
+def test_shell_calls_of_an_earlier_conversation_are_told_to_the_model() -> None:
+    action = {"commands": ["ls"], "timeout_ms": 5}
+    output = [{"stdout": "a\n", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}]
+    items = [
+        {"type": "shell_call", "call_id": "c", "action": action, "status": "completed"},
+        {"type": "shell_call_output", "call_id": "c", "output": output},
+    ]
+    called, said = messages(items)
+    assert (called.tool_calls[0].name, json.loads(called.tool_calls[0].arguments)) == ("shell", action)
+    assert (said.role, said.name, json.loads(said.content or "")) == ("tool", "shell", output)
+    assert [(item["type"], item["id"][:3]) for item in decode(input=items).items] == [
+        ("shell_call", "sc_"), ("shell_call_output", "sco"),
+    ]  # fmt: skip
+
+
 def test_listed_items_have_what_their_readers_need() -> None:
     said = {"role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
     listed = decode(input=[said, CALL, {"type": "reasoning", "id": "rs_1"}]).items
@@ -166,7 +181,10 @@ REFUSED: list[tuple[dict[str, Any], int, str | None]] = [
     ({"input": [{"type": "function_call", "call_id": "c", "name": "a b"}]}, 400, "input[0].name"),
     ({"input": [{"type": "function_call_output", "call_id": "c"}]}, 400, "input[0].output"),
     ({"input": [{"type": "function_call_output", "output": "c"}]}, 400, "input[0].call_id"),
-    ({"input": [{"type": "shell_call", "call_id": "c"}]}, 400, "input[0].type"),
+    ({"input": [{"type": "shell_call", "call_id": "c"}]}, 400, "input[0].action"),
+    ({"input": [{"type": "shell_call", "action": {"commands": []}}]}, 400, "input[0].call_id"),
+    ({"input": [{"type": "shell_call_output", "call_id": "c"}]}, 400, "input[0].output"),
+    ({"input": [{"type": "computer_call", "call_id": "c"}]}, 400, "input[0].type"),
     ({"max_output_tokens": 0}, 400, "max_output_tokens"),
     ({"max_tokens": 0}, 400, "max_tokens"),
     ({"max_tool_calls": 1}, 400, "max_tool_calls"),
