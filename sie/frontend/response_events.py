@@ -5,10 +5,9 @@ A row holds events that stand one behind another, each ending in an empty line. 
 
 from __future__ import annotations
 
-import contextlib
 import sqlite3
-from collections.abc import Generator, Iterator, Sequence
-from typing import Final, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, cast
 
 EVENTS_SCHEMA: Final = """
 ALTER TABLE responses ADD COLUMN stream TEXT NOT NULL DEFAULT '';
@@ -22,6 +21,11 @@ CREATE TABLE events (
 CREATE TRIGGER forgotten AFTER DELETE ON responses BEGIN DELETE FROM events WHERE response = OLD.number; END;
 """
 _END: Final = b"\n\n"
+_ROW: Final = "SELECT number, ?, ?, ? FROM responses WHERE id = ?"
+_MAX_ROWS: Final = 100
+"""In a statement. Source: SQLite's limits; 500 terms and 32,766 values."""
+NewEvents = tuple[str, int, Sequence[bytes]]
+"""Id of a response, number of the first of its events, the events."""
 
 
 class EventRows:
@@ -32,29 +36,26 @@ class EventRows:
         self.num_new_bytes = 0
         """Of the events that this process added since somebody last set it to 0."""
 
-    def add(self, response_id: str, first: int, events: Sequence[bytes]) -> None:
-        """Keep the next events of a response, if it is kept itself; first is the number of the first of them."""
-        data = b"".join(events)
-        self.num_new_bytes += len(data)
-        with self._at_once():
-            added = self._db.execute(
-                "INSERT INTO events SELECT number, ?, ?, ? FROM responses WHERE id = ?",
-                (first, first + len(events) - 1, data, response_id),
-            )
-            if added.rowcount > 0:
-                self._db.execute("UPDATE responses SET nbytes = nbytes + ? WHERE id = ?", (len(data), response_id))
+    def add(self, rows: Sequence[NewEvents]) -> None:
+        """Keep the next events of some responses, as far as these are kept themselves.
+
+        In few statements: after each of them a thread waits until the event loop lets go of the interpreter.
+        """
+        for start in range(0, len(rows), _MAX_ROWS):
+            some = rows[start : start + _MAX_ROWS]
+            values: list[Any] = []
+            for response_id, first, events in some:
+                data = b"".join(events)
+                self.num_new_bytes += len(data)
+                values += [first, first + len(events) - 1, data, response_id]
+            self._db.execute("INSERT INTO events " + " UNION ALL ".join([_ROW] * len(some)), values)
 
     def cut(self, response_id: str) -> None:
         """Forget the events of a response: they are too many, or some are missing."""
-        with self._at_once():
-            self._db.execute(
-                "UPDATE responses SET stream = 'cut', nbytes = nbytes - "
-                "(SELECT coalesce(sum(length(data)), 0) FROM events WHERE response = number) WHERE id = ?",
-                (response_id,),
-            )
-            self._db.execute(
-                "DELETE FROM events WHERE response = (SELECT number FROM responses WHERE id = ?)", (response_id,)
-            )
+        self._db.execute("UPDATE responses SET stream = 'cut' WHERE id = ?", (response_id,))
+        self._db.execute(
+            "DELETE FROM events WHERE response = (SELECT number FROM responses WHERE id = ?)", (response_id,)
+        )
 
     def behind(self, response: int, after: int) -> list[bytes]:
         """Return the events of the response in this row that come behind the one with the number after."""
@@ -65,10 +66,3 @@ class EventRows:
         for first, data in cast("Iterator[tuple[int, bytes]]", rows):
             events += [event + _END for event in data.split(_END)[:-1]][max(0, after + 1 - first) :]
         return events
-
-    @contextlib.contextmanager
-    def _at_once(self) -> Generator[None]:
-        """Have other processes see all that is written meanwhile, or nothing."""
-        self._db.execute("BEGIN IMMEDIATE")
-        with self._db:
-            yield

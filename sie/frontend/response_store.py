@@ -129,12 +129,15 @@ class ResponseFile:
             self.events.num_new_bytes = 0
         self._num_added += 1
 
-    def update(self, response_id: str, status: str, body: bytes) -> bool:
-        """Replace what a response that is being made has come to; False when it was cancelled or deleted meanwhile."""
+    def update(self, response_id: str, status: str, body: bytes, num_event_bytes: int = 0) -> bool:
+        """Replace what a response that is being made has come to; False when it was cancelled or deleted meanwhile.
+
+        num_event_bytes: what its events take from now on, beside what was said of them before.
+        """
         done = self._db.execute(
             "UPDATE responses SET nbytes = nbytes - length(body) + ?, status = ?, body = ? "
             "WHERE id = ? AND (status IN ('queued', 'in_progress') OR (status = 'cancelled' AND ? = 'cancelled'))",
-            (len(body), status, body, response_id, status),
+            (len(body) + num_event_bytes, status, body, response_id, status),
         )
         return done.rowcount > 0
 

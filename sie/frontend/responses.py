@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _JSON: Final = ("content-type", "application/json")
 _to_json: Final = msgspec.json.Encoder().encode
+_MANY_EVENTS: Final = 256
 Start = Callable[[ModelEntry], Coroutine[Any, Any, Run]]
 
 
@@ -232,11 +233,11 @@ class Responses:
         """While there are jobs, keep their events, and stop those that were cancelled or deleted at another process."""
         while self._jobs:
             await asyncio.sleep(LOOK_S)
-            records = [job.record for job in self._jobs.values() if job.record.is_kept and job.record.is_streamed]
+            kept = [job for job in self._jobs.values() if job.record.is_kept]
+            ids = [job.record.id for job in kept]
             with contextlib.suppress(Unavailable):
-                await self._keep_events(records)
-            ids = [response_id for response_id, job in self._jobs.items() if job.record.is_kept]
-            with contextlib.suppress(Unavailable):
+                # Of one that nobody else can wait for yet, much at a time is enough.
+                await self._keep([one.record for one in kept if one.outlives or one.record.num_unkept >= _MANY_EVENTS])
                 for response_id in await self._store.do(lambda file, ids=ids: file.stopped(ids)) if ids else ():
                     self._stop(response_id)
 
@@ -283,27 +284,31 @@ class Responses:
     async def _update(self, record: ResponseRecord) -> None:
         """Keep what a response has come to."""
         if record.is_kept:
-            status, body = record.status, record.to_json()
             with contextlib.suppress(Unavailable):  # the log has it; who asks sees the status before
-                if record.is_streamed:
-                    await self._keep_events([record])  # ORDER: before the status, by which readers know the last one
-                await self._store.do(lambda file: file.update(record.id, status, body))
+                await self._keep([record], is_update=True)
 
-    async def _keep_events(self, records: Sequence[ResponseRecord]) -> None:
-        """Keep what streams have come to since the last time. Raises Unavailable; then they are not kept at all."""
+    async def _keep(self, records: Sequence[ResponseRecord], *, is_update: bool = False) -> None:
+        """Keep what streams have come to since the last time; with is_update, also what their responses have.
+
+        Raises Unavailable; then the rest of these streams is not kept.
+        """
         news = [
             (record.id, number, events) for record in records for number, events in [record.take_unkept()] if events
         ]
         cut = [record for record in records if record.is_newly_cut]
-        if not news and not cut:
-            return
+        states = [
+            (record.id, record.status, record.to_json(), record.num_kept_bytes) for record in records if is_update
+        ]
 
         def keep(file: ResponseFile) -> None:
-            for response_id, number, events in news:
-                file.events.add(response_id, number, events)
+            file.events.add(news)  # ORDER: before the status, behind which readers look for no more
             for record in cut:
                 file.events.cut(record.id)
+            for state in states:
+                file.update(*state)
 
+        if not (news or cut or states):
+            return
         try:
             await self._store.do(keep)
         except Unavailable:

@@ -74,6 +74,8 @@ class ResponseRecord:
         self._unkept: list[bytes] = []
         self._room_bytes = max_kept_bytes if call.stores else 0
         """How much more of the stream may be kept."""
+        self.num_kept_bytes = 0
+        """Of the stream so far, if it is kept."""
         self.is_newly_cut = False
         """Whether what was kept of the stream is to be forgotten; who does that says so here."""
 
@@ -111,6 +113,11 @@ class ResponseRecord:
         """Whether its stream can be read again from its events: there are none, they are kept, or they were too much."""
         return "" if not self.is_streamed else "kept" if self._room_bytes > 0 else "cut"
 
+    @property
+    def num_unkept(self) -> int:
+        """How many events are to be kept and are not yet."""
+        return len(self._unkept)
+
     def take_unkept(self) -> tuple[int, list[bytes]]:
         """Return the events since the last call that are to be kept, and the number of the first one."""
         events, self._unkept = self._unkept, []
@@ -118,9 +125,9 @@ class ResponseRecord:
 
     def stop_keeping(self) -> None:
         """Have none of its events kept any more."""
-        self._room_bytes = 0
+        self._room_bytes = self.num_kept_bytes = 0
         self._unkept = []
-        self.is_newly_cut = True
+        self.is_newly_cut = self.is_streamed
 
     def to_object(self) -> dict[str, Any]:
         """Return the response as it is now."""
@@ -189,6 +196,7 @@ class ResponseRecord:
             self._stream.append(event)
         if self._room_bytes > 0:
             self._room_bytes -= len(event)
+            self.num_kept_bytes += len(event)
             self._unkept.append(event)
             if self._room_bytes <= 0:
                 self.stop_keeping()
