@@ -55,7 +55,7 @@ class OutputPart(InputPart, omit_defaults=True):
     stderr: str | None = None
     outcome: dict[str, Any] | None = None
     status: str | None = None
-    exit_code: int | None = None
+    exit_code: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     timed_out: bool | None = None
 
 
