@@ -195,7 +195,7 @@ class Tensors:
     async def _submit(self, plan: _Plan, request: TensorRequest, deadline_ns: int) -> Pending:
         inputs, layout = request.inputs, plan.layout
         if layout.nbytes < _LONG_BYTES:
-            return self._engine.submit_bytes(layout, [tensor.data for tensor in inputs], plan.cost, deadline_ns)
+            return self._engine.submit_parts(layout, [tensor.data for tensor in inputs], plan.cost, deadline_ns)
         arrays = [(str(index), np.frombuffer(tensor.data, np.uint8)) for index, tensor in enumerate(inputs)]
         return await self._engine.submit_large(plan.header, arrays, plan.cost, deadline_ns)
 
