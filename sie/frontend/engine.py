@@ -262,10 +262,12 @@ class ShmEngine:
             self.abandon(pending, ClientGone("nothing more is wanted"))
 
     def expire(self, now_ns: int) -> None:
-        """Abandon what is past its deadline, and measure how fast answers come back."""
+        """Abandon what is past its deadline, give replies back, and measure how fast answers come; the process's tick."""
         for pending in self._all_pending():
             if pending.deadline_ns <= now_ns and not pending.future.done():
                 self.abandon(pending, overdue(pending))
+        for link in self._links.values():
+            link.give_back()
         self._answers.measure(now_ns, is_busy=self.queued_tokens > 0)
 
     def _all_links(self) -> list[WorkerLink]:
