@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
+from granian._granian import CallbackScheduler
+from granian.server import mp
 
 from sie.frontend.inference import Exchange
-from sie.frontend.intake import Intake
+from sie.frontend.intake import Intake, Scheduler
 from sie.frontend.offload import LARGE_BYTES
 
 DEADLINE_S = 5.0
@@ -137,3 +140,15 @@ def test_any_other_request_is_handed_over_with_its_body_unread(headers):
         assert desk.begun.empty()
 
     run(test)
+
+
+def test_granian_makes_its_scheduler_where_ours_takes_its_place():
+    """Else requests would all go the long way, and nobody would notice."""
+    assert callable(mp._new_cbscheduler)
+    assert "_new_cbscheduler(" in inspect.getsource(mp.MPServer._spawn_rsgi_worker)
+
+    async def make() -> None:
+        scheduler = Scheduler(asyncio.get_running_loop(), lambda _watcher: None)
+        assert isinstance(scheduler, CallbackScheduler)
+
+    asyncio.run(make())
