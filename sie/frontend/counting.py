@@ -23,12 +23,18 @@ _UNMATCHED: Final = "<unmatched>"
 
 def count_exchange(metrics: FrontendMetrics, exchange: Exchange, status: int, error: SieError | None) -> None:
     """Count an exchange that is over: answered, or left by its client."""
-    route, model = exchange.route, exchange.known_model
+    route, timing, model = exchange.route, exchange.timing, exchange.known_model
+    total_s = (time.monotonic_ns() - exchange.began_ns) / 1e9
+    if timing is not None and error is None and route is not None and route.endpoint and model:
+        metrics.record_served(
+            exchange.scope.method, route.template, route.endpoint, model, status, total_s,
+            exchange.body_bytes, timing,
+        )  # fmt: skip
+        return
     if not model:
         if exchange.scope.method == "OPTIONS" or (route is not None and route.template in _HOUSEKEEPING):
             return
         model = UNKNOWN_MODEL if route is not None and (route.endpoint or route in _TEXT_ROUTES) else ""
-    total_s = (time.monotonic_ns() - exchange.began_ns) / 1e9
     metrics.record_http(
         exchange.scope.method if route is not None else "ANY", route.template if route is not None else _UNMATCHED,
         model, status, duration_s=total_s, body_bytes=exchange.body_bytes,
@@ -38,8 +44,7 @@ def count_exchange(metrics: FrontendMetrics, exchange: Exchange, status: int, er
     if route is None or not route.endpoint or status in _NO_REQUEST:
         return
     outcome = "success" if error is None else _outcome_of(error)
-    model = exchange.known_model or "unknown"
-    timing = exchange.timing
+    model = model or UNKNOWN_MODEL
     if timing is None:
         metrics.record_request(model, route.endpoint, outcome, total_s)
     else:

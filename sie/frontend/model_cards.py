@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from sie.control_messages import ModelEntry
 from sie.frontend.dialects import models as dialect
 from sie.frontend.dialects import sie
 from sie.frontend.dialects.openai import DEFAULT_MODEL
-from sie.frontend.models import ModelTable
+from sie.frontend.models import ModelTable, model_info
 
 
 def list_body(models: ModelTable) -> bytes:
     """Return the list of all models, the default among them."""
-    infos = [_info(entry, models.created_s) for entry in models.entries.values()]
+    infos = [model_info(entry, models.created_s) for entry in models.entries.values()]
     return dialect.models_body(infos, _default_of(models))
 
 
@@ -21,27 +18,12 @@ def show_model(models: ModelTable, model: str) -> tuple[int, bytes]:
     """Return the status and the body that answer the question for one model; the list's `default` is one, too."""
     entry = models.find(model)
     if entry is not None:
-        return 200, dialect.model_body(_info(entry, models.created_s))
+        return 200, dialect.model_body(model_info(entry, models.created_s))
     entry = models.find(_default_of(models) or "") if model == DEFAULT_MODEL else None
     if entry is not None:
-        return 200, dialect.model_body({**_info(entry, models.created_s), "id": DEFAULT_MODEL})
+        return 200, dialect.model_body({**model_info(entry, models.created_s), "id": DEFAULT_MODEL})
     return 404, dialect.model_not_found_body(sie.model_not_found(model, models.entries))
 
 
 def _default_of(models: ModelTable) -> str | None:
     return models.default_of("dense") or models.default_of("generate")
-
-
-def _info(entry: ModelEntry, created_s: int) -> dict[str, Any]:
-    error = entry.error
-    last_error = None
-    if error is not None:
-        extras = error.extras
-        last_error = {
-            "code": error.code,
-            "message": error.message,
-            "attempts": extras.get("attempts", 1),
-            "permanent": extras.get("permanent", False),
-        }
-    loras = {name: adapter.state for name, adapter in entry.adapters.items()}
-    return dialect.model_info(entry.card, entry.state, last_error, created_s, loras, is_reloading=entry.reloading)
