@@ -8,7 +8,7 @@ before anything is queued; a worker compiles them over its model's tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -18,6 +18,10 @@ from sie.generation import GenerateRequest, GenerateRule, Grammar, Tool
 
 _HEADER: Final = "%llguidance {}\n"
 _ANY_OBJECT: Final[dict[str, Any]] = {"type": "object"}
+_DATA: Final = frozenset({"const", "default", "enum", "example", "examples"})
+"""Keywords whose values are no schemas."""
+_NAMED: Final = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
+"""Keywords whose values are schemas by names."""
 _MAX_ERROR_CHARS: Final = 400
 
 
@@ -36,6 +40,15 @@ def constrain(request: GenerateRequest, rule: GenerateRule) -> Grammar | None:
     if request.grammar is None and any(tool.strict for tool in tools):
         return _lark(_Calls(tools, rule, request.parallel_tool_calls).amid_text())
     return request.grammar
+
+
+def schema_bytes(request: GenerateRequest) -> int:
+    """Return how large the schemas are that tools add to the grammar of an answer; 0 where tools bind none of it."""
+    tools = callable_tools(request) if request.messages is not None else ()
+    is_bound = request.tool_choice.mode == "required" or request.grammar is not None
+    if not is_bound and not any(tool.strict for tool in tools):
+        return 0
+    return sum(len(_to_json(tool.parameters)) for tool in tools if tool.parameters)
 
 
 def _lark(text: str) -> Grammar:
@@ -88,14 +101,48 @@ class _Calls:
 
     def _schema(self, tool: Tool) -> str:
         """Return the schema of one tool's call; without strict, parameters that cannot be compiled are any object."""
-        parameters = tool.parameters or _ANY_OBJECT
+        parameters = _as_object(tool)
         problem = problem_of(Grammar(kind="json_schema", value=_to_json(parameters)))
         if problem and tool.strict:
-            raise BadRequest(f"Field 'tools': the parameters of {tool.name!r}: {problem}", extras={"param": "tools"})
-        properties = {"name": {"const": tool.name}, self._key: _ANY_OBJECT if problem else parameters}
+            raise _wrong_parameters(tool, problem)
+        moved = _ANY_OBJECT if problem else _move(parameters, f"#/properties/{self._key}")
+        properties = {"name": {"const": tool.name}, self._key: moved}
         return _to_json(
             {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
         )
+
+
+def _as_object(tool: Tool) -> dict[str, Any]:
+    """Return a tool's parameters as a schema that allows objects alone: nothing else is a call. Raises BadRequest."""
+    parameters = tool.parameters or _ANY_OBJECT
+    kinds = parameters.get("type", "object")
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+        raise _wrong_parameters(tool, "their type must be 'object'")
+    return {**parameters, "type": "object"}
+
+
+def _wrong_parameters(tool: Tool, problem: str) -> BadRequest:
+    return BadRequest(f"Field 'tools': the parameters of {tool.name!r}: {problem}", extras={"param": "tools"})
+
+
+def _move(schema: Any, place: str, *, has_names: bool = False) -> Any:
+    """Return a schema, or a part of one, whose own references hold when it stands at a place of another schema.
+
+    has_names: its keys are names of the client's, not keywords.
+    """
+    if isinstance(schema, list):
+        return [_move(part, place) for part in cast("list[Any]", schema)]
+    if not isinstance(schema, dict):
+        return schema
+    moved: dict[str, Any] = {}
+    for key, value in cast("dict[str, Any]", schema).items():
+        if not has_names and key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            moved[key] = place + value[1:]
+        elif not has_names and key in _DATA:
+            moved[key] = value
+        else:
+            moved[key] = _move(value, place, has_names=not has_names and key in _NAMED)
+    return moved
 
 
 def _to_json(value: Any) -> str:

@@ -16,7 +16,7 @@ from sie.cards import ModelCard
 from sie.control_messages import ModelEntry
 from sie.errors import BadRequest
 from sie.frontend.engine import ShmEngine
-from sie.frontend.generation.constraints import constrain
+from sie.frontend.generation.constraints import constrain, schema_bytes
 from sie.frontend.generation.formats import choose_parser
 from sie.frontend.generation.prompt import chat_ids, check_ids, fit, render_chat
 from sie.frontend.generation.reader import Reader
@@ -152,6 +152,7 @@ def check_request(request: GenerateRequest, settings: Generation) -> None:
         ("tools", len(request.tools), "max_tools"),
         ("messages", len(request.messages or ()), "max_messages"),
         ("response_format", len(request.grammar.value) if request.grammar is not None else 0, "max_grammar_bytes"),
+        ("tools", schema_bytes(request) if request.tools else 0, "max_grammar_bytes"),
     ):
         limit: int = getattr(settings, setting)
         if count > limit:

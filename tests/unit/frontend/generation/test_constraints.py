@@ -108,6 +108,44 @@ def test_tools_that_are_not_strict_bind_nothing_by_themselves() -> None:
     assert constrain(request(tools=()), rule("hermes")) is None
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_references_within_a_tool_s_schema_hold(strict: bool) -> None:
+    """As pydantic writes them: definitions beside the properties, and a type that holds itself."""
+    place = {"type": "object", "properties": {"name": {"type": "string"}, "in": {"$ref": "#/$defs/Place"}},
+             "required": ["name"], "additionalProperties": False}  # fmt: skip
+    parameters = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Args", "type": "object",
+        "properties": {"at": {"$ref": "#/$defs/Place"}, "default": {"$ref": "#"}, "as": {"enum": [{"$ref": "#/x"}]}},
+        "required": ["at"], "additionalProperties": False, "$defs": {"Place": place},
+    }  # fmt: skip
+    asked = request(tools=(Tool(name="go", parameters=parameters, strict=strict),), tool_choice=REQUIRED)
+    for tool_format, key in (("hermes", "arguments"), ("llama", "parameters")):
+        grammar = constrain(asked, rule(tool_format))
+
+        def says(arguments: str, key: str = key, grammar: Grammar | None = grammar) -> bool:
+            call = f'{{"name": "go", "{key}": {arguments}}}'
+            return allows(grammar, tagged(call) if key == "arguments" else call)
+
+        assert says(
+            '{"at": {"name": "a", "in": {"name": "b"}}, "default": {"at": {"name": "c"}}, "as": {"$ref": "#/x"}}'
+        )
+        assert not says('{"at": {"name": 1}}')
+        assert not says('{"at": {"name": "a"}, "default": {}}')
+
+
+def test_a_demanded_call_has_an_object_of_arguments_whatever_the_schema_leaves_open() -> None:
+    open_schema = {"properties": {"city": {"type": "string"}}}
+    grammar = constrain(
+        request(tools=(Tool(name="weather", parameters=open_schema),), tool_choice=REQUIRED), rule("json")
+    )
+    assert allows(grammar, OSLO)
+    assert not allows(grammar, '{"name": "weather", "arguments": 3}')
+    with pytest.raises(BadRequest, match=r"weather.*object"):
+        constrain(
+            request(tools=(Tool(name="weather", parameters={"type": "string"}),), tool_choice=REQUIRED), rule("json")
+        )
+
+
 def test_an_answers_schema_and_calls_are_alternatives() -> None:
     grammar = constrain(request(grammar=ANSWER), rule("hermes"))
     assert allows(grammar, '{"x": 3}')
