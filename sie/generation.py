@@ -179,6 +179,8 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: GrammarKind
     value: str
+    field: str = "response_format"
+    """What the client calls it."""
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True):
@@ -295,6 +297,8 @@ class ChoiceReply(msgspec.Struct, kw_only=True):
     text: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = []
+    call_places: list[int] = []
+    """How many characters of the text stand before each call."""
     logprobs: list[LogprobText] = []
     reason: FinishReason = "stop"
     stop_string: str | None = None

@@ -14,6 +14,7 @@ import msgspec
 
 from sie.errors import BadRequest
 from sie.frontend.generation.formats import callable_tools
+from sie.frontend.generation.lark import refusal_of, refusal_of_composed
 from sie.generation import GenerateRequest, GenerateRule, Grammar, Tool
 
 _HEADER: Final = "%llguidance {}\n"
@@ -31,7 +32,7 @@ def constrain(request: GenerateRequest, rule: GenerateRule) -> Grammar | None:
     Raises BadRequest for a grammar or a strict tool's parameters that cannot be compiled.
     """
     if request.grammar is not None:
-        _check(request.grammar, "response_format")
+        _check(request.grammar)
     tools = callable_tools(request) if request.messages is not None else ()
     if tools and request.tool_choice.mode == "required":
         return _lark(_Calls(tools, rule, request.parallel_tool_calls).demanded())
@@ -52,8 +53,8 @@ def schema_bytes(request: GenerateRequest) -> int:
 
 
 def _lark(text: str) -> Grammar:
-    grammar = Grammar(kind="lark", value=text)
-    _check(grammar, "tools")
+    grammar = Grammar(kind="lark", value=text, field="tools")
+    _refuse(grammar, problem_of(grammar))
     return grammar
 
 
@@ -149,10 +150,19 @@ def _to_json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _check(grammar: Grammar, field: str) -> None:
-    problem = problem_of(grammar)
+def _check(grammar: Grammar) -> None:
+    """Raise BadRequest for a client's grammar that is empty, not served or cannot be compiled."""
+    problem = "" if grammar.value.strip() else "it is empty, which would bind nothing"
+    if grammar.kind == "lark":
+        problem = problem or refusal_of(grammar.value)
+    elif grammar.kind == "llguidance":
+        problem = problem or refusal_of_composed(grammar.value)
+    _refuse(grammar, problem or problem_of(grammar))
+
+
+def _refuse(grammar: Grammar, problem: str) -> None:
     if problem:
-        raise BadRequest(f"Field '{field}': {problem}", extras={"param": field})
+        raise BadRequest(f"Field '{grammar.field}': {problem}", extras={"param": grammar.field})
 
 
 def problem_of(grammar: Grammar) -> str:

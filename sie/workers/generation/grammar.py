@@ -40,7 +40,7 @@ class GrammarMatcher:
         """
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         if self._matcher.is_error():
-            raise BadRequest(f"grammar: {self._matcher.get_error()}")
+            raise BadRequest(f"grammar: {_problem_of(self._matcher)}")
         allowed[:] = self._words[: len(allowed)]
 
     def consume(self, token_id: int) -> None:
@@ -73,7 +73,7 @@ class GrammarCompiler:
         except ValueError as error:
             raise BadRequest(f"grammar: {error}") from error
         if matcher.is_error():
-            raise BadRequest(f"grammar: {matcher.get_error()}")
+            raise BadRequest(f"grammar: {_problem_of(matcher)}")
         return GrammarMatcher(matcher, vocabulary.vocab_size)
 
     def read_vocabulary(self, vocab_size: int) -> None:
@@ -85,6 +85,12 @@ class GrammarCompiler:
             if self._tokenizer is None:
                 self._tokenizer = _read_tokenizer(self._card, vocab_size)
             return self._tokenizer
+
+
+def _problem_of(matcher: LLMatcher) -> str:
+    """Return what is wrong, without the library's view of its own insides."""
+    text = matcher.get_error().removesuffix("<non-verbose/>").strip()
+    return "nothing that it allows can follow" if text.startswith("NoExtension") else text
 
 
 def _read_tokenizer(card: ModelCard, vocab_size: int) -> LLTokenizer:

@@ -163,12 +163,32 @@ def test_an_answers_schema_and_calls_are_alternatives() -> None:
         (Grammar(kind="regex", value="(a"), "unclosed group"),
         (Grammar(kind="lark", value="begin: 1"), "response_format"),
         (Grammar(kind="llguidance", value="{}"), "response_format"),
+        (Grammar(kind="regex", value=""), "empty"),
+        (Grammar(kind="lark", value="start: A\nA: /.*a.{30}/ & /.*b.{29}/ & ~/.*c.{28}/"), "intersections"),
+        (Grammar(kind="lark", value='start: A // " \nA: ~/b/ // "'), "complements"),
+        (Grammar(kind="lark", value='start: A\nA: /a\n"/ & /b"/'), "intersections"),
+        (Grammar(kind="lark", value='start: "a'), "no end"),
+        (Grammar(kind="llguidance", value='{"grammars": [{"lark_grammar": "start: A\\nA: /a/ \\u0026 /b/"}]}'), "&"),
+        (Grammar(kind="llguidance", value="start: A\nA: /a/ & /b/"), "&"),
     ],
 )
 def test_a_grammar_that_is_none_is_refused_with_its_reason(grammar: Grammar, named: str) -> None:
     with pytest.raises(BadRequest, match="response_format") as refused:
         constrain(request(grammar=grammar, tools=()), rule("json"))
     assert named in refused.value.message
+
+
+def test_signs_that_intersect_or_complement_nothing_are_taken() -> None:
+    text = 'start: A ~ 2 b # a comment, either/or ~ & "\nA: "&" | /~[&]/ // & "\nb: %json {"const": "a & b"}\n'
+    grammar = Grammar(kind="lark", value=text)
+    assert allows(constrain(request(grammar=grammar, tools=()), rule("json")), '&~&"a & b"')
+
+
+def test_the_field_that_a_client_used_is_named() -> None:
+    broken = Grammar(kind="json_schema", value='{"enum": []}', field="output_config.format")
+    with pytest.raises(BadRequest, match=r"output_config\.format") as refused:
+        constrain(request(grammar=broken, tools=()), rule("json"))
+    assert refused.value.extras["param"] == "output_config.format"
 
 
 def test_parameters_nobody_can_compile_are_refused_only_where_they_bind() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from sie.catalog.gguf_file import read_gguf_card
@@ -72,6 +73,12 @@ def test_every_other_kind_binds_every_token(runner):
 def test_a_grammar_that_is_none_is_the_clients_mistake(runner, kind, grammar):
     with pytest.raises(BadRequest, match="grammar"):
         runner.compile_grammar(kind, grammar)
+
+
+def test_a_grammar_that_allows_no_text_is_the_clients_mistake(runner):
+    matcher = runner.compile_grammar("regex", r"[^\s\S]")
+    with pytest.raises(BadRequest, match="grammar: nothing that it allows can follow$"):
+        matcher.fill_mask(np.zeros(9, np.int32))
 
 
 def test_behind_a_complete_text_only_its_end_is_allowed(runner):
