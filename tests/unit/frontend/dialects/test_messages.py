@@ -230,7 +230,8 @@ def test_errors_have_this_apis_status_and_type(error: SieError, status: int, kin
 
 
 def whole(**fields: Any) -> Message:
-    reply = GenerateReply(model="m", choices=[ChoiceReply(**fields)], usage=USAGE)
+    places = [len(fields.get("text", ""))] * len(fields.get("calls", ()))
+    reply = GenerateReply(model="m", choices=[ChoiceReply(**{"call_places": places, **fields})], usage=USAGE)
     return Message.model_validate_json(encode_message(reply, "msg_1"))
 
 
@@ -264,6 +265,14 @@ def test_arguments_that_are_no_json_are_kept_as_text() -> None:
     message = whole(calls=[ToolCall(id="call_2", name="f", arguments="{broken")], reason="tool_calls")
     assert message.content[0].type == "tool_use"
     assert message.content[0].input == {"arguments": "{broken"}
+
+
+def test_text_stands_where_it_stood_between_calls() -> None:
+    message = whole(text="abc", calls=[CALL, CALL], call_places=[1, 3], reason="tool_calls")
+    assert [block.text if block.type == "text" else block.type for block in message.content] == [
+        "a", "tool_use", "bc", "tool_use",
+    ]  # fmt: skip
+    assert [block.type for block in whole(text="abc", calls=[CALL], call_places=[0]).content] == ["tool_use", "text"]
 
 
 def read_events(data: bytes) -> list[dict[str, Any]]:
