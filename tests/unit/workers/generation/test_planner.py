@@ -111,6 +111,21 @@ def test_admission_waits_for_blocks_and_nobody_passes_the_one_in_front() -> None
     assert (len(large.blocks), len(small.blocks)) == (6, 1)
 
 
+def test_admission_counts_the_cached_blocks_that_a_prompt_takes_up_again() -> None:
+    books = Books(num_blocks=6)
+    first = books.add(list(range(9)))
+    books.step()
+    books.planner.remove(first)
+    running = books.add(3)
+    books.step()
+    again = books.add(list(range(16)))
+    books.step()
+    assert (books.pool.num_free, again.blocks) == (5, []), "2 cached and 2 more leave no block for each of two choices"
+    books.planner.remove(running)
+    books.step()
+    assert len(again.blocks) == 4
+
+
 def test_no_more_choices_run_than_may() -> None:
     books = Books(sequences=3)
     for _ in range(3):
@@ -189,6 +204,19 @@ def test_copies_come_again_until_they_were_made() -> None:
     assert books.plan().copies == plan.copies != []
     books.planner.copied(plan)
     assert books.plan().copies == []
+
+
+def test_choice_that_goes_before_its_copy_was_made_leaves_no_hold_behind() -> None:
+    books = Books(is_sharing=False)
+    books.add(3, num_choices=2)
+    books.step()
+    ((_, target),) = books.plan().copies
+    copied, other = sorted(books.planner.running, key=lambda sequence: target not in sequence.blocks)
+    books.planner.remove(copied)
+    assert books.pool.num_used == 1
+    assert books.plan().copies == []
+    books.planner.remove(other)
+    assert books.pool.num_used == 0
 
 
 def test_step_of_one_alone_makes_no_copy_for_others_and_ends_none() -> None:
