@@ -15,7 +15,7 @@ import msgspec
 from sie.errors import BadRequest
 from sie.frontend.generation.formats import callable_tools
 from sie.frontend.generation.lark import refusal_of, refusal_of_composed
-from sie.generation import GenerateRequest, GenerateRule, Grammar, Tool
+from sie.generation import JSON_SPACE, GenerateRequest, GenerateRule, Grammar, Tool
 
 _HEADER: Final = "%llguidance {}\n"
 _ANY_OBJECT: Final[dict[str, Any]] = {"type": "object"}
@@ -61,8 +61,18 @@ def _lark(text: str) -> Grammar:
 def _as_rule(grammar: Grammar) -> str | None:
     """Return a grammar as the body of a rule; None for one that cannot be an alternative, and binds everything then."""
     if grammar.kind == "json_schema":
-        return f"%json {_to_json(msgspec.json.decode(grammar.value))}"
+        schema: Any = msgspec.json.decode(grammar.value)
+        is_object = isinstance(schema, dict)
+        return _json_rule(cast("dict[str, Any]", schema) if is_object else {}, JSON_SPACE)  # else it is `true`
     return None
+
+
+def _json_rule(schema: dict[str, Any], space: str) -> str:
+    """Return the body of a rule for JSON with this between its parts, unless the schema itself says what."""
+    own = schema.get("x-guidance", {})
+    if isinstance(own, dict):
+        schema = {**schema, "x-guidance": {"whitespace_pattern": space, **cast("dict[str, Any]", own)}}
+    return f"%json {_to_json(schema)}"
 
 
 class _Calls:
@@ -72,7 +82,7 @@ class _Calls:
         self._is_tagged = rule.tool_format == "hermes"
         self._key = "parameters" if rule.tool_format == "llama" else "arguments"
         self._is_parallel = is_parallel and self._is_tagged
-        self._bodies = [f"body_{number}: %json {self._schema(tool)}" for number, tool in enumerate(tools)]
+        self._schemas = [self._schema(tool) for tool in tools]
         self._any_body = " | ".join(f"body_{number}" for number in range(len(tools)))
 
     def demanded(self, answer: str = "") -> str:
@@ -80,7 +90,9 @@ class _Calls:
         calls = 'call ("\\n" call)*' if self._is_parallel else "call"
         call = f'"<tool_call>\\n" ({self._any_body}) "\\n</tool_call>"' if self._is_tagged else self._any_body
         rules = [f"start: {calls} | answer" if answer else f"start: {calls}", f"call: {call}"]
-        return self._join([*rules, *([f"answer: {answer}"] if answer else [])])
+        if answer:  # whose white space has to be that of the calls: both begin alike
+            return self._join([*rules, f"answer: {answer}"])
+        return self._join(rules, space="[ ]?")  # in one line, as models are shown calls
 
     def amid_text(self) -> str:
         """Return the grammar of any text, in which calls are well-formed."""
@@ -97,10 +109,11 @@ class _Calls:
         # A bare call begins the answer, with a brace: text that begins otherwise is free.
         return self._join([f"start: {self._any_body} | answer", r"answer: /([^{\[](.|\n)*)?/"])
 
-    def _join(self, rules: Sequence[str]) -> str:
-        return _HEADER + "\n".join([*rules, *self._bodies]) + "\n"
+    def _join(self, rules: Sequence[str], space: str = JSON_SPACE) -> str:
+        bodies = [f"body_{number}: {_json_rule(schema, space)}" for number, schema in enumerate(self._schemas)]
+        return _HEADER + "\n".join([*rules, *bodies]) + "\n"
 
-    def _schema(self, tool: Tool) -> str:
+    def _schema(self, tool: Tool) -> dict[str, Any]:
         """Return the schema of one tool's call; without strict, parameters that cannot be compiled are any object."""
         parameters = _as_object(tool)
         problem = problem_of(Grammar(kind="json_schema", value=_to_json(parameters)))
@@ -108,9 +121,7 @@ class _Calls:
             raise _wrong_parameters(tool, problem)
         moved = _ANY_OBJECT if problem else _move(parameters, f"#/properties/{self._key}")
         properties = {"name": {"const": tool.name}, self._key: moved}
-        return _to_json(
-            {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-        )
+        return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
 def _as_object(tool: Tool) -> dict[str, Any]:

@@ -6,6 +6,7 @@ llguidance does the work.
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ from numpy.typing import NDArray
 
 from sie.cards import ModelCard
 from sie.errors import BadRequest, Internal
+from sie.generation import JSON_SPACE
 from sie.workers.generation import Matcher
 
 _FORMS: dict[str, Any] = {
-    "json_schema": LLMatcher.grammar_from_json_schema,
+    "json_schema": partial(LLMatcher.grammar_from_json_schema, defaults={"whitespace_pattern": JSON_SPACE}),
     "regex": LLMatcher.grammar_from_regex,
     "lark": LLMatcher.grammar_from_lark,
     "llguidance": str,

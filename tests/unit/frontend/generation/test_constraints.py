@@ -146,6 +146,19 @@ def test_a_demanded_call_has_an_object_of_arguments_whatever_the_schema_leaves_o
         )
 
 
+def test_no_grammar_of_json_lets_white_space_go_on() -> None:
+    demanded = constrain(request(tool_choice=REQUIRED), rule("json"))
+    assert allows(demanded, OSLO.replace(" ", ""))
+    assert not allows(demanded, OSLO.replace(": ", ":  "))
+    either = constrain(request(grammar=ANSWER), rule("json"))
+    assert allows(either, '{\n    "x": 3\n}')
+    assert not allows(either, '{\n\n"x": 3}')
+    anything = Grammar(kind="json_schema", value="true")
+    assert allows(constrain(request(grammar=anything), rule("json")), "[3]")
+    own = Grammar(kind="json_schema", value='{"type": "array", "x-guidance": {"whitespace_pattern": "[ ]*"}}')
+    assert allows(constrain(request(grammar=own), rule("json")), "[1,    2]")
+
+
 def test_an_answers_schema_and_calls_are_alternatives() -> None:
     grammar = constrain(request(grammar=ANSWER), rule("hermes"))
     assert allows(grammar, '{"x": 3}')
@@ -159,6 +172,7 @@ def test_an_answers_schema_and_calls_are_alternatives() -> None:
     [
         (Grammar(kind="json_schema", value='{"type": "foo"}'), "foo"),
         (Grammar(kind="json_schema", value="[1]"), "response_format"),
+        (Grammar(kind="json_schema", value='{"type": "null", "x-guidance": 3}'), "response_format"),
         (Grammar(kind="json_schema", value='{"$ref": "http://localhost/x"}'), "response_format"),
         (Grammar(kind="regex", value="(a"), "unclosed group"),
         (Grammar(kind="lark", value="begin: 1"), "response_format"),

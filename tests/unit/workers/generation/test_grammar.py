@@ -52,6 +52,23 @@ def test_a_schema_leads_to_json_that_follows_it(runner, seed):
     assert isinstance(found["ok"], bool)
 
 
+def test_white_space_in_json_comes_to_an_end(runner):
+    def allows(text):
+        matcher = runner.compile_grammar("json_schema", '{"type": "array", "items": {"type": "integer"}}')
+        words = np.zeros(9, np.int32)
+        for byte in text.encode():
+            matcher.fill_mask(words)
+            if not words[byte >> 5] >> (byte & 31) & 1:
+                return False
+            matcher.consume(byte)
+        return True
+
+    assert allows("[1, 2]")
+    assert allows("[\n    1,\n    2\n]")
+    assert not allows("[  1")
+    assert not allows("[\n\n")
+
+
 def test_every_other_kind_binds_every_token(runner):
     assert constrained(runner, "regex", "(yes|no){2}", seed=2) in {"yesyes", "yesno", "noyes", "nono"}
     lark = 'start: "a" DIGIT\nDIGIT: /[0-4]/'
@@ -77,7 +94,7 @@ def test_a_grammar_that_is_none_is_the_clients_mistake(runner, kind, grammar):
 
 def test_a_grammar_that_allows_no_text_is_the_clients_mistake(runner):
     matcher = runner.compile_grammar("regex", r"[^\s\S]")
-    with pytest.raises(BadRequest, match="grammar: nothing that it allows can follow$"):
+    with pytest.raises(BadRequest, match=r"grammar: nothing that it allows can follow$"):
         matcher.fill_mask(np.zeros(9, np.int32))
 
 
