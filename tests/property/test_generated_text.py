@@ -21,6 +21,7 @@ from tests.unit import tiny_tokenizers
 
 TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "byte level": tiny_tokenizers.byte_level,
+    "byte level in a sequence": tiny_tokenizers.byte_level_in_sequence,
     "sentence piece": tiny_tokenizers.sentence_piece,
     "gemma": lambda: tiny_tokenizers.sentence_piece(strips=False),
     "word piece": tiny_tokenizers.word_piece,

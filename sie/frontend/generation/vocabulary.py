@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Final, Protocol
 
+import msgspec
 import tokenizers
 from tokenizers import decoders
 
@@ -24,6 +25,13 @@ _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ANCHORS: Final = ("\n", "|", "x")
 _SPACE: Final = "\u2581"
 """What SentencePiece writes for a space."""
+
+
+class _DecoderForm(msgspec.Struct):
+    """What a tokenizer file says of its decoder."""
+
+    type: str
+    decoders: list[_DecoderForm] = []
 
 
 class Vocabulary(Protocol):
@@ -108,7 +116,7 @@ class FileVocabulary:
     def __init__(self, card: ModelCard, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.size = card.vocab_size or tokenizer.get_vocab_size()
-        self._is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
+        self._is_byte_level = _is_byte_level(tokenizer.decoder)
         """Whether tokens stand for bytes, one character each, and for nothing else."""
         self._special_ids = {
             token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
@@ -176,6 +184,16 @@ class FileVocabulary:
             return bytes((int(found[1], 16),))
         text = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return (" " + text if token.startswith(_SPACE) and not text.startswith(" ") else text).encode()
+
+
+def _is_byte_level(decoder: decoders.Decoder | None) -> bool:
+    """Tell a decoder that joins bytes and does nothing else, by itself or as the only one of a sequence."""
+    if decoder is None:
+        return False
+    form = msgspec.json.decode(decoder.__getstate__(), type=_DecoderForm)
+    while form.type == "Sequence" and len(form.decoders) == 1:
+        form = form.decoders[0]
+    return form.type == "ByteLevel"
 
 
 @functools.cache
