@@ -98,6 +98,18 @@ def test_a_grammar_that_allows_no_text_is_the_clients_mistake(runner):
         matcher.fill_mask(np.zeros(9, np.int32))
 
 
+def test_matchers_of_one_grammar_go_their_own_ways(runner):
+    first = runner.compile_grammar("regex", "ab|cd")
+    other = first.fork()
+    first.consume(ord("a"))
+    other.consume(ord("c"))
+    third = other.fork()
+    for matcher, byte in ((first, "b"), (other, "d"), (third, "d")):
+        assert not matcher.is_complete
+        matcher.consume(ord(byte))
+        assert matcher.is_complete
+
+
 def test_behind_a_complete_text_only_its_end_is_allowed(runner):
     matcher = runner.compile_grammar("regex", "a")
     assert not matcher.is_complete
