@@ -35,6 +35,7 @@ def server() -> Iterator[Server]:
         "--model", "m=stub:generate,max_tokens=4096", "--model", "slow=stub:generate,max_tokens=4096,latency_ms=30",
         "--model", "texts=stub:dense=8,latency_ms=30", "--default-model", "m", "--frontends", "1", "--devices", "cpu:1",
         "--max-sequences", str(len(STREAMS)), "--keep-alive-interval-ms", "200",
+        "--max-step-items", "16",
     ) as running:  # fmt: skip
         yield running
 
@@ -156,7 +157,8 @@ def test_texts_and_streams_share_a_worker_s_time(server: Server) -> None:
 
     def keep_encoding() -> None:
         while not stop.is_set():
-            assert encode(server.port, "texts", ["text"] * 64).status == 200
+            # Sixteen steps of them, so that the queue is never empty, however busy the machine is.
+            assert encode(server.port, "texts", ["text"] * 256).status == 200
 
     stop = threading.Event()
     threads = [threading.Thread(target=keep_encoding) for _ in range(3)]
@@ -170,7 +172,7 @@ def test_texts_and_streams_share_a_worker_s_time(server: Server) -> None:
     stop.set()
     for thread in threads:
         thread.join(20)
-    assert 0.5 < took["slow"] / took["texts"] < 2, took
+    assert 1 / 3 < took["slow"] / took["texts"] < 3, took
     assert reader.events()
 
 
