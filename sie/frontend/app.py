@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from sie.errors import ClientGone, Internal, SieError
 from sie.frontend import dashboard, envelopes, openapi, routes
 from sie.frontend.access import CHALLENGE, Access
-from sie.frontend.access_log import request_id_of
+from sie.frontend.access_log import id_headers, request_id_of
 from sie.frontend.admin import check_admin
 from sie.frontend.counting import count_exchange
 from sie.frontend.dialects import negotiate
@@ -240,7 +240,7 @@ class App:
     def _text_headers(self, exchange: Exchange) -> list[tuple[str, str]]:
         """Return what an answer's headers say of the answer; of the server they do so on the SIE route alone."""
         is_native = exchange.route is not None and exchange.route.envelope == "sie"
-        return [("x-request-id", exchange.request_id), *(self._identity if is_native else ())]
+        return [*id_headers(exchange), *(self._identity if is_native else ())]
 
     async def _stream(self, exchange: Exchange, answer: Streamed) -> None:
         """Send an answer as it comes. It is recorded and counted when it ends."""
@@ -270,18 +270,17 @@ class App:
             self.respond(exchange, *envelopes.unknown_path(scope.path))
         else:
             status, headers, body = envelopes.wrong_method(route)
-            if route.envelope in _TEXT_DIALECTS:
-                headers.append(_name_request(exchange))
-            self.respond(exchange, status, headers, body)
+            is_text = route.envelope in _TEXT_DIALECTS
+            self.respond(exchange, status, [*headers, *(id_headers(exchange) if is_text else ())], body)
 
     # --- everything else ------------------------------------------------------------------------------------------
 
     async def _list_models(self, exchange: Exchange) -> None:
-        self.respond(exchange, 200, [_JSON, _name_request(exchange)], list_body(self._process.models))
+        self.respond(exchange, 200, [_JSON, *id_headers(exchange)], list_body(self._process.models))
 
     async def _show_model(self, exchange: Exchange) -> None:
         status, body = show_model(self._process.models, exchange.model)
-        self.respond(exchange, status, [_JSON, _name_request(exchange)], body)
+        self.respond(exchange, status, [_JSON, *id_headers(exchange)], body)
 
     async def _manage_model(self, exchange: Exchange) -> None:
         process, headers = self._process, exchange.headers
@@ -359,9 +358,8 @@ class App:
             headers = [*headers, *self._identity]
         if error.http_status == 401:
             headers.append(CHALLENGE)
-        if envelope == "text":
-            exchange.request_id = exchange.request_id or request_id_of(exchange.headers)
-            headers.append(("x-request-id", exchange.request_id))
+        if envelope in _TEXT_DIALECTS:
+            headers.extend(id_headers(exchange))
         if error.retry_after_s is not None:
             headers.append(("retry-after", str(error.retry_after_s)))
         if error.http_status in _MUST_CLOSE:
@@ -384,9 +382,3 @@ class App:
             headers = record(exchange, status, headers, error)
         exchange.protocol.response_bytes(status, headers, body)
         count_exchange(process.metrics, exchange, status, error)
-
-
-def _name_request(exchange: Exchange) -> tuple[str, str]:
-    """Return the header that says what a request is called from now on."""
-    exchange.request_id = request_id_of(exchange.headers)
-    return "x-request-id", exchange.request_id

@@ -59,13 +59,12 @@ class TextRoutes:
     async def chat(self, exchange: Exchange) -> Answer | Streamed:
         """Answer `/v1/chat/completions`."""
         request, shown = await self._read(exchange, chat.decode_chat)
-        with renamed(shown.names):
-            return await self.answer(
-                exchange,
-                request,
-                lambda reply, _prompts: chat.encode_chat(reply, shown),
-                lambda model, _prompts: chat.ChatWriter(shown, model),
-            )
+        return await self.answer(
+            exchange,
+            request,
+            lambda reply, _prompts: chat.encode_chat(reply, shown),
+            lambda model, _prompts: chat.ChatWriter(shown, model),
+        )
 
     async def completions(self, exchange: Exchange) -> Answer | Streamed:
         """Answer `/v1/completions`."""

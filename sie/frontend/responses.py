@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 _JSON: Final = ("content-type", "application/json")
 _to_json: Final = msgspec.json.Encoder().encode
+_NAMES: Final = {"messages": "input"}
+"""What this route calls fields that the generation core names."""
 _MANY_EVENTS: Final = 256
 Start = Callable[[ModelEntry], Coroutine[Any, Any, Run]]
 
@@ -71,7 +73,7 @@ class Responses:
             max_kept_bytes=self._max_stream_bytes if self._store.is_on else 0,
         )  # fmt: skip
         record.is_kept = call.stores and self._store.is_on
-        with renamed(call.names):
+        with renamed(_NAMES):
             if call.is_background:
                 return await self._make_in_background(exchange, call, record, entry, history)
             if call.request.stream:
@@ -88,7 +90,7 @@ class Responses:
         """Return how many tokens a request's prompt has, the conversation before it included."""
         call.begin((await self._read_history(call, exchange.owner))[1])
         entry = await self._process.models.wait_serving(self._texts.find(exchange, call.request), exchange.deadline_ns)
-        with renamed(call.names):
+        with renamed(_NAMES):
             (ids,) = await self._texts.generator.prompt_ids(entry, call.request)
         return [_JSON], encode_count(len(ids))
 

@@ -103,8 +103,7 @@ def decode_chat(body: bytes, content_type: str | None, limits: Limits) -> tuple[
     request.logprobs = _read_logprobs(call)
     thinking, request.reasoning_effort = read_thinking(call)
     request.thinking = thinking is not False  # on where nothing is said, in templates of either default: section 3.1
-    names = {"response_format": "grammar"} if call.grammar is not None else {}
-    return request, Shown.begin("chatcmpl", num_choices=request.num_choices, wants_usage=wants_usage(call), names=names)
+    return request, Shown.begin("chatcmpl", num_choices=request.num_choices, wants_usage=wants_usage(call))
 
 
 def _refuse_unserved(call: ChatBody) -> None:

@@ -38,7 +38,7 @@ _DEFAULT_MAX_TOKENS: Final = 16
 _MOST_IDS: Final = 1 << 24
 _TokenIds = Annotated[list[Number], Meta(max_length=_MOST_IDS)]
 _Prompts = Annotated[list[str | Number | _TokenIds], Meta(max_length=_MOST_IDS)]
-_NAMES: Final = {"messages": "prompt", "top_logprobs": "logprobs", "response_format": "grammar"}
+_NAMES: Final = {"messages": "prompt", "top_logprobs": "logprobs"}
 _to_json: Final = msgspec.json.Encoder().encode
 
 

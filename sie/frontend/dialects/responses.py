@@ -104,8 +104,6 @@ class ResponsesCall(msgspec.Struct, frozen=True, kw_only=True):
     """What the answer repeats of the request."""
     namespaces: dict[str, tuple[str, str]]
     """Namespace and name of each function that the model knows by both."""
-    names: dict[str, str] = {}
-    """What the request calls fields that the generation core names; those that are the same are left out."""
     stores: bool
     is_background: bool
 
@@ -145,7 +143,6 @@ def decode_responses(body: bytes, content_type: str | None, limits: Limits) -> R
         items=listed_items(call.input),
         echoed=_echo(call),
         namespaces=namespaces,
-        names={"messages": "input", **_name_of_form(call)},
         stores=call.store is not False,
         is_background=bool(call.background),
     )
@@ -194,16 +191,10 @@ def _read_grammar(call: ResponsesBody, own: Grammar | None) -> Grammar | None:
     if form is None or form.type == "text":
         return own or read_format(chosen)
     if form.type == "json_object":
-        return Grammar(kind="json_schema", value='{"type":"object"}')
+        return Grammar(kind="json_schema", value='{"type":"object"}', field="text.format")
     if form.schema is None:
         raise wrong("text.format.schema", "is required")
-    return Grammar(kind="json_schema", value=_to_json(form.schema).decode())
-
-
-def _name_of_form(call: ResponsesBody) -> dict[str, str]:
-    if call.grammar is not None:
-        return {"response_format": "grammar"}
-    return {"response_format": "text.format"} if call.text is not None else {}
+    return Grammar(kind="json_schema", value=_to_json(form.schema).decode(), field="text.format")
 
 
 def _read_logprobs(call: ResponsesBody) -> int | None:
