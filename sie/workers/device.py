@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from sie.errors import BadRequest
 
@@ -46,6 +47,24 @@ def _has_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return bool(cpu_flags() & _CPU_FLAGS_OF_BF16)
+
+
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the CPU on a device. On a GPU it may arrive later: what is launched there waits for it.
+
+    Out of page-locked memory, since from any other the copy would wait for all that was launched before.
+    """
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def read(tensor: Tensor) -> Tensor:
+    """Return a tensor on the CPU once its device has computed it: one copy, one wait."""
+    if tensor.device.type != "cuda":
+        return tensor
+    found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    found.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return found
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
