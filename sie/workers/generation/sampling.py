@@ -1,6 +1,7 @@
 """Owns how a step's logits become tokens: penalties, bias, temperature, filters and the draw, in the order of `Sampling`.
 
-All draws of a step go together, on the device, with one wait for it. What a draw chooses depends on its own logits and
+All draws of a step go together, on the device, with one wait for it; log probabilities, and a nucleus of very many tokens,
+cost another. What a draw chooses depends on its own logits and
 `Sampling` alone: the number it draws comes from (seed, choice, position), and which way it goes through the code never
 depends on the draws beside it.
 Source: the generation sheet, section 3.1 (its meaning of each field, and their order).
@@ -8,7 +9,7 @@ Source: the generation sheet, section 3.1 (its meaning of each field, and their 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,12 +19,17 @@ from torch import Tensor
 
 from sie.errors import NonFinite
 from sie.generation import Sampling, TokenLogprob
+from sie.workers.device import move, read
 from sie.workers.generation import Chosen, Draw
 
 _GREEDY_BELOW = 1e-7
 """A lower temperature takes the likeliest token."""
 _NUM_CANDIDATES = 1024
 """Likeliest tokens that nearly always hold all that top_p keeps; where they do not, all tokens are sorted."""
+_NOT_FINITE = -1
+"""In the place of a token: its logits are not finite."""
+_FURTHER = -2
+"""In the place of a token: what it is drawn from is not all among the candidates."""
 _MASK64 = (1 << 64) - 1
 
 
@@ -41,29 +47,52 @@ def uniform(seed: int, choice: int, position: int) -> float:
     return (state >> 11) * 2.0**-53
 
 
-def choose(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> list[Chosen]:
+def choose(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw], best: Tensor | None = None) -> list[Chosen]:
     """Choose one token for each draw; draws[i] is from logits[rows[i]].
 
-    logits (k, vocabulary), any float. Raises NonFinite when a draw's logits are.
+    logits (k, vocabulary), any float; best (k,) what `likeliest` gives for them, where that is there. Raises NonFinite when
+    a draw's logits are.
     """
     if all(_is_plain(draw) for draw in draws):
-        best, token_ids = logits.max(-1)  # of equals the first
-        _check_finite(best)
-        chosen = token_ids.tolist()
-        return [Chosen(chosen[row]) for row in rows]
+        found = read(likeliest(logits) if best is None else best).tolist()
+        return [Chosen(token_id) for token_id in _checked([found[row] for row in rows])]
     raw = logits[_to(rows, logits.device)] if list(rows) != list(range(len(logits))) else logits
     raw = raw.float()
     scores = _adjusted(raw, draws)
-    best, token_ids = scores.max(-1)
-    _check_finite(best)
+    token_ids = likeliest(scores)
     sampled = [i for i, draw in enumerate(draws) if not is_greedy(draw.sampling)]
     for is_filtered in (False, True):
         own = [i for i in sampled if _is_filtered(draws[i].sampling) == is_filtered]
         if own:
-            index = _to(own, logits.device)
-            draw = _draw_filtered if is_filtered else _draw_unfiltered
-            token_ids[index] = draw(scores[index], [draws[i] for i in own])
-    return _with_logprobs(raw, token_ids, draws)
+            token_ids = _drawn(token_ids, scores, own, draws, _draw_filtered if is_filtered else _draw_unfiltered)
+    # All that was launched is behind one wait.
+    chosen = _checked(read(token_ids).tolist())
+    further = [i for i, token_id in enumerate(chosen) if token_id == _FURTHER]
+    if further:
+        token_ids = _drawn(token_ids, scores, further, draws, _draw_sorted)
+        chosen = read(token_ids).tolist()
+    return _with_logprobs(raw, chosen, draws)
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """Return the likeliest token of each row (k, vocabulary), (k,) int64, of equals the first; -1 for what is not finite."""
+    best, token_ids = logits.max(-1)
+    return torch.where(best.abs() < torch.inf, token_ids, _NOT_FINITE)
+
+
+def _checked(token_ids: list[int]) -> list[int]:
+    if _NOT_FINITE in token_ids:
+        raise NonFinite("the model's logits are not finite")
+    return token_ids
+
+
+def _drawn(
+    token_ids: Tensor, scores: Tensor, own: Sequence[int], draws: Sequence[Draw], draw: Callable[..., Tensor]
+) -> Tensor:
+    """Return token_ids (n,) with those of own draws drawn, but for what is not finite."""
+    index = _to(own, scores.device)
+    found = draw(scores[index], [draws[i] for i in own])
+    return token_ids.index_copy(0, index, torch.where(token_ids[index] == _NOT_FINITE, _NOT_FINITE, found))
 
 
 def is_greedy(sampling: Sampling) -> bool:
@@ -95,13 +124,8 @@ def _is_filtered(sampling: Sampling) -> bool:
     return sampling.top_k > 0 or 0 < sampling.top_p < 1
 
 
-def _check_finite(best: Tensor) -> None:
-    if not bool(torch.isfinite(best).all()):
-        raise NonFinite("the model's logits are not finite")
-
-
 def _to(numbers: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64).to(device)
+    return move(torch.tensor(numbers, dtype=torch.int64), device)
 
 
 # --- before the temperature -----------------------------------------------------------------------------------------
@@ -119,9 +143,9 @@ def _adjusted(raw: Tensor, draws: Sequence[Draw]) -> Tensor:
             _penalise(scores[i], edit.seen, draw.sampling)
         if edit.biased is not None:
             ids, values = edit.biased
-            scores[i].index_add_(0, ids.to(raw.device), values.to(raw.device))
+            scores[i].index_add_(0, move(ids, raw.device), move(values, raw.device))
         if edit.hidden is not None:
-            scores[i].masked_fill_(edit.hidden.to(raw.device), -torch.inf)
+            scores[i].masked_fill_(move(edit.hidden, raw.device), -torch.inf)
     return scores
 
 
@@ -164,7 +188,7 @@ def _hidden(draw: Draw, vocab_size: int) -> NDArray[np.bool_]:
 
 def _penalise(row: Tensor, seen: tuple[Tensor, Tensor], sampling: Sampling) -> None:
     """Lower what is in the history: by presence, by each time, then by the factor of repetition."""
-    ids, counts = (numbers.to(row.device) for numbers in seen)
+    ids, counts = (move(numbers, row.device) for numbers in seen)
     values = row[ids] - sampling.presence_penalty - sampling.frequency_penalty * counts
     factor = sampling.repetition_penalty
     row[ids] = torch.where(values > 0, values / factor, values * factor)
@@ -174,12 +198,11 @@ def _penalise(row: Tensor, seen: tuple[Tensor, Tensor], sampling: Sampling) -> N
 
 
 def _probabilities(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
-    temperatures = torch.tensor([draw.sampling.temperature for draw in draws], dtype=torch.float32)
-    return (scores / temperatures.to(scores.device)[:, None]).softmax(-1)
+    return (scores / _column([draw.sampling.temperature for draw in draws], scores.device)).softmax(-1)
 
 
 def _column(values: Sequence[float], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32).to(device)[:, None]
+    return move(torch.tensor(values, dtype=torch.float32), device)[:, None]
 
 
 def _drop_unlikely(kept: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -195,46 +218,62 @@ def _draw_unfiltered(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _draw_filtered(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Draw among the likeliest tokens, best first; all of them are sorted only where top_p reaches further."""
+    """Draw among the likeliest tokens, best first; -2 where top_p reaches further than these."""
     probabilities = _probabilities(scores, draws)
     width = max(_NUM_CANDIDATES, *(draw.sampling.top_k for draw in draws))
     values, ids = probabilities.topk(min(width, scores.shape[1]), dim=-1)
-    top_p = [draw.sampling.top_p if 0 < draw.sampling.top_p < 1 else 1.0 for draw in draws]
-    is_bounded = torch.tensor([draw.sampling.top_k > 0 for draw in draws]).to(scores.device)
-    nucleus = _column(top_p, scores.device)
-    if not bool((is_bounded | (values.sum(-1) >= nucleus[:, 0])).all()):
-        values, ids = probabilities.sort(dim=-1, descending=True, stable=True)
+    is_bounded = _column([draw.sampling.top_k for draw in draws], scores.device) > 0
+    is_enough = is_bounded | (values.sum(-1, keepdim=True) >= _nucleus(draws, scores.device))
+    return torch.where(is_enough[:, 0], _draw_among(values, ids, draws, scores.shape[1]), _FURTHER)
+
+
+def _draw_sorted(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
+    values, ids = _probabilities(scores, draws).sort(dim=-1, descending=True, stable=True)
+    return _draw_among(values, ids, draws, scores.shape[1])
+
+
+def _draw_among(values: Tensor, ids: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tensor:
+    """Draw among tokens (n, v) whose probabilities descend."""
     before = values.cumsum(-1) - values
-    top_k = _column([draw.sampling.top_k or scores.shape[1] for draw in draws], scores.device)
-    places = torch.arange(values.shape[1], device=scores.device)
-    kept = values.masked_fill((places >= top_k) | (before >= nucleus), 0)
+    top_k = _column([draw.sampling.top_k or vocab_size for draw in draws], values.device)
+    places = torch.arange(values.shape[1], device=values.device)
+    kept = values.masked_fill((places >= top_k) | (before >= _nucleus(draws, values.device)), 0)
     return ids.gather(1, _invert(_drop_unlikely(kept, draws), draws)[:, None])[:, 0]
 
 
+def _nucleus(draws: Sequence[Draw], device: torch.device) -> Tensor:
+    return _column([draw.sampling.top_p if 0 < draw.sampling.top_p < 1 else 1.0 for draw in draws], device)
+
+
 def _invert(weights: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Return the place in each row (n, v) of weights where each draw's number falls; never one without weight."""
+    """Return the place in each row (n, v) of weights where each draw's number falls; never one without weight.
+
+    Of weights that are not finite any place: they are told of once all is launched, and until then no place is outside.
+    """
     numbers = [uniform(draw.sampling.seed, draw.choice, draw.position) for draw in draws]
     sums = weights.cumsum(-1, dtype=torch.float64)
     total = sums[:, -1:].contiguous()
-    target = torch.tensor(numbers, dtype=torch.float64).to(weights.device)[:, None] * total
+    target = move(torch.tensor(numbers, dtype=torch.float64), weights.device)[:, None] * total
     places = torch.searchsorted(sums, target, right=True)
     # Rounding may put a target at the total, behind the last weight.
     last = torch.searchsorted(sums, total, right=False)
-    return torch.minimum(places, last)[:, 0]
+    return torch.minimum(places, last)[:, 0].clamp_(max=weights.shape[1] - 1)
 
 
 # --- what a draw wants to know --------------------------------------------------------------------------------------
 
 
-def _with_logprobs(raw: Tensor, token_ids: Tensor, draws: Sequence[Draw]) -> list[Chosen]:
+def _with_logprobs(raw: Tensor, chosen: Sequence[int], draws: Sequence[Draw]) -> list[Chosen]:
     wanted = [i for i, draw in enumerate(draws) if draw.logprobs is not None]
     found: dict[int, TokenLogprob] = {}
     if wanted:
-        index = _to(wanted, raw.device)
-        logprobs = raw[index].log_softmax(-1)
-        own = logprobs.gather(1, token_ids[index][:, None])[:, 0].tolist()
+        logprobs = raw[_to(wanted, raw.device)].log_softmax(-1)
+        own = logprobs.gather(1, _to([chosen[i] for i in wanted], raw.device)[:, None])
         values, ids = logprobs.topk(min(max(draws[i].logprobs or 0 for i in wanted), raw.shape[1]), dim=-1)
-        best = [tuple(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
-        for i, logprob, top in zip(wanted, own, best, strict=True):
-            found[i] = TokenLogprob(logprob, top[: draws[i].logprobs])
-    return [Chosen(token_id, found.get(i)) for i, token_id in enumerate(token_ids.tolist())]
+        # A float64 holds each id and each float32: one copy.
+        rows = read(torch.cat((own.double(), values.double(), ids.double()), 1)).tolist()
+        width = values.shape[1]
+        for i, (logprob, *best) in zip(wanted, rows, strict=True):
+            top = zip(map(int, best[width:]), best[:width], strict=True)
+            found[i] = TokenLogprob(logprob, tuple(top)[: draws[i].logprobs])
+    return [Chosen(token_id, found.get(i)) for i, token_id in enumerate(chosen)]
