@@ -18,8 +18,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def resolve_device(name: str) -> torch.device:
     """Return the torch device of a worker's `cpu`, `cpu:N`, `cuda` or `cuda:N`.
 
-    Every CPU worker runs on torch's one CPU device: N only says which share of the cores it is pinned to. Raises
-    BadRequest for another name, or a GPU that is not there.
+    Every CPU worker runs on torch's one CPU device: N only says which share of the cores it is pinned to. A GPU becomes the
+    one that this thread launches kernels on. Raises BadRequest for another name, or a GPU that is not there.
     """
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
@@ -28,6 +28,7 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available() or int(index or 0) >= torch.cuda.device_count():
         raise BadRequest(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} GPUs")
+    torch.cuda.set_device(int(index or 0))  # torch's own operations look at their tensors, Triton's kernels do not
     return torch.device("cuda", int(index or 0))
 
 

@@ -74,6 +74,10 @@ class TextGenerator:
         return self._run(slots, copies).logits
 
     def _run(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]]) -> Answers:
+        if self._cache.device.type == "cuda":
+            torch.cuda.set_device(
+                self._cache.device
+            )  # for Triton; of the thread that steps, which is not that of the load
         self._check(np.concatenate([slot.token_ids for slot in slots]))
         self._cache.copy(copies)
         recorded = None if self._graphs is None else self._graphs.run(slots)
