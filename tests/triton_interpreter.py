@@ -13,12 +13,17 @@ import pytest
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_triton = pytest.mark.skipif(find_spec("triton") is None or IS_INTERPRETED, reason="needs Triton")
-interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="runs in Triton's interpreter, by a test beside it")
+
+
+def interpreted(test):
+    """Mark a test that runs where kernels are interpreted, and nowhere else."""
+    is_elsewhere = pytest.mark.skipif(not IS_INTERPRETED, reason="runs in Triton's interpreter, by a test beside it")
+    return pytest.mark.interpreted(is_elsewhere(test))
 
 
 def run_interpreted(path: str) -> None:
     """Run the tests of a file that are marked `interpreted`; asserts that they pass, and that there are some."""
-    command = [sys.executable, "-m", "pytest", path, "-q", "-rs", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", path, "-q", "-m", "interpreted", "-p", "no:cacheprovider"]
     root = Path(__file__).parent.parent
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=110, check=False)

@@ -38,6 +38,7 @@ from sie.workers.device import DtypeSetting, choose_dtype, resolve_device
 from sie.workers.generation.formats import choose_format, join_and_pack
 from sie.workers.generation.fused import fuse_layers
 from sie.workers.generation.norms import compile_norms
+from sie.workers.generation.one_row import choose_products
 from sie.workers.generation.paging import make_pageable
 from sie.workers.generation.runner import TextGenerator
 from sie.workers.probe import choose_execution, choose_scoring, choose_token_classification
@@ -232,6 +233,7 @@ def load_generator(
         compile_norms(model, form.dtype)
     else:
         fuse_layers(model)
+        choose_products(model)
     on_progress(0.8, "comparing paged with whole sequences")
     runner = make_pageable(card, model, device, settings, form.name)
     on_progress(0.9, "reading the vocabulary for grammars")

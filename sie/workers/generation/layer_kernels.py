@@ -1,7 +1,9 @@
-"""Owns the Triton kernels of what lies between a model's products: norms, rotations of queries and keys, gates.
+"""Owns the Triton kernels of what lies between a model's products: norms, rotations of queries and keys, gates;
+and of a product with one row.
 
 The library computes each with five to ten launches. Those of a recorded step of one sequence are some forty in each layer,
-of about two microseconds: half as long as its products. All compute in float32 and round once.
+of about two microseconds: half as long as its products. All compute in float32 and round once. A product with
+one row is bound by the memory that its weights are read from, and a library's may be made for more rows.
 Imported only where Triton is there, as `kernels`.
 """
 
@@ -17,6 +19,8 @@ from torch import Tensor
 _WIDE = 2048
 _GATES = 1024
 """Of one program."""
+_OUTPUTS, _INPUTS = 4, 1024
+"""Of one program and one turn of it: 8 KiB of weights under way, 64 bytes a thread."""
 
 
 def normalise(states: Tensor, factors: Tensor, epsilon: float) -> Tensor:
@@ -121,3 +125,41 @@ def _gate(gates, states, out, gates_row, states_row, WIDTH: tl.constexpr, BLOCK:
         opened = own / (1.0 + tl.exp(-1.5957691216057308 * (own + 0.044715 * own * own * own)))
     values = tl.load(states + row * states_row + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     tl.store(out + row * WIDTH + column, (opened * values).to(out.dtype.element_ty), mask=column < WIDTH)
+
+
+def multiply_row(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return a linear layer's outputs (..., n) for one row of inputs, (..., k) with nothing but k of them.
+
+    weight (n, k) has contiguous rows; each is read once, from memory, and that is how long it takes.
+    """
+    num_outputs, width = weight.shape
+    states = states if states.stride(-1) == 1 else states.contiguous()
+    out = torch.empty(*states.shape[:-1], num_outputs, dtype=states.dtype, device=states.device)
+    _multiply_row[triton.cdiv(num_outputs, _OUTPUTS),](
+        states, weight, out if bias is None else bias, out, num_outputs,
+        WIDTH=width, OUTPUTS=_OUTPUTS, BLOCK=_INPUTS, HAS_BIAS=bias is not None,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _multiply_row(
+    states, weight, bias, out, num_outputs,
+    WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Compute some outputs of one row."""
+    output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_own = output < num_outputs
+    sums = tl.zeros([OUTPUTS, BLOCK], tl.float32)
+    for start in range(0, WIDTH, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        own = tl.load(states + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+        weights = tl.load(
+            weight + output[:, None] * WIDTH + column[None, :],
+            mask=is_own[:, None] & (column < WIDTH)[None, :], other=0.0, eviction_policy="evict_first",
+        )  # fmt: skip
+        sums += weights.to(tl.float32) * own[None, :]
+    total = tl.sum(sums, 1)
+    if HAS_BIAS:
+        total += tl.load(bias + output, mask=is_own, other=0.0).to(tl.float32)
+    tl.store(out + output, total.to(out.dtype.element_ty), mask=is_own)

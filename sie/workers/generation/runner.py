@@ -111,10 +111,15 @@ class TextGenerator:
         if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self._vocab_size:
             raise BadRequest(f"a token id is outside the vocabulary of {self._vocab_size}")
 
-    def record_decoding(self, max_sequences: int, max_blocks: int) -> None:
-        """Record decode steps as CUDA graphs, where the kernel reads the blocks; a model that cannot be stays as it is."""
+    def record_decoding(self, max_sequences: int, max_blocks: int) -> bool:
+        """Record decode steps as CUDA graphs, where the kernels read the blocks; return whether that went well."""
         if self.reads_in_place:
             self._graphs = try_record(self._cache, self._run_model, max_sequences, max_blocks)
+        return self._graphs is not None
+
+    def forget_recording(self) -> None:
+        """Run decode steps kernel by kernel from now on."""
+        self._graphs = None
 
     def _forward(self, layout: StepLayout, rows: Sequence[int]) -> Tensor:
         """Return the logits (k, vocabulary) behind the given tokens of the step's row."""

@@ -72,7 +72,7 @@ def test_the_flash_attention_of_torch_2_13_is_told_of_grouped_queries(in_place, 
 
 @needs_triton
 def test_on_a_cpu_the_kernels_themselves_are_tried():
-    run_interpreted(f"{__file__}::test_the_kernels_themselves_give_the_same_tokens")
+    run_interpreted(__file__)
 
 
 @interpreted
@@ -139,6 +139,29 @@ def test_steps_with_prompts_or_too_many_sequences_are_not_recorded(in_place):
     runner = in_place("llama")
     runner._graphs = eager_graphs(runner, (1, 2), 32)
     assert answers(runner) == answers(in_place("llama"))  # three decode together: none of the recorded sizes
+
+
+class WrongGraphs:
+    def run(self, slots):
+        return Answers(torch.zeros(len(slots), 101))
+
+
+@pytest.mark.usefixtures("in_place")
+def test_a_recording_that_gives_other_logits_is_not_used(load_tiny, monkeypatch):
+    monkeypatch.setattr("sie.workers.generation.runner.can_attend", lambda *_: True)
+    monkeypatch.setattr("sie.workers.generation.runner.try_record", lambda *_: WrongGraphs())
+    runner = load(load_tiny("llama")[1])
+    assert runner.reads_in_place
+    assert answers(runner) == answers(load_tiny("llama")[0])
+
+
+@pytest.mark.usefixtures("in_place")
+def test_blocks_are_gathered_where_the_kernels_do_not_run(load_tiny, monkeypatch):
+    monkeypatch.setattr("sie.workers.generation.runner.can_attend", lambda *_: True)
+    use_kernels(monkeypatch, SimpleNamespace(Tables=paged_reference.Tables))
+    runner = load(load_tiny("llama")[1])
+    assert not runner.reads_in_place
+    assert answers(runner) == answers(load_tiny("llama")[0])
 
 
 @pytest.mark.parametrize(
