@@ -77,7 +77,7 @@ def choose(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw], best: Ten
 def likeliest(logits: Tensor) -> Tensor:
     """Return the likeliest token of each row (k, vocabulary), (k,) int64, of equals the first; -1 for what is not finite."""
     best, token_ids = logits.max(-1)
-    return torch.where(best.abs() < torch.inf, token_ids, _NOT_FINITE)
+    return token_ids.masked_fill_(~(best.abs() < torch.inf), _NOT_FINITE)
 
 
 def _checked(token_ids: list[int]) -> list[int]:
