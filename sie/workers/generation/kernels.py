@@ -57,10 +57,12 @@ def write_rows(keys: Tensor, values: Tensor, rows: Tensor, key: Tensor, value: T
     num_heads, num_tokens, key_width = key.shape
     value_heads, _, value_width = value.shape
     key_size, value_size = num_heads * key_width, value_heads * value_width
+    padded, value_padded = triton.next_power_of_2(key_size), triton.next_power_of_2(value_size)
     _write[num_tokens,](
         key, value, keys, values, rows, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        KEY_WIDTH=key_width, KEY_SIZE=key_size, KEY_PADDED=triton.next_power_of_2(key_size),
-        VALUE_WIDTH=value_width, VALUE_SIZE=value_size, VALUE_PADDED=triton.next_power_of_2(value_size),
+        KEY_WIDTH=key_width, KEY_SIZE=key_size, KEY_PADDED=padded,
+        VALUE_WIDTH=value_width, VALUE_SIZE=value_size, VALUE_PADDED=value_padded,
+        num_warps=min(16, max(4, max(padded, value_padded) // 1024)),
     )  # fmt: skip
 
 
@@ -124,14 +126,12 @@ class _Form(NamedTuple):
     padded: int
     value_padded: int
     tile: int
-    num_stages: int
 
     @classmethod
     def of(cls, width: int, value_width: int) -> _Form:
-        """Return it so that the keys and values in flight take some 96 KiB of a multiprocessor's memory at most."""
+        """Return it so that a program takes at most 75 KiB of a multiprocessor's shared memory: three fit on a Hopper."""
         padded, value_padded = (max(_MIN_DOT, triton.next_power_of_2(own)) for own in (width, value_width))
-        widest = max(padded, value_padded)
-        return cls(padded, value_padded, 32 if widest > 128 else 64, 6)
+        return cls(padded, value_padded, 32 if max(padded, value_padded) > 128 else 64)
 
 
 def _cut(num_pairs: int) -> tuple[int, int]:

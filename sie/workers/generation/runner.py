@@ -74,10 +74,7 @@ class TextGenerator:
         return self._run(slots, copies).logits
 
     def _run(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]]) -> Answers:
-        if self._cache.device.type == "cuda":
-            torch.cuda.set_device(
-                self._cache.device
-            )  # for Triton; of the thread that steps, which is not that of the load
+        self._take_device()
         self._check(np.concatenate([slot.token_ids for slot in slots]))
         self._cache.copy(copies)
         recorded = None if self._graphs is None else self._graphs.run(slots)
@@ -85,7 +82,7 @@ class TextGenerator:
             return recorded
         kept = [i for i, slot in enumerate(slots) if slot.draws]
         if recorded is not None:
-            return Answers(recorded.logits[move(torch.tensor(kept), self._cache.device)])
+            return Answers(recorded.logits[move(torch.tensor(kept, dtype=torch.int64), self._cache.device)])
         layout = lay_out(slots, self.block_tokens, self.num_blocks)
         if not self.reads_in_place:  # the kernels read no row that was not written
             self._cache.clear(layout.unfilled)
@@ -94,6 +91,7 @@ class TextGenerator:
     def run_tokens(self, token_ids: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:
         """Return the dense rows of a card that has that output (`sie.workers.runners.TokenRunner`)."""
         assert self._embedder is not None
+        self._take_device()
         for ids in token_ids:
             self._check(ids)
         return self._embedder.run(token_ids)
@@ -105,6 +103,11 @@ class TextGenerator:
     def prepare_grammars(self) -> None:
         """Do what the first grammar would have to wait for. Raises BadRequest for a tokenizer that cannot be read."""
         self._grammars.read_vocabulary(self._vocab_size)
+
+    def _take_device(self) -> None:
+        """Let this thread, which is not that of the load, launch on the model's GPU: Triton and recordings go by that."""
+        if self._cache.device.type == "cuda":
+            torch.cuda.set_device(self._cache.device)
 
     def _check(self, token_ids: NDArray[np.integer]) -> None:
         """Raise BadRequest for an id outside the vocabulary, which would end the process on a GPU."""
