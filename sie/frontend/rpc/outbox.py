@@ -1,0 +1,274 @@
+"""Owns what goes out on one connection: answers as frames, within the room that the client gives.
+
+An answer that fits is written at once, in one piece. What does not fit waits with its call, and goes out as the client
+makes room, call by call in turn; a client that reads nothing holds up nobody but itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from sie.frontend.rpc.calls import Call
+from sie.frontend.rpc.frames import (
+    DATA,
+    DEFAULT_FRAME_BYTES,
+    DEFAULT_TABLE_BYTES,
+    DEFAULT_WINDOW,
+    END_HEADERS,
+    END_STREAM,
+    HEAD,
+    HEADERS,
+    HEADER_TABLE_SIZE,
+    INITIAL_WINDOW_SIZE,
+    MAX_FRAME_SIZE,
+    MAX_WINDOW,
+    Code,
+    ConnectionFault,
+    StreamFault,
+    frame,
+)
+from sie.frontend.rpc.headers import GREETING, NO_TABLE, OK, OPENING
+from sie.frontend.rpc.messages import PREFIX, PREFIX_BYTES
+
+_TURN_FRAMES: Final = 16
+"""Frames of one call before it is another's turn."""
+_WHOLE: Final = struct.Struct(f">BHBBL{len(OPENING)}sBHBBLBL")
+"""The headers of an answer, and the head of its one frame of DATA."""
+_END: Final = struct.Struct(f">BHBBL{len(OK)}s")
+
+
+class Unsent:
+    """What a call has to send and could not yet."""
+
+    __slots__ = ("ending", "num_bytes", "parts", "waiter")
+
+    def __init__(self) -> None:
+        self.parts: deque[memoryview] = deque()
+        self.num_bytes = 0
+        self.ending: bytes | None = None
+        """The trailers that go out when all else has."""
+        self.waiter: asyncio.Future[None] | None = None
+
+    async def wait(self) -> None:
+        """Return when all has gone out, or the call is over."""
+        self.waiter = asyncio.get_running_loop().create_future()
+        await self.waiter
+
+    def let_go(self) -> None:
+        """Let who waits go on."""
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+
+def _nowhere(_what: object) -> None: ...
+
+
+class Outbox:
+    """The way out of one connection."""
+
+    def __init__(
+        self,
+        write: Callable[[bytes], None],
+        on_held: Callable[[int], None],
+        on_done: Callable[[Call], None],
+    ) -> None:
+        """on_held: so many bytes more, or less, wait here. on_done: all of a call has gone out, its status, too."""
+        self._write = write
+        self._on_held = on_held
+        self._on_done = on_done
+        self._window = DEFAULT_WINDOW
+        self._max_frame = DEFAULT_FRAME_BYTES
+        self._waiting: dict[int, Call] = {}
+        self._has_greeted = False
+        self.initial_window = DEFAULT_WINDOW
+        """What the client takes of a new call."""
+        self.prefix = b""
+        """What the next block of headers has to begin with."""
+        self.is_paused = False
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether nothing at all can go out."""
+        return self.is_paused or self._window <= 0
+
+    @property
+    def waiting(self) -> list[Call]:
+        """Calls with something to send that could not go out yet."""
+        return list(self._waiting.values())
+
+    def disconnect(self) -> None:
+        """Let go of the connection, which is lost; nothing goes out any more."""
+        self._write = self._on_held = self._on_done = _nowhere
+
+    # --- answers --------------------------------------------------------------------------------------------------
+
+    def answer(self, call: Call, message: bytes, trailers: bytes) -> None:
+        """Send the only message of a call and its status."""
+        nbytes = len(message)
+        size = nbytes + PREFIX_BYTES
+        stream = call.stream
+        if (
+            size > self._max_frame or size > self._window or size > call.window or self.is_paused
+            or not self._has_greeted or self.prefix
+        ):  # fmt: skip
+            self.send(call, message)
+            self.end(call, trailers)
+            return
+        self._window -= size
+        head = _WHOLE.pack(
+            0, len(OPENING), HEADERS, END_HEADERS, stream, OPENING, size >> 16, size & 0xFFFF, DATA, 0, stream, 0, nbytes
+        )
+        if trailers is OK:
+            tail = _END.pack(0, len(OK), HEADERS, END_HEADERS | END_STREAM, stream, OK)
+        else:
+            tail = frame(HEADERS, END_HEADERS | END_STREAM, stream, trailers)
+        self._write(b"".join((head, message, tail)))
+        self._on_done(call)
+
+    def send(self, call: Call, message: bytes) -> None:
+        """Send one of several messages."""
+        self._open(call)
+        unsent = call.unsent
+        if unsent is None:
+            unsent = call.unsent = Unsent()
+        size = PREFIX_BYTES + len(message)
+        if len(message) <= DEFAULT_FRAME_BYTES:
+            unsent.parts.append(memoryview(PREFIX.pack(0, len(message)) + message))
+        else:
+            unsent.parts.extend((memoryview(PREFIX.pack(0, len(message))), memoryview(message)))
+        unsent.num_bytes += size
+        self._on_held(size)
+        if call.stream not in self._waiting:
+            self._waiting[call.stream] = call
+            call.moved_ns = time.monotonic_ns()
+            self.pump()
+
+    def end(self, call: Call, trailers: bytes) -> None:
+        """Send the status of a call, after all that it has to send."""
+        if call.unsent is not None:
+            call.unsent.ending = trailers
+            return
+        opening = self._take_prefix() if call.has_opened else self._first_block()
+        self._write(frame(HEADERS, END_HEADERS | END_STREAM, call.stream, opening + trailers))
+        self._on_done(call)
+
+    def refuse(self, stream: int, block: bytes) -> None:
+        """Send headers that are the whole of an answer."""
+        self._write(frame(HEADERS, END_HEADERS | END_STREAM, stream, self._take_prefix() + block))
+
+    def drop(self, call: Call) -> None:
+        """Forget what a call has to send."""
+        self._waiting.pop(call.stream, None)
+        if call.unsent is not None:
+            self._on_held(-call.unsent.num_bytes)
+            call.unsent.num_bytes = 0
+            call.unsent.parts.clear()
+
+    def _open(self, call: Call) -> None:
+        if not call.has_opened:
+            call.has_opened = True
+            self._write(frame(HEADERS, END_HEADERS, call.stream, self._first_block()))
+
+    def _first_block(self) -> bytes:
+        opening = OPENING if self._has_greeted else GREETING
+        self._has_greeted = True
+        return self._take_prefix() + opening
+
+    def _take_prefix(self) -> bytes:
+        prefix, self.prefix = self.prefix, b""
+        return prefix
+
+    # --- room -----------------------------------------------------------------------------------------------------
+
+    def settle(self, settings: dict[int, int], calls: list[Call]) -> None:
+        """Take the client's settings over. Raises ConnectionFault for a window that would grow too large."""
+        self._max_frame = settings.get(MAX_FRAME_SIZE, self._max_frame)
+        if settings.get(HEADER_TABLE_SIZE, DEFAULT_TABLE_BYTES) < DEFAULT_TABLE_BYTES:
+            self.prefix = NO_TABLE
+        window = settings.get(INITIAL_WINDOW_SIZE)
+        if window is None:
+            return
+        grown = window - self.initial_window
+        self.initial_window = window
+        for call in calls:
+            call.window += grown
+            if call.window > MAX_WINDOW:
+                raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "a stream's window over 2^31-1")
+        self.pump()
+
+    def make_room(self, num_bytes: int) -> None:
+        """Take note that the connection has more room. Raises ConnectionFault."""
+        if not num_bytes:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "WINDOW_UPDATE of 0")
+        self._window += num_bytes
+        if self._window > MAX_WINDOW:
+            raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "the connection's window over 2^31-1")
+        if self._waiting:
+            self.pump()
+
+    def make_call_room(self, call: Call, num_bytes: int) -> None:
+        """Take note that a call has more room. Raises StreamFault."""
+        if not num_bytes:
+            raise StreamFault(Code.PROTOCOL_ERROR)
+        call.window += num_bytes
+        if call.window > MAX_WINDOW:
+            raise StreamFault(Code.FLOW_CONTROL_ERROR)
+        if call.unsent is not None:
+            self.pump()
+
+    def pump(self) -> None:
+        """Send what there is room for; each call gets a turn."""
+        waiting = self._waiting
+        turns = len(waiting)
+        while turns and not self.is_paused:
+            turns -= 1
+            stream = next(iter(waiting))
+            call = waiting.pop(stream)
+            unsent = call.unsent
+            assert unsent is not None
+            has_moved = self._send_some(call, unsent)
+            if unsent.parts:
+                waiting[stream] = call
+                if has_moved:
+                    turns = len(waiting)
+            else:
+                self._sent_all(call, unsent)
+
+    def _send_some(self, call: Call, unsent: Unsent) -> bool:
+        """Send up to a turn's frames of a call; say whether any went."""
+        num_sent, parts = 0, unsent.parts
+        for _ in range(_TURN_FRAMES):
+            room = min(self._max_frame, self._window, call.window)
+            if not parts or room <= 0 or self.is_paused:
+                break
+            part = parts.popleft()
+            if len(part) > room:
+                parts.appendleft(part[room:])
+                part = part[:room]
+            size = len(part)
+            self._window -= size
+            call.window -= size
+            num_sent += size
+            head = HEAD.pack(size >> 16, size & 0xFFFF, DATA, 0, call.stream)
+            if size <= DEFAULT_FRAME_BYTES:
+                self._write(head + part)
+            else:
+                self._write(head)
+                self._write(part)  # type: ignore[arg-type]  # any buffer is written as it is
+        if num_sent:
+            call.moved_ns = time.monotonic_ns()
+            unsent.num_bytes -= num_sent
+            self._on_held(-num_sent)
+        return num_sent > 0
+
+    def _sent_all(self, call: Call, unsent: Unsent) -> None:
+        call.unsent = None
+        call.moved_ns = 0
+        if unsent.ending is not None:
+            self.end(call, unsent.ending)
+        unsent.let_go()
