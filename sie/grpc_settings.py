@@ -37,7 +37,8 @@ class Grpc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = 1024 * MIB
     grpc_unread_timeout_s: Annotated[
-        float, Meta(ge=0.1, le=600, description="Longest time in which a client reads nothing of an answer; then it is cut.")
+        float,
+        Meta(ge=0.1, le=600, description="Longest time in which a client reads nothing of an answer; then it is cut."),
     ] = 30.0
     max_grpc_idle_frames_per_s: Annotated[
         int,

@@ -42,7 +42,6 @@ class Incoming:
         self.num_owed = 0
         """Bytes that came and that the client has not been told it may send anew."""
 
-
     def put(self, message: Message) -> None:
         """Queue a message that is there whole."""
         self.messages.append(message)

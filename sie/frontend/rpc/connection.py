@@ -10,13 +10,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 from sie.frontend.rpc import frames
 from sie.frontend.rpc.calls import Call
 from sie.frontend.rpc.codes import Status
 from sie.frontend.rpc.floods import Allowance
-from sie.frontend.rpc.frames import DATA, HEAD, HEAD_BYTES, PADDED, PREFACE, STREAM_MASK, Code, ConnectionFault, StreamFault
+from sie.frontend.rpc.frames import (
+    DATA,
+    HEAD,
+    HEAD_BYTES,
+    PADDED,
+    PREFACE,
+    STREAM_MASK,
+    Code,
+    ConnectionFault,
+    StreamFault,
+)
 from sie.frontend.rpc.headers import OK, status_block
 from sie.frontend.rpc.inbox import Inbox
 from sie.frontend.rpc.outbox import Outbox
@@ -135,7 +145,7 @@ class Connection(asyncio.Protocol):
                     break
                 at = inbox.on_data(data, start, end, flags, stream & STREAM_MASK)
                 continue
-            handle = _HANDLERS.get(kind)
+            handle = self._HANDLERS.get(kind)
             self._check(kind, end - start, stream & STREAM_MASK)
             if handle is None:
                 self._allowance.spend()
@@ -182,7 +192,7 @@ class Connection(asyncio.Protocol):
         if kind in (frames.HEADERS, frames.CONTINUATION):
             if length > 2 * self._listener.limits.max_grpc_metadata_bytes:
                 raise ConnectionFault(Code.ENHANCE_YOUR_CALM, f"headers of {length} bytes")
-        elif kind in _HANDLERS and length > _SHORT_BYTES:
+        elif kind in self._HANDLERS and length > _SHORT_BYTES:
             raise ConnectionFault(Code.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
 
     def _on_headers(self, flags: int, stream: int, payload: bytes) -> None:
@@ -249,6 +259,19 @@ class Connection(asyncio.Protocol):
                 self._outbox.make_call_room(call, num_bytes)
             except StreamFault as fault:
                 self._inbox.reset(call, fault.code)
+
+    _HANDLERS: ClassVar[dict[int, Callable[[Connection, int, int, bytes], None]]] = {
+        frames.HEADERS: _on_headers,
+        frames.PRIORITY: _on_priority,
+        frames.RST_STREAM: _on_reset,
+        frames.SETTINGS: _on_settings,
+        frames.PUSH_PROMISE: _on_push,
+        frames.PING: _on_ping,
+        frames.GOAWAY: _on_goaway,
+        frames.WINDOW_UPDATE: _on_window,
+        frames.CONTINUATION: _on_continuation,
+    }
+    """What is of no kind that stands here is skipped: an extension."""
 
     # --- what calls ask -------------------------------------------------------------------------------------------
 
@@ -358,17 +381,3 @@ class Connection(asyncio.Protocol):
     def _drop_calls(self) -> None:
         for call in self.calls:
             self._inbox.forget(call)
-
-
-_HANDLERS: Final[dict[int, Callable[[Connection, int, int, bytes], None]]] = {
-    frames.HEADERS: Connection._on_headers,
-    frames.PRIORITY: Connection._on_priority,
-    frames.RST_STREAM: Connection._on_reset,
-    frames.SETTINGS: Connection._on_settings,
-    frames.PUSH_PROMISE: Connection._on_push,
-    frames.PING: Connection._on_ping,
-    frames.GOAWAY: Connection._on_goaway,
-    frames.WINDOW_UPDATE: Connection._on_window,
-    frames.CONTINUATION: Connection._on_continuation,
-}
-"""What is of no kind that stands here is skipped: an extension."""

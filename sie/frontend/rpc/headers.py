@@ -87,7 +87,6 @@ class _CountingTable(HeaderTable):
         super().add(name, value)
 
 
-
 class HeaderReader:
     """Reads the header blocks of one connection, each once and in their order."""
 

@@ -7,7 +7,6 @@ Source: RFC 9113, sections 5, 6.1, 6.2, 6.9 and 6.10; gRPC's PROTOCOL-HTTP2.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -35,7 +34,12 @@ class Inbox:
     """The way in of one connection, and the calls that are open on it."""
 
     def __init__(
-        self, connection: Connection, listener: Listener, outbox: Outbox, write: Callable[[bytes], None], allowance: Allowance
+        self,
+        connection: Connection,
+        listener: Listener,
+        outbox: Outbox,
+        write: Callable[[bytes], None],
+        allowance: Allowance,
     ) -> None:
         self._connection = connection
         self._listener = listener

@@ -22,8 +22,8 @@ from sie.frontend.rpc.frames import (
     END_HEADERS,
     END_STREAM,
     HEAD,
-    HEADERS,
     HEADER_TABLE_SIZE,
+    HEADERS,
     INITIAL_WINDOW_SIZE,
     MAX_FRAME_SIZE,
     MAX_WINDOW,
@@ -83,7 +83,10 @@ class Outbox:
         self._on_done = on_done
         self._window = DEFAULT_WINDOW
         self._max_frame = DEFAULT_FRAME_BYTES
-        self._waiting: dict[int, Call] = {}
+        self._ready: dict[int, Call] = {}
+        """Calls that wait for their turn, or for room on the connection."""
+        self._blocked: dict[int, Call] = {}
+        """Calls that their client gives no room."""
         self._has_greeted = False
         self.initial_window = DEFAULT_WINDOW
         """What the client takes of a new call."""
@@ -95,11 +98,6 @@ class Outbox:
     def is_stuck(self) -> bool:
         """Whether nothing at all can go out."""
         return self.is_paused or self._window <= 0
-
-    @property
-    def waiting(self) -> list[Call]:
-        """Calls with something to send that could not go out yet."""
-        return list(self._waiting.values())
 
     def disconnect(self) -> None:
         """Let go of the connection, which is lost; nothing goes out any more."""
@@ -121,7 +119,19 @@ class Outbox:
             return
         self._window -= size
         head = _WHOLE.pack(
-            0, len(OPENING), HEADERS, END_HEADERS, stream, OPENING, size >> 16, size & 0xFFFF, DATA, 0, stream, 0, nbytes
+            0,
+            len(OPENING),
+            HEADERS,
+            END_HEADERS,
+            stream,
+            OPENING,
+            size >> 16,
+            size & 0xFFFF,
+            DATA,
+            0,
+            stream,
+            0,
+            nbytes,
         )
         if trailers is OK:
             tail = _END.pack(0, len(OK), HEADERS, END_HEADERS | END_STREAM, stream, OK)
@@ -143,9 +153,9 @@ class Outbox:
             unsent.parts.extend((memoryview(PREFIX.pack(0, len(message))), memoryview(message)))
         unsent.num_bytes += size
         self._on_held(size)
-        if call.stream not in self._waiting:
-            self._waiting[call.stream] = call
+        if call.stream not in self._ready and call.stream not in self._blocked:
             call.moved_ns = time.monotonic_ns()
+            self._queue(call)
             self.pump()
 
     def end(self, call: Call, trailers: bytes) -> None:
@@ -163,11 +173,15 @@ class Outbox:
 
     def drop(self, call: Call) -> None:
         """Forget what a call has to send."""
-        self._waiting.pop(call.stream, None)
+        self._ready.pop(call.stream, None)
+        self._blocked.pop(call.stream, None)
         if call.unsent is not None:
             self._on_held(-call.unsent.num_bytes)
             call.unsent.num_bytes = 0
             call.unsent.parts.clear()
+
+    def _queue(self, call: Call) -> None:
+        (self._ready if call.window > 0 else self._blocked)[call.stream] = call
 
     def _open(self, call: Call) -> None:
         if not call.has_opened:
@@ -199,6 +213,8 @@ class Outbox:
             call.window += grown
             if call.window > MAX_WINDOW:
                 raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "a stream's window over 2^31-1")
+            if self._blocked.pop(call.stream, None) is not None:
+                self._queue(call)
         self.pump()
 
     def make_room(self, num_bytes: int) -> None:
@@ -208,7 +224,7 @@ class Outbox:
         self._window += num_bytes
         if self._window > MAX_WINDOW:
             raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "the connection's window over 2^31-1")
-        if self._waiting:
+        if self._ready:
             self.pump()
 
     def make_call_room(self, call: Call, num_bytes: int) -> None:
@@ -218,29 +234,26 @@ class Outbox:
         call.window += num_bytes
         if call.window > MAX_WINDOW:
             raise StreamFault(Code.FLOW_CONTROL_ERROR)
-        if call.unsent is not None:
+        if self._blocked.pop(call.stream, None) is not None:
+            self._queue(call)
             self.pump()
 
     def pump(self) -> None:
         """Send what there is room for; each call gets a turn."""
-        waiting = self._waiting
-        turns = len(waiting)
-        while turns and not self.is_paused:
-            turns -= 1
-            stream = next(iter(waiting))
-            call = waiting.pop(stream)
+        ready = self._ready
+        while ready and not self.is_paused and self._window > 0:
+            stream = next(iter(ready))
+            call = ready.pop(stream)
             unsent = call.unsent
             assert unsent is not None
-            has_moved = self._send_some(call, unsent)
+            self._send_some(call, unsent)
             if unsent.parts:
-                waiting[stream] = call
-                if has_moved:
-                    turns = len(waiting)
+                self._queue(call)
             else:
                 self._sent_all(call, unsent)
 
-    def _send_some(self, call: Call, unsent: Unsent) -> bool:
-        """Send up to a turn's frames of a call; say whether any went."""
+    def _send_some(self, call: Call, unsent: Unsent) -> None:
+        """Send up to a turn's frames of a call, which has room."""
         num_sent, parts = 0, unsent.parts
         for _ in range(_TURN_FRAMES):
             room = min(self._max_frame, self._window, call.window)
@@ -264,7 +277,6 @@ class Outbox:
             call.moved_ns = time.monotonic_ns()
             unsent.num_bytes -= num_sent
             self._on_held(-num_sent)
-        return num_sent > 0
 
     def _sent_all(self, call: Call, unsent: Unsent) -> None:
         call.unsent = None

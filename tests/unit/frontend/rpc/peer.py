@@ -71,7 +71,9 @@ class FakeTransport(asyncio.Transport):
 class Peer:
     """A client of one connection of its own listener."""
 
-    def __init__(self, grpc: Grpc | None = None, limits: Limits | None = None, listener: Listener | None = None) -> None:
+    def __init__(
+        self, grpc: Grpc | None = None, limits: Limits | None = None, listener: Listener | None = None
+    ) -> None:
         settings = Settings(grpc=grpc or Grpc(), limits=limits or Limits())
         self.service = EchoService(settings)
         self.listener = listener or Listener(cast("Service", self.service), settings)
@@ -130,7 +132,7 @@ def a_call(stream: int, message: bytes = b"hello") -> bytes:
 def answered(received: list[tuple[int, int, int, bytes]], stream: int) -> bytes:
     """Return the message of an answer that ended well."""
     own = [frame for frame in received if frame[2] == stream]
-    assert [frame[0] for frame in own][0] == frames.HEADERS, own
+    assert own[0][0] == frames.HEADERS, own
     assert own[-1][:2] == (frames.HEADERS, frames.END_HEADERS | frames.END_STREAM), own
     assert b"grpc-status\x010" in own[-1][3]
     return b"".join(payload for kind, _, _, payload in own if kind == frames.DATA)[5:]
@@ -145,12 +147,18 @@ def grpc_status(received: list[tuple[int, int, int, bytes]], stream: int) -> int
 
 def ended_with(received: list[tuple[int, int, int, bytes]]) -> int | None:
     """Return the code of GOAWAY, if there is one."""
-    return next((int.from_bytes(payload[4:8], "big") for kind, _, _, payload in received if kind == frames.GOAWAY), None)
+    return next(
+        (int.from_bytes(payload[4:8], "big") for kind, _, _, payload in received if kind == frames.GOAWAY), None
+    )
 
 
 def reset_with(received: list[tuple[int, int, int, bytes]], stream: int) -> int | None:
     """Return the code of a stream's RST_STREAM, if there is one."""
     return next(
-        (int.from_bytes(payload, "big") for kind, _, own, payload in received if (kind, own) == (frames.RST_STREAM, stream)),
+        (
+            int.from_bytes(payload, "big")
+            for kind, _, own, payload in received
+            if (kind, own) == (frames.RST_STREAM, stream)
+        ),
         None,
     )
