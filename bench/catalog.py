@@ -75,7 +75,9 @@ def _local(peer: Peer, setup: Setup) -> Contender:
         "--device", setup.device, "--threads", str(setup.threads),
     ]  # fmt: skip
     env = {**_OFFLINE, "OMP_NUM_THREADS": str(setup.threads), "PYTHONPATH": str(ROOT) if library == OURS else ""}
-    return _started(lambda program: LocalContender(peer.name, program, setup.folder), Program(command, env=env))
+    return _started(
+        lambda program: LocalContender(peer.name, program, setup.folder), Program(command, env=env, talks=True)
+    )
 
 
 def _sie(peer: Peer, setup: Setup) -> Contender:

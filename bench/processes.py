@@ -27,17 +27,20 @@ class Program:
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         may_pause: bool = True,
+        talks: bool = False,
     ) -> None:
+        """Start it. What talks is read line by line; what others print is kept with their errors, or they would stop
+        at a full pipe."""
         self._may_pause = may_pause
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `stop`
+        self._log: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115  # closed by `stop`
         environment = {**os.environ, **(env or {})}
         self.process = subprocess.Popen(
-            command, env=environment, cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
-            start_new_session=True,
+            command, env=environment, cwd=cwd, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE if talks else self._log, stderr=self._log, start_new_session=True,
         )  # fmt: skip
 
     def output(self) -> str:
-        """Return what it has written to standard error."""
+        """Return what it has written to standard error, and to standard output unless it talks."""
         self._log.seek(0)
         return self._log.read().decode(errors="replace")
 
@@ -89,9 +92,9 @@ class Program:
         self._signal(signal.SIGKILL)
         self._log.close()
         for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
-            with contextlib.suppress(OSError):
-                stream.close()
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

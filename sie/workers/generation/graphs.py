@@ -98,7 +98,8 @@ class DecodeGraphs:
                     forward(token_ids, positions, wanted)
             torch.cuda.current_stream(device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            # Other models load meanwhile: only what this thread does may spoil the recording.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 logits = forward(token_ids, positions, wanted)
         finally:
             cache.step = None
