@@ -129,7 +129,7 @@ class KServeGrpc:
         message = parsed.message
         name, version = message.model_name, message.model_version
         exchange.known_model = self._find(name, version).card.id
-        await self._kserve.admit(name, version, exchange.deadline_ns)
+        self._process.check_accepting()
 
         async def run(entry: ModelEntry) -> bytes:
             return await self._run(exchange, entry, parsed, is_final=is_final)

@@ -43,6 +43,9 @@ class Dialect(Protocol):
         ...
 
 
+Handler = Callable[[Exchange, Any], Awaitable[bytes]]
+
+
 class Service:
     """The methods of one process."""
 
@@ -52,6 +55,9 @@ class Service:
         self._dialects = dialects
         self._pool = pool
         self._streams = Streams()
+        self._handlers: dict[str, Handler] = {
+            path: getattr(dialects[method.service], method.route.handler) for path, method in BY_PATH.items()
+        }
 
     @property
     def settings(self) -> Settings:
@@ -132,7 +138,9 @@ class Service:
         try:
             self._enter(exchange)
             try:
-                return await self._handle(method, exchange, message)
+                exchange.deadline_ns = self._deadline_ns(exchange)
+                asked = parse(message_class(method.file, method.request), message) if method.request else message
+                return await self._handlers[call.path](exchange, asked)
             except SieError as error:
                 failure = error
                 reply = self._dialects[method.service].fail(exchange, message, error, is_stream=method.is_stream)
@@ -170,15 +178,6 @@ class Service:
             client = exchange.scope.client
             # No page of a browser speaks gRPC, so that the address alone says who asks.
             check_admin(admin_from, client, {**exchange.headers, "host": client}, has_body=False)
-
-    async def _handle(self, method: Method, exchange: Exchange, message: bytes) -> bytes:
-        exchange.deadline_ns = self._deadline_ns(exchange)
-        handler: Callable[[Exchange, Any], Awaitable[bytes]] = getattr(
-            self._dialects[method.service], method.route.handler
-        )
-        if not method.request:
-            return await handler(exchange, message)
-        return await handler(exchange, parse(message_class(method.file, method.request), message))
 
     def _deadline_ns(self, exchange: Exchange) -> int:
         """Return when the client or the server stops to wait, whichever is first."""
