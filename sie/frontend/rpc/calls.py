@@ -26,12 +26,12 @@ class Incoming:
 
     __slots__ = ("began_ns", "messages", "num_bytes", "num_held", "num_owed", "num_queued", "reader", "waiter")
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, now_ns: int) -> None:
         self.reader = MessageReader(max_bytes)
         self.messages: deque[Message] = deque()
         self.waiter: asyncio.Future[None] | None = None
         """Who waits for a message, or the end of them."""
-        self.began_ns = 0
+        self.began_ns = now_ns
         """When the message began that is not there whole."""
         self.num_bytes = 0
         """Bytes of messages that came, their prefixes included."""

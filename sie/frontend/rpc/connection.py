@@ -71,7 +71,7 @@ class Connection(asyncio.Protocol):
         """Join the others of this process."""
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_WRITE_AHEAD_BYTES)
-        self._outbox = Outbox(self._transport.write, self.hold, self._on_sent)
+        self._outbox = Outbox(self._transport, self.hold, self._on_sent)
         self._inbox = Inbox(self, self._listener, self._outbox, self._transport.write, self._allowance)
         self._listener.connections.add(self)
 

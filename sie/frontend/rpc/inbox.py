@@ -158,7 +158,7 @@ class Inbox:
 
     def _incoming(self, call: Call) -> Incoming:
         if call.incoming is None:
-            call.incoming = Incoming(self._listener.max_message_bytes)
+            call.incoming = Incoming(self._listener.max_message_bytes, self.now_ns)
         return call.incoming
 
     def _on_piece(self, call: Call, piece: bytes | memoryview, *, is_last: bool) -> None:
@@ -190,7 +190,7 @@ class Inbox:
         for message in found:
             incoming.put(message)
         is_waiting = call.rpc.is_stream and incoming.reader.is_between
-        if is_waiting or not call.moved_ns:
+        if found or not call.moved_ns:
             incoming.began_ns = self.now_ns
         call.moved_ns = 0 if is_waiting else self.now_ns
         self.account(incoming)

@@ -73,12 +73,13 @@ class Outbox:
 
     def __init__(
         self,
-        write: Callable[[bytes], None],
+        transport: asyncio.WriteTransport,
         on_held: Callable[[int], None],
         on_done: Callable[[Call], None],
     ) -> None:
         """on_held: so many bytes more, or less, wait here. on_done: all of a call has gone out, its status, too."""
-        self._write = write
+        self._write: Callable[[bytes], None] = transport.write
+        self._write_all: Callable[[list[bytes | memoryview]], None] = transport.writelines
         self._on_held = on_held
         self._on_done = on_done
         self._window = DEFAULT_WINDOW
@@ -101,7 +102,7 @@ class Outbox:
 
     def disconnect(self) -> None:
         """Let go of the connection, which is lost; nothing goes out any more."""
-        self._write = self._on_held = self._on_done = _nowhere
+        self._write = self._write_all = self._on_held = self._on_done = _nowhere
 
     # --- answers --------------------------------------------------------------------------------------------------
 
@@ -255,9 +256,10 @@ class Outbox:
     def _send_some(self, call: Call, unsent: Unsent) -> None:
         """Send up to a turn's frames of a call, which has room."""
         num_sent, parts = 0, unsent.parts
+        pieces: list[bytes | memoryview] = []
         for _ in range(_TURN_FRAMES):
             room = min(self._max_frame, self._window, call.window)
-            if not parts or room <= 0 or self.is_paused:
+            if not parts or room <= 0:
                 break
             part = parts.popleft()
             if len(part) > room:
@@ -267,16 +269,11 @@ class Outbox:
             self._window -= size
             call.window -= size
             num_sent += size
-            head = HEAD.pack(size >> 16, size & 0xFFFF, DATA, 0, call.stream)
-            if size <= DEFAULT_FRAME_BYTES:
-                self._write(head + part)
-            else:
-                self._write(head)
-                self._write(part)  # type: ignore[arg-type]  # any buffer is written as it is
-        if num_sent:
-            call.moved_ns = time.monotonic_ns()
-            unsent.num_bytes -= num_sent
-            self._on_held(-num_sent)
+            pieces += (HEAD.pack(size >> 16, size & 0xFFFF, DATA, 0, call.stream), part)
+        self._write_all(pieces)
+        call.moved_ns = time.monotonic_ns()
+        unsent.num_bytes -= num_sent
+        self._on_held(-num_sent)
 
     def _sent_all(self, call: Call, unsent: Unsent) -> None:
         call.unsent = None

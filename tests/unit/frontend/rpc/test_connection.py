@@ -455,14 +455,16 @@ def test_a_message_that_stalls_ends_its_call():
     assert [grpc_status(received, stream) for stream in (1, 3, 5)] == [4, 4, 4]
 
 
-def test_a_message_that_drips_ends_its_call():
+@pytest.mark.parametrize(("num_bytes", "is_slow"), [(10, True), (900, False)])
+def test_a_message_that_drips_ends_its_call_and_one_that_flows_does_not(num_bytes: int, is_slow: bool):
     peer = Peer(limits=Limits(body_idle_timeout_s=5, min_body_bytes_per_s=100)).opened()
-    peer.send(headers(1) + data(1, prefixed(b"x" * 5000)[:10], 0))
+    peer.send(headers(1) + data(1, prefixed(b"x" * 5000)[:num_bytes], 0))
     (call,) = peer.connection.calls
     now_ns = call.moved_ns + int(6e9)
     call.moved_ns = now_ns - int(1e9)
     peer.connection.check(now_ns)
-    assert grpc_status(split_frames(bytes(peer.transport.written)), 1) == 4
+    assert call.is_over == is_slow
+    assert not is_slow or grpc_status(split_frames(bytes(peer.transport.written)), 1) == 4
 
 
 def test_a_drain_takes_no_more_calls_and_ends_with_the_last():
