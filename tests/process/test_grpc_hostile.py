@@ -28,14 +28,16 @@ from tests.unit.frontend.rpc.peer import OPENING, block, data, ended_with, heade
 KSERVE = "/inference.GRPCInferenceService"
 ROWS = np.arange(6, dtype=np.float32).reshape(3, 2)
 LIVE = block(path=f"{KSERVE}/ServerLive")
-LIMIT_S = 10.0
+LIMIT_S = 20.0
+STALL_S = "3"
+"""How long a client may stall; a busy machine stalls the good ones, too."""
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with start_server(
         "--model", "id=stub:tensor", "--model", "slow=stub:tensor,latency_ms=400", "--grpc-port", str(free_port()),
-        "--body-idle-timeout-s", "1", "--grpc-unread-timeout-s", "1", "--max-grpc-held-bytes", str(48 << 20),
+        "--body-idle-timeout-s", STALL_S, "--grpc-unread-timeout-s", STALL_S, "--max-grpc-held-bytes", str(48 << 20),
     ) as running:  # fmt: skip
         yield running
         wait_no_extents(running.port)
@@ -166,26 +168,22 @@ def test_tls_to_a_plain_port_is_closed(server: Server, good: triton.InferenceSer
 # --- those who are slow -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "part", [b"", frames.PREFACE[:10], frames.PREFACE, OPENING + frames.frame(frames.HEADERS, 0, 1, LIVE)]
-)
-def test_an_opening_that_stalls_is_closed_in_time(server: Server, good: triton.InferenceServerClient, part: bytes):
-    with Raw(server) as raw:
+def test_what_stalls_ends_in_time(server: Server, good: triton.InferenceServerClient):
+    openings = [b"", frames.PREFACE[:10], frames.PREFACE, OPENING + frames.frame(frames.HEADERS, 0, 1, LIVE)]
+    call = OPENING + headers(1, block(path=f"{KSERVE}/ModelInfer"))
+    messages = [b"", data(1, b"\0", 0), data(1, prefixed(a_request("id", 4))[:20], 0)]
+    with contextlib.ExitStack() as stack:
+        stalled = [(stack.enter_context(Raw(server)), part) for part in openings]
+        slow = [(stack.enter_context(Raw(server)), call + part) for part in messages]
         began_s = time.monotonic()
-        if part:
+        for raw, part in stalled + slow:
             raw.send(part)
-        raw.frames()
-        assert 0.5 < time.monotonic() - began_s < 5
-
-
-@pytest.mark.parametrize("part", [b"", b"\0", prefixed(a_request("id", 4))[:20]])
-def test_a_message_that_stalls_ends_its_call_in_time(server: Server, good: triton.InferenceServerClient, part: bytes):
-    with Raw(server) as raw:
-        raw.send(OPENING + headers(1, block(path=f"{KSERVE}/ModelInfer")))
-        if part:
-            raw.send(data(1, part, 0))
-        (ended,) = [frame for frame in raw.frames(kinds=(frames.HEADERS,)) if frame[0] == frames.HEADERS]
-        assert b"grpc-status\x014" in ended[3]
+        for raw, _ in slow:
+            (ended,) = [frame for frame in raw.frames(kinds=(frames.HEADERS,)) if frame[0] == frames.HEADERS]
+            assert b"grpc-status\x014" in ended[3]
+        for raw, _ in stalled:
+            raw.frames()
+        assert 2 < time.monotonic() - began_s < 10
 
 
 def test_a_client_that_gives_no_room_holds_up_nobody_and_is_cut_in_time(
@@ -198,7 +196,7 @@ def test_a_client_that_gives_no_room_holds_up_nobody_and_is_cut_in_time(
         while time.monotonic() - began_s < 0.5:
             check_good(good)
         assert reset_with(raw.frames(kinds=(frames.RST_STREAM,)), 1) == Code.CANCEL
-        assert time.monotonic() - began_s < 5
+        assert time.monotonic() - began_s < 10
 
 
 def test_a_client_that_reads_nothing_is_cut_in_time(server: Server, good: triton.InferenceServerClient):
@@ -215,7 +213,7 @@ def test_a_client_that_reads_nothing_is_cut_in_time(server: Server, good: triton
                 raw.send(data(stream, large[at : at + (1 << 20)], frames.END_STREAM if is_end else 0))
         began_s = time.monotonic()
         eventually(lambda: num_connections(server) == 1, "its end")
-        assert time.monotonic() - began_s < 6
+        assert time.monotonic() - began_s < 10
 
 
 def num_connections(server: Server) -> int:

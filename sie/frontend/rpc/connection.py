@@ -84,14 +84,16 @@ class Connection(asyncio.Protocol):
         del self._inbox  # which knows us: a ring would be left to the collector, which comes rarely
 
     def pause_writing(self) -> None:
-        """Let answers wait: the socket takes no more."""
+        """Let answers wait, and ask for none meanwhile: the socket takes no more."""
         self._outbox.is_paused = True
         self.paused_ns = time.monotonic_ns()
+        self._transport.pause_reading()
 
     def resume_writing(self) -> None:
         """Go on sending."""
         self._outbox.is_paused = False
         self.paused_ns = 0
+        self._transport.resume_reading()
         self._outbox.pump()
 
     @property
@@ -165,9 +167,7 @@ class Connection(asyncio.Protocol):
             self._rest = data
             return False
         if not data.startswith(PREFACE):
-            if data[:1].isalpha():
-                self._transport.write(_NOT_HTTP2)
-            self.close()
+            self._refuse(_NOT_HTTP2 if data[:1].isalpha() else b"")
             return False
         self._has_greeted = True
         limits, window = self._listener.limits, self._inbox.window
@@ -345,9 +345,19 @@ class Connection(asyncio.Protocol):
 
     def end(self, fault: ConnectionFault) -> None:
         """Say what is wrong, and close."""
-        if self._has_greeted:
-            self._transport.write(frames.goaway_frame(self._inbox.last_stream, fault.code, fault.text))
-        self.close()
+        last = self._inbox.last_stream
+        self._refuse(frames.goaway_frame(last, fault.code, fault.text) if self._has_greeted else b"")
+
+    def _refuse(self, words: bytes) -> None:
+        """Send last words, and close when the peer does: what it has sent meanwhile would take them back (a reset)."""
+        self._is_over = True
+        self.closing_ns = self.closing_ns or time.monotonic_ns()
+        self._transport.write(words)
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        else:
+            self._transport.close()
+        self._drop_calls()
 
     def close(self) -> None:
         """Close when what was written has gone out; `check` cuts what does not end."""

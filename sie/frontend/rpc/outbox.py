@@ -120,20 +120,9 @@ class Outbox:
             return
         self._window -= size
         head = _WHOLE.pack(
-            0,
-            len(OPENING),
-            HEADERS,
-            END_HEADERS,
-            stream,
-            OPENING,
-            size >> 16,
-            size & 0xFFFF,
-            DATA,
-            0,
-            stream,
-            0,
-            nbytes,
-        )
+            0, len(OPENING), HEADERS, END_HEADERS, stream, OPENING,
+            size >> 16, size & 0xFFFF, DATA, 0, stream, 0, nbytes,
+        )  # fmt: skip
         if trailers is OK:
             tail = _END.pack(0, len(OK), HEADERS, END_HEADERS | END_STREAM, stream, OK)
         else:
@@ -254,7 +243,7 @@ class Outbox:
                 self._sent_all(call, unsent)
 
     def _send_some(self, call: Call, unsent: Unsent) -> None:
-        """Send up to a turn's frames of a call, which has room."""
+        """Send up to a turn's frames of a call."""
         num_sent, parts = 0, unsent.parts
         pieces: list[bytes | memoryview] = []
         for _ in range(_TURN_FRAMES):
@@ -270,6 +259,8 @@ class Outbox:
             call.window -= size
             num_sent += size
             pieces += (HEAD.pack(size >> 16, size & 0xFFFF, DATA, 0, call.stream), part)
+        if not pieces:
+            return
         self._write_all(pieces)
         call.moved_ns = time.monotonic_ns()
         unsent.num_bytes -= num_sent

@@ -50,7 +50,7 @@ class FakeTransport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.written = bytearray()
-        self.is_closed = self.is_cut = False
+        self.is_closed = self.is_cut = self.is_reading_paused = False
 
     def write(self, data: Any) -> None:
         assert not self.is_closed, "written after the end"
@@ -60,6 +60,18 @@ class FakeTransport(asyncio.Transport):
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return ("127.0.0.1", 5) if name == "peername" else default
+
+    def pause_reading(self) -> None:
+        self.is_reading_paused = True
+
+    def resume_reading(self) -> None:
+        self.is_reading_paused = False
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        self.is_closed = True
 
     def close(self) -> None:
         self.is_closed = True

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import struct
+import weakref
 from typing import Any
 
 import h2.config
@@ -410,6 +412,7 @@ def test_a_client_that_gives_no_room_costs_the_others_nothing_and_is_cut_in_time
 def test_a_socket_that_takes_nothing_is_cut_in_time_and_answers_wait():
     peer = Peer(grpc=Grpc(grpc_unread_timeout_s=5)).opened()
     peer.connection.pause_writing()
+    assert peer.transport.is_reading_paused, "or it could ask for ever without reading an answer"
     start = len(peer.transport.written)
     peer.send(a_call(1))
     assert peer.connection.held_bytes == 10
@@ -495,3 +498,20 @@ def test_a_lost_connection_ends_its_calls_and_nothing_is_written_any_more():
     call.answer(b"too late")
     assert peer.connection.held_bytes == 0
     assert not peer.listener.connections
+
+
+def test_a_connection_that_is_gone_is_no_garbage_that_waits_for_the_collector():
+    peer = Peer().opened()
+    peer.service.is_slow = True
+    peer.send(a_call(1) + headers(3, block(path=STREAM.route.template)) + data(3, prefixed(b"x"), 0))
+    peer.transport.is_closed = True
+    peer.connection.connection_lost(None)
+    is_left = weakref.ref(peer.connection)
+    peer.service.begun.clear()
+    peer.service.streams.clear()
+    gc.disable()
+    try:
+        del peer
+        assert is_left() is None
+    finally:
+        gc.enable()
