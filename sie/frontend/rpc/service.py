@@ -204,10 +204,8 @@ class Watched:
     def __init__(self, process: FrontendProcess) -> None:
         self._process = process
         self._work: list[Pending] = []
-
-    def watch(self, pending: Pending) -> None:
+        self.watch = self._work.append
         """Take note of work that was handed to a worker."""
-        self._work.append(pending)
 
     def give_up(self) -> None:
         """Tell the worker not to run it."""
