@@ -71,8 +71,8 @@ class Connection(asyncio.Protocol):
         """Join the others of this process."""
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_WRITE_AHEAD_BYTES)
-        self._outbox = Outbox(self._transport, self.hold, self._on_sent)
-        self._inbox = Inbox(self, self._listener, self._outbox, self._transport.write, self._allowance)
+        self._outbox = Outbox(self._transport, self._listener.flush_later, self.hold, self._on_sent)
+        self._inbox = Inbox(self, self._listener, self._outbox, self._allowance)
         self._listener.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -177,7 +177,7 @@ class Connection(asyncio.Protocol):
             frames.MAX_FRAME_SIZE: _FRAME_BYTES,
             frames.MAX_HEADER_LIST_SIZE: limits.max_grpc_metadata_bytes,
         })  # fmt: skip
-        self._transport.write(settings + frames.window_frame(0, window - frames.DEFAULT_WINDOW))
+        self._outbox.write(settings + frames.window_frame(0, window - frames.DEFAULT_WINDOW))
         return True
 
     def _check(self, kind: int, length: int, stream: int) -> None:
@@ -223,7 +223,7 @@ class Connection(asyncio.Protocol):
             return
         self._is_settled = True
         settings = frames.read_settings(payload)
-        self._transport.write(frames.frame(frames.SETTINGS, frames.ACK, 0))
+        self._outbox.write(frames.frame(frames.SETTINGS, frames.ACK, 0))
         self._outbox.settle(settings, self.calls)
 
     def _on_push(self, flags: int, stream: int, payload: bytes) -> None:
@@ -236,7 +236,7 @@ class Connection(asyncio.Protocol):
         if len(payload) != 8:
             raise ConnectionFault(Code.FRAME_SIZE_ERROR, f"PING of {len(payload)} bytes")
         if not flags & frames.ACK:
-            self._transport.write(frames.frame(frames.PING, frames.ACK, 0, payload))
+            self._outbox.write(frames.frame(frames.PING, frames.ACK, 0, payload))
         elif self._is_draining:
             self.finish_drain()
 
@@ -352,7 +352,8 @@ class Connection(asyncio.Protocol):
         """Send last words, and close when the peer does: what it has sent meanwhile would take them back (a reset)."""
         self._is_over = True
         self.closing_ns = self.closing_ns or time.monotonic_ns()
-        self._transport.write(words)
+        self._outbox.write(words)
+        self._outbox.flush()
         if self._transport.can_write_eof():
             self._transport.write_eof()
         else:
@@ -363,6 +364,7 @@ class Connection(asyncio.Protocol):
         """Close when what was written has gone out; `check` cuts what does not end."""
         self._is_over = True
         self.closing_ns = self.closing_ns or time.monotonic_ns()
+        self._outbox.flush()
         self._transport.close()
         self._drop_calls()
 
@@ -378,14 +380,14 @@ class Connection(asyncio.Protocol):
             return
         self._is_draining = True
         heard = frames.frame(frames.PING, 0, 0, b"draining")
-        self._transport.write(frames.goaway_frame(frames.MAX_WINDOW, Code.NO_ERROR, "the server is stopping") + heard)
+        self._outbox.write(frames.goaway_frame(frames.MAX_WINDOW, Code.NO_ERROR, "the server is stopping") + heard)
 
     def finish_drain(self) -> None:
         """Take no more calls, and close when those that are open have ended."""
         if self._inbox.final_stream != frames.MAX_WINDOW or self._is_over:
             return
         last = self._inbox.final_stream = self._inbox.last_stream
-        self._transport.write(frames.goaway_frame(last, Code.NO_ERROR, "the server is stopping"))
+        self._outbox.write(frames.goaway_frame(last, Code.NO_ERROR, "the server is stopping"))
         self.on_left()
 
     def _drop_calls(self) -> None:

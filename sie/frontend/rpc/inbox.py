@@ -7,7 +7,6 @@ Source: RFC 9113, sections 5, 6.1, 6.2, 6.9 and 6.10; gRPC's PROTOCOL-HTTP2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from sie.frontend.rpc import frames
@@ -38,7 +37,6 @@ class Inbox:
         connection: Connection,
         listener: Listener,
         outbox: Outbox,
-        write: Callable[[bytes], None],
         allowance: Allowance,
     ) -> None:
         self._connection = connection
@@ -46,7 +44,7 @@ class Inbox:
         self._service = listener.service
         self._limits = listener.limits
         self._outbox = outbox
-        self._write = write
+        self._write = outbox.write
         self._allowance = allowance
         self._headers = HeaderReader(self._limits.max_grpc_metadata_bytes, self._service.find)
         self._room = self.window = _WINDOWS * self._limits.grpc_window_bytes

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from sie.frontend.rpc.calls import Call
 from sie.frontend.rpc.codes import Status
 from sie.frontend.rpc.connection import Connection
+from sie.frontend.rpc.outbox import Outbox
 from sie.grpc_settings import Grpc
 from sie.logs import get_logger
 from sie.settings import Settings
@@ -39,6 +40,7 @@ class Listener:
         self.service = service
         self.connections: set[Connection] = set()
         self.linger_ns = _LINGER_NS
+        self._unflushed: list[Outbox] = []
         self._held_bytes = 0
         self._is_cutting = False
         self._server: asyncio.Server | None = None
@@ -95,6 +97,19 @@ class Listener:
             is_slow = elapsed_ns > self.idle_ns and call.incoming.num_held < self._min_bytes_per_s * elapsed_ns / 1e9
         text = "the message came too slowly (body_idle_timeout_s, min_body_bytes_per_s)"
         return (Status.DEADLINE_EXCEEDED, text) if is_slow else None
+
+    # --- what goes out ---------------------------------------------------------------------------------------------
+
+    def flush_later(self, outbox: Outbox) -> None:
+        """Have an outbox flushed when this turn of the event loop is over."""
+        self._unflushed.append(outbox)
+        if len(self._unflushed) == 1:
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        unflushed, self._unflushed = self._unflushed, []
+        for outbox in unflushed:
+            outbox.flush()
 
     # --- memory ---------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import asyncio
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from sie.frontend.rpc.calls import Call
@@ -74,12 +74,17 @@ class Outbox:
     def __init__(
         self,
         transport: asyncio.WriteTransport,
+        flush_later: Callable[[Outbox], None],
         on_held: Callable[[int], None],
         on_done: Callable[[Call], None],
     ) -> None:
-        """on_held: so many bytes more, or less, wait here. on_done: all of a call has gone out, its status, too."""
-        self._write: Callable[[bytes], None] = transport.write
-        self._write_all: Callable[[list[bytes | memoryview]], None] = transport.writelines
+        """flush_later: has `flush` called when this turn of the event loop is over. on_held: so many bytes more, or less,
+        wait here. on_done: all of a call has gone out, its status, too.
+        """
+        self._write_all: Callable[[Iterable[bytes | memoryview]], None] = transport.writelines
+        self._write_one: Callable[[bytes], None] = transport.write
+        self._flush_later = flush_later
+        self._fresh: list[bytes] = []
         self._on_held = on_held
         self._on_done = on_done
         self._window = DEFAULT_WINDOW
@@ -102,7 +107,23 @@ class Outbox:
 
     def disconnect(self) -> None:
         """Let go of the connection, which is lost; nothing goes out any more."""
-        self._write = self._write_all = self._on_held = self._on_done = _nowhere
+        self._write_one = self._write_all = self._flush_later = self._on_held = self._on_done = _nowhere
+
+    def write(self, data: bytes) -> None:
+        """Send frames when this turn of the event loop is over, together with what else it brings.
+
+        Each write wakes a client that shares our cores, which would then run instead of us.
+        """
+        self._fresh.append(data)
+        if len(self._fresh) == 1:
+            self._flush_later(self)
+
+    def flush(self) -> None:
+        """Send what this turn of the event loop has brought."""
+        fresh = self._fresh
+        if fresh:
+            self._fresh = []
+            self._write_one(fresh[0] if len(fresh) == 1 else b"".join(fresh))
 
     # --- answers --------------------------------------------------------------------------------------------------
 
@@ -127,7 +148,7 @@ class Outbox:
             tail = _END.pack(0, len(OK), HEADERS, END_HEADERS | END_STREAM, stream, OK)
         else:
             tail = frame(HEADERS, END_HEADERS | END_STREAM, stream, trailers)
-        self._write(b"".join((head, message, tail)))
+        self.write(b"".join((head, message, tail)))
         self._on_done(call)
 
     def send(self, call: Call, message: bytes) -> None:
@@ -154,12 +175,12 @@ class Outbox:
             call.unsent.ending = trailers
             return
         opening = self._take_prefix() if call.has_opened else self._first_block()
-        self._write(frame(HEADERS, END_HEADERS | END_STREAM, call.stream, opening + trailers))
+        self.write(frame(HEADERS, END_HEADERS | END_STREAM, call.stream, opening + trailers))
         self._on_done(call)
 
     def refuse(self, stream: int, block: bytes) -> None:
         """Send headers that are the whole of an answer."""
-        self._write(frame(HEADERS, END_HEADERS | END_STREAM, stream, self._take_prefix() + block))
+        self.write(frame(HEADERS, END_HEADERS | END_STREAM, stream, self._take_prefix() + block))
 
     def drop(self, call: Call) -> None:
         """Forget what a call has to send."""
@@ -176,7 +197,7 @@ class Outbox:
     def _open(self, call: Call) -> None:
         if not call.has_opened:
             call.has_opened = True
-            self._write(frame(HEADERS, END_HEADERS, call.stream, self._first_block()))
+            self.write(frame(HEADERS, END_HEADERS, call.stream, self._first_block()))
 
     def _first_block(self) -> bytes:
         opening = OPENING if self._has_greeted else GREETING
@@ -261,6 +282,7 @@ class Outbox:
             pieces += (HEAD.pack(size >> 16, size & 0xFFFF, DATA, 0, call.stream), part)
         if not pieces:
             return
+        self.flush()
         self._write_all(pieces)
         call.moved_ns = time.monotonic_ns()
         unsent.num_bytes -= num_sent

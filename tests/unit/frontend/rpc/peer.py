@@ -12,6 +12,7 @@ from sie.frontend.rpc.headers import entry
 from sie.frontend.rpc.listener import Listener
 from sie.frontend.rpc.messages import PREFIX, Message
 from sie.frontend.rpc.methods import METHODS, UNKNOWN, Method
+from sie.frontend.rpc.outbox import Outbox
 from sie.frontend.rpc.service import Service
 from sie.grpc_settings import Grpc
 from sie.limits import Limits
@@ -89,6 +90,7 @@ class Peer:
         settings = Settings(grpc=grpc or Grpc(), limits=limits or Limits())
         self.service = EchoService(settings)
         self.listener = listener or Listener(cast("Service", self.service), settings)
+        self.listener.flush_later = lambda outbox: outbox.flush()  # there is no event loop whose turns would end
         self.transport = FakeTransport()
         self.connection = Connection(self.listener)
         self.connection.connection_made(self.transport)
