@@ -339,4 +339,6 @@ def test_a_client_that_is_no_client_of_tls_is_closed_and_others_are_served(pki):
             assert sock.selected_alpn_protocol() == "h2"
         credentials = grpc.ssl_channel_credentials((pki / "ca.pem").read_bytes())
         with grpc.secure_channel(f"localhost:{server.grpc_port}", credentials) as channel:
-            assert channel.unary_unary(f"{KSERVE}/ServerLive")(b"", timeout=10) == b"\x08\x01"
+            large = a_request("id", 900_000)
+            found = channel.unary_unary(f"{KSERVE}/ModelInfer")(large, timeout=20)
+            assert found.endswith(bytes(3_600_000))

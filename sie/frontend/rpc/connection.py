@@ -71,7 +71,7 @@ class Connection(asyncio.Protocol):
         """Join the others of this process."""
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_WRITE_AHEAD_BYTES)
-        self._outbox = Outbox(self._transport, self._listener.flush_later, self.hold, self._on_sent)
+        self._outbox = Outbox(self._transport, self._allowance, self._listener.flush_later, self.hold, self._on_sent)
         self._inbox = Inbox(self, self._listener, self._outbox, self._allowance)
         self._listener.connections.add(self)
 
@@ -248,6 +248,7 @@ class Connection(asyncio.Protocol):
             raise ConnectionFault(Code.FRAME_SIZE_ERROR, f"GOAWAY of {len(payload)} bytes")
 
     def _on_window(self, flags: int, stream: int, payload: bytes) -> None:
+        self._allowance.spend()
         num_bytes = frames.read_u32(payload, "WINDOW_UPDATE")
         if not stream:
             self._outbox.make_room(num_bytes)
@@ -281,7 +282,6 @@ class Connection(asyncio.Protocol):
 
     def send(self, call: Call, message: bytes) -> None:
         """Send one of several messages of a call."""
-        self._allowance.num_answers += 1
         self._outbox.send(call, message)
 
     def finish(self, call: Call, trailers: bytes) -> None:
@@ -298,7 +298,7 @@ class Connection(asyncio.Protocol):
         self._listener.hold(num_bytes)
 
     def _on_sent(self, call: Call) -> None:
-        self._allowance.num_answers += 1
+        self._allowance.num_sent += 1
         self._inbox.on_sent(call)
         self.on_left()
 

@@ -8,23 +8,23 @@ from typing import Final
 from sie.frontend.rpc.frames import Code, ConnectionFault
 
 _BURST_S: Final = 10
-_PER_ANSWER: Final = 8
-"""Frames that come with an answer: some clients measure the connection with a ping for each."""
+_PER_SENT: Final = 8
+"""Frames that an answer, or a part of one, may bring: room for more, and some clients measure the way with a ping for each."""
 
 
 class Allowance:
     """What one connection has left. Source: RFC 9113, section 10.5."""
 
-    __slots__ = ("_left", "_num_answers", "_rate", "_since_ns", "num_answers")
+    __slots__ = ("_left", "_num_paid", "_rate", "_since_ns", "num_sent")
 
     def __init__(self, rate: int) -> None:
         """Rate: frames a second, on average; ten seconds of them may come at once."""
         self._rate = rate
         self._left: float = _BURST_S * rate
         self._since_ns = time.monotonic_ns()
-        self._num_answers = 0
-        self.num_answers = 0
-        """Messages that were sent to the client."""
+        self._num_paid = 0
+        self.num_sent = 0
+        """Answers, and parts of such, that were sent to the client."""
 
     def spend(self) -> None:
         """Pay for one frame. Raises ConnectionFault when a client sends little else."""
@@ -32,8 +32,8 @@ class Allowance:
         if self._left >= 0:
             return
         now_ns = time.monotonic_ns()
-        earned = (now_ns - self._since_ns) / 1e9 * self._rate + _PER_ANSWER * (self.num_answers - self._num_answers)
+        earned = (now_ns - self._since_ns) / 1e9 * self._rate + _PER_SENT * (self.num_sent - self._num_paid)
         self._left = min(_BURST_S * self._rate, self._left + earned)
-        self._since_ns, self._num_answers = now_ns, self.num_answers
+        self._since_ns, self._num_paid = now_ns, self.num_sent
         if self._left < 0:
             raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "too many frames that bring no message")

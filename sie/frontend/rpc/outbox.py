@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from sie.frontend.rpc.calls import Call
+from sie.frontend.rpc.floods import Allowance
 from sie.frontend.rpc.frames import (
     DATA,
     DEFAULT_FRAME_BYTES,
@@ -74,6 +75,7 @@ class Outbox:
     def __init__(
         self,
         transport: asyncio.WriteTransport,
+        allowance: Allowance,
         flush_later: Callable[[Outbox], None],
         on_held: Callable[[int], None],
         on_done: Callable[[Call], None],
@@ -83,6 +85,7 @@ class Outbox:
         """
         self._write_all: Callable[[Iterable[bytes | memoryview]], None] = transport.writelines
         self._write_one: Callable[[bytes], None] = transport.write
+        self._allowance = allowance
         self._flush_later = flush_later
         self._fresh: list[bytes] = []
         self._on_held = on_held
@@ -284,6 +287,7 @@ class Outbox:
             return
         self.flush()
         self._write_all(pieces)
+        self._allowance.num_sent += len(pieces) >> 1
         call.moved_ns = time.monotonic_ns()
         unsent.num_bytes -= num_sent
         self._on_held(-num_sent)

@@ -67,6 +67,7 @@ CONNECTION_FAULTS: dict[str, tuple[bytes, Code]] = {
     "a flood of acknowledgements": (frames.frame(4, 1, 0) * 12_000, Code.ENHANCE_YOUR_CALM),
     "a flood of PRIORITY": (frames.frame(2, 0, 1, b"12345") * 12_000, Code.ENHANCE_YOUR_CALM),
     "a flood of extensions": (frames.frame(0x42, 0, 1) * 12_000, Code.ENHANCE_YOUR_CALM),
+    "a flood of WINDOW_UPDATE": (window(0, 1) * 12_000, Code.ENHANCE_YOUR_CALM),
     "a flood of empty DATA": (headers(1) + data(1, b"", 0) * 12_000, Code.ENHANCE_YOUR_CALM),
     "a flood of padding": (headers(1) + frames.frame(0, 8, 1, b"\0") * 12_000, Code.ENHANCE_YOUR_CALM),
 }  # fmt: skip

@@ -12,7 +12,6 @@ from sie.frontend.rpc.headers import entry
 from sie.frontend.rpc.listener import Listener
 from sie.frontend.rpc.messages import PREFIX, Message
 from sie.frontend.rpc.methods import METHODS, UNKNOWN, Method
-from sie.frontend.rpc.outbox import Outbox
 from sie.frontend.rpc.service import Service
 from sie.grpc_settings import Grpc
 from sie.limits import Limits

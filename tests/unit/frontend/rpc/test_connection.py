@@ -199,6 +199,19 @@ def test_a_large_answer_waits_for_room_and_then_goes_on():
     assert peer.connection.held_bytes == 0
 
 
+def test_a_client_that_takes_a_large_answer_in_small_parts_is_no_flood():
+    peer = Peer().opened()
+    peer.send(frames.settings_frame({frames.INITIAL_WINDOW_SIZE: 0}))
+    peer.service.is_slow = True
+    peer.send(a_call(1))
+    peer.service.begun[0][0].answer(bytes(1_200_000))
+    received: list[tuple[int, int, int, bytes]] = []
+    for _ in range(12_001):
+        received += peer.send(window(0, 100) + window(1, 100))
+    assert sum(len(payload) for kind, _, _, payload in received if kind == frames.DATA) == 1_200_005
+    assert grpc_status(received, 1) == 0
+
+
 @pytest.mark.parametrize(
     ("change", "status"),
     [({":path": "/nobody/Here"}, 12), ({"grpc-encoding": "snappy"}, 12), ({"grpc-timeout": "soon"}, 3)],
