@@ -353,7 +353,7 @@ class Connection(asyncio.Protocol):
         self._is_over = True
         self.closing_ns = self.closing_ns or time.monotonic_ns()
         self._outbox.write(words)
-        self._outbox.flush()
+        self._outbox.stop()
         if self._transport.can_write_eof():
             self._transport.write_eof()
         else:
@@ -364,18 +364,19 @@ class Connection(asyncio.Protocol):
         """Close when what was written has gone out; `check` cuts what does not end."""
         self._is_over = True
         self.closing_ns = self.closing_ns or time.monotonic_ns()
-        self._outbox.flush()
+        self._outbox.stop()
         self._transport.close()
         self._drop_calls()
 
     def abort(self) -> None:
         """Cut the connection."""
         self._is_over = True
+        self._outbox.stop()
         self._transport.abort()
 
     def drain(self) -> None:
         """Have the client open no more calls; `finish_drain` follows when it has heard so."""
-        if not self._has_greeted:
+        if not self._has_greeted or self._is_over:
             self.close()
             return
         self._is_draining = True

@@ -108,8 +108,13 @@ class Outbox:
         """Whether nothing at all can go out."""
         return self.is_paused or self._window <= 0
 
+    def stop(self) -> None:
+        """Send what this turn has brought so far; nothing goes out any more."""
+        self.flush()
+        self._write_one = self._write_all = _nowhere
+
     def disconnect(self) -> None:
-        """Let go of the connection, which is lost; nothing goes out any more."""
+        """Let go of the connection, which is lost."""
         self._write_one = self._write_all = self._flush_later = self._on_held = self._on_done = _nowhere
 
     def write(self, data: bytes) -> None:

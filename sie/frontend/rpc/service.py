@@ -85,20 +85,17 @@ class Service:
     async def _answer(self, call: Call, message: Message) -> None:
         try:
             data = await self._unpacked(call, message) if message.is_packed else message.data
-            reply = await self._serve(call, data)
-        except SieError as error:
-            call.finish(status_code(error), details(error))
-        else:
-            call.answer(reply)
+            call.answer(await self._serve(call, data))
+        except Exception as error:
+            _fail(call, error)
 
     async def _watch(self, call: Call, message: Message) -> None:
         try:
             data = await self._unpacked(call, message) if message.is_packed else message.data
             await call.write(await self._serve(call, data))
-        except SieError as error:
-            call.finish(status_code(error), details(error))
-        else:
             call.finish()
+        except Exception as error:
+            _fail(call, error)
 
     async def _stream(self, call: Call) -> None:
         async def messages() -> AsyncIterator[bytes]:
@@ -110,10 +107,9 @@ class Service:
 
         try:
             await self._streams.run(messages(), answer, call.write)
-        except SieError as error:
-            call.finish(status_code(error), details(error))
-        else:
             call.finish()
+        except Exception as error:
+            _fail(call, error)
 
     async def _unpacked(self, call: Call, message: Message) -> bytes:
         """Return what a message was before it was packed. Raises SieError."""
@@ -196,6 +192,14 @@ class Service:
         if headers and not is_stream:  # of a stream's many requests each would have its own
             exchange.protocol.set_trailing_metadata(headers)
         count_exchange(process.metrics, exchange, status, error)
+
+
+def _fail(call: Call, error: Exception) -> None:
+    """End a call with what went wrong; whatever it is, its client hears of it."""
+    if not isinstance(error, SieError):
+        _log.error("%s failed", call.path, exc_info=error)
+        error = Internal("internal error")
+    call.finish(status_code(error), details(error))
 
 
 class Watched:
