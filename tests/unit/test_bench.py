@@ -134,7 +134,8 @@ def test_figures_come_back_from_their_file_and_make_a_picture(tmp_path: Path):
 
 def test_a_program_spends_time_until_it_is_paused():
     program = Program(
-        [sys.executable, "-c", "import time\nprint('on', flush=True)\nwhile time.process_time() < 20: pass"]
+        [sys.executable, "-c", "import time\nprint('on', flush=True)\nwhile time.process_time() < 20: pass"],
+        talks=True,
     )
     try:
         program.read_line(10)
