@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from sie.errors import ClientGone, Internal, SieError
 from sie.frontend import dashboard, envelopes, openapi, routes
 from sie.frontend.access import CHALLENGE, Access
-from sie.frontend.access_log import request_id_of
+from sie.frontend.access_log import id_headers, request_id_of
 from sie.frontend.admin import check_admin
 from sie.frontend.counting import count_exchange
 from sie.frontend.dialects import models as models_dialect
@@ -241,7 +241,7 @@ class App:
     def _text_headers(self, exchange: Exchange) -> list[tuple[str, str]]:
         """Return what an answer's headers say of the answer; of the server they do so on the SIE route alone."""
         is_native = exchange.route is not None and exchange.route.envelope == "sie"
-        return [("x-request-id", exchange.request_id), *(self._identity if is_native else ())]
+        return [*id_headers(exchange), *(self._identity if is_native else ())]
 
     async def _stream(self, exchange: Exchange, answer: Streamed) -> None:
         """Send an answer as it comes. It is recorded and counted when it ends."""
@@ -270,7 +270,9 @@ class App:
         elif route is None:
             self.respond(exchange, *envelopes.unknown_path(scope.path))
         else:
-            self.respond(exchange, *envelopes.wrong_method(route))
+            status, headers, body = envelopes.wrong_method(route)
+            is_text = route.envelope in _TEXT_DIALECTS
+            self.respond(exchange, status, [*headers, *(id_headers(exchange) if is_text else ())], body)
 
     # --- everything else ------------------------------------------------------------------------------------------
 
@@ -365,9 +367,8 @@ class App:
             headers = [*headers, *self._identity]
         if error.http_status == 401:
             headers.append(CHALLENGE)
-        if envelope == "text":
-            exchange.request_id = exchange.request_id or request_id_of(exchange.headers)
-            headers.append(("x-request-id", exchange.request_id))
+        if envelope in _TEXT_DIALECTS:
+            headers.extend(id_headers(exchange))
         if error.retry_after_s is not None:
             headers.append(("retry-after", str(error.retry_after_s)))
         if error.http_status in _MUST_CLOSE:

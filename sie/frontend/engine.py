@@ -364,7 +364,7 @@ class ShmEngine:
             pending.lease.end()
             return
         if not pending.may_run_again():
-            end(pending, WorkerLost("the worker died while it generated; what it had sent stands"))
+            end(pending, WorkerLost("worker_lost: the worker died while it generated; what it had sent stands"))
             return
         if is_suspect:
             self._strike(pending)
