@@ -4,7 +4,7 @@ A key `max_body_bytes` of the section `limits` is the flag `--max-body-bytes`, t
 TOML key `max_body_bytes` under `[limits]` and a row of docs/settings.md; names are unique over the whole tree. Order:
 default < file < environment < flag. An unknown or bad key stops the start. Nothing else reads the environment, and only
 a reload changes settings after the start (`sie.live_settings`). Imports nothing slow: every `sie` command waits for it.
-`sie.setting_sections`, `sie.generation_settings` and `sie.limits` have the keys, each in one place; `sie.config_sources` reads the values.
+`sie.setting_sections`, `sie.generation_settings`, `sie.grpc_settings` and `sie.limits` have the keys, each in one place; `sie.config_sources` reads the values.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from sie.config_sources import (
     read_flags,
 )
 from sie.generation_settings import Generation
+from sie.grpc_settings import Grpc
 from sie.limits import Limits
 from sie.setting_sections import (
     Access,
@@ -52,6 +53,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     models: Models = Models()
     devices: Devices = Devices()
     limits: Limits = Limits()
+    grpc: Grpc = Grpc()
     memory: Memory = Memory()
     scheduler: Scheduler = Scheduler()
     generation: Generation = Generation()

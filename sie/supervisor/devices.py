@@ -64,7 +64,7 @@ def resolve_devices(setting: str, timeout_s: float) -> list[WorkerSlot]:
 def _count_cpu_workers() -> int:
     """Return how many workers `cpu` means: one for each core, as long as there is memory for them.
 
-    Cores that are left over are shared out as threads (`docs/decisions/012-a-cpu-worker-for-each-core.md`).
+    Cores that are left over are shared out as threads (`docs/decisions/017-a-cpu-worker-for-each-core.md`).
     """
     memory = read_memory()
     room = len(usable_cores()) if memory is None else memory[1] // 2 // _BYTES_PER_CPU_WORKER

@@ -17,7 +17,7 @@ import sie
 ROOT = Path(sie.__file__).parent
 FOUNDATION = {
     "sie", "sie.cards", "sie.config_sources", "sie.errors", "sie.extraction", "sie.generation",
-    "sie.generation_settings", "sie.headers", "sie.limits",
+    "sie.generation_settings", "sie.grpc_settings", "sie.headers", "sie.limits",
     "sie.setting_sections", "sie.settings", "sie.spans", "sie.tensors", "sie.types",
 }  # fmt: skip
 SLOW = {"torch", "transformers", "sentence_transformers"}

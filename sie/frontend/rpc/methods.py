@@ -47,6 +47,8 @@ def _trtis(name: str, handler: str, *, request: str | None = None, need: Need = 
     return _method(TRTIS, name, handler, "trtis", wanted, need=need, endpoint="" if wanted else "infer")
 
 
+UNKNOWN: Final = Method("", "", Route("", "POST", "", "kserve"))
+"""What a path means that is in no table."""
 _REGION: Final = "inference.SharedMemoryRequest"
 
 METHODS: Final = (
@@ -84,3 +86,4 @@ METHODS: Final = (
     *(_method(service, "ServerReflectionInfo", "stream_reflect", "", "", need="any") for service in REFLECTION),
 )
 """What is not here is UNIMPLEMENTED."""
+BY_PATH: Final = {method.route.template: method for method in METHODS}

@@ -1,54 +1,38 @@
-"""Serves gRPC of one process: the generic handlers, who may ask, the one error border, and what is counted.
+"""Serves gRPC of one process: the methods, who may ask, the one error border, and what is counted.
 
-Messages come and go as bytes. Whatever a handler raises becomes a status code in `Service.answer`, and nowhere else; a
-dialect that tells failures in its replies has turned them into replies before.
+Messages come and go as bytes. Whatever a handler raises becomes a status code in `Service`, and nowhere else; a dialect
+that tells failures in its replies has turned them into replies before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any, Final, Protocol, cast
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, Protocol
 
-import grpc
-import grpc.aio
-
-from sie.errors import BadRequest, ClientGone, Internal, SieError
+from sie.errors import ClientGone, InputTooLong, Internal, SieError
 from sie.frontend.admin import check_admin
+from sie.frontend.compression import decompress
 from sie.frontend.counting import count_exchange
 from sie.frontend.dialects.protobuf_wire import parse
 from sie.frontend.inference import Exchange
 from sie.frontend.links import Pending
+from sie.frontend.offload import offload
 from sie.frontend.process import FrontendProcess
+from sie.frontend.rpc.calls import Call
 from sie.frontend.rpc.codes import details, status_code
-from sie.frontend.rpc.methods import Method
+from sie.frontend.rpc.messages import Message
+from sie.frontend.rpc.methods import BY_PATH, UNKNOWN, Method
 from sie.frontend.rpc.streams import Streams
 from sie.logs import get_logger
 from sie.proto import message_class
+from sie.settings import Settings
 
 _log = get_logger(__name__)
-_MAX_HEADERS: Final = 256
-
-Context = grpc.aio.ServicerContext[bytes, bytes]
-
-
-class Scope:
-    """What a request is about, in the words of HTTP."""
-
-    __slots__ = ("_context", "headers", "path")
-    method = "POST"
-    proto = "grpc"
-
-    def __init__(self, path: str, headers: dict[str, str], context: Context) -> None:
-        self.path = path
-        self.headers = headers
-        self._context = context
-
-    @property
-    def client(self) -> str:
-        """Who asks, `address:port`; few requests want to know."""
-        return _client(self._context.peer())
+_UNPACKED_TIMES: Final = 16
+"""What a packed message is taken to grow by, where that decides whether a thread unpacks it."""
 
 
 class Dialect(Protocol):
@@ -59,28 +43,38 @@ class Dialect(Protocol):
         ...
 
 
+Handler = Callable[[Exchange, Any], Awaitable[bytes]]
+
+
 class Service:
     """The methods of one process."""
 
-    def __init__(self, process: FrontendProcess, dialects: dict[str, Dialect]) -> None:
-        """Dialects are by the name of their service."""
+    def __init__(self, process: FrontendProcess, dialects: dict[str, Dialect], pool: ThreadPoolExecutor) -> None:
+        """Dialects are by the name of their service; pool is where large messages are unpacked."""
         self._process = process
         self._dialects = dialects
+        self._pool = pool
         self._streams = Streams()
+        self._handlers: dict[str, Handler] = {
+            path: getattr(dialects[method.service], method.route.handler) for path, method in BY_PATH.items()
+        }
 
-    def handlers(self, methods: Iterable[Method]) -> list[grpc.GenericRpcHandler]:
-        """Return what a gRPC server is told to serve."""
-        by_service: dict[str, dict[str, Any]] = {}
-        for method in methods:
-            if method.is_stream:
-                serve, make = self._streaming(method), grpc.stream_stream_rpc_method_handler
-            elif method.is_watch:
-                serve, make = self._watching(method), grpc.unary_stream_rpc_method_handler
-            else:
-                serve, make = self._answering(method), grpc.unary_unary_rpc_method_handler
-            handler = cast("Any", make)(serve)
-            by_service.setdefault(method.service, {})[method.name] = handler
-        return [grpc.method_handlers_generic_handler(name, found) for name, found in by_service.items()]
+    @property
+    def settings(self) -> Settings:
+        """Those in force."""
+        return self._process.settings
+
+    def find(self, path: str) -> Method:
+        """Return the method that a path names, or `UNKNOWN`."""
+        return BY_PATH.get(path, UNKNOWN)
+
+    def begin(self, call: Call, message: Message) -> None:
+        """Answer a call that has one message."""
+        call.started((self._watch if call.rpc.is_watch else self._answer)(call, message))
+
+    def begin_stream(self, call: Call) -> None:
+        """Answer a call whose messages come one by one."""
+        call.started(self._stream(call))
 
     def end_streams(self) -> None:
         """Let every stream end once what it was asked is answered."""
@@ -88,56 +82,61 @@ class Service:
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
-    # Each a function of its own: gRPC asks at every call whether it is a coroutine's, and unwraps any other callable.
+    async def _answer(self, call: Call, message: Message) -> None:
+        try:
+            data = await self._unpacked(call, message) if message.is_packed else message.data
+            call.answer(await self._serve(call, data))
+        except Exception as error:
+            _fail(call, error)
 
-    def _answering(self, method: Method) -> Callable[[bytes, Context], Awaitable[bytes]]:
-        async def answer(message: bytes, context: Context) -> bytes:
-            try:
-                return await self._serve(method, self._exchange(method, message, context), message)
-            except SieError as error:
-                failure = error
-            await context.abort(status_code(failure), details(failure))
-            raise AssertionError("abort raises")
+    async def _watch(self, call: Call, message: Message) -> None:
+        try:
+            data = await self._unpacked(call, message) if message.is_packed else message.data
+            await call.write(await self._serve(call, data))
+            call.finish()
+        except Exception as error:
+            _fail(call, error)
 
-        return answer
+    async def _stream(self, call: Call) -> None:
+        async def messages() -> AsyncIterator[bytes]:
+            async for message in call.messages():
+                yield await self._unpacked(call, message) if message.is_packed else message.data
 
-    def _watching(self, method: Method) -> Callable[[bytes, Context], Awaitable[None]]:
-        answer = self._answering(method)
+        async def answer(data: bytes) -> bytes:
+            return await self._serve(call, data)
 
-        async def watch(message: bytes, context: Context) -> None:
-            await context.write(await answer(message, context))
+        try:
+            await self._streams.run(messages(), answer, call.write)
+            call.finish()
+        except Exception as error:
+            _fail(call, error)
 
-        return watch
+    async def _unpacked(self, call: Call, message: Message) -> bytes:
+        """Return what a message was before it was packed. Raises SieError."""
+        coding, limits = call.head.coding, self._process.settings.limits
+        if coding == "identity":
+            raise Internal("the message is marked as packed, and the call names no grpc-encoding")
+        max_bytes, max_ratio = limits.max_grpc_message_bytes, limits.max_compression_ratio
+        size = len(message.data) * _UNPACKED_TIMES
+        try:
+            return await offload(self._pool, size, decompress, message.data, coding, max_bytes, max_ratio)
+        except InputTooLong:
+            text = "the message is too large when unpacked (max_grpc_message_bytes, max_compression_ratio)"
+            raise SieError(text, code="MESSAGE_TOO_LARGE", http_status=413) from None
 
-    def _streaming(self, method: Method) -> Callable[[AsyncIterator[bytes], Context], Awaitable[None]]:
-        async def stream(messages: AsyncIterator[bytes], context: Context) -> None:
-            async def answer(message: bytes) -> bytes:
-                return await self._serve(method, self._exchange(method, message, context), message)
-
-            try:
-                await self._streams.run(messages, answer, context.write)
-            except SieError as error:
-                failure = error
-            else:
-                return
-            await context.abort(status_code(failure), details(failure))
-
-        return stream
-
-    def _exchange(self, method: Method, message: bytes, context: Context) -> Exchange:
-        headers = _headers(context.invocation_metadata() or ())
-        exchange = Exchange(Scope(method.route.template, headers, context), context, time.monotonic_ns())
+    async def _serve(self, call: Call, message: bytes) -> bytes:
+        """Return the reply to one message. Raises SieError where it is for the call's status to tell what is wrong."""
+        method = call.rpc
+        exchange = Exchange(call, call, time.monotonic_ns())
         exchange.route = method.route
         exchange.body_bytes = len(message)
-        return exchange
-
-    async def _serve(self, method: Method, exchange: Exchange, message: bytes) -> bytes:
-        """Return the reply to one message. Raises SieError where it is for the call's status to tell what is wrong."""
         failure: SieError | None = None
         try:
             self._enter(exchange)
             try:
-                return await self._handle(method, exchange, message)
+                exchange.deadline_ns = self._deadline_ns(exchange)
+                asked = parse(message_class(method.file, method.request), message) if method.request else message
+                return await self._handlers[call.path](exchange, asked)
             except SieError as error:
                 failure = error
                 reply = self._dialects[method.service].fail(exchange, message, error, is_stream=method.is_stream)
@@ -176,22 +175,11 @@ class Service:
             # No page of a browser speaks gRPC, so that the address alone says who asks.
             check_admin(admin_from, client, {**exchange.headers, "host": client}, has_body=False)
 
-    async def _handle(self, method: Method, exchange: Exchange, message: bytes) -> bytes:
-        exchange.deadline_ns = self._deadline_ns(exchange)
-        handler: Callable[[Exchange, Any], Awaitable[bytes]] = getattr(
-            self._dialects[method.service], method.route.handler
-        )
-        if not method.request:
-            return await handler(exchange, message)
-        return await handler(exchange, parse(message_class(method.file, method.request), message))
-
     def _deadline_ns(self, exchange: Exchange) -> int:
         """Return when the client or the server stops to wait, whichever is first."""
-        timeout_ns = self._process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
-        left_s = exchange.protocol.time_remaining()
-        if left_s is not None and left_s * 1e9 < timeout_ns:
-            timeout_ns = int(left_s * 1e9)
-        return exchange.began_ns + timeout_ns
+        deadline_ns = exchange.began_ns + self._process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
+        asked_ns: int = exchange.protocol.deadline_ns
+        return min(deadline_ns, asked_ns) if asked_ns else deadline_ns
 
     # --- figures --------------------------------------------------------------------------------------------------
 
@@ -206,34 +194,24 @@ class Service:
         count_exchange(process.metrics, exchange, status, error)
 
 
+def _fail(call: Call, error: Exception) -> None:
+    """End a call with what went wrong; whatever it is, its client hears of it."""
+    if not isinstance(error, SieError):
+        _log.error("%s failed", call.path, exc_info=error)
+        error = Internal("internal error")
+    call.finish(status_code(error), details(error))
+
+
 class Watched:
     """The work of one request: given up when its call is cancelled, as it is when the client leaves."""
 
     def __init__(self, process: FrontendProcess) -> None:
         self._process = process
         self._work: list[Pending] = []
-
-    def watch(self, pending: Pending) -> None:
+        self.watch = self._work.append
         """Take note of work that was handed to a worker."""
-        self._work.append(pending)
 
     def give_up(self) -> None:
         """Tell the worker not to run it."""
         for pending in self._work:
             self._process.engine.abandon(pending, ClientGone("the client left before its answer was there"))
-
-
-def _headers(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
-    """Return a call's metadata, the first of each name; what is binary is not ours."""
-    found: dict[str, str] = {}
-    for number, (name, value) in enumerate(metadata):
-        if number >= _MAX_HEADERS:
-            raise BadRequest(f"the call has more than {_MAX_HEADERS} entries of metadata")
-        if isinstance(value, str):
-            found.setdefault(name, value)
-    return found
-
-
-def _client(peer: str) -> str:
-    """Return `address:port` of gRPC's `ipv4:address:port` or `ipv6:%5Baddress%5D:port`."""
-    return peer.partition(":")[2].replace("%5B", "[").replace("%5D", "]")
