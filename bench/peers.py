@@ -26,7 +26,7 @@ LOADS: Final = (
     Load("32 texts, 8 connections", "mixed", 32, 8),
     Load("1 short text, 1 connection", "12", 1, 1),
     Load("1 short text, 128 connections", "12", 1, 128),
-    Load("in process", "mixed", 4, 0),
+    Load("in process", "mixed", 128, 0),
 )
 
 

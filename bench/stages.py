@@ -127,7 +127,7 @@ def _worker_stages() -> Iterator[Stage]:
     length = write_extent(lease.view, layout.header, layout.refs, [array for _, array in arrays])
     decoder = msgspec.msgpack.Decoder(WorkHeader)
     yield Stage("worker", "read a request's extent", partial(read_extent, lease.view[:length], decoder))
-    state, budget = State(), Budget(max_tokens=1024, max_items=1024, max_age_ns=_FAR_NS, max_alike_ns=_FAR_NS)
+    state, budget = State(), Budget(max_tokens=1024, max_items=1024, max_age_ns=_FAR_NS)
     item = Waiting(request=None, index=0, num_tokens=12, arrival_ns=0, deadline_ns=_FAR_NS)
 
     def plan() -> None:
