@@ -8,7 +8,7 @@ core is stated for the cores that it was left. Without that the generator would 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Final, NamedTuple
 
@@ -26,7 +26,7 @@ _LOADS: Final = (
 )
 _COLUMNS: Final = (
     "load", "workers", "tokens/s", "per worker CPU-second", "cores: workers", "frontends", "generator", "grown, as measured",
-    "generator subtracted", "frontends, too", "matrix products", "of those",
+    "generator subtracted", "by worker time", "matrix products", "of those",
 )  # fmt: skip
 
 
@@ -83,36 +83,31 @@ def print_scaling(comparison: Comparison, crews: Sequence[Crew]) -> None:
         print(f"- {name}: {reason}")
 
 
-def unhindered_rate(turn: Turn, num_wanted: int, num_cores: int, roles: Sequence[str] = ()) -> float:
-    """Return the tokens a second of workers that want so many cores, had the generator and these roles taken none of them."""
-    taken_s = turn.generator_cpu_s + sum(turn.cpu_s.get(role, 0.0) for role in roles)
-    return turn.tokens_per_s * num_wanted / min(num_wanted, num_cores - taken_s / turn.seconds)
+def unhindered_rate(turn: Turn, num_wanted: int, num_cores: int) -> float:
+    """Return the tokens a second of workers that want so many cores, had the generator taken none of them."""
+    return turn.tokens_per_s * num_wanted / min(num_wanted, num_cores - turn.generator_cpu_s / turn.seconds)
 
 
 def _row(comparison: Comparison, crew: Crew, load: Load) -> list[str]:
     turns = comparison.of(crew.name, load.name)
-    flops = comparison.ceilings.flops["bfloat16"]
+    flops, num_cores = comparison.ceilings.flops["bfloat16"], max(comparison.ceilings.copied)
     num_wanted = crew.workers * crew.threads
-    measured, whole, rest = (_growth(comparison, crew, load, roles) for roles in (None, (), ("frontend", "supervisor")))
     ceiling = flops[num_wanted] / flops[1] if num_wanted in flops else float("nan")
+
+    def growth(rate: Callable[[Turn, int], float]) -> float:
+        single = comparison.of(Crew(1, 1).name, load.name)
+        return ratio([rate(turn, num_wanted) for turn in turns], [rate(turn, 1) for turn in single])
+
+    unhindered = growth(lambda turn, count: unhindered_rate(turn, count, num_cores))
     return [
         load.name, crew.name, f"{median(turn.tokens_per_s for turn in turns):,.0f}",
-        f"{median(turn.tokens / turn.cpu_s['worker'] for turn in turns):,.0f}",
+        f"{median(_per_worker_s(turn) for turn in turns):,.0f}",
         *(f"{median(turn.cpu_s.get(role, 0.0) / turn.seconds for turn in turns):.2f}" for role in ("worker", "frontend")),
         f"{median(turn.generator_cpu_s / turn.seconds for turn in turns):.2f}",
-        f"{measured:.2f}x", f"{whole:.2f}x", f"{rest:.2f}x", f"{ceiling:.2f}x", f"{whole / ceiling:.0%}",
+        f"{growth(lambda turn, _: turn.tokens_per_s):.2f}x", f"{unhindered:.2f}x",
+        f"{growth(lambda turn, count: count * _per_worker_s(turn)):.2f}x", f"{ceiling:.2f}x", f"{unhindered / ceiling:.0%}",
     ]  # fmt: skip
 
 
-def _growth(comparison: Comparison, crew: Crew, load: Load, roles: Sequence[str] | None) -> float:
-    """Return the rate over that of one worker, median of the rounds; roles None takes both as they were measured."""
-    num_cores = max(comparison.ceilings.copied)
-
-    def rate(turn: Turn, own: Crew) -> float:
-        return (
-            turn.tokens_per_s if roles is None else unhindered_rate(turn, own.workers * own.threads, num_cores, roles)
-        )
-
-    single = Crew(1, 1)
-    ours, its = comparison.of(crew.name, load.name), comparison.of(single.name, load.name)
-    return ratio([rate(turn, crew) for turn in ours], [rate(turn, single) for turn in its])
+def _per_worker_s(turn: Turn) -> float:
+    return turn.tokens / turn.cpu_s["worker"]
