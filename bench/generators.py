@@ -25,7 +25,7 @@ class GenerationLoad(NamedTuple):
     tokens: int
 
     def question(self) -> dict[str, int]:
-        """Return it as a library in a process of its own is asked (`bench.local_generation`)."""
+        """Return it as a library in a process of its own is asked (`bench.timed_generation`)."""
         if not self.streams:
             return {"streams": 1, "prompt": self.tokens, "tokens": 1}
         return {"streams": self.streams, "prompt": _PROMPT_TOKENS, "tokens": self.tokens}

@@ -1,22 +1,27 @@
 """Owns how llama.cpp and mistral.rs are asked to generate, each in an environment of its own. Only GGUF files.
 
 llama.cpp is driven through `llama_decode` itself, all streams in one batch a step, without its own sampling: the
-likeliest token is looked up in the logits. mistral.rs has requests only, and takes texts.
+likeliest token is looked up in the logits. mistral.rs takes texts, one stream each; tokens count from when all streams have
+their first.
 """
 
 from __future__ import annotations
 
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from itertools import cycle, islice
+from typing import Any
 
 from bench.questions import Answer
-
-if TYPE_CHECKING:
-    from bench.local_generation import Arguments, Prompts
+from bench.timed_generation import Arguments, Instants, Prompts, answer_by_steps, now, timed
 
 _ROOM_TOKENS = 2048
 """Of each stream's context."""
+_PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+_WORDS = (
+    "river stone market window garden winter bridge letter engine summer harbor island forest silver morning evening"
+)
 
 
 class _LlamaSteps:
@@ -82,8 +87,6 @@ def load_llama_cpp(args: Arguments) -> tuple[dict[str, Any], Answer]:
     """Return its version, features of the processor included, and what answers. Raises RuntimeError."""
     import llama_cpp  # pyright: ignore[reportMissingImports]  # only where it is installed
 
-    from bench.local_generation import answer_by_steps
-
     llama_cpp.llama_backend_init()
     model = llama_cpp.llama_model_load_from_file(str(args.model).encode(), llama_cpp.llama_model_default_params())
     if not model:
@@ -98,27 +101,44 @@ def load_mistralrs(args: Arguments) -> tuple[dict[str, Any], Answer]:
     """Return its version and what answers; the number of threads is rayon's, an environment variable."""
     import mistralrs  # pyright: ignore[reportMissingImports]  # only where it is installed
 
-    from bench.local_generation import answer_by_requests
-    from sie.loadgen.texts import NUM_SPECIAL_TOKENS, make_texts
-
     which = mistralrs.Which.GGUF(str(args.model.parent), args.model.name)
-    # Without prefixes kept from one question to the next: each prompt has to be read.
-    runner = mistralrs.Runner(which=which, prefix_cache_n=0)
+    with tempfile.NamedTemporaryFile("w", suffix=".jinja") as template:
+        template.write(_PLAIN_TEMPLATE)
+        template.flush()
+        # Without prefixes kept from one question to the next: each prompt has to be read.
+        runner = mistralrs.Runner(which=which, prefix_cache_n=0, jinja_explicit=template.name)
+    words_a_token = len(_WORDS.split()) / len(runner.tokenize_text(_WORDS, False, None))
 
-    def ask(question: dict[str, Any]) -> int:
-        length = question["prompt"] + NUM_SPECIAL_TOKENS
-        requests = [
-            mistralrs.CompletionRequest(
-                prompt=text, model="default", max_tokens=question["tokens"], temperature=0.0, ignore_eos=True
+    def answer(question: dict[str, Any]) -> dict[str, float]:
+        began = now()
+        # Of different lengths: prompts of one length go into one step, on which it fails on a CPU (0.9.5).
+        counts = [round(words_a_token * question["prompt"]) + stream for stream in range(question["streams"])]
+        streams = [
+            runner.send_chat_completion_request(
+                mistralrs.ChatCompletionRequest(
+                    messages=[{"role": "user", "content": " ".join(islice(cycle(_WORDS.split()), count))}], model="default",
+                    max_tokens=question["tokens"], temperature=0.0, ignore_eos=True, stream=True,
+                )
             )
-            for text in make_texts(((1.0, length),), question["streams"], seed=1)
-        ]
-        with ThreadPoolExecutor(len(requests)) as pool:
-            replies = list(pool.map(runner.send_completion_request, requests))
-        if any(reply.usage.completion_tokens != question["tokens"] for reply in replies):
-            raise RuntimeError(
-                f"not {question['tokens']} tokens: {[reply.usage.completion_tokens for reply in replies]}"
-            )
-        return sum(reply.usage.prompt_tokens for reply in replies)
+            for count in counts
+        ]  # fmt: skip
+        with ThreadPoolExecutor(len(streams)) as pool:
+            read = list(pool.map(_read_stream, streams))
+        if any(len(times) != question["tokens"] for times, _ in read):
+            raise RuntimeError(f"not {question['tokens']} tokens: {[len(times) for times, _ in read]}")
+        first = max(times[0] for times, _ in read)
+        last = max(times[-1] for times, _ in read)
+        later = sum(time.wall_s > first.wall_s for times, _ in read for time in times)
+        return timed(first.since(began), sum(count for _, count in read), last.since(first), later)
 
-    return {"version": f"mistralrs {metadata.version('mistralrs')}"}, answer_by_requests(ask)
+    return {"version": f"mistralrs {metadata.version('mistralrs')}"}, answer
+
+
+def _read_stream(stream: Any) -> tuple[list[Instants], int]:
+    """Return when each token came, and the number of the prompt's."""
+    times: list[Instants] = []
+    num_prompt = 0
+    for chunk in stream:
+        times.append(now())
+        num_prompt = chunk.usage.prompt_tokens if chunk.usage else num_prompt
+    return times, num_prompt

@@ -10,12 +10,13 @@ import pytest
 from click.testing import CliRunner
 from gguf import GGUFReader
 
-from bench import generate, local_generation
+from bench import generate, local_generation, timed_generation
 from bench.catalog import Peer, Setup
 from bench.contenders import Turn
 from bench.generate import Generated, compare_generation, print_generated
 from bench.generators import GenerationLoad, count_read, generating_peers
-from bench.local_generation import SieSteps, answer_by_requests, answer_by_steps, make_prompts
+from bench.local_generation import SieSteps
+from bench.timed_generation import Instants, Prompts, answer_by_requests, answer_by_steps, make_prompts
 from tests import generation_models
 from tests.gguf_models import write_tiny_llama
 
@@ -32,7 +33,7 @@ class CountedSteps:
     def __init__(self) -> None:
         self.asked: list[Any] = []
 
-    def read(self, prompts: local_generation.Prompts) -> None:
+    def read(self, prompts: Prompts) -> None:
         self.asked.append([len(prompt) for prompt in prompts])
 
     def step(self) -> None:
@@ -55,7 +56,7 @@ def test_a_prompt_is_read_without_a_token_behind_its_first():
 
 def test_whole_requests_are_asked_twice_and_the_reading_is_subtracted(monkeypatch: pytest.MonkeyPatch):
     clock = [0.0]
-    monkeypatch.setattr(local_generation, "now", lambda: local_generation.Instants(clock[0], clock[0]))
+    monkeypatch.setattr(timed_generation, "now", lambda: Instants(clock[0], clock[0]))
 
     def ask(question: dict[str, Any]) -> int:
         clock[0] += 2.0 + question["tokens"]
