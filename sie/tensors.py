@@ -6,6 +6,7 @@ The contract between the tensor dialects and `sie.frontend.infer`: a dialect tur
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 import msgspec
@@ -118,6 +119,8 @@ class TensorRequest(msgspec.Struct, kw_only=True):
     """0: the model's own; else lower numbers go first. Over `TensorRule.num_priorities` is the dialect's to judge."""
     timeout_us: int = 0
     """How long the client waits, in microseconds; 0: as long as the server allows."""
+    parameters: Mapping[str, Any] | None = None
+    """What the request says beside its tensors; only models that generate look at it."""
 
 
 class TensorReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ from sie.frontend.dialects import (
     sie,
 )
 from sie.frontend.generation.run import Run
-from sie.frontend.generation.start import Generator, generate_rule
+from sie.frontend.generation.start import generate_rule
 from sie.frontend.inference import Answer, Exchange
 from sie.frontend.kserve import TextCall
 from sie.frontend.offload import offload
@@ -52,9 +52,7 @@ class TextRoutes:
     def __init__(self, process: FrontendProcess, pool: ThreadPoolExecutor) -> None:
         self._process = process
         self._pool = pool
-        self.generator = Generator(
-            process.engine, process.models, process.settings.generation, process.generation_metrics
-        )
+        self.generator = process.generator
         self._responses = Responses(process, self, pool)
 
     async def chat(self, exchange: Exchange) -> Answer | Streamed:

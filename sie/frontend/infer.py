@@ -69,12 +69,14 @@ class Tensors:
         self._plans: dict[_Form, _Plan] = {}
 
     async def infer(
-        self, request: TensorRequest, *, began_ns: int, deadline_ns: int, watch: Callable[[Pending], None] | None = None
-    ) -> HeldReply:
+        self, request: TensorRequest, *, began_ns: int, deadline_ns: int, owner: str,
+        watch: Callable[[Pending], None] | None = None,
+    ) -> HeldReply:  # fmt: skip
         """Run a request; `with` the answer, its outputs are there for as long as the block lasts.
 
         began_ns is when the request's headers were read; deadline_ns is lowered by the request's own timeout. watch is
-        told of the work, to give it up when its client leaves. Raises BadRequest for what does not fit
+        told of the work, to give it up when its client leaves. owner is whose key it came with; texts that are generated
+        share what is cached under one owner alone. Raises BadRequest for what does not fit
         the model, NotFound, Unavailable or ModelLoadFailed for a model that is not served, and what the engine raises.
         """
         entry = self.serving(request.model)
@@ -91,7 +93,9 @@ class Tensors:
         if plan is None or plan.has_strings:
             await self._check(rule, request)
         if rule.platform in (ENCODER, SCORER, GENERATOR):
-            return await self._texts.run(entry, request, began_ns=began_ns, deadline_ns=deadline_ns, watch=watch)
+            return await self._texts.run(
+                entry, request, owner=owner, began_ns=began_ns, deadline_ns=deadline_ns, watch=watch
+            )
         if plan is None:
             plan = self._learn(rule, request)
         pending = await self._submit(plan, request, deadline_ns)

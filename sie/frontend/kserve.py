@@ -155,7 +155,7 @@ class KServe:
         exchange.decoded_ns = time.monotonic_ns()
         with await self._tensors.infer(
             call.request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns,
-            watch=lambda pending: process.watch_client(pending, exchange.protocol),
+            watch=lambda pending: process.watch_client(pending, exchange.protocol), owner=exchange.owner,
         ) as reply:  # fmt: skip
             exchange.timing = reply.timing
             nbytes = sum(len(output.data) for output in reply.outputs)

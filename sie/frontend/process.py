@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -49,6 +50,7 @@ from sie.shm.pages import CounterPage
 from sie.shm.space import OutboundSpace
 
 if TYPE_CHECKING:
+    from sie.frontend.generation.start import Generator
     from sie.frontend.tracing import RequestTracing
 
 Headers = list[tuple[str, str]]
@@ -99,7 +101,7 @@ class FrontendProcess:
         self.encoder = Encoder(self.engine, self.models, settings.limits, self._pool, self._images)
         self.scorer = Scorer(self.engine, self.models, settings.limits, self._pool)
         self.extractor = Extractor(self.engine, self.models, settings.limits, self._pool, self._images)
-        texts = TextTensors(self.encoder, self.scorer, limits=lambda: self.settings.limits)
+        texts = TextTensors(self.encoder, self.scorer, lambda: self.generator, limits=lambda: self.settings.limits)
         tensor_images = TensorImages(self._images, limits=lambda: self.settings.limits)
         self.tensors = Tensors(self.engine, self.models, self.admin, self._pool, texts=texts, images=tensor_images)
         self.bodies = BodyReader(*body_limits(settings.limits))
@@ -121,6 +123,13 @@ class FrontendProcess:
         self._derive(settings)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._attaching: dict[int, tuple[int, PendingAttachment]] = {}
+
+    @functools.cached_property
+    def generator(self) -> Generator:
+        """What starts requests to generate; it imports a template engine, which others need not wait for."""
+        from sie.frontend.generation.start import Generator
+
+        return Generator(self.engine, self.models, self.settings.generation, self.generation_metrics)
 
     @property
     def is_ready(self) -> bool:

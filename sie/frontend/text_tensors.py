@@ -2,14 +2,14 @@
 
 One that gives dense vectors takes `text` BYTES [-1] and gives `dense` FP32 [-1, d]; one that only scores takes `query`
 BYTES [1] and `documents` BYTES [-1] and gives `score` FP32 [-1]; one that only generates takes `text_input` and gives
-`text_output`, both BYTES [1], on routes of their own (`sie.frontend.generate`). Texts are UTF-8; profiles and options are the default
-ones. What they run is what `/v1/encode` and `/v1/score` run.
+`text_output`, both BYTES [1], with the parameters of `/v2/models/{model}/generate`. Texts are UTF-8; profiles and options
+are the default ones. What they run is what `/v1/encode`, `/v1/score` and that route run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
@@ -28,6 +28,9 @@ from sie.limits import Limits
 from sie.tensor_bytes import split_elements
 from sie.tensors import Tensor, TensorReply, TensorRequest, TensorRule, TensorSpec
 from sie.types import EncodeRequest, ScoreRequest
+
+if TYPE_CHECKING:
+    from sie.frontend.generation.start import Generator
 
 ENCODER: Final = "sie_encoder"
 SCORER: Final = "sie_scorer"
@@ -81,19 +84,35 @@ def _config(spec: TensorSpec) -> dict[str, Any]:
 class TextTensors:
     """Run tensor requests to models of texts, which have been checked against their rule."""
 
-    def __init__(self, encoder: Encoder, scorer: Scorer, limits: Callable[[], Limits]) -> None:
-        """Limits returns those in force."""
+    def __init__(
+        self, encoder: Encoder, scorer: Scorer, generator: Callable[[], Generator], limits: Callable[[], Limits]
+    ) -> None:
+        """Generator returns the process's own; limits returns those in force."""
         self._encoder = encoder
         self._scorer = scorer
+        self._generator = generator
         self.limits = limits
 
     async def run(
-        self, entry: ModelEntry, request: TensorRequest, *, began_ns: int, deadline_ns: int, watch: Watch | None
+        self,
+        entry: ModelEntry,
+        request: TensorRequest,
+        *,
+        owner: str,
+        began_ns: int,
+        deadline_ns: int,
+        watch: Watch | None,
     ) -> HeldReply:
         """Run a request. Raises as `Tensors.infer`."""
-        if entry.card.tensor is not None and entry.card.tensor.platform == GENERATOR:
-            raise BadRequest(f"Model '{entry.card.id}' generates text: ask /v2/models/{entry.card.id}/generate")
         inputs = {tensor.name: tensor for tensor in request.inputs}
+        if entry.card.tensor is not None and entry.card.tensor.platform == GENERATOR:
+            from sie.frontend.generated_tensors import generate_tensor
+
+            (text,) = _decode(inputs["text_input"], 1, self.limits())
+            return await generate_tensor(
+                self._generator(), entry, request, text,
+                owner=owner, began_ns=began_ns, deadline_ns=deadline_ns, watch=watch,
+            )  # fmt: skip
         if "text" in inputs:
             texts = _decode(inputs["text"], self.limits().max_items, self.limits())
             return await self._encode(entry, texts, began_ns, deadline_ns, watch)

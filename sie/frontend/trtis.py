@@ -152,7 +152,7 @@ class Trtis:
         exchange.decoded_ns = time.monotonic_ns()
         with await self._tensors.infer(
             request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns,
-            watch=lambda pending: process.watch_client(pending, exchange.protocol),
+            watch=lambda pending: process.watch_client(pending, exchange.protocol), owner=exchange.owner,
         ) as reply:  # fmt: skip
             exchange.timing = reply.timing
             as_binary = trtis_status.choose_format(exchange.scope.query_string, "") == "binary"

@@ -8,11 +8,14 @@ from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
 from sie_sdk import SIEClient
 from sie_sdk.client.errors import RequestError
 
-from tests.process.harness import Server, start_server
+from tests.process.harness import Server, free_port, start_server
 from tests.process.wire import wait_no_extents
 
 PROMPT = "hello fox"
@@ -24,7 +27,7 @@ def server() -> Iterator[Server]:
     with start_server(
         "--model", "org/m.1=stub:generate,max_tokens=4096", "--model", "slow=stub:generate,latency_ms=400",
         "--model", "vectors=stub:dense=8", "--lazy-model", "lazy=stub:generate,load_ms=200", "--frontends", "1",
-        "--devices", "cpu:1", "--keep-alive-interval-ms", "100",
+        "--devices", "cpu:1", "--keep-alive-interval-ms", "100", "--grpc-port", str(free_port()),
     ) as running:  # fmt: skip
         yield running
 
@@ -113,6 +116,23 @@ def test_the_sdk_raises_for_a_prompt_over_the_context(client: SIEClient) -> None
 # --- KServe ---------------------------------------------------------------------------------------------------------
 
 
+def _infer_body(*texts: str) -> dict[str, Any]:
+    texts = texts or (PROMPT,)
+    return {"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [len(texts)], "data": list(texts)}]}
+
+
+@pytest.mark.parametrize("client", [triton_http, triton_grpc])
+def test_tritons_clients_send_the_text_as_a_tensor(server: Server, client: Any) -> None:
+    port = server.port if client is triton_http else server.grpc_port
+    text = client.InferInput("text_input", [1], "BYTES").set_data_from_numpy(np.array([PROMPT.encode()], object))
+    parameters = {"max_tokens": 7, "temperature": "0.0"}
+    with client.InferenceServerClient(f"127.0.0.1:{port}") as opened:
+        answer = opened.infer("org/m.1", [text], request_id="a", parameters=parameters)
+        shown = opened.infer("org/m.1", [text], parameters={"max_tokens": 5, "exclude_input_in_output": False})
+    assert answer.as_numpy("text_output").tolist() == [PROMPT[:7].encode()]
+    assert shown.as_numpy("text_output").tolist() == [(PROMPT + PROMPT[:5]).encode()]
+
+
 @pytest.mark.parametrize("path", ["/v2/models/org/m.1", "/v2/models/org/m.1/versions/1"])
 def test_a_text_comes_out_of_a_text(server: Server, path: str) -> None:
     parameters = {"max_tokens": 7, "temperature": 0.0, "stream": False}
@@ -143,8 +163,12 @@ def test_a_stream_has_pieces_or_one_event(server: Server) -> None:
         ("org/m.1/generate", {"text_input": "a", "parameters": {"x": {}}}, 400, "'x' has invalid type"),
         ("org/m.1/generate", {"text_input": "a", "parameters": {"stream": True}}, 400, "generate_stream"),
         ("org/m.1/generate_stream", {"text_input": "x" * 5000}, 400, "context"),
-        ("org/m.1/infer", {"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["a"]}]}, 400,
-         "/generate"),
+        ("vectors/infer", {"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["a"]}]}, 400,
+         "text_input"),
+        ("org/m.1/infer", {**_infer_body(), "parameters": {"max_tokens": "x"}}, 400, "parameters.max_tokens"),
+        ("org/m.1/infer", {**_infer_body(), "parameters": {"stream": True}}, 400, "generate_stream"),
+        ("org/m.1/infer", _infer_body("x" * 5000), 400, "context"),
+        ("org/m.1/infer", _infer_body("a", "b"), 400, "text_input"),
     ],
 )  # fmt: skip
 def test_errors_have_kserves_shape(server: Server, path: str, body: Any, status: int, message: str) -> None:

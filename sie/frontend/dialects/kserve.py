@@ -105,7 +105,7 @@ def decode_infer(body: bytes, header_length: str | None, model: str, rule: Tenso
     reader.check_end()
     request = TensorRequest(
         model=model, inputs=inputs, outputs=head.outputs, id=head.id, priority=checked_priority(head.priority, rule),
-        timeout_us=head.timeout_us,
+        timeout_us=head.timeout_us, parameters=head.parameters,
     )  # fmt: skip
     return InferCall(request=request, wanted=head.wanted, is_binary=head.is_binary)
 
@@ -131,6 +131,7 @@ class _Head(NamedTuple):
     id: str
     priority: int
     timeout_us: int
+    parameters: dict[str, Any]
 
 
 def _read_head(body: bytes, split: int, limits: Limits) -> _Head:
@@ -151,6 +152,7 @@ def _parse_head(text: bytes, max_depth: int, max_values: int) -> _Head:
     return _Head(
         tuple([_input_head(item) for item in parsed.inputs]), wanted, tuple([output.name for output in wanted]),
         is_binary, parsed.id or "", unsigned(parameters, "priority"), unsigned(parameters, "timeout"),
+        parameters,
     )  # fmt: skip
 
 

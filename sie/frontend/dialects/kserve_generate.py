@@ -6,7 +6,7 @@ Source: Triton's generate extension and KServe v2 sheet, section 11. What is bes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -87,12 +87,36 @@ def decode_text_input(
     """
     check_json(body, limits.max_depth)
     call = decode_typed(_DECODER, body)
-    given = _merge(call)
+    given = read_parameters(call.parameters)
+    for field in GenerateParameters.__struct_fields__:
+        if (value := getattr(call, field)) is not None:
+            setattr(given, field, value)
+    request = text_request([call.text_input], given, is_stream=is_stream)
+    in_pieces, echo = is_stream and given.stream is not False, given.exclude_input_in_output is False
+    return request, Shown(rule=rule, id=call.id or "", in_pieces=in_pieces, echo=echo)
+
+
+def read_parameters(parameters: Mapping[str, Any] | None) -> GenerateParameters:
+    """Return what a request's parameters say. Raises BadRequest for a wrong type or name."""
+    given = parameters or {}
+    kserve.checked_parameters({name: value for name, value in given.items() if name != "stop"})
+    try:
+        # Not strictly: gRPC has parameters for texts and whole numbers, so that a client sends a temperature as a text.
+        return msgspec.convert(given, GenerateParameters, strict=False)
+    except msgspec.ValidationError as error:
+        raise BadRequest(str(error).replace("`$.", "`$.parameters.")) from None
+
+
+def text_request(texts: list[str], given: GenerateParameters, *, is_stream: bool) -> GenerateRequest:
+    """Return the request for what follows texts; its model is the caller's to name.
+
+    Raises BadRequest for one that asks for many answers where there is one.
+    """
     if given.stream and not is_stream:
-        raise BadRequest("parameter 'stream' is true, and /generate has one answer; /generate_stream has many")
-    request = GenerateRequest(
+        raise BadRequest("parameter 'stream' is true, and there is one answer; /generate_stream has many")
+    return GenerateRequest(
         model="",
-        texts=[call.text_input],
+        texts=texts,
         max_tokens=given.max_tokens or _DEFAULT_MAX_TOKENS,
         temperature=given.temperature,
         top_p=given.top_p,
@@ -106,22 +130,6 @@ def decode_text_input(
         ignore_eos=bool(given.ignore_eos),
         stream=is_stream,
     )
-    in_pieces, echo = is_stream and given.stream is not False, given.exclude_input_in_output is False
-    return request, Shown(rule=rule, id=call.id or "", in_pieces=in_pieces, echo=echo)
-
-
-def _merge(call: TextInputBody) -> GenerateParameters:
-    """Return the parameters of both places. Raises BadRequest for a wrong type or name in `parameters`."""
-    parameters = call.parameters or {}
-    kserve.checked_parameters({name: value for name, value in parameters.items() if name != "stop"})
-    try:
-        given = msgspec.convert(parameters, GenerateParameters)
-    except msgspec.ValidationError as error:
-        raise BadRequest(str(error).replace("`$.", "`$.parameters.")) from None
-    for field in GenerateParameters.__struct_fields__:
-        if (value := getattr(call, field)) is not None:
-            setattr(given, field, value)
-    return given
 
 
 # --- writing --------------------------------------------------------------------------------------------------------

@@ -76,6 +76,7 @@ class _Form(NamedTuple):
     outputs: tuple[str, ...]
     priority: int
     timeout_us: int
+    parameters: dict[str, Any]
 
 
 def decode_infer(parsed: InferMessage, model: str, rule: TensorRule, max_values: int) -> InferCall:
@@ -91,7 +92,7 @@ def decode_infer(parsed: InferMessage, model: str, rule: TensorRule, max_values:
             max_values -= prod(item.shape)
     request = TensorRequest(
         model=model, inputs=inputs, outputs=form.outputs, id=message.id,
-        priority=checked_priority(form.priority, rule), timeout_us=form.timeout_us,
+        priority=checked_priority(form.priority, rule), timeout_us=form.timeout_us, parameters=form.parameters,
     )  # fmt: skip
     return InferCall(request=request, wanted=form.wanted, is_binary=True)
 
@@ -113,7 +114,7 @@ def _form_of(message: Any) -> _Form:
     return _Form(
         tuple([(item.name, item.datatype, tuple(item.shape)) for item in message.inputs]),
         typed, wanted, tuple([output.name for output in wanted]),
-        unsigned(parameters, "priority"), unsigned(parameters, "timeout"),
+        unsigned(parameters, "priority"), unsigned(parameters, "timeout"), parameters,
     )  # fmt: skip
 
 

@@ -149,7 +149,11 @@ class KServeGrpc:
         watched = Watched(process)
         try:
             with await self._tensors.infer(
-                call.request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns, watch=watched.watch
+                call.request,
+                began_ns=exchange.began_ns,
+                deadline_ns=exchange.deadline_ns,
+                watch=watched.watch,
+                owner=exchange.owner,
             ) as reply:
                 exchange.timing = reply.timing
                 nbytes = sum([len(output.data) for output in reply.outputs])

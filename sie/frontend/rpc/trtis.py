@@ -114,7 +114,11 @@ class TrtisGrpc:
         watched = Watched(process)
         try:
             with await self._tensors.infer(
-                request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns, watch=watched.watch
+                request,
+                began_ns=exchange.began_ns,
+                deadline_ns=exchange.deadline_ns,
+                watch=watched.watch,
+                owner=exchange.owner,
             ) as reply:
                 exchange.timing = reply.timing
                 nbytes = sum(len(output.data) for output in reply.outputs)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -63,6 +63,10 @@ def build(card: ModelCard) -> Any:
     return StubRunner(card) if card.stub else load_onnx(card, "cpu", 1, lambda *_: None)
 
 
+def _no_generator() -> NoReturn:
+    raise AssertionError("no model here generates")
+
+
 class Office:
     """A rig whose workers have tensor models, and a frontend's way to them."""
 
@@ -77,7 +81,9 @@ class Office:
         limits = limits or Limits()
         images = ImageReader(limits, 1)
         encoder = Encoder(self.rig.engine, self.models, limits, self._pool, images)
-        texts = TextTensors(encoder, Scorer(self.rig.engine, self.models, limits, self._pool), limits=lambda: limits)
+        texts = TextTensors(
+            encoder, Scorer(self.rig.engine, self.models, limits, self._pool), _no_generator, lambda: limits
+        )
         self.tensors = Tensors(
             self.rig.engine, self.models, self.admin, self._pool,
             texts=texts, images=TensorImages(images, lambda: limits),
@@ -127,7 +133,7 @@ class Office:
         inputs = [value if isinstance(value, Tensor) else tensor(key, value) for key, value in arrays.items()]
         deadline_ns = request.pop("deadline_ns", FAR_NS)
         wanted = TensorRequest(model=self.table.resolve(name).card.id, inputs=inputs, **request)
-        with await self.tensors.infer(wanted, began_ns=time.monotonic_ns(), deadline_ns=deadline_ns) as reply:
+        with await self.tensors.infer(wanted, began_ns=time.monotonic_ns(), deadline_ns=deadline_ns, owner="") as reply:
             assert reply.timing.total_ms >= reply.timing.inference_ms
             return {output.name: array(output) for output in reply.outputs}
 
