@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from bench.catalog import Peer, Setup, local_env, started
+from bench.catalog import OURS, Peer, Setup, local_env, started
 from bench.contenders import Turn
 from bench.processes import Program
 from bench.questions import Respondent
@@ -86,7 +86,10 @@ def _start(peer: Peer[GeneratingContender], setup: Setup) -> GeneratingContender
     ]  # fmt: skip
     model = Path(setup.directory)
     read_bytes = count_read(model) if model.suffix == GGUF else 0
-    program = Program(command, env=local_env(setup.threads), cwd=str(ROOT), talks=True)
+    env = local_env(setup.threads)
+    if library == OURS:
+        env["GOMP_SPINCOUNT"] = "1000"  # as the supervisor starts a worker
+    program = Program(command, env=env, cwd=str(ROOT), talks=True)
     return started(lambda own: GeneratingContender(peer.name, own, read_bytes), program)
 
 

@@ -1,4 +1,4 @@
-"""Owns the stages of one encode request, each timed by itself in this process: what the processor time of a hop is for.
+"""Owns the stages of one encode request, and of a tensor's, each timed by itself in this process: what the processor time of a hop is for.
 
 A stage is the function that the server calls there, with the arguments of a request of one text. What no function of
 ours does (HTTP, the event loop, the kernel) is the rest of what a whole process spends.
@@ -7,6 +7,7 @@ ours does (HTTP, the event loop, the kernel) is the rest of what a whole process
 from __future__ import annotations
 
 import itertools
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,32 +20,39 @@ from bench.shm import open_ring
 from sie.catalog.cards import make_card
 from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec, parse_model_spec
+from sie.frontend.dialects.kserve import decode_infer, encode_infer
 from sie.frontend.dialects.sie import decode_encode, encode_reply, resolve_encode
-from sie.frontend.request_layout import lay_out
-from sie.frontend.tokenize import Tokenizer, encode_stub_texts
+from sie.frontend.metrics import FrontendMetrics
+from sie.frontend.request_layout import lay_out, lay_out_text
+from sie.frontend.tokenize import Tokenizer, encode_stub_text
 from sie.headers import WorkHeader
 from sie.limits import Limits
-from sie.shm.extent import read_extent, write_extent
+from sie.shm.extent import split_extent, write_extent, write_parts
 from sie.shm.large import LargeBudget
 from sie.shm.layout import SUBMIT
+from sie.shm.pages import CounterPage
 from sie.shm.space import OutboundSpace
+from sie.tensors import TensorReply
 from sie.types import EncodeReply, Timing
+from sie.workers.readers import reader_of
 from sie.workers.scheduler import Budget, State, Waiting, plan_step
 
-Side = Literal["frontend", "worker", "model"]
+Side = Literal["frontend", "tensors", "worker", "model"]
 _BLOCKS = 200
 _CALLS = 50
 _DIM = 384
 _SEGMENT_BYTES = 4 << 20
 _CAPACITY: Final = 1024
 _FAR_NS = 1 << 62
+_NUM_VALUES: Final = 16
+_BOUNDS: Final = struct.Struct("<2i")
 
 
 class Stage(NamedTuple):
     """One function on the path."""
 
     side: Side
-    """Which process calls it; `model` for what a stub does without."""
+    """Which process calls it; `tensors` for what a frontend does of tensors instead, `model` for what a stub does without."""
     name: str
     call: Callable[[], object]
 
@@ -59,7 +67,9 @@ class Timed(NamedTuple):
 
 def time_stages(text: str, model_directory: str) -> list[Timed]:
     """Return every stage in the order of a request; model_directory has the tokenizer of the stage `model`."""
-    stages = itertools.chain(_frontend_stages(text), _model_stages(text, model_directory), _worker_stages())
+    stages = itertools.chain(
+        _frontend_stages(text), _tensor_stages(), _model_stages(text, model_directory), _worker_stages()
+    )
     return [_timed(stage) for stage in stages]
 
 
@@ -72,28 +82,61 @@ def _frontend_stages(text: str) -> Iterator[Stage]:
     yield Stage("frontend", "decode a msgpack body", partial(decode_encode, msgpack, True, card.id, limits))
     yield Stage("frontend", "decode a JSON body", partial(decode_encode, json, False, card.id, limits))
     yield Stage("frontend", "judge it against its model", partial(resolve_encode, request, card))
-    yield Stage("frontend", "count a stub's tokens", partial(encode_stub_texts, card, [text], None))
-    data, offsets, cu_seqlens = encode_stub_texts(card, [text], None)
-    arrays = [("cu_seqlens", cu_seqlens), ("text", data), ("text_offsets", offsets)]
-    header = WorkHeader(card.id, "encode", 1, ())
+    yield Stage("frontend", "count a stub's tokens", partial(encode_stub_text, card, [text]))
+    data, cost = encode_stub_text(card, [text])
+    parts = [_BOUNDS.pack(0, cost), data, _BOUNDS.pack(0, len(data))]
     space = OutboundSpace.create("bench", _SEGMENT_BYTES, LargeBudget(0))
 
     def lease_and_write() -> None:
-        layout = lay_out(header, arrays)
+        layout = lay_out_text((card.id, "float32", None, None, ("dense",)), cost, len(data))
         lease = space.lease(layout.nbytes)
         assert lease is not None
-        write_extent(lease.view, layout.header, layout.refs, [array for _, array in arrays])
+        write_parts(lease.view, layout.head, layout.places, parts)
         lease.end()
 
     yield Stage("frontend", "lay out, lease and write the extent", lease_and_write)
     yield from _ring_stages()
+    rows = memoryview(((np.arange(_DIM, dtype="<f4") - _DIM / 2) / np.float32(127)).tobytes()).cast("B", (1, 4 * _DIM))
     reply = EncodeReply(
-        model=card.id, ids=[], num_items=1, values=memoryview(bytes(4 * _DIM)).cast("B", (1, 4 * _DIM)), dtype="<f4",
+        model=card.id, ids=[], num_items=1, values=rows, dtype="<f4",
         width=_DIM, dims=_DIM, output_dtype="float32", input_tokens=12, timing=Timing(total_ms=1.5),
     )  # fmt: skip
     yield Stage("frontend", "encode a msgpack reply", partial(encode_reply, reply, True))
     yield Stage("frontend", "encode a JSON reply", partial(encode_reply, reply, False))
+    yield from _count_stages()
     space.close()
+
+
+def _count_stages() -> Iterator[Stage]:
+    page = CounterPage.create(1 << 16)
+    metrics = FrontendMetrics(page, {"stub/echo"})
+    timing = Timing(total_ms=1.5, queue_ms=0.5, tokenization_ms=0.1, inference_ms=0.5)
+    counted = ("POST", "/v1/encode/{model}", "encode", "stub/echo", 200, 0.0015, 80, timing)
+    yield Stage("frontend", "count a request that was served", partial(metrics.record_served, *counted))
+    page.close()
+
+
+def _tensor_stages() -> Iterator[Stage]:
+    """Both forms of a small tensor in KServe v2, of a stub that answers with its inputs."""
+    limits, rule = Limits(), make_card(parse_model_spec("identity=stub:tensor"), "").tensor
+    assert rule is not None
+    values = np.arange(_NUM_VALUES, dtype="<f4")
+    form = {"name": "INPUT0", "shape": [_NUM_VALUES], "datatype": "FP32"}
+    json = msgspec.json.encode({"inputs": [{**form, "data": values.tolist()}]})
+    sizes = {"parameters": {"binary_data_size": values.nbytes}}
+    wanted = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}]
+    head = msgspec.json.encode({"inputs": [{**form, **sizes}], "outputs": wanted})
+    calls = [
+        ("a JSON", partial(decode_infer, json, None, "identity", rule, limits)),
+        ("a binary", partial(decode_infer, head + values.tobytes(), str(len(head)), "identity", rule, limits)),
+    ]
+    for name, decode in calls:
+        yield Stage("tensors", f"decode {name} request", decode)
+        (tensor,) = decode().request.inputs
+        reply = TensorReply(
+            model="identity", outputs=[msgspec.structs.replace(tensor, name="OUTPUT0")], timing=Timing()
+        )
+        yield Stage("tensors", f"encode {name} reply", partial(encode_infer, decode(), reply, rule))
 
 
 def _ring_stages() -> Iterator[Stage]:
@@ -118,12 +161,19 @@ def _model_stages(text: str, directory: str) -> Iterator[Stage]:
 def _worker_stages() -> Iterator[Stage]:
     space = OutboundSpace.create("bench", _SEGMENT_BYTES, LargeBudget(0))
     arrays = [("cu_seqlens", np.array([0, 12], np.int32)), ("token_ids", np.arange(12, dtype=np.int32))]
-    layout = lay_out(WorkHeader("stub/echo", "encode", 1, ()), arrays)
+    header = WorkHeader("stub/echo", "encode", 1, ())
+    layout = lay_out(header, arrays)
     lease = space.lease(layout.nbytes)
     assert lease is not None
     length = write_extent(lease.view, layout.header, layout.refs, [array for _, array in arrays])
-    decoder = msgspec.msgpack.Decoder(WorkHeader)
-    yield Stage("worker", "read a request's extent", partial(read_extent, lease.view[:length], decoder))
+    read = reader_of(header, {ref.name: ref for ref in layout.refs})
+    assert read is not None
+
+    def read_request() -> None:
+        _, payload = split_extent(lease.view[:length])
+        read(payload)
+
+    yield Stage("worker", "read a request's extent", read_request)
     state, budget = State(), Budget(max_tokens=1024, max_items=1024, max_age_ns=_FAR_NS)
     item = Waiting(request=None, index=0, num_tokens=12, arrival_ns=0, deadline_ns=_FAR_NS)
 

@@ -16,6 +16,10 @@ import msgspec
 MAX_CHOICES = 64
 """A request's choices can be stopped one by one, each by its bit in the extent."""
 
+JSON_SPACE = r"[ ]?|\r?\n[ \t]{0,40}"
+"""What may stand between the parts of JSON that follows a schema, as a regular expression: a blank, or a line's end and an
+indent. Where there is no end to it, small models write nothing else until they have had all their tokens."""
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 GrammarKind = Literal["json_schema", "regex", "lark", "llguidance"]
 ToolFormat = Literal["hermes", "llama", "gemma", "json"]
@@ -179,6 +183,8 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: GrammarKind
     value: str
+    field: str = "response_format"
+    """What the client calls it."""
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True):
@@ -295,6 +301,8 @@ class ChoiceReply(msgspec.Struct, kw_only=True):
     text: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = []
+    call_places: list[int] = []
+    """How many characters of the text stand before each call."""
     logprobs: list[LogprobText] = []
     reason: FinishReason = "stop"
     stop_string: str | None = None

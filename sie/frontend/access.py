@@ -34,8 +34,9 @@ HeaderList = list[tuple[str, str]]
 
 
 class Exchange(Protocol):
-    """What is read of a request that ends."""
+    """What is read of a request, and noted of it."""
 
+    headers: Any
     holder: KeyHolder | None
 
 
@@ -85,6 +86,12 @@ class Access:
         holder = self._find(_presented(headers))
         self._check_scope(holder, need)
         return holder
+
+    def admit(self, exchange: Exchange, need: Need) -> None:
+        """Note whose request this is, if a key is asked for, and let it in. Raises as `identify` and `begin` do."""
+        exchange.holder = holder = self.identify(exchange.headers, need)
+        if holder is not None:
+            self.begin(holder)
 
     def begin(self, holder: KeyHolder) -> None:
         """Let a request of this key in; the caller says `holder.end()` when it is over. Raises RateLimited."""

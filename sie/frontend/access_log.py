@@ -70,6 +70,15 @@ def request_id_of(headers: Any) -> str:
     return sent if _REQUEST_ID.fullmatch(sent) else f"req_{secrets.token_hex(16)}"
 
 
+def id_headers(exchange: Exchange) -> Headers:
+    """Return what an answer says of its request's id, which is settled now; Anthropic's client reads a header of its own."""
+    exchange.request_id = exchange.request_id or request_id_of(exchange.headers)
+    headers = [("x-request-id", exchange.request_id)]
+    if exchange.route is not None and exchange.route.envelope == "anthropic":
+        headers.append(("request-id", exchange.request_id))
+    return headers
+
+
 def _facts(exchange: Exchange, status: int, error: SieError | None, request_id: str, trace_id: str) -> dict[str, Any]:
     timing = exchange.timing
     total_ms = (time.monotonic_ns() - exchange.began_ns) / 1e6

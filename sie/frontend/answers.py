@@ -97,3 +97,10 @@ def end(pending: Pending, error: SieError) -> None:
     pending.lease.end()
     if not pending.future.done():
         pending.future.set_exception(error)
+
+
+def overdue(pending: Pending) -> SieError:
+    """Return what a request hears whose deadline passed."""
+    if pending.stream is not None:
+        return pending.stream.overdue()
+    return DeadlineExceeded("the request's deadline passed before its answer was there")

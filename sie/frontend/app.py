@@ -11,25 +11,30 @@ import contextlib
 import importlib
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from sie.control_messages import ModelEntry
 from sie.errors import ClientGone, Internal, SieError
 from sie.frontend import dashboard, envelopes, openapi, routes
 from sie.frontend.access import CHALLENGE, Access
-from sie.frontend.access_log import request_id_of
+from sie.frontend.access_log import id_headers, request_id_of
 from sie.frontend.admin import check_admin
 from sie.frontend.counting import count_exchange
 from sie.frontend.dialects import models as models_dialect
 from sie.frontend.dialects import negotiate, sie
+from sie.frontend.encode_begin import EncodeBegin
 from sie.frontend.envelopes import Response
 from sie.frontend.html import page_headers
+from sie.frontend.infer_begin import InferBegin
 from sie.frontend.inference import Exchange, Inference
+from sie.frontend.intake import Intake, Scheduler
 from sie.frontend.kserve import KServe, TextCall
 from sie.frontend.metrics import CONTENT_TYPE, render
+from sie.frontend.models import model_info
 from sie.frontend.openapi import page as docs
 from sie.frontend.process import FrontendProcess
+from sie.frontend.routes import ENCODE, INFER
+from sie.frontend.short_way import ShortWay
 from sie.frontend.stream import STREAM_HEADERS, Streamed, send_stream
 from sie.logs import get_logger
 from sie.process import calm_collector
@@ -69,9 +74,16 @@ class App:
         self._process = self._connect(loop)
         self._inference = Inference(self._process, self._identity)
         self._kserve = KServe(self._process, self._inference.pool)
+        begins = {ENCODE: EncodeBegin(self._process, self._inference), INFER: InferBegin(self._process, self._kserve)}
+        self._short_way = ShortWay(self, self._process, begins)
         self._trtis: Trtis | None = None
         self._texts: TextRoutes | None = None
         calm_collector()
+
+    def scheduler(self, loop: asyncio.AbstractEventLoop, serve: Any, **_options: Any) -> Scheduler:
+        """Return what Granian's threads hand requests to, in place of Granian's own (granian 2.8, `_new_cbscheduler`)."""
+        intake = Intake(loop, self._short_way.take, serve, self._short_way.spawn)
+        return Scheduler(loop, intake.schedule)
 
     def __rsgi_del__(self, _loop: asyncio.AbstractEventLoop) -> None:
         """Leave, when Granian has finished every request."""
@@ -82,25 +94,35 @@ class App:
         if scope.proto == "ws":
             await self._serve_websocket(scope, protocol)
             return
-        exchange = Exchange(scope, protocol, time.monotonic_ns())
+        await self.serve(Exchange(scope, protocol, time.monotonic_ns()))
+
+    async def serve(self, exchange: Exchange) -> None:
+        """Serve one request from its headers to its answer."""
+        if exchange.route is None and (matched := routes.match(exchange.scope.path)) is not None:
+            exchange.route, exchange.model = matched
+        access = self._process.access
+        await self.guard(
+            exchange, self._dispatch(exchange) if access is None else self._dispatch_for_holder(exchange, access)
+        )
+
+    async def guard(self, exchange: Exchange, work: Awaitable[None]) -> None:
+        """Do what answers a request; whatever it raises becomes the answer."""
         try:
-            matched = routes.match(scope.path)
-            if matched is not None:
-                exchange.route, exchange.model = matched
-            if (access := self._process.access) is None:
-                await self._dispatch(exchange)
-            else:
-                await self._dispatch_for_holder(exchange, access)
-        except SieError as error:
-            self._fail(exchange, error)
-            if error.http_status in _BODY_UNREAD and not exchange.body_bytes:
+            await work
+        except Exception as error:
+            self.fail(exchange, error)
+            if isinstance(error, SieError) and error.http_status in _BODY_UNREAD and not exchange.body_bytes:
                 await self._discard_body(exchange)
-            error.__traceback__ = (
-                None  # its frames hold the future that holds the error: a ring, with the request in it
-            )
-        except Exception:
-            _log.exception("%s %s failed", scope.method, exchange.route.template if exchange.route else "?")
+
+    def fail(self, exchange: Exchange, error: Exception) -> None:
+        """Answer with an error; one that is no `SieError` is logged, and the client told no more than that."""
+        if isinstance(error, SieError):
+            self._fail(exchange, error)
+        else:
+            route = exchange.route
+            _log.error("%s %s failed", exchange.scope.method, route.template if route else "?", exc_info=error)
             self._fail(exchange, Internal("internal error"))
+        error.__traceback__ = None  # its frames hold the future that holds the error: a ring, with the request in it
 
     async def _discard_body(self, exchange: Exchange) -> None:
         """Take a small body after the answer: a client that is still sending it would else be reset, and never read why."""
@@ -131,15 +153,13 @@ class App:
         route = exchange.route
         if exchange.scope.method == "OPTIONS" and self._is_preflight(exchange):
             return  # a browser sends no key before it has been told that it may
-        exchange.holder = holder = access.identify(exchange.headers, route.need if route is not None else "any")
-        if holder is None:
-            await self._dispatch(exchange)
-            return
-        access.begin(holder)
+        if exchange.holder is None:  # the short way has let some in
+            access.admit(exchange, route.need if route is not None else "any")
         try:
             await self._dispatch(exchange)
         finally:
-            holder.end()
+            if exchange.holder is not None:
+                exchange.holder.end()
 
     def _is_preflight(self, exchange: Exchange) -> bool:
         """Answer a browser that asks whether a page of another origin may use this server; return whether it did."""
@@ -147,7 +167,7 @@ class App:
         answer = cors.preflight(exchange.headers) if cors is not None else None
         if answer is None:
             return False
-        self._respond(exchange, 204, answer, b"")
+        self.respond(exchange, 204, answer, b"")
         return True
 
     async def _dispatch(self, exchange: Exchange) -> None:
@@ -164,7 +184,7 @@ class App:
             await self._handle(exchange, route)
             return
         headers, body = await getattr(self._inference, route.handler)(exchange)
-        self._respond(exchange, 200, headers, body)
+        self.respond(exchange, 200, headers, body)
 
     async def _handle(self, exchange: Exchange, route: routes.Route) -> None:
         """Serve a route that is none of the inference routes of `sie.frontend.inference`."""
@@ -181,7 +201,7 @@ class App:
         if isinstance(answer, TextCall):
             await self._serve_text(exchange, "generate_tensor", answer)
         else:
-            self._respond(exchange, *answer)
+            self.respond(exchange, *answer)
 
     async def _open_trtis(self) -> Trtis:
         """Return the handlers of the v1 API; the first use imports protobuf, on a thread."""
@@ -214,14 +234,14 @@ class App:
                 await self._stream(exchange, answer)
             else:
                 headers, body = answer
-                self._respond(exchange, 200, [*headers, *self._text_headers(exchange)], body)
+                self.respond(exchange, 200, [*headers, *self._text_headers(exchange)], body)
         finally:
             self._texts.leave(exchange)
 
     def _text_headers(self, exchange: Exchange) -> list[tuple[str, str]]:
         """Return what an answer's headers say of the answer; of the server they do so on the SIE route alone."""
         is_native = exchange.route is not None and exchange.route.envelope == "sie"
-        return [("x-request-id", exchange.request_id), *(self._identity if is_native else ())]
+        return [*id_headers(exchange), *(self._identity if is_native else ())]
 
     async def _stream(self, exchange: Exchange, answer: Streamed) -> None:
         """Send an answer as it comes. It is recorded and counted when it ends."""
@@ -246,28 +266,30 @@ class App:
         if scope.method == "OPTIONS" and self._is_preflight(exchange):
             return
         if target is not None:
-            self._respond(exchange, 307, [("location", target)], b"")
+            self.respond(exchange, 307, [("location", target)], b"")
         elif route is None:
-            self._respond(exchange, *envelopes.unknown_path(scope.path))
+            self.respond(exchange, *envelopes.unknown_path(scope.path))
         else:
-            self._respond(exchange, *envelopes.wrong_method(route))
+            status, headers, body = envelopes.wrong_method(route)
+            is_text = route.envelope in _TEXT_DIALECTS
+            self.respond(exchange, status, [*headers, *(id_headers(exchange) if is_text else ())], body)
 
     # --- everything else ------------------------------------------------------------------------------------------
 
     async def _list_models(self, exchange: Exchange) -> None:
         models = self._process.models
-        infos = [_info(entry, models.created_s) for entry in models.entries.values()]
+        infos = [model_info(entry, models.created_s) for entry in models.entries.values()]
         default = models.default_of("dense") or models.default_of("generate")
-        self._respond(exchange, 200, [_JSON], models_dialect.models_body(infos, default))
+        self.respond(exchange, 200, [_JSON], models_dialect.models_body(infos, default))
 
     async def _show_model(self, exchange: Exchange) -> None:
         models = self._process.models
         entry = models.find(exchange.model)
         if entry is None:
             error = sie.model_not_found(exchange.model, models.entries)
-            self._respond(exchange, 404, [_JSON], models_dialect.model_not_found_body(error))
+            self.respond(exchange, 404, [_JSON], models_dialect.model_not_found_body(error))
             return
-        self._respond(exchange, 200, [_JSON], models_dialect.model_body(_info(entry, models.created_s)))
+        self.respond(exchange, 200, [_JSON], models_dialect.model_body(model_info(entry, models.created_s)))
 
     async def _manage_model(self, exchange: Exchange) -> None:
         process, headers = self._process, exchange.headers
@@ -276,12 +298,12 @@ class App:
         body = await exchange.read_body(process.bodies)
         verb = exchange.scope.path.rpartition("/")[2]
         answer = await process.admin.serve(verb, body, exchange.deadline_ns)
-        self._respond(exchange, answer.http_status, [_JSON], answer.body)
+        self.respond(exchange, answer.http_status, [_JSON], answer.body)
 
     async def _show_admin(self, exchange: Exchange) -> None:
         """Tell a page whether its buttons would work."""
         self._check_admin(exchange, has_body=False)
-        self._respond(exchange, 200, [_JSON], b'{"allowed":true}')
+        self.respond(exchange, 200, [_JSON], b'{"allowed":true}')
 
     def _check_admin(self, exchange: Exchange, *, has_body: bool) -> None:
         """Raise Forbidden for whom `admin_from` does not mean; a key with the scope admin stands for loopback."""
@@ -295,39 +317,39 @@ class App:
         """Give a page what opens its websocket: a browser can set no header there."""
         access = self._process.access
         ticket = access.make_ticket(exchange.holder) if access is not None else ""
-        self._respond(exchange, 200, [_JSON, ("cache-control", "no-store")], b'{"ticket":"%b"}' % ticket.encode())
+        self.respond(exchange, 200, [_JSON, ("cache-control", "no-store")], b'{"ticket":"%b"}' % ticket.encode())
 
     async def _healthz(self, exchange: Exchange) -> None:
-        self._respond(exchange, 200, [_TEXT], b"ok")
+        self.respond(exchange, 200, [_TEXT], b"ok")
 
     async def _readyz(self, exchange: Exchange) -> None:
         if self._process.is_ready:
-            self._respond(exchange, 200, [_TEXT], b"ok")
+            self.respond(exchange, 200, [_TEXT], b"ok")
         else:
-            self._respond(exchange, 503, [_TEXT], b"not ready")
+            self.respond(exchange, 503, [_TEXT], b"not ready")
 
     async def _health(self, exchange: Exchange) -> None:
         if negotiate.JSON in (exchange.headers.get("accept") or ""):
             # What sie-sdk asks to tell a cluster's gateway from a server; it reads whatever comes as JSON.
-            self._respond(exchange, 200, [_JSON], b'{"status":"ok","type":"worker"}')
+            self.respond(exchange, 200, [_JSON], b'{"status":"ok","type":"worker"}')
         else:
-            self._respond(exchange, 200, [_TEXT], b"OK")
+            self.respond(exchange, 200, [_TEXT], b"OK")
 
     async def _metrics(self, exchange: Exchange) -> None:
-        self._respond(exchange, 200, [("content-type", CONTENT_TYPE)], render(self._process.pages))
+        self.respond(exchange, 200, [("content-type", CONTENT_TYPE)], render(self._process.pages))
 
     async def _openapi(self, exchange: Exchange) -> None:
-        self._respond(exchange, 200, [_JSON], openapi.document_json(self._process.settings.limits))
+        self.respond(exchange, 200, [_JSON], openapi.document_json(self._process.settings.limits))
 
     async def _docs(self, exchange: Exchange) -> None:
         page = docs.page(self._process.settings.limits)
-        self._respond(exchange, 200, page_headers(page), page)
+        self.respond(exchange, 200, page_headers(page), page)
 
     async def _home(self, exchange: Exchange) -> None:
         if "text/html" in (exchange.headers.get("accept") or ""):
-            self._respond(exchange, 200, dashboard.headers(), dashboard.page())
+            self.respond(exchange, 200, dashboard.headers(), dashboard.page())
         else:
-            self._respond(exchange, 200, [_TEXT], b"OK")
+            self.respond(exchange, 200, [_TEXT], b"OK")
 
     # --- the border -----------------------------------------------------------------------------------------------
 
@@ -335,6 +357,7 @@ class App:
         """Answer with an error in the shape of the route's dialect."""
         envelope = exchange.route.envelope if exchange.route is not None else "sie"
         if isinstance(error, ClientGone):
+            exchange.protocol.response_empty(500, [])  # to nobody; Granian would complain of an answer that never came
             for record in self._process.recorders:
                 record(exchange, error.http_status, [], error)
             count_exchange(self._process.metrics, exchange, error.http_status, error)
@@ -344,16 +367,15 @@ class App:
             headers = [*headers, *self._identity]
         if error.http_status == 401:
             headers.append(CHALLENGE)
-        if envelope == "text":
-            exchange.request_id = exchange.request_id or request_id_of(exchange.headers)
-            headers.append(("x-request-id", exchange.request_id))
+        if envelope in _TEXT_DIALECTS:
+            headers.extend(id_headers(exchange))
         if error.retry_after_s is not None:
             headers.append(("retry-after", str(error.retry_after_s)))
         if error.http_status in _MUST_CLOSE:
             headers.append(_CLOSE)
-        self._respond(exchange, status, headers, body, error)
+        self.respond(exchange, status, headers, body, error)
 
-    def _respond(
+    def respond(
         self,
         exchange: Exchange,
         status: int,
@@ -361,6 +383,7 @@ class App:
         body: bytes,
         error: SieError | None = None,
     ) -> None:
+        """Send an answer that is whole, and count it."""
         process = self._process
         if process.closes_connections and _CLOSE not in headers:
             headers = [*headers, _CLOSE]
@@ -368,20 +391,3 @@ class App:
             headers = record(exchange, status, headers, error)
         exchange.protocol.response_bytes(status, headers, body)
         count_exchange(process.metrics, exchange, status, error)
-
-
-def _info(entry: ModelEntry, created_s: int) -> dict[str, Any]:
-    error = entry.error
-    last_error = None
-    if error is not None:
-        extras = error.extras
-        last_error = {
-            "code": error.code,
-            "message": error.message,
-            "attempts": extras.get("attempts", 1),
-            "permanent": extras.get("permanent", False),
-        }
-    loras = {name: adapter.state for name, adapter in entry.adapters.items()}
-    return models_dialect.model_info(
-        entry.card, entry.state, last_error, created_s, loras, is_reloading=entry.reloading
-    )

@@ -30,6 +30,14 @@ class HttpProtocol(Protocol):
     def __aiter__(self) -> Any: ...
 
 
+class Body(Protocol):
+    """The part of Granian's future of a body that is used here."""
+
+    def done(self) -> bool: ...
+    def result(self) -> bytes: ...
+    def __await__(self) -> Any: ...
+
+
 def body_limits(limits: Limits) -> tuple[int, float, int]:
     """Return what a `BodyReader` takes of the settings: most bytes, longest pause, slowest rate."""
     return limits.max_body_bytes, limits.body_idle_timeout_s, limits.min_body_bytes_per_s
@@ -79,19 +87,33 @@ class BodyReader:
         self._others.append(other)
         return other
 
-    async def read(self, headers: Headers, protocol: HttpProtocol, deadline_ns: int) -> bytes:
-        """Return the whole body.
+    def take(self, body: Body) -> bytes:
+        """Return a body that is there. Raises InputTooLong and ClientGone as `read` does."""
+        try:
+            data = body.result()
+        except RuntimeError as error:
+            raise _client_gone() from error
+        if len(data) > self._max_bytes:
+            raise self._too_long()
+        return data
+
+    async def read(self, headers: Headers, protocol: HttpProtocol, deadline_ns: int, body: Body | None = None) -> bytes:
+        """Return the whole body; one that was asked for already is on its way, and small.
 
         Raises InputTooLong (413) over max_body_bytes, BadRequest for a malformed or cut body, SieError 408 when it
         stalls for body_idle_timeout_s, is slower than min_body_bytes_per_s or is not there at the request's deadline,
         ClientGone when the client left.
         """
+        if body is not None and body.done():
+            return self.take(body)
         length = self._announced(headers)
         task = asyncio.current_task()
         assert task is not None
         reading = Reading(task, time.monotonic_ns(), deadline_ns)
         self._readings.add(reading)
         try:
+            if body is not None:
+                return await body
             if length is not None and length <= _WHOLE_BYTES:
                 return await protocol()
             return await self._read_chunks(reading, protocol, length)
@@ -106,7 +128,7 @@ class BodyReader:
                 http_status=408,
             ) from None
         except RuntimeError as error:  # Granian's ProtocolClosed: the client closed its connection
-            raise ClientGone("the client left while its body was read") from error
+            raise _client_gone() from error
         finally:
             self._readings.discard(reading)
 
@@ -147,8 +169,12 @@ class BodyReader:
                 if len(body) > self._max_bytes:
                     raise self._too_long()
         if length is not None and len(body) != length:
-            raise ClientGone("the client left while its body was read")
+            raise _client_gone()
         return bytes(body)
 
     def _too_long(self) -> InputTooLong:
         return InputTooLong(f"The request body is over {self._setting} ({self._max_bytes})", http_status=413)
+
+
+def _client_gone() -> ClientGone:
+    return ClientGone("the client left while its body was read")

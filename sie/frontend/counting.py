@@ -19,8 +19,14 @@ _TEXT_ROUTES: Final = frozenset(route for route in COUNTED.values() if route.end
 
 def count_exchange(metrics: FrontendMetrics, exchange: Exchange, status: int, error: SieError | None) -> None:
     """Count an exchange that is over: answered, or left by its client."""
-    route = exchange.route
+    route, timing = exchange.route, exchange.timing
     total_s = (time.monotonic_ns() - exchange.began_ns) / 1e9
+    if timing is not None and error is None and route is not None and route.endpoint and exchange.known_model:
+        metrics.record_served(
+            exchange.scope.method, route.template, route.endpoint, exchange.known_model, status, total_s,
+            exchange.body_bytes, timing,
+        )  # fmt: skip
+        return
     metrics.record_http(
         exchange.scope.method if route is not None else "ANY", route.template if route is not None else "unmatched",
         exchange.known_model or (UNKNOWN_MODEL if route in _TEXT_ROUTES else ""), status, duration_s=total_s, body_bytes=exchange.body_bytes,
@@ -31,7 +37,6 @@ def count_exchange(metrics: FrontendMetrics, exchange: Exchange, status: int, er
         return
     outcome = "success" if error is None else _outcome_of(error)
     model = exchange.known_model or "unknown"
-    timing = exchange.timing
     if timing is None:
         metrics.record_request(model, route.endpoint, outcome, total_s)
     else:

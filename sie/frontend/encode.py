@@ -7,6 +7,7 @@ after.
 from __future__ import annotations
 
 import asyncio
+import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -14,6 +15,7 @@ from typing import Any, Final
 import msgspec
 from numpy.typing import NDArray
 
+from sie.cards import ModelCard
 from sie.control_messages import ModelEntry
 from sie.errors import BadRequest
 from sie.frontend.adapters import requested_adapter
@@ -25,11 +27,14 @@ from sie.frontend.models import ModelTable
 from sie.frontend.options import shorter_expansion, token_limit
 from sie.frontend.prompts import apply_prompt, check_prompted, count_prompted
 from sie.frontend.replies import count_items
-from sie.frontend.tokenize import LONG_TEXT_BYTES, Tokenizer, encode_stub_texts, is_long
+from sie.frontend.request_layout import lay_out_text
+from sie.frontend.tokenize import LONG_TEXT_BYTES, Tokenizer, encode_stub_text, encode_stub_texts, is_long
 from sie.headers import WorkHeader
 from sie.limits import Limits
 from sie.types import EncodeRequest
 
+_DENSE_ONLY: Final = ("dense",)
+_pack_bounds: Final = struct.Struct("<2i").pack
 _ITEM_BYTES: Final = {"float32": 4, "float16": 2, "int8": 1, "uint8": 1, "binary": 0.125, "ubinary": 0.125}
 
 
@@ -54,19 +59,12 @@ class Encoder:
 
         Raises what admission, the tokenizer and `ImageReader.read` raise.
         """
+        if (started := self.try_start(entry, request, deadline_ns)) is not None:
+            return started
         began_ns = time.monotonic_ns()
-        header = WorkHeader(
-            entry.card.id, "encode", count_items(request), (), request.output_dtype or "float32",
-            _wants_normalize(request, entry), request.dimensions, request.output_types or ("dense",),
-            entry.card.tells_queries and bool(request.options.get("is_query")), lora=requested_adapter(request) or "",
-        )  # fmt: skip
-        if request.options and entry.card.late is not None and header.is_query:
-            header = msgspec.structs.replace(header, expand_to=shorter_expansion(entry.card, request.options))
-        self._check_reply_size(header, entry)
-        if request.options or request.instruction:
-            check_prompted(_count_chars(request), self._limits.max_body_bytes)
+        header = self._header(entry, request)
         if request.images is None:
-            arrays = self._try_prepare(entry, request) or await self._prepare_later(entry, request)
+            arrays = await self._prepare_later(entry, request)
         else:
             arrays = await self._prepare_mixed(entry, request, request.images, deadline_ns)
         num_tokens = int(arrays[0][1][-1])
@@ -74,6 +72,62 @@ class Encoder:
         if request.images is None:
             return self._engine.submit(header, arrays, num_tokens, deadline_ns), took_ns
         return await self._engine.submit_large(header, arrays, num_tokens, deadline_ns), took_ns
+
+    def try_start(self, entry: ModelEntry, request: EncodeRequest, deadline_ns: int) -> tuple[Pending, int] | None:
+        """Do as `start` does here and now; None when that would keep the event loop too long."""
+        if request.images is not None:
+            return None
+        began_ns = time.monotonic_ns()
+        texts = request.texts
+        if texts is not None and len(texts) == 1 and not request.options and not request.instruction:
+            return self._try_start_text(entry, request, texts, deadline_ns, began_ns)
+        header = self._header(entry, request)
+        arrays = self._try_prepare(entry, request)
+        if arrays is None:
+            return None
+        num_tokens = int(arrays[0][1][-1])
+        took_ns = time.monotonic_ns() - began_ns
+        return self._engine.submit(header, arrays, num_tokens, deadline_ns), took_ns
+
+    def _try_start_text(
+        self, entry: ModelEntry, request: EncodeRequest, texts: list[str], deadline_ns: int, began_ns: int
+    ) -> tuple[Pending, int] | None:
+        """Do as `try_start` for a request of one text without options; most are. The same bytes as by NumPy, for less."""
+        card, output_types = entry.card, request.output_types or _DENSE_ONLY
+        output_dtype, width = request.output_dtype or "float32", request.dimensions
+        words = card.id, output_dtype, _wants_normalize(request, entry), width, output_types
+        self._check_reply_bytes(1, width, output_types, output_dtype, card)
+        if card.prompts or card.default_prompt:
+            texts = apply_prompt(card, texts, request.options, None, is_query=False)
+        if card.tokenizer_file:
+            tokenizer = self._models.ready_tokenizer(entry)
+            if tokenizer is None or is_long(texts, LONG_TEXT_BYTES):
+                return None
+            token_ids, _ = tokenizer.encode_texts(texts)
+            cost = len(token_ids)
+            layout, parts = lay_out_text(words, cost, None), [_pack_bounds(0, cost), token_ids.tobytes()]
+        else:
+            text, cost = encode_stub_text(card, texts)
+            parts = [_pack_bounds(0, cost), text, _pack_bounds(0, len(text))]
+            layout = lay_out_text(words, cost, len(text))
+        took_ns = time.monotonic_ns() - began_ns
+        return self._engine.submit_parts(layout, parts, cost, deadline_ns), took_ns
+
+    def _header(self, entry: ModelEntry, request: EncodeRequest) -> WorkHeader:
+        """Return what the worker is told, having refused what would be too large. Raises BadRequest."""
+        header = WorkHeader(
+            entry.card.id, "encode", count_items(request), (), request.output_dtype or "float32",
+            _wants_normalize(request, entry), request.dimensions, request.output_types or ("dense",),
+            entry.card.tells_queries and bool(request.options.get("is_query")), lora=requested_adapter(request) or "",
+        )  # fmt: skip
+        if request.options and entry.card.late is not None and header.is_query:
+            header = msgspec.structs.replace(header, expand_to=shorter_expansion(entry.card, request.options))
+        self._check_reply_bytes(
+            header.num_items, header.truncate_dim, header.output_types, header.output_dtype, entry.card
+        )
+        if request.options or request.instruction:
+            check_prompted(_count_chars(request), self._limits.max_body_bytes)
+        return header
 
     def _try_prepare(self, entry: ModelEntry, request: EncodeRequest) -> list[tuple[str, NDArray[Any]]] | None:
         """Tokenise here and now; None when that would keep the event loop too long or the tokenizer is not there."""
@@ -107,9 +161,16 @@ class Encoder:
         request.image_tokens = read.count_tokens(rule)
         return arrays
 
-    def _check_reply_size(self, header: WorkHeader, entry: ModelEntry) -> None:
-        width = header.truncate_dim or (entry.card.dims["dense"] if "dense" in header.output_types else 0)
-        nbytes = int(header.num_items * width * _ITEM_BYTES[header.output_dtype])
+    def _check_reply_bytes(
+        self,
+        num_items: int,
+        truncate_dim: int | None,
+        output_types: tuple[str, ...],
+        output_dtype: str,
+        card: ModelCard,
+    ) -> None:
+        width = truncate_dim or (card.dims["dense"] if "dense" in output_types else 0)
+        nbytes = int(num_items * width * _ITEM_BYTES[output_dtype])
         if nbytes > self._limits.max_reply_bytes:
             raise BadRequest(
                 f"The reply would hold {nbytes} bytes of vectors, over max_reply_bytes ({self._limits.max_reply_bytes}); "

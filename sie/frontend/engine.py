@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from sie import failpoints
 from sie.control_messages import ModelEntry, PeerFault, Quarantine
-from sie.errors import ClientGone, DeadlineExceeded, Overloaded, SieError, Unavailable, WorkerLost
+from sie.errors import ClientGone, Overloaded, SieError, Unavailable, WorkerLost
 from sie.frontend import admission
 from sie.frontend.adapters import is_coming, loading, workers_with
-from sie.frontend.answers import Answers, end
+from sie.frontend.answers import Answers, end, overdue
 from sie.frontend.links import Pending, WorkerLink
 from sie.frontend.placement import choose_worker
 from sie.frontend.quarantine import QuarantinedInputs, poison
@@ -32,7 +32,7 @@ from sie.limits import Limits
 from sie.logs import get_logger
 from sie.settings import Settings
 from sie.shm.attach import Attachment
-from sie.shm.extent import set_cancelled, write_bytes, write_extent, write_pieces
+from sie.shm.extent import set_cancelled, write_extent, write_parts, write_pieces
 from sie.shm.layout import FLAG_ALONE, ProtocolError
 from sie.shm.pool import Lease
 from sie.shm.space import OutboundSpace
@@ -97,8 +97,11 @@ class ShmEngine:
 
         Raises Overloaded.
         """
-        links = self._links
-        if links and all(link.outstanding_tokens >= self._limits.max_queued_tokens for link in links.values()):
+        max_tokens = self._limits.max_queued_tokens
+        for link in self._links.values():
+            if link.outstanding_tokens < max_tokens:
+                return
+        if self._links:
             raise self._overloaded("the queue holds max_queued_tokens")
 
     def submit(
@@ -115,12 +118,12 @@ class ShmEngine:
             write_extent(lease.view, layout.header, layout.refs, [array for _, array in arrays])
             return self._hand_over(lease, layout, header.lora, num_tokens, deadline_ns)
 
-    def submit_bytes(
-        self, layout: RequestLayout, parts: Sequence[memoryview], num_tokens: int, deadline_ns: int
+    def submit_parts(
+        self, layout: RequestLayout, parts: Sequence[bytes | memoryview], num_tokens: int, deadline_ns: int
     ) -> Pending:
-        """Do as `submit` does for a request that is laid out already and whose arrays are bytes (uint8)."""
+        """Do as `submit` does for a request that is laid out already and whose arrays are there as bytes."""
         with self._lease(layout) as lease:
-            write_bytes(lease.view, layout.header, layout.refs, parts)
+            write_parts(lease.view, layout.head, layout.places, parts)
             return self._hand_over(lease, layout, "", num_tokens, deadline_ns)
 
     async def submit_large(
@@ -196,7 +199,8 @@ class ShmEngine:
         candidates = self._candidates(pending)
         if not candidates:
             return None
-        slot = choose_worker([(link.slot, link.outstanding_tokens) for link in candidates if self._has_room(link)])
+        most = self._max_per_link
+        slot = choose_worker([(link.slot, link.outstanding_tokens) for link in candidates if len(link.pending) < most])
         if slot is None:
             raise self._overloaded("the ring is full")
         link = self._links[slot]
@@ -221,7 +225,8 @@ class ShmEngine:
     def _candidates(self, pending: Pending) -> list[WorkerLink]:
         if pending.num_strikes >= _MAX_STRIKES:
             return []
-        workers = workers_with(self._find_model(pending.model), pending.adapter)
+        entry = self._find_model(pending.model)
+        workers = entry.workers if entry is not None and not pending.adapter else workers_with(entry, pending.adapter)
         return [link for slot in workers if (link := self._links.get(slot)) is not None]
 
     def _has_room(self, link: WorkerLink) -> bool:
@@ -257,10 +262,12 @@ class ShmEngine:
             self.abandon(pending, ClientGone("nothing more is wanted"))
 
     def expire(self, now_ns: int) -> None:
-        """Abandon what is past its deadline, and measure how fast answers come back."""
+        """Abandon what is past its deadline, give replies back, and measure how fast answers come; the process's tick."""
         for pending in self._all_pending():
             if pending.deadline_ns <= now_ns and not pending.future.done():
-                self.abandon(pending, _overdue(pending))
+                self.abandon(pending, overdue(pending))
+        for link in self._links.values():
+            link.give_back()
         self._answers.measure(now_ns, is_busy=self.queued_tokens > 0)
 
     def _all_links(self) -> list[WorkerLink]:
@@ -357,7 +364,7 @@ class ShmEngine:
             pending.lease.end()
             return
         if not pending.may_run_again():
-            end(pending, WorkerLost("the worker died while it generated; what it had sent stands"))
+            end(pending, WorkerLost("worker_lost: the worker died while it generated; what it had sent stands"))
             return
         if is_suspect:
             self._strike(pending)
@@ -391,9 +398,3 @@ class ShmEngine:
             self._accuse(link, error)
         if self._held:
             self.place_held()  # what a dead worker left may have been more than the others' rings could take
-
-
-def _overdue(pending: Pending) -> SieError:
-    if pending.stream is not None:
-        return pending.stream.overdue()
-    return DeadlineExceeded("the request's deadline passed before its answer was there")

@@ -16,6 +16,11 @@ class HeldReply:
         self._reply = reply
         self._raw = raw
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its outputs."""
+        return sum([len(output.data) for output in self._reply.outputs])
+
     def __enter__(self) -> TensorReply:
         return self._reply
 

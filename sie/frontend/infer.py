@@ -102,11 +102,19 @@ class Tensors:
         if watch is not None:
             watch(pending)
         raw: Reply = await pending.future
-        try:
-            return HeldReply(read_tensors(raw, request.model, began_ns, prepared_ns), raw)
-        except BaseException:
-            raw.release()
-            raise
+        return hold(raw, request.model, began_ns, prepared_ns)
+
+    def try_start(self, entry: ModelEntry, request: TensorRequest, began_ns: int, deadline_ns: int) -> Pending | None:
+        """Submit a request of a known form to a model that takes requests, as `infer` does; None for any other."""
+        rule = entry.card.tensor
+        if rule is None or (plan := self._plan_of(rule, request)) is None or not plan.is_plain:
+            return None
+        if request.timeout_us > 0 and not rule.queue_policies:
+            deadline_ns = min(deadline_ns, began_ns + request.timeout_us * 1000)
+        self._models.check_serving(entry)
+        return self._engine.submit_parts(
+            plan.layout, [tensor.data for tensor in request.inputs], plan.cost, deadline_ns
+        )
 
     async def serve(self, name: str, version: str, deadline_ns: int, run: Callable[[ModelEntry], Awaitable[T]]) -> T:
         """Return what `run` makes of a version of a model; empty: the newest. Asks again where that was just reloaded.
@@ -118,7 +126,7 @@ class Tensors:
             try:
                 return await run(entry)
             except Unavailable as error:
-                entry = await self._after(entry, error, name, version, deadline_ns)
+                entry = await self.after(entry, error, name, version, deadline_ns)
 
     async def wait_serving(self, name: str, version: str, deadline_ns: int) -> ModelEntry:
         """Return the entry of a version that takes requests, one that is loaded anew as soon as it is there.
@@ -140,7 +148,7 @@ class Tensors:
             return self.serving(entry.card.id)
         return None
 
-    async def _after(
+    async def after(
         self, entry: ModelEntry, error: Unavailable, name: str, version: str, deadline_ns: int
     ) -> ModelEntry:
         """Return where to ask after a model that was gone when a request reached it; else raise the error."""
@@ -195,7 +203,7 @@ class Tensors:
     async def _submit(self, plan: _Plan, request: TensorRequest, deadline_ns: int) -> Pending:
         inputs, layout = request.inputs, plan.layout
         if layout.nbytes < _LONG_BYTES:
-            return self._engine.submit_bytes(layout, [tensor.data for tensor in inputs], plan.cost, deadline_ns)
+            return self._engine.submit_parts(layout, [tensor.data for tensor in inputs], plan.cost, deadline_ns)
         arrays = [(str(index), np.frombuffer(tensor.data, np.uint8)) for index, tensor in enumerate(inputs)]
         return await self._engine.submit_large(plan.header, arrays, plan.cost, deadline_ns)
 
@@ -209,6 +217,8 @@ class _Plan(NamedTuple):
     cost: int
     has_strings: bool
     """Whether the elements, too, are to be checked."""
+    is_plain: bool
+    """Whether nothing is left to do but to submit it, here and now."""
 
 
 _Form = tuple[str, tuple[str, ...], tuple[tuple[str, str, tuple[int, ...], int], ...], tuple[int, int]]
@@ -239,7 +249,8 @@ def _plan(rule: TensorRule, request: TensorRequest) -> _Plan:
     task = _encode_task(TensorTask(forms, _distinct(request.outputs), cost, *_queueing_of(rule, request)))
     header = WorkHeader(request.model, "infer", 1, (), output_types=("tensors",), task=task)
     has_strings = any(tensor.datatype == "BYTES" for tensor in request.inputs)
-    return _Plan(rule, header, lay_out_bytes(header, sizes), cost, has_strings)
+    layout = lay_out_bytes(header, sizes)
+    return _Plan(rule, header, layout, cost, has_strings, not has_strings and layout.nbytes < _LONG_BYTES)
 
 
 async def _is_set_by(event: asyncio.Event, deadline_ns: int) -> bool:
@@ -274,6 +285,15 @@ def _refusal(entry: ModelEntry, rule: TensorRule, retry_after_s: int) -> Excepti
         reason = error.message.removeprefix(f"Model '{entry.card.id}' cannot be loaded: ")
         return ModelLoadFailed(f"Model {where} failed to load: {reason}", extras=error.extras)
     return NotFound(f"Request for unknown model: '{rule.name}' has no available versions")
+
+
+def hold(raw: Reply, model: str, began_ns: int, prepared_ns: int) -> HeldReply:
+    """Return a reply's tensors, to be read within a `with`. Raises as `read_tensors` does, having let the reply go."""
+    try:
+        return HeldReply(read_tensors(raw, model, began_ns, prepared_ns), raw)
+    except BaseException:
+        raw.release()
+        raise
 
 
 def read_tensors(reply: Reply, model: str, began_ns: int, prepared_ns: int) -> TensorReply:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -15,8 +15,9 @@ from sie.control_messages import ModelEntry
 from sie.errors import BadRequest, Unavailable
 from sie.frontend import routes
 from sie.frontend.adapters import requested_adapter
-from sie.frontend.body import BodyReader
+from sie.frontend.body import Body, BodyReader
 from sie.frontend.dialects import extract, negotiate, openai, rerank, score, sie
+from sie.frontend.envelopes import Response
 from sie.frontend.extract import read_extractions
 from sie.frontend.key_use import KeyHolder
 from sie.frontend.links import Reply
@@ -38,14 +39,16 @@ _LEAST_SHOWN_MS: Final = 0.005
 class Exchange:
     """One HTTP request while it is served: what the border needs to know to answer and to count it."""
 
-    __slots__ = ("began_ns", "body_bytes", "deadline_ns", "decoded_ns", "headers", "holder", "known_model", "model",
-                 "num_items", "protocol", "request_id", "route", "scope", "timing", "waits")  # fmt: skip
+    __slots__ = ("began_ns", "body", "body_bytes", "deadline_ns", "decoded_ns", "headers", "holder", "known_model",
+                 "model", "num_items", "protocol", "request_id", "route", "scope", "timing", "waits")  # fmt: skip
 
     def __init__(self, scope: Any, protocol: Any, began_ns: int) -> None:
         self.scope = scope
         self.headers = scope.headers
         self.protocol = protocol
         self.began_ns = began_ns
+        self.body: Body | None = None
+        """The body on its way, for a request whose body was asked for before its handler began (`sie.frontend.intake`)."""
         self.deadline_ns = 0
         self.decoded_ns = 0
         self.route: routes.Route | None = None
@@ -68,7 +71,14 @@ class Exchange:
 
     async def read_body(self, bodies: BodyReader) -> bytes:
         """Return the whole body, and note its size. Raises as `BodyReader.read` does."""
-        body = await bodies.read(self.headers, self.protocol, self.deadline_ns)
+        body = await bodies.read(self.headers, self.protocol, self.deadline_ns, self.body)
+        self.body_bytes = len(body)
+        return body
+
+    def take_body(self, bodies: BodyReader) -> bytes:
+        """Return the body, which is there, and note its size. Raises as `BodyReader.take` does."""
+        assert self.body is not None
+        body = bodies.take(self.body)
         self.body_bytes = len(body)
         return body
 
@@ -78,6 +88,7 @@ class Inference:
 
     def __init__(self, process: FrontendProcess, identity: tuple[tuple[str, str], ...]) -> None:
         self._process = process
+        self.models = process.models
         self._identity = identity
         # The reference names its instance on every answer of this route but a 200.
         self._extract_identity = [header for header in identity if header[0] != "x-sie-runtime-instance"]
@@ -87,36 +98,55 @@ class Inference:
     async def encode(self, exchange: Exchange) -> Answer:
         """Answer `/v1/encode/{model}`."""
         headers = exchange.headers
-        self._check_headers(exchange)
+        self.check_headers(exchange)
         body = await exchange.read_body(self._process.bodies)
         is_msgpack = negotiate.is_msgpack(headers.get("content-type"))
         if len(body) < LARGE_BYTES:  # what `_decode` does, without its coroutine: most requests come this way
             request = sie.decode_encode(body, is_msgpack, exchange.model, self._limits)
         else:
             request = await self._decode(sie.decode_encode, body, is_msgpack, exchange.model, self._limits)
-        entry = self._find(exchange, exchange.model)
+        entry = self.find(exchange, exchange.model)
         if not entry.is_read:
             entry = await self._serving(exchange, entry)
         request = sie.resolve_encode(request, entry.card)
+        return await self.encode_anew(exchange, entry, request)
+
+    async def encode_anew(self, exchange: Exchange, entry: ModelEntry, request: EncodeRequest) -> Answer:
+        """Run a request that was read and resolved, and return its answer. Raises what the engine raises."""
         reply, raw = await self._run(exchange, entry, request)
-        wants_msgpack = negotiate.wants_msgpack(headers.get("accept"))
+        response = self.encoded(exchange, reply, raw)
+        _, headers, body = response if isinstance(response, Response) else await response
+        return headers, body
+
+    def encoded(self, exchange: Exchange, reply: EncodeReply, raw: Reply) -> Response | Awaitable[Response]:
+        """Return the answer of an encode request, made on a thread where that takes long, and let the reply go."""
+        wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
+        if not wants_msgpack and len(raw.view) >= LARGE_BYTES:
+            return self._encoded_on_thread(reply, raw)
         try:
-            if wants_msgpack or len(raw.view) < LARGE_BYTES:
-                answer = sie.encode_reply(reply, wants_msgpack)
-            else:
-                answer = await self._on_thread(sie.encode_reply, reply, wants_msgpack)
+            answer = sie.encode_reply(reply, wants_msgpack)
         finally:
             _let_go(reply, raw)
+        return Response(200, self._encode_headers(reply, wants_msgpack), answer)
+
+    async def _encoded_on_thread(self, reply: EncodeReply, raw: Reply) -> Response:
+        try:
+            answer = await self._on_thread(sie.encode_reply, reply, False)
+        finally:
+            _let_go(reply, raw)
+        return Response(200, self._encode_headers(reply, wants_msgpack=False), answer)
+
+    def _encode_headers(self, reply: EncodeReply, wants_msgpack: bool) -> Headers:
         content_type = ("content-type", negotiate.content_type(wants_msgpack))
-        return [content_type, *_timing_headers(reply.timing), *self._identity], answer
+        return [content_type, *_timing_headers(reply.timing), *self._identity]
 
     async def score(self, exchange: Exchange) -> Answer:
         """Answer `/v1/score/{model}`."""
-        self._check_headers(exchange)
+        self.check_headers(exchange)
         body = await exchange.read_body(self._process.bodies)
         is_msgpack = negotiate.is_msgpack(exchange.headers.get("content-type"))
         request = await self._decode(score.decode_score, body, is_msgpack, exchange.model, self._limits)
-        entry = self._find(exchange, exchange.model)
+        entry = self.find(exchange, exchange.model)
         if not entry.is_read:
             entry = await self._serving(exchange, entry)
         request = score.resolve_score(request, entry.card)
@@ -128,11 +158,11 @@ class Inference:
 
     async def extract(self, exchange: Exchange) -> Answer:
         """Answer `/v1/extract/{model}`."""
-        self._check_headers(exchange)
+        self.check_headers(exchange)
         body = await exchange.read_body(self._process.bodies)
         is_msgpack = negotiate.is_msgpack(exchange.headers.get("content-type"))
         request = await self._decode(extract.decode_extract, body, is_msgpack, exchange.model, self._limits)
-        entry = self._find(exchange, exchange.model)
+        entry = self.find(exchange, exchange.model)
         if not entry.is_read:
             entry = await self._serving(exchange, entry)
         request = extract.resolve_extract(request, entry.card)
@@ -147,12 +177,12 @@ class Inference:
 
     async def rerank(self, exchange: Exchange) -> Answer:
         """Answer `/v1/rerank`."""
-        self._check_headers(exchange)
+        self.check_headers(exchange)
         body = await exchange.read_body(self._process.bodies)
         call = await self._decode(rerank.decode_rerank, body, self._limits)
         request = call.request
         request.model = self._process.models.resolve_default(request.model, "score")
-        entry = self._find(exchange, request.model)
+        entry = self.find(exchange, request.model)
         if not entry.is_read:
             entry = await self._serving(exchange, entry)
         request = rerank.resolve_rerank(request, entry.card)
@@ -162,12 +192,12 @@ class Inference:
 
     async def embeddings(self, exchange: Exchange) -> Answer:
         """Answer `/v1/embeddings`."""
-        self._check_headers(exchange)
+        self.check_headers(exchange)
         body = await exchange.read_body(self._process.bodies)
         call = await self._decode(openai.decode_embeddings, body, exchange.headers.get("content-type"), self._limits)
         request = call.request
         request.model = self._process.models.resolve_default(request.model, "dense")
-        entry = self._find(exchange, request.model)
+        entry = self.find(exchange, request.model)
         if not entry.is_read:
             entry = await self._serving(exchange, entry)
         request = openai.resolve_embeddings(request, entry.card)
@@ -181,7 +211,7 @@ class Inference:
             _let_go(reply, raw)
         return [_JSON, *self._identity], answer
 
-    def _check_headers(self, exchange: Exchange) -> None:
+    def check_headers(self, exchange: Exchange) -> None:
         """Settle the deadline, and refuse what needs no body to be refused."""
         process, headers = self._process, exchange.headers
         is_openai = exchange.route is not None and exchange.route.envelope == "openai"
@@ -193,7 +223,8 @@ class Inference:
             raise BadRequest("Header 'X-SIE-Remote' must be 'forbid'")
         process.check_accepting()
 
-    def _find(self, exchange: Exchange, model: str) -> ModelEntry:
+    def find(self, exchange: Exchange, model: str) -> ModelEntry:
+        """Return the entry of the model that a request is for. Raises NotFound."""
         models = self._process.models
         entry = models.find(model)
         if entry is None:
@@ -232,14 +263,7 @@ class Inference:
             raw: Reply = await pending.future
         except Unavailable as error:
             return await self._run(exchange, process.models.reloaded(entry, error), request)
-        try:
-            reply = read_reply(raw, entry, request, exchange.began_ns, tokenization_ns)
-        except BaseException:
-            raw.release()
-            raise
-        exchange.timing = reply.timing
-        exchange.num_items = reply.num_items
-        return reply, raw
+        return read(exchange, entry, request, tokenization_ns, raw), raw
 
     async def _run_score(self, exchange: Exchange, entry: ModelEntry, request: ScoreRequest) -> ScoreReply:
         process = self._process
@@ -295,6 +319,20 @@ class Inference:
 
     async def _on_thread(self, work: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.pool, work, *args)
+
+
+def read(
+    exchange: Exchange, entry: ModelEntry, request: EncodeRequest, tokenization_ns: int, raw: Reply
+) -> EncodeReply:
+    """Return a reply's rows, and note its times. Raises as `read_reply` does, having let the reply go."""
+    try:
+        reply = read_reply(raw, entry, request, exchange.began_ns, tokenization_ns)
+    except BaseException:
+        raw.release()
+        raise
+    exchange.timing = reply.timing
+    exchange.num_items = reply.num_items
+    return reply
 
 
 def _let_go(reply: EncodeReply, raw: Reply) -> None:

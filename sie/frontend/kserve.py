@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
 
@@ -20,6 +20,7 @@ from sie.frontend.compression import MIN_BYTES, choose_coding, compress, decompr
 from sie.frontend.dialects import kserve, kserve_models, kserve_settings
 from sie.frontend.dialects.kserve import InferCall
 from sie.frontend.envelopes import JSON, Headers, Response
+from sie.frontend.held_reply import HeldReply
 from sie.frontend.inference import Exchange
 from sie.frontend.offload import LARGE_BYTES, offload
 from sie.frontend.process import FrontendProcess
@@ -31,11 +32,13 @@ from sie.frontend.tensor_table import is_servable
 from sie.tensors import Tensor, TensorReply, TensorRule
 
 _BINARY: Final = ("content-type", "application/octet-stream")
-_LENGTH_HEADER: Final = "inference-header-content-length"
+LENGTH_HEADER: Final = "inference-header-content-length"
+"""Where the JSON of a request or an answer ends, when tensors follow it."""
 _REGION_METHODS: Final = {"status": "GET", "register": "POST", "unregister": "POST"}
 _OF_REPOSITORY: Final = re.compile(r"[^/]+/(index|models/.+/(load|unload))")
 _GENERATE: Final = {"generate": "POST", "generate_stream": "POST"}
-_METHODS: Final = {"infer": "POST", "": "GET", "ready": "GET", "config": "GET", "stats": "GET", **_GENERATE}
+METHODS: Final = {"infer": "POST", "": "GET", "ready": "GET", "config": "GET", "stats": "GET", **_GENERATE}
+"""What may stand behind a model's name, and the method of each."""
 
 
 class TextCall(NamedTuple):
@@ -50,7 +53,7 @@ class KServe:
 
     def __init__(self, process: FrontendProcess, pool: ThreadPoolExecutor) -> None:
         self._process = process
-        self._tensors = process.tensors
+        self.tensors = process.tensors
         self._pool = pool
 
     # --- the server -----------------------------------------------------------------------------------------------
@@ -71,19 +74,19 @@ class KServe:
 
     async def statistics(self, _exchange: Exchange) -> Response:
         """Answer `GET /v2/models/stats`."""
-        return self._statistics([entry for name in self._tensors.table.names for entry in self._versions(name)])
+        return self._statistics([entry for name in self.tensors.table.names for entry in self._versions(name)])
 
     # --- a model --------------------------------------------------------------------------------------------------
 
     async def model(self, exchange: Exchange) -> Response | TextCall:
         """Answer what lies below `/v2/models/`."""
-        table = self._tensors.table
+        table = self.tensors.table
         assert exchange.route is not None
         tail = exchange.model + exchange.route.template.partition("{model}")[2]
-        path = split_model_path(tail, _METHODS, table)
+        path = split_model_path(tail, METHODS, table)
         if path is None:
             return Response(404, [JSON], kserve.error_body("Not Found"))
-        method = _METHODS[path.action]
+        method = METHODS[path.action]
         if exchange.scope.method != method:
             return Response(405, [JSON, ("allow", method)], kserve.error_body("Method Not Allowed"))
         template = f"/v2/models/{{model}}{path.action and '/' + path.action}"
@@ -111,7 +114,7 @@ class KServe:
 
     def measured(self, name: str, version: str) -> list[ModelEntry]:
         """Return the versions whose figures are asked for: one, or all of a model. Raises BadRequest, as in Triton."""
-        versions = self._tensors.table.versions(name)
+        versions = self.tensors.table.versions(name)
         found = (
             [versions[number] for number in (version.lstrip("0"),) if number in versions]
             if version
@@ -123,7 +126,7 @@ class KServe:
         return found
 
     def _versions(self, name: str) -> list[ModelEntry]:
-        return list(self._tensors.table.versions(name).values())
+        return list(self.tensors.table.versions(name).values())
 
     def _statistics(self, entries: Sequence[ModelEntry]) -> Response:
         figures = read_figures(self._process.pages, entries)
@@ -135,16 +138,21 @@ class KServe:
         await self.admit(path.name, path.version, exchange.deadline_ns)
         body = await self._read(exchange)
 
+        return await self.serve(exchange, path, body)
+
+    async def serve(self, exchange: Exchange, path: ModelPath, body: bytes) -> Response:
+        """Answer a request to infer whose body was read, by whatever has its model then. Raises as `Tensors.serve`."""
+
         async def run(entry: ModelEntry) -> Response:
             return await self._run(exchange, entry, body)
 
-        return await self._tensors.serve(path.name, path.version, exchange.deadline_ns, run)
+        return await self.tensors.serve(path.name, path.version, exchange.deadline_ns, run)
 
     async def _run(self, exchange: Exchange, entry: ModelEntry, body: bytes) -> Response:
         process, headers, rule = self._process, exchange.headers, rule_of(entry)
         exchange.known_model = entry.card.id
-        length_header, limits = headers.get(_LENGTH_HEADER), process.settings.limits
-        if length_header is None and _LENGTH_HEADER in headers:
+        length_header, limits = headers.get(LENGTH_HEADER), process.settings.limits
+        if length_header is None and LENGTH_HEADER in headers:
             raise BadRequest("Unable to parse Inference-Header-Content-Length: it is not ASCII")
         # Without `offload` where they are small: each coroutine costs, and these requests come by the ten thousand.
         arguments = (body, length_header, entry.card.id, rule, limits)
@@ -153,27 +161,45 @@ class KServe:
         else:
             call = await offload(self._pool, len(body), kserve.decode_infer, *arguments)
         exchange.decoded_ns = time.monotonic_ns()
-        with await self._tensors.infer(
+        held = await self.tensors.infer(
             call.request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns,
             watch=lambda pending: process.watch_client(pending, exchange.protocol), owner=exchange.owner,
-        ) as reply:  # fmt: skip
+        )  # fmt: skip
+        response = self.answer(exchange, call, rule, held)
+        return response if isinstance(response, Response) else await response
+
+    def answer(
+        self, exchange: Exchange, call: InferCall, rule: TensorRule, held: HeldReply
+    ) -> Response | Awaitable[Response]:
+        """Return the answer of a request to infer, made on a thread where that takes long, and let its reply go."""
+        if held.nbytes >= LARGE_BYTES:
+            return self._answer_large(exchange, call, rule, held)
+        with held as reply:
             exchange.timing = reply.timing
-            nbytes = sum(len(output.data) for output in reply.outputs)
-            if nbytes < LARGE_BYTES:
-                answer, length = _encode(call, reply, rule)
-            else:
-                answer, length = await offload(self._pool, nbytes, _encode, call, reply, rule)
-        process.metrics.record_last_inference(entry.card.id)
-        accepted = headers.get("accept-encoding")
-        if accepted is None:
+            answer, length = _encode(call, reply, rule)
+        return self._answered(exchange, call, answer, length)
+
+    async def _answer_large(self, exchange: Exchange, call: InferCall, rule: TensorRule, held: HeldReply) -> Response:
+        with held as reply:
+            exchange.timing = reply.timing
+            answer, length = await offload(self._pool, held.nbytes, _encode, call, reply, rule)
+        response = self._answered(exchange, call, answer, length)
+        return response if isinstance(response, Response) else await response
+
+    def _answered(
+        self, exchange: Exchange, call: InferCall, answer: bytes, length: int | None
+    ) -> Response | Awaitable[Response]:
+        self._process.metrics.record_last_inference(call.request.model)
+        accepted = exchange.headers.get("accept-encoding")
+        if accepted is None or len(answer) < MIN_BYTES:
             return Response(200, _headers(length), answer)
-        return await self._packed(accepted, answer, length)
+        return self._packed(accepted, answer, length)
 
     async def admit(self, name: str, version: str, deadline_ns: int) -> None:
         """Return when a request to a version is taken. Raises what `Tensors.wait_serving` and the engine raise."""
         self._process.check_accepting()
-        if self._tensors.try_serving(name, version) is None:
-            await self._tensors.wait_serving(name, version, deadline_ns)
+        if self.tensors.try_serving(name, version) is None:
+            await self.tensors.wait_serving(name, version, deadline_ns)
 
     async def _read(self, exchange: Exchange) -> bytes:
         process, headers = self._process, exchange.headers
@@ -191,7 +217,7 @@ class KServe:
 
     async def _packed(self, accepted: str, body: bytes, length: int | None) -> Response:
         headers = _headers(length)
-        coding = choose_coding(accepted) if len(body) >= MIN_BYTES else None
+        coding = choose_coding(accepted)
         packed = await offload(self._pool, len(body), compress, body, coding) if coding is not None else None
         if packed is None or coding is None:
             return Response(200, headers, body)
@@ -209,7 +235,7 @@ class KServe:
         assert exchange.route is not None
         name, action = exchange.model, exchange.route.template.rpartition("/")[2]
         kserve_models.check_manage(await self._read_small(exchange))
-        repository = self._tensors.repository
+        repository = self.tensors.repository
         if action == "load":
             await repository.load(name, exchange.deadline_ns)
         else:
@@ -224,7 +250,7 @@ class KServe:
         """Answer `POST /v1/config/reload`: every model of the repositories is read anew; 201 when something changed."""
         exchange.deadline_ns = exchange.began_ns + self._process.timeout_ns(None)
         before = self.states()
-        await self._tensors.repository.reload(exchange.deadline_ns)
+        await self.tensors.repository.reload(exchange.deadline_ns)
         after = self.states()
         return Response(200 if before == after else 201, [JSON], kserve_models.config_statuses_body(after))
 
@@ -261,7 +287,7 @@ class KServe:
     async def trace(self, exchange: Exchange) -> Response:
         """Answer `/v2/trace/setting` and `/v2/models/{model}/trace/setting`."""
         if exchange.model:
-            exchange.known_model = self._tensors.table.resolve(exchange.model).card.id
+            exchange.known_model = self.tensors.table.resolve(exchange.model).card.id
         return await self._settings(exchange, kserve_settings.TRACE)
 
     async def logging(self, exchange: Exchange) -> Response:
@@ -278,7 +304,7 @@ class KServe:
 
     def states(self) -> list[VersionState]:
         """Return the state of every version of every model, in the server's order."""
-        table = self._tensors.table
+        table = self.tensors.table
         states: list[VersionState] = []
         for name in table.names:
             entries = self._versions(name)
@@ -306,7 +332,7 @@ def unsupported(message: str) -> SieError:
 
 def _headers(json_bytes: int | None) -> Headers:
     """Return the headers of an answer; json_bytes is None where no tensors follow the JSON."""
-    return [JSON] if json_bytes is None else [_BINARY, (_LENGTH_HEADER, str(json_bytes))]
+    return [JSON] if json_bytes is None else [_BINARY, (LENGTH_HEADER, str(json_bytes))]
 
 
 def _encode(call: InferCall, reply: TensorReply, rule: TensorRule) -> tuple[bytes, int | None]:

@@ -20,6 +20,8 @@ from sie.shm.pool import Lease
 
 _MAX_STAGED: Final = 8
 """So many requests of one turn of the event loop are worth a bell of their own: the worker begins meanwhile."""
+_MAX_KEPT_RELEASES: Final = 8
+_LARGE_REPLY_BYTES: Final = 64 * 1024
 _error_decoder: Final = msgspec.msgpack.Decoder(WireError)
 
 
@@ -92,8 +94,9 @@ class Reply:
     def release(self) -> None:
         """Let the worker use the extent again."""
         failpoints.reach("frontend.before_release")
+        nbytes = len(self.view)
         self.view = _EMPTY
-        self._link.release(self._address)
+        self._link.release(self._address, nbytes)
 
 
 class WorkerLink:
@@ -140,12 +143,20 @@ class WorkerLink:
         del self.pending[pending.request_id]
         self.outstanding_tokens -= pending.num_tokens
 
-    def release(self, address: int) -> None:
-        """Give a reply's extent back at the end of this turn of the event loop, together with others."""
+    def release(self, address: int, nbytes: int = 0) -> None:
+        """Give a reply's extent back, with the next request: alone it would wake the worker for nothing.
+
+        Not so when it is large, or one of many, which is what the worker may be short of.
+        """
         if not self.is_alive:
             return
         self._releases.append(address)
-        if not self._flush_due:
+        if not self._flush_due and (nbytes >= _LARGE_REPLY_BYTES or len(self._releases) >= _MAX_KEPT_RELEASES):
+            self._flush_soon()
+
+    def give_back(self) -> None:
+        """Give back what no request took along; called by the process's tick."""
+        if self._releases and self.is_alive and not self._flush_due:
             self._flush_soon()
 
     def _flush_soon(self) -> None:

@@ -15,6 +15,7 @@ from granian.constants import HTTPModes, Interfaces, Loops
 from granian.http import HTTP1Settings
 from granian.log import LogLevels
 from granian.net import SocketHolder  # pyright: ignore[reportPrivateImportUsage]  # granian's own way to name it
+from granian.server import mp
 from granian.server.mp import MPServer
 
 from sie import process
@@ -70,8 +71,10 @@ class _Server(MPServer):
 def load_app(launch: Launch) -> Callable[..., Any]:
     """Return the app; Granian calls this in the child."""
     configure(launch.log_format, launch.log_level, f"frontend-{launch.slot}")  # type: ignore[arg-type]
+    app = App(connect(launch))
+    mp._new_cbscheduler = app.scheduler  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]  # called once, behind `__rsgi_init__`
     # Granian looks for `__rsgi__` and its kin before it thinks of calling what it is given.
-    return cast("Callable[..., Any]", App(connect(launch)))
+    return cast("Callable[..., Any]", app)
 
 
 def max_connections(backlog: int) -> int:

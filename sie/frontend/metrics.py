@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from sie import families
 from sie.families import FAMILIES, Family
 from sie.shm.pages import CounterPage, Gauge, Labels, Record
+from sie.types import Timing
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """What `render` returns. Version 0.0.4 is the one every scraper reads; our names need nothing newer."""
@@ -46,12 +47,36 @@ class FrontendMetrics:
         self._known_models = known_models
         self._requests: dict[tuple[str, str, str], tuple[_Observe, ...]] = {}
         self._http: dict[tuple[str, str, str, int], tuple[_Observe, ...]] = {}
+        self._served: dict[tuple[str, str, str, int], tuple[_Observe, ...]] = {}
         self._refusals: dict[str, _Observe] = {}
         self._last_inference: dict[str, Gauge] = {}
         self._lag = page.histogram(families.LOOP_LAG.name, (), families.LOOP_LAG.bounds)
         self._lag_latest = page.gauge(families.LOOP_LAG_LATEST.name, ())
         self._watchers = page.gauge(families.STATUS_WATCHERS.name, ())
         self._extents = page.gauge(families.EXTENTS_IN_USE.name, families.EXTENTS_IN_USE.label_pairs("request"))
+
+    def record_served(  # noqa: PLR0917  # for every request that is served: keywords cost
+        self, method: str, route: str, endpoint: str, model: str, status: int, total_s: float, body_bytes: int, timing: Timing
+    ) -> None:  # fmt: skip
+        """Count one inference request that was answered, as `record_http` and `record_request` do."""
+        handles = self._served.get((method, route, model, status))
+        if handles is None:
+            http = self._http_handles(method, route, model, status)
+            handles = (*http, *self._request_handles(model, endpoint, "success"))
+            if self._model_label(model) == model and method in _METHODS:
+                self._served[method, route, model, status] = handles
+        count_http, http_duration, body, count, total, queue, tokenize, inference = handles
+        count_http(1.0)
+        http_duration(total_s)
+        body(body_bytes)
+        count(1.0)
+        total(total_s)
+        if timing.queue_ms:
+            queue(timing.queue_ms / 1e3)
+        if timing.tokenization_ms:
+            tokenize(timing.tokenization_ms / 1e3)
+        if timing.inference_ms:
+            inference(timing.inference_ms / 1e3)
 
     def record_request(
         self,

@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from sie.catalog.profiles import entry_cards, fold_default, model_of
 from sie.control_messages import ModelEntry, Models, WorkerEntry
 from sie.errors import ModelLoadFailed, SieError, Unavailable, from_wire, without_paths
+from sie.frontend.dialects import models as models_dialect
 from sie.frontend.dialects.openai import DEFAULT_MODEL
 from sie.frontend.options import gives, is_own_entry
 from sie.frontend.tokenize import Tokenizer
@@ -220,6 +222,24 @@ class ModelTable:
             mib = Path(path).stat().st_size >> 20
             if mib >= _LARGE_TOKENIZER_MIB:
                 self.on_silence(min(mib, _LONGEST_SILENCE_S))
+
+
+def model_info(entry: ModelEntry, created_s: int) -> dict[str, Any]:
+    """Return what a client is told of a model."""
+    error = entry.error
+    last_error = None
+    if error is not None:
+        extras = error.extras
+        last_error = {
+            "code": error.code,
+            "message": error.message,
+            "attempts": extras.get("attempts", 1),
+            "permanent": extras.get("permanent", False),
+        }
+    loras = {name: adapter.state for name, adapter in entry.adapters.items()}
+    return models_dialect.model_info(
+        entry.card, entry.state, last_error, created_s, loras, is_reloading=entry.reloading
+    )
 
 
 def _offered(entry: ModelEntry) -> list[ModelEntry]:

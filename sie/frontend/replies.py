@@ -38,7 +38,7 @@ def read_reply(
     began_ns is when the request's headers were read. Raises Internal when the extent is not what the layout says.
     """
     try:
-        if (request.output_types or _DENSE_ONLY) == _DENSE_ONLY:
+        if not request.output_types or request.output_types == _DENSE_ONLY:
             answer, times = _read_dense(reply.view, entry, request)
         else:
             answer, times = _read_outputs(reply.view, entry, request)

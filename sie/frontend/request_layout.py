@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from sie.catalog.profiles import model_of
 from sie.headers import ArrayRef, WorkHeader
-from sie.shm.extent import extent_bytes, plan_arrays
+from sie.shm.extent import DTYPES, extent_bytes, extent_head, plan_arrays
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _MAX_KEPT_TASK_BYTES: Final = 2048
@@ -25,6 +26,14 @@ class RequestLayout(NamedTuple):
     refs: tuple[ArrayRef, ...]
     nbytes: int
     model: str
+    head: bytes
+    """What the extent begins with: its prologue and the header."""
+    places: tuple[slice, ...]
+    """Where each array lies in the extent."""
+
+
+EncodeWords = tuple[str, str, bool | None, int | None, tuple[str, ...]]
+"""What a request to encode asks for: model, dtype, whether normalised, width, outputs; as in `WorkHeader`."""
 
 
 def lay_out(header: WorkHeader, arrays: Sequence[tuple[str, NDArray[Any]]]) -> RequestLayout:
@@ -44,8 +53,31 @@ def lay_out_bytes(header: WorkHeader, sizes: Sequence[int]) -> RequestLayout:
 
 
 @lru_cache(maxsize=4096)
+def lay_out_text(words: EncodeWords, num_tokens: int, text_bytes: int | None) -> RequestLayout:
+    """Return the layout of a request to encode one text, of so many bytes; None: as its token ids.
+
+    Its arrays are as in `WorkHeader`: the bounds of its tokens, then the ids, or the text and its bounds.
+    """
+    model, output_dtype, normalize, truncate_dim, output_types = words
+    shapes = [("cu_seqlens", "<i4", (2,))]
+    if text_bytes is not None:
+        shapes += [("text", "|u1", (text_bytes,)), ("text_offsets", "<i4", (2,))]
+    else:
+        shapes.append(("token_ids", "<i4", (num_tokens,)))
+    header = WorkHeader(model, "encode", 1, (), output_dtype, normalize, truncate_dim, output_types)
+    return _lay_out.__wrapped__(header, tuple(shapes))
+
+
+@lru_cache(maxsize=4096)
 def _lay_out(header: WorkHeader, shapes: tuple[tuple[str, str, tuple[int, ...]], ...]) -> RequestLayout:
     plan = plan_arrays(shapes)
     model = model_of(header.model)
     encoded = _encoder.encode(msgspec.structs.replace(header, model=model, arrays=plan.refs))
-    return RequestLayout(encoded, plan.refs, extent_bytes(len(encoded), plan.nbytes), model)
+    start = extent_bytes(len(encoded), 0)
+    places = tuple(
+        [
+            slice(start + ref.offset, start + ref.offset + DTYPES[ref.dtype].itemsize * prod(ref.shape))
+            for ref in plan.refs
+        ]
+    )
+    return RequestLayout(encoded, plan.refs, start + plan.nbytes, model, extent_head(encoded), places)

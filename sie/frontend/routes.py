@@ -39,8 +39,11 @@ class Match(NamedTuple):
     model: str = ""
 
 
+ENCODE = "/v1/encode/{model}"
+INFER = "/v2/models/{model}/infer"
+"""The templates of the two routes that small requests come by most."""
 ROUTES: tuple[Route, ...] = (
-    Route("/v1/encode/{model}", "POST", "encode", endpoint="encode"),
+    Route(ENCODE, "POST", "encode", endpoint="encode"),
     Route("/v1/score/{model}", "POST", "score", endpoint="score"),
     Route("/v1/extract/{model}", "POST", "extract", endpoint="extract"),
     Route("/v1/generate/{model}", "POST", "generate"),
@@ -79,7 +82,7 @@ ROUTES: tuple[Route, ...] = (
     Route("/v2/models/{model}/ready", "GET", "model", "kserve"),
     Route("/v2/models/{model}/config", "GET", "model", "kserve"),
     Route("/v2/models/{model}/stats", "GET", "model", "kserve"),
-    Route("/v2/models/{model}/infer", "POST", "model", "kserve"),
+    Route(INFER, "POST", "model", "kserve"),
     Route("/v2/models/{model}/generate", "POST", "model", "kserve"),
     Route("/v2/models/{model}/generate_stream", "POST", "model", "kserve"),
     Route("/v2/repository/index", "POST", "index", "kserve"),
@@ -115,7 +118,7 @@ BY_METHOD: dict[tuple[str, str], Route] = {
 COUNTED = {
     template: BY_TEMPLATE[template]._replace(endpoint=endpoint)
     for endpoint, templates in (
-        ("infer", ("/v2/models/{model}/infer", "/api/infer/{model}")),
+        ("infer", (INFER, "/api/infer/{model}")),
         ("generate", ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/v1/generate/{model}",
                       "/v2/models/{model}/generate", "/v2/models/{model}/generate_stream")),
     )

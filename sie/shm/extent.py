@@ -92,12 +92,21 @@ def write_extent(view: memoryview, header: bytes, refs: Sequence[ArrayRef], arra
     return len(view) - len(payload) + end
 
 
-def write_bytes(view: memoryview, header: bytes, refs: Sequence[ArrayRef], parts: Sequence[memoryview]) -> None:
-    """Write a whole extent of arrays of bytes (uint8), each as long as its ref says; else as `write_extent`."""
-    payload = begin_extent(view, header)
-    for ref, part in zip(refs, parts, strict=True):
-        start = ref.offset
-        payload[start : start + ref.shape[0]] = part
+def extent_head(header: bytes) -> bytes:
+    """Return the bytes that an extent begins with: prologue, not cancelled, and header. Raises ValueError as `begin_extent`."""
+    if len(header) > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {len(header)} bytes")
+    return PROLOGUE.pack(0, len(header)) + header
+
+
+def write_parts(view: memoryview, head: bytes, places: Sequence[slice], parts: Sequence[bytes | memoryview]) -> None:
+    """Write a whole extent whose arrays are there as bytes; head is `extent_head`'s, places are the arrays' in the extent.
+
+    Raises ValueError for a part that is not as long as its place.
+    """
+    view[: len(head)] = head
+    for place, part in zip(places, parts, strict=True):
+        view[place] = part
 
 
 def write_pieces(

@@ -91,17 +91,18 @@ class Gauge:
 class Histogram:
     """Counts of observations by size, and their sum."""
 
-    __slots__ = ("_bounds", "_counts", "_index", "_words")
+    __slots__ = ("observe",)
 
     def __init__(self, place: _Place, bounds: tuple[float, ...]) -> None:
-        self._words, self._counts, self._index = place
-        self._bounds = bounds
+        words, counts, index = place
+        first = index + 1
 
-    def observe(self, value: float) -> None:
-        """Count value in the first bucket whose bound is at least value."""
-        index = self._index
-        self._counts[index + 1 + bisect_left(self._bounds, value)] += 1
-        self._words[index] += value
+        def observe(value: float) -> None:
+            counts[first + bisect_left(bounds, value)] += 1
+            words[index] += value
+
+        self.observe: Callable[[float], None] = observe  # a closure: several times for each request
+        """Count a value in the first bucket whose bound is at least that."""
 
 
 class _Place(NamedTuple):

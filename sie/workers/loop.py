@@ -243,7 +243,8 @@ class Loop:
                     self._accept(link, descriptor)
                 elif descriptor.kind == RELEASE:
                     link.release(descriptor)
-                    self._unpark()
+                    if self._parked:
+                        self._unpark()
                 else:
                     raise ProtocolError(f"a frontend sent kind {descriptor.kind}")
             link.flush()

@@ -58,7 +58,8 @@ def row_layout(header: WorkHeader, card: ModelCard) -> tuple[str, int]:
         return "<f4", _num_classes(header, card)
     is_score = header.operation == "score"
     wanted = [output for output, _ in header.compared] if is_score else header.output_types
-    if not set(card.outputs).issuperset(wanted):
+    outputs = card.outputs
+    if not all(output in outputs for output in wanted):
         raise BadRequest(f"Model '{card.id}' does not have all of the outputs {list(wanted)}")
     if is_score:
         return "<f4", 1

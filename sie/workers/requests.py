@@ -34,6 +34,7 @@ from sie.shm.extent import (
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
 from sie.shm.pool import Lease
 from sie.workers.ragged import RAGGED_OUTPUTS, KeptBytes, RaggedReply
+from sie.workers.readers import Reader, reader_of
 from sie.workers.runners import Comparison, ImageItem, Pair, SearchedImage
 from sie.workers.tensors import KeptTensors, OutputTensor, read_tensors
 
@@ -93,12 +94,13 @@ def reply_layout(num_items: int, code: str, width: int, name: str = "dense") -> 
 
 
 class _Known(NamedTuple):
-    """What a request's header says; the refs are its arrays by name, the same for all requests with these bytes."""
+    """What a request's header says, the same for all requests with these bytes."""
 
     header: WorkHeader
-    refs: dict[str, ArrayRef]
     is_ragged: bool
     num_left: int
+    read: Reader
+    """Reads the inputs of a request with this header."""
 
 
 @lru_cache(maxsize=4096)
@@ -109,7 +111,9 @@ def _known(encoded: bytes) -> _Known:
     if header.operation not in _ROWS or not outputs or not set(outputs) <= _OUTPUTS:
         raise ProtocolError(f"a request for outputs {outputs}")
     is_ragged = header.operation == "infer" or not RAGGED_OUTPUTS.isdisjoint(outputs)
-    return _Known(header, {ref.name: ref for ref in header.arrays}, is_ragged, header.num_items * len(outputs))
+    refs = {ref.name: ref for ref in header.arrays}
+    read = reader_of(header, refs) or partial(_read_inputs, header, refs)
+    return _Known(header, is_ragged, header.num_items * len(outputs), read)
 
 
 class Request:
@@ -132,12 +136,12 @@ class Request:
         self.request_id = descriptor.request_id
         self.inflight_entry = (link.slot, descriptor.request_id)
         self.deadline_ns = descriptor.deadline_ns
-        self.is_alone = bool(descriptor.flags & FLAG_ALONE)
+        self.is_alone = descriptor.flags & FLAG_ALONE != 0
         self._view = link.view(descriptor)
         encoded, payload = split_extent(self._view)
         known = (_known if len(encoded) <= _MAX_KEPT_HEADER_BYTES else _known.__wrapped__)(encoded)
-        self.header, refs, self.is_ragged, self.num_left = known
-        self.costs, self.inputs = _read_inputs(self.header, refs, payload)
+        self.header, self.is_ragged, self.num_left, read = known
+        self.costs, self.inputs = read(payload)
         self.comparison = Comparison(self.header) if self.header.compared else None
         self.ragged: RaggedReply | KeptTensors | None = None
         self.started_ns = self.inference_ns = self.postprocessing_ns = 0

@@ -120,6 +120,9 @@ class State:
     def remove(self, step: Step) -> None:
         """Take a step's items out of the queue."""
         queue = self.queues[step.model]
+        if len(step.items) + len(step.expired) + len(step.refused) == len(queue):
+            del self.queues[step.model]
+            return
         gone = {id(item) for item in step.items}
         gone.update(id(item) for item in step.expired)
         gone.update(id(refused.item) for refused in step.refused)

@@ -48,7 +48,7 @@ class Likeness(NamedTuple):
 def read_tensors(header: WorkHeader, payload: memoryview) -> TensorInputs:
     """Return the inputs in a request's extent. Raises ProtocolError."""
     try:
-        task = _read_task(header.task)
+        task = read_task(header.task)
     except msgspec.MsgspecError as error:
         raise ProtocolError("a tensor task that cannot be decoded") from error
     if len(task.inputs) != len(header.arrays) or any(ref.dtype != "|u1" for ref in header.arrays):
@@ -57,8 +57,8 @@ def read_tensors(header: WorkHeader, payload: memoryview) -> TensorInputs:
 
 
 @lru_cache(maxsize=1024)
-def _read_task(task: bytes) -> TensorTask:
-    """Return the task in a header; equal headers give the same object, once decoded."""
+def read_task(task: bytes) -> TensorTask:
+    """Return the task in a header; equal headers give the same object, once decoded. Raises MsgspecError."""
     return _task_decoder.decode(task)
 
 

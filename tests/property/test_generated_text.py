@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from sie.cards import ModelCard
 from sie.frontend.generation.parsers import PlainText
 from sie.frontend.generation.reader import Reader
+from sie.frontend.generation.reasoning import ReasoningParser
 from sie.frontend.generation.stops import StopFilter
 from sie.frontend.generation.vocabulary import FileVocabulary
 from sie.generation import Finished, GenerateRule, TextDelta, TokenLogprob, TokenRecord
@@ -20,6 +21,7 @@ from tests.unit import tiny_tokenizers
 
 TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "byte level": tiny_tokenizers.byte_level,
+    "byte level in a sequence": tiny_tokenizers.byte_level_in_sequence,
     "sentence piece": tiny_tokenizers.sentence_piece,
     "gemma": lambda: tiny_tokenizers.sentence_piece(strips=False),
     "word piece": tiny_tokenizers.word_piece,
@@ -67,6 +69,23 @@ def test_text_comes_in_whole_characters(kind: str, text: str) -> None:
     if "�" not in expected:
         assert not any("�" in piece for piece in shown)
     assert "".join(shown) + decoder.flush() == expected
+
+
+@pytest.mark.parametrize("kind", sorted(TOKENIZERS))
+@settings(deadline=None)
+@given(token_ids=ids)
+def test_special_tokens_that_nobody_looks_for_stay_out_of_the_text(kind: str, token_ids: list[int]) -> None:
+    tokenizer = TOKENIZERS[kind]()
+    kept = tokenizer.token_to_id("<|im_end|>")
+    special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    reader = Reader(
+        1, vocabulary(kind), (), lambda: ReasoningParser(("<|im_end|>", "</x>"), PlainText(), is_open=False)
+    )
+    events = reader.read(TokenRecord(1, 0, 0, (60, kept, *token_ids), "stop"))
+    text = "".join(event.text for event in events if isinstance(event, TextDelta))
+    shown = [token_id for token_id in (60, kept, *token_ids) if token_id == kept or token_id not in special]
+    assert text == tokenizer.decode(shown, skip_special_tokens=False)
+    event("special ones among them", any(token_id in special for token_id in token_ids))
 
 
 alphabet = st.text("ab<>", max_size=4)

@@ -19,10 +19,11 @@ from sie.generation import ChatMessage, GenerateRequest, GenerateRule, Tool, Too
 NAMES = ("weather", "time")
 TAGS = ("<think>", "</think>")
 CALL = '{"name": "weather", "arguments": {"city": "Oslo \\"x\\" }"}}'
+TAGGED = '{"name": "weather", "arguments": {"city": "a </tool_call> b"}}'
 LLAMA = '{"name": "time", "parameters": {"zone": "UTC"}}'
 FRAGMENTS = (
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool", "</", "<", ">", "{", "}", "[", "]", '"', "\\", "\n", " ",
-    ";", ",", "`", "```json", "```", "<|python_tag|>", "a", "Sure.", CALL, LLAMA, '{"name": "rain"}', "{}", "[1]", "\u00e9",
+    ";", ",", "`", "```json", "```", "<|python_tag|>", "a", "Sure.", CALL, LLAMA, TAGGED, '{"name": "rain"}', "{}", "[1]", "\u00e9",
 )  # fmt: skip
 
 
@@ -78,6 +79,7 @@ def test_text_without_a_call_is_given_as_it_was_written(kind: str, text: str) ->
     assert parse(PARSERS[kind](), [text]) == ([Text(text)] if text else [])
 
 
+QUOTED = ("weather", '{"city": "a </tool_call> b"}')
 OSLO = ("weather", '{"city": "Oslo \\"x\\" }"}')
 UTC = ("time", '{"zone": "UTC"}')
 
@@ -88,6 +90,10 @@ UTC = ("time", '{"zone": "UTC"}')
         ("tagged", f"Sure.\n<tool_call>\n{CALL}\n</tool_call>\n", [Text("Sure."), OSLO]),
         ("tagged", f"<tool_call>{CALL}</tool_call>\n<tool_call>{LLAMA}</tool_call> done", [OSLO, UTC, Text("done")]),
         ("tagged", f"<tool_call>{CALL}", [OSLO]),
+        ("tagged", f"<tool_call>{TAGGED}</tool_call>\n<tool_call>{LLAMA}</tool_call>", [QUOTED, UTC]),
+        ("tagged", f"<tool_call>{TAGGED}", [QUOTED]),
+        ("tagged", f'<tool_call>"x</tool_call> a <tool_call>{LLAMA}</tool_call>', [Text('<tool_call>"x</tool_call> a'), UTC]),
+        ("tagged", '<tool_call>"x</tool_call> a', [Text('<tool_call>"x</tool_call> a')]),
         ("tagged", "a <tool_call>{}</tool_call>b", [Text("a <tool_call>{}</tool_call>b")]),
         ("tagged", '<tool_call>{"name": "rain"}</tool_call>', [Text('<tool_call>{"name": "rain"}</tool_call>')]),
         ("bare", f" {CALL}", [OSLO]),

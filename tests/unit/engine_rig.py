@@ -241,7 +241,11 @@ class Rig:
         return self.engine.submit(work, arrays, sum(lengths), deadline_ns)
 
     async def settle(self) -> None:
-        """Turn the event loop until what is ready now has been handled."""
+        """Turn the event loop until what is ready now has been handled, with a tick of the process's in between."""
+        for _ in range(4):
+            await asyncio.sleep(0)
+        for link in self.engine._links.values():
+            link.give_back()
         for _ in range(4):
             await asyncio.sleep(0)
 

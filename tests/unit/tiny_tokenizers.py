@@ -31,6 +31,14 @@ def byte_level() -> Tokenizer:
 
 
 @functools.cache
+def byte_level_in_sequence() -> Tokenizer:
+    """Return the same with its decoder as the only one of a sequence."""
+    tokenizer = Tokenizer.from_str(byte_level().to_str())
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel()])
+    return tokenizer
+
+
+@functools.cache
 def sentence_piece(*, strips: bool = True) -> Tokenizer:
     """Return one with a mark for spaces and a token for each byte, as those of Llama 2 (strips) and Gemma have."""
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -43,10 +43,11 @@ def read_tools(tools: Sequence[ToolField]) -> tuple[Tool, ...]:
         if tool.type != "function":
             refuse_agent_tool(tool.type, path)
         made = tool.function or FunctionField(tool.name or "", tool.description, tool.parameters, tool.strict)
+        named = f"{path}.function.name" if tool.function is not None else f"{path}.name"
         if not NAME.fullmatch(made.name):
-            raise wrong(f"{path}.function.name", "must be of letters, digits and _.:/-, at most 256")
+            raise wrong(named, "must be of letters, digits and _.:/-, at most 256")
         if made.name in read:
-            raise wrong(f"{path}.function.name", f"is {made.name!r}, as another tool's")
+            raise wrong(named, f"is {made.name!r}, as another tool's")
         read[made.name] = Tool(
             name=made.name, description=made.description, parameters=made.parameters, strict=bool(made.strict)
         )

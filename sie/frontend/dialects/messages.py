@@ -167,5 +167,5 @@ def _read_grammar(call: MessagesBody) -> Grammar | None:
     if len(given) > 1:
         raise wrong(given[0], f"and {given[1]!r} cannot both be given")
     if form is not None:
-        return Grammar(kind="json_schema", value=_to_json(form.schema).decode())
+        return Grammar(kind="json_schema", value=_to_json(form.schema).decode(), field="output_config.format")
     return read_grammar(call.grammar) or read_format(call.response_format)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from sie.frontend.dialects.chat_messages import NAME
 from sie.frontend.dialects.text_fields import wrong
 from sie.generation import ChatMessage, ToolCall
 
@@ -22,7 +23,10 @@ _DROPPED: Final = frozenset(
         "server_tool_use",
         "web_search_tool_result",
         "web_fetch_tool_result",
+        "tool_search_tool_result",
         "code_execution_tool_result",
+        "bash_code_execution_tool_result",
+        "text_editor_code_execution_tool_result",
     }
 )
 """What a server-side tool of another server left in a conversation; no template has a place for it."""
@@ -38,15 +42,18 @@ class TextBlock(msgspec.Struct):
 
 
 class BlockField(TextBlock):
-    """One block of a content; which fields count depends on its type."""
+    """One block of a content; which fields count depends on its type, and so does the form of what is dropped."""
 
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | Annotated[list[TextBlock], Meta(max_length=_MAX_LIST)] | None = None
+    content: Any = None
     is_error: bool | None = None
+
+
+_ResultContent = str | Annotated[list[TextBlock], Meta(max_length=_MAX_LIST)] | None
 
 
 class InputMessage(msgspec.Struct):
@@ -97,9 +104,12 @@ def _read_user(blocks: Sequence[BlockField], path: str) -> Iterator[ChatMessage]
 def _read_result(block: BlockField, path: str) -> ChatMessage:
     if not block.tool_use_id:
         raise wrong(f"{path}.tool_use_id", "is required")
-    content = block.content or ""
-    text = content if isinstance(content, str) else join_text(content, f"{path}.content")
-    return ChatMessage(role="tool", content=text, tool_call_id=block.tool_use_id)
+    try:
+        content: _ResultContent = msgspec.convert(block.content, _ResultContent)
+    except msgspec.ValidationError as error:
+        raise wrong(f"{path}.content", f"must be a text or blocks: {error}") from None
+    text = join_text(content, f"{path}.content") if isinstance(content, list) else content
+    return ChatMessage(role="tool", content=text or "", tool_call_id=block.tool_use_id)
 
 
 def _read_assistant(blocks: Sequence[BlockField], path: str) -> ChatMessage:
@@ -125,6 +135,8 @@ def _read_assistant(blocks: Sequence[BlockField], path: str) -> ChatMessage:
 def _read_call(block: BlockField, path: str) -> ToolCall:
     if not block.id or not block.name:
         raise wrong(f"{path}.{'name' if block.id else 'id'}", "is required")
+    if not NAME.fullmatch(block.name):
+        raise wrong(f"{path}.name", "must be of letters, digits and _.:/-, at most 256")
     return ToolCall(id=block.id, name=block.name, arguments=_to_json(block.input or {}).decode())
 
 

@@ -70,14 +70,19 @@ def _message(message_id: str, model: str) -> dict[str, Any]:
 
 
 def _content(choice: ChoiceReply) -> list[dict[str, Any]]:
-    """Return the blocks; an answer without any is an empty text."""
+    """Return the blocks in the order of a stream's; an answer without any is an empty text."""
     blocks: list[dict[str, Any]] = []
     if choice.reasoning:
         blocks.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
-    if choice.text:
-        blocks.append({"type": "text", "text": choice.text})
-    blocks += [{**_tool_use(call), "input": _arguments(call)} for call in choice.calls]
-    return blocks or [{"type": "text", "text": ""}]
+    begin = 0
+    for call, place in zip(choice.calls, choice.call_places, strict=True):
+        blocks += [*_text(choice.text[begin:place]), {**_tool_use(call), "input": _arguments(call)}]
+        begin = place
+    return [*blocks, *_text(choice.text[begin:])] or [{"type": "text", "text": ""}]
+
+
+def _text(text: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text}] if text else []
 
 
 def _tool_use(call: ToolCall) -> dict[str, Any]:

@@ -120,8 +120,8 @@ def _read_grammar(field: NativeGrammar | None) -> Grammar | None:
     if field.ebnf is not None:
         raise wrong("grammar.ebnf", "is not served; a JSON schema or a regular expression is")
     if field.regex is not None:
-        return Grammar(kind="regex", value=field.regex)
-    return Grammar(kind="json_schema", value=_to_json(field.json_schema).decode())
+        return Grammar(kind="regex", value=field.regex, field="grammar")
+    return Grammar(kind="json_schema", value=_to_json(field.json_schema).decode(), field="grammar")
 
 
 # --- writing --------------------------------------------------------------------------------------------------------

@@ -191,10 +191,10 @@ def _read_grammar(call: ResponsesBody, own: Grammar | None) -> Grammar | None:
     if form is None or form.type == "text":
         return own or read_format(chosen)
     if form.type == "json_object":
-        return Grammar(kind="json_schema", value='{"type":"object"}')
+        return Grammar(kind="json_schema", value='{"type":"object"}', field="text.format")
     if form.schema is None:
         raise wrong("text.format.schema", "is required")
-    return Grammar(kind="json_schema", value=_to_json(form.schema).decode())
+    return Grammar(kind="json_schema", value=_to_json(form.schema).decode(), field="text.format")
 
 
 def _read_logprobs(call: ResponsesBody) -> int | None:

@@ -8,6 +8,7 @@ output types and modality against its card (400). Source: SIE API reference, sec
 from __future__ import annotations
 
 import difflib
+import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Annotated, Any
@@ -29,6 +30,7 @@ _MOST_ITEMS = 65_536  # the most that settings allow; the setting itself is chec
 _MOST_NAMES = 64
 _MAX_SUGGEST_CHARS = 200
 _ABSENT = msgspec.Raw(b"")
+_DENSE_ONLY = ("dense",)
 
 
 class Media(msgspec.Struct, gc=False):
@@ -81,6 +83,8 @@ def decode_encode(body: bytes, msgpack: bool, model: str, limits: Limits) -> Enc
         check_json(body, limits.max_depth)
     call = decode_typed(_FROM_MSGPACK if msgpack else _FROM_JSON, body)
     items = call.items
+    if len(items) == 1 and call.params is None and len(body) <= limits.max_item_text_bytes and _is_bare(items[0]):
+        return EncodeRequest(model=model, texts=[items[0].text])  # pyright: ignore[reportArgumentType]  # a bare item has one
     check_count(items, limits.max_items)
     check_items(items, msgpack, len(body), limits.max_item_text_bytes)
     params = call.params or _NO_PARAMS
@@ -90,14 +94,21 @@ def decode_encode(body: bytes, msgpack: bool, model: str, limits: Limits) -> Enc
     return EncodeRequest(
         model=model,
         texts=[item.text or "" for item in items] if non_text is None else None,
-        ids=ids if any(id_ is not None for id_ in ids) else [],
+        ids=[] if ids.count(None) == len(ids) else ids,
         output_types=None if params.output_types is None else tuple(params.output_types),
         output_dtype=params.output_dtype,
         instruction=params.instruction,
-        options=decode_free_form(params.options, msgpack=msgpack, path="$.params.options", max_depth=limits.max_depth),
+        options={} if params.options is _ABSENT else decode_free_form(
+            params.options, msgpack=msgpack, path="$.params.options", max_depth=limits.max_depth
+        ),
         non_text_item=non_text,
         media=media,
-    )
+    )  # fmt: skip
+
+
+def _is_bare(item: Item) -> bool:
+    """Tell whether an item is a text and nothing else, as in most small requests: then there is nothing to check."""
+    return item.id is None and item.metadata is _ABSENT and find_non_text((item,)) is None
 
 
 def read_media(items: Sequence[Item], limits: Limits) -> MediaItems:
@@ -209,7 +220,9 @@ def resolve_encode(request: EncodeRequest, card: ModelCard) -> EncodeRequest:
 def _resolve_output_types(request: EncodeRequest, card: ModelCard) -> tuple[str, ...]:
     wanted: Sequence[Any] | None = request.options.get("output_types")
     if wanted is None:
-        wanted = ("dense",) if request.output_types is None else request.output_types
+        if request.output_types is None and "dense" in card.outputs:
+            return _DENSE_ONLY
+        wanted = _DENSE_ONLY if request.output_types is None else request.output_types
     if not wanted:
         raise BadRequest("Field 'output_types' must not be empty")
     for name in wanted:
@@ -275,12 +288,35 @@ def _reply_msgpack(reply: EncodeReply) -> bytes:
         for index, id_ in enumerate(reply.ids):
             own = _ONE_KEY if id_ is None else _ID_KEY + pack(id_)
             parts += (own, before, rows[index * row_bytes : (index + 1) * row_bytes])
-    parts.append(pack(_tail(reply))[1:])  # without the header of its own map: its keys belong to the body's
+    parts.append(_tail_msgpack(reply))
     return b"".join(parts)
 
 
 _ONE_KEY = b"\x81"
 _ID_KEY = b"\x82" + pack("id")
+
+
+_TIMES = (b"\xa6timing\x85\xa8total_ms\xcb", b"\xa8queue_ms\xcb", b"\xaftokenization_ms\xcb", b"\xacinference_ms\xcb",
+          b"\xb1postprocessing_ms\xcb")  # fmt: skip
+_pack_times = struct.Struct(">" + "".join(f"{len(key)}sd" for key in _TIMES)).pack
+
+
+def _tail_msgpack(reply: EncodeReply) -> bytes:
+    """Return the last two keys of a reply, without the header of a map of their own: they belong to the body's."""
+    timing = reply.timing
+    if reply.num_images or not timing.postprocessing_ms:
+        return pack(_tail(reply))[1:]
+    total, queue, tokenization, inference, postprocessing = _TIMES
+    times = _pack_times(
+        total, timing.total_ms, queue, timing.queue_ms, tokenization, timing.tokenization_ms, inference, timing.inference_ms,
+        postprocessing, timing.postprocessing_ms,
+    )  # fmt: skip
+    return times + _usage(reply.input_tokens)
+
+
+@lru_cache(maxsize=1024)
+def _usage(input_tokens: int) -> bytes:
+    return pack("usage") + pack(_Usage(input_tokens))
 
 
 @lru_cache(maxsize=1024)

@@ -8,6 +8,7 @@ the tensor's shape before anything of that size is allocated.
 from __future__ import annotations
 
 import re
+import struct
 from typing import Any, Final, cast
 
 import msgspec
@@ -27,6 +28,8 @@ _FLOATS: Final = msgspec.json.Decoder(list[float])
 _INTEGERS: Final = msgspec.json.Decoder(list[int])
 _ANY: Final = msgspec.json.Decoder()
 _MAX_DEPTH: Final = 40
+_FEW_ELEMENTS: Final = 64
+_to_json: Final = msgspec.json.Encoder().encode
 
 
 def elements_from_json(raw: msgspec.Raw, name: str, datatype: str, num_elements: int) -> bytes:
@@ -64,6 +67,8 @@ def elements_from_json(raw: msgspec.Raw, name: str, datatype: str, num_elements:
 
 
 def _floats(flat: bytes, name: str, datatype: str, num_elements: int) -> bytes:
+    if num_elements <= _FEW_ELEMENTS:
+        return _few_floats(flat, name, datatype, num_elements)
     values = np.empty(num_elements, np.float64)
     done = start = 0
     while start < len(flat):
@@ -81,6 +86,14 @@ def _floats(flat: bytes, name: str, datatype: str, num_elements: int) -> bytes:
     if not np.isfinite(rows).all():
         raise _too_large(name, datatype)
     return rows.tobytes()
+
+
+def _few_floats(flat: bytes, name: str, datatype: str, num_elements: int) -> bytes:
+    """Do as `_floats` without NumPy, whose every call costs as much as a few dozen numbers."""
+    try:
+        return struct.pack(f"<{num_elements}{'f' if datatype == 'FP32' else 'd'}", *_FLOATS.decode(b"[" + flat + b"]"))
+    except (msgspec.DecodeError, OverflowError):  # of what was valid JSON only a number out of range
+        raise _too_large(name, datatype) from None
 
 
 def _integers(flat: bytes, name: str, datatype: str) -> bytes:
@@ -166,12 +179,12 @@ def elements_to_json(data: memoryview, name: str, datatype: str) -> bytes:
             raise BadRequest(
                 f"output '{name}' has bytes that are not UTF-8. Please use the binary data format for output '{name}'"
             ) from None
-    values = np.frombuffer(data, DATATYPES[datatype])
-    if datatype in ("FP32", "FP64") and not np.isfinite(values).all():
+    text = _to_json(np.frombuffer(data, DATATYPES[datatype]).tolist())
+    if datatype in ("FP32", "FP64") and b"null" in text:  # what msgspec writes for a number that JSON does not have
         raise BadRequest(
             f"output '{name}' has values that are not finite. Please use the binary data format for output '{name}'"
         )
-    return msgspec.json.encode(values.tolist())
+    return text
 
 
 def _wrong_count(name: str, expected: int, got: int) -> BadRequest:

@@ -189,9 +189,9 @@ def read_grammar(field: GrammarField | None) -> Grammar | None:
         return None
     value: Any = field.value
     if isinstance(value, str):
-        return Grammar(kind=field.type, value=value)
+        return Grammar(kind=field.type, value=value, field="grammar")
     if field.type == "json_schema" and isinstance(value, dict):
-        return Grammar(kind=field.type, value=_to_json(value).decode())
+        return Grammar(kind=field.type, value=_to_json(value).decode(), field="grammar")
     raise wrong("grammar.value", f"must be a text{' or an object' if field.type == 'json_schema' else ''}")
 
 

@@ -8,16 +8,21 @@ before anything is queued; a worker compiles them over its model's tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 
 from sie.errors import BadRequest
 from sie.frontend.generation.formats import callable_tools
-from sie.generation import GenerateRequest, GenerateRule, Grammar, Tool
+from sie.frontend.generation.lark import refusal_of, refusal_of_composed
+from sie.generation import JSON_SPACE, GenerateRequest, GenerateRule, Grammar, Tool
 
 _HEADER: Final = "%llguidance {}\n"
 _ANY_OBJECT: Final[dict[str, Any]] = {"type": "object"}
+_DATA: Final = frozenset({"const", "default", "enum", "example", "examples"})
+"""Keywords whose values are no schemas."""
+_NAMED: Final = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
+"""Keywords whose values are schemas by names."""
 _MAX_ERROR_CHARS: Final = 400
 
 
@@ -27,7 +32,7 @@ def constrain(request: GenerateRequest, rule: GenerateRule) -> Grammar | None:
     Raises BadRequest for a grammar or a strict tool's parameters that cannot be compiled.
     """
     if request.grammar is not None:
-        _check(request.grammar, "response_format")
+        _check(request.grammar)
     tools = callable_tools(request) if request.messages is not None else ()
     if tools and request.tool_choice.mode == "required":
         return _lark(_Calls(tools, rule, request.parallel_tool_calls).demanded())
@@ -38,17 +43,36 @@ def constrain(request: GenerateRequest, rule: GenerateRule) -> Grammar | None:
     return request.grammar
 
 
+def schema_bytes(request: GenerateRequest) -> int:
+    """Return how large the schemas are that tools add to the grammar of an answer; 0 where tools bind none of it."""
+    tools = callable_tools(request) if request.messages is not None else ()
+    is_bound = request.tool_choice.mode == "required" or request.grammar is not None
+    if not is_bound and not any(tool.strict for tool in tools):
+        return 0
+    return sum(len(_to_json(tool.parameters)) for tool in tools if tool.parameters)
+
+
 def _lark(text: str) -> Grammar:
-    grammar = Grammar(kind="lark", value=text)
-    _check(grammar, "tools")
+    grammar = Grammar(kind="lark", value=text, field="tools")
+    _refuse(grammar, problem_of(grammar))
     return grammar
 
 
 def _as_rule(grammar: Grammar) -> str | None:
     """Return a grammar as the body of a rule; None for one that cannot be an alternative, and binds everything then."""
     if grammar.kind == "json_schema":
-        return f"%json {_to_json(msgspec.json.decode(grammar.value))}"
+        schema: Any = msgspec.json.decode(grammar.value)
+        is_object = isinstance(schema, dict)
+        return _json_rule(cast("dict[str, Any]", schema) if is_object else {}, JSON_SPACE)  # else it is `true`
     return None
+
+
+def _json_rule(schema: dict[str, Any], space: str) -> str:
+    """Return the body of a rule for JSON with this between its parts, unless the schema itself says what."""
+    own = schema.get("x-guidance", {})
+    if isinstance(own, dict):
+        schema = {**schema, "x-guidance": {"whitespace_pattern": space, **cast("dict[str, Any]", own)}}
+    return f"%json {_to_json(schema)}"
 
 
 class _Calls:
@@ -58,7 +82,7 @@ class _Calls:
         self._is_tagged = rule.tool_format == "hermes"
         self._key = "parameters" if rule.tool_format == "llama" else "arguments"
         self._is_parallel = is_parallel and self._is_tagged
-        self._bodies = [f"body_{number}: %json {self._schema(tool)}" for number, tool in enumerate(tools)]
+        self._schemas = [self._schema(tool) for tool in tools]
         self._any_body = " | ".join(f"body_{number}" for number in range(len(tools)))
 
     def demanded(self, answer: str = "") -> str:
@@ -66,7 +90,9 @@ class _Calls:
         calls = 'call ("\\n" call)*' if self._is_parallel else "call"
         call = f'"<tool_call>\\n" ({self._any_body}) "\\n</tool_call>"' if self._is_tagged else self._any_body
         rules = [f"start: {calls} | answer" if answer else f"start: {calls}", f"call: {call}"]
-        return self._join([*rules, *([f"answer: {answer}"] if answer else [])])
+        if answer:  # whose white space has to be that of the calls: both begin alike
+            return self._join([*rules, f"answer: {answer}"])
+        return self._join(rules, space="[ ]?")  # in one line, as models are shown calls
 
     def amid_text(self) -> str:
         """Return the grammar of any text, in which calls are well-formed."""
@@ -83,29 +109,71 @@ class _Calls:
         # A bare call begins the answer, with a brace: text that begins otherwise is free.
         return self._join([f"start: {self._any_body} | answer", r"answer: /([^{\[](.|\n)*)?/"])
 
-    def _join(self, rules: Sequence[str]) -> str:
-        return _HEADER + "\n".join([*rules, *self._bodies]) + "\n"
+    def _join(self, rules: Sequence[str], space: str = JSON_SPACE) -> str:
+        bodies = [f"body_{number}: {_json_rule(schema, space)}" for number, schema in enumerate(self._schemas)]
+        return _HEADER + "\n".join([*rules, *bodies]) + "\n"
 
-    def _schema(self, tool: Tool) -> str:
+    def _schema(self, tool: Tool) -> dict[str, Any]:
         """Return the schema of one tool's call; without strict, parameters that cannot be compiled are any object."""
-        parameters = tool.parameters or _ANY_OBJECT
+        parameters = _as_object(tool)
         problem = problem_of(Grammar(kind="json_schema", value=_to_json(parameters)))
         if problem and tool.strict:
-            raise BadRequest(f"Field 'tools': the parameters of {tool.name!r}: {problem}", extras={"param": "tools"})
-        properties = {"name": {"const": tool.name}, self._key: _ANY_OBJECT if problem else parameters}
-        return _to_json(
-            {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-        )
+            raise _wrong_parameters(tool, problem)
+        moved = _ANY_OBJECT if problem else _move(parameters, f"#/properties/{self._key}")
+        properties = {"name": {"const": tool.name}, self._key: moved}
+        return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+def _as_object(tool: Tool) -> dict[str, Any]:
+    """Return a tool's parameters as a schema that allows objects alone: nothing else is a call. Raises BadRequest."""
+    parameters = tool.parameters or _ANY_OBJECT
+    kinds = parameters.get("type", "object")
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+        raise _wrong_parameters(tool, "their type must be 'object'")
+    return {**parameters, "type": "object"}
+
+
+def _wrong_parameters(tool: Tool, problem: str) -> BadRequest:
+    return BadRequest(f"Field 'tools': the parameters of {tool.name!r}: {problem}", extras={"param": "tools"})
+
+
+def _move(schema: Any, place: str, *, has_names: bool = False) -> Any:
+    """Return a schema, or a part of one, whose own references hold when it stands at a place of another schema.
+
+    has_names: its keys are names of the client's, not keywords.
+    """
+    if isinstance(schema, list):
+        return [_move(part, place) for part in cast("list[Any]", schema)]
+    if not isinstance(schema, dict):
+        return schema
+    moved: dict[str, Any] = {}
+    for key, value in cast("dict[str, Any]", schema).items():
+        if not has_names and key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            moved[key] = place + value[1:]
+        elif not has_names and key in _DATA:
+            moved[key] = value
+        else:
+            moved[key] = _move(value, place, has_names=not has_names and key in _NAMED)
+    return moved
 
 
 def _to_json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _check(grammar: Grammar, field: str) -> None:
-    problem = problem_of(grammar)
+def _check(grammar: Grammar) -> None:
+    """Raise BadRequest for a client's grammar that is empty, not served or cannot be compiled."""
+    problem = "" if grammar.value.strip() else "it is empty, which would bind nothing"
+    if grammar.kind == "lark":
+        problem = problem or refusal_of(grammar.value)
+    elif grammar.kind == "llguidance":
+        problem = problem or refusal_of_composed(grammar.value)
+    _refuse(grammar, problem or problem_of(grammar))
+
+
+def _refuse(grammar: Grammar, problem: str) -> None:
     if problem:
-        raise BadRequest(f"Field '{field}': {problem}", extras={"param": field})
+        raise BadRequest(f"Field '{grammar.field}': {problem}", extras={"param": grammar.field})
 
 
 def problem_of(grammar: Grammar) -> str:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
+_ESCAPE: Final = re.compile(r"\\.", re.DOTALL)
+
 
 def common_end(text: str, marker: str) -> int:
     """Return how many characters at the end of text may be the beginning of a marker, all of which is not there."""
@@ -9,6 +14,11 @@ def common_end(text: str, marker: str) -> int:
         if text.endswith(marker[:length]):
             return length
     return 0
+
+
+def has_odd_quotes(json_text: str) -> bool:
+    """Tell whether a piece of JSON ends within a string if it begins without one, and the other way round."""
+    return _ESCAPE.sub("", json_text).count('"') % 2 == 1
 
 
 class JsonScanner:

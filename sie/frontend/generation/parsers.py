@@ -6,7 +6,7 @@ them: the pieces of each kind joined are the same for every split.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
 
 from sie.generation import ToolCall
@@ -30,8 +30,10 @@ Piece = Text | Reasoning | ToolCall
 class OutputParser(Protocol):
     """What takes a model's text apart."""
 
-    keeps_special: bool
-    """Whether it wants the special tokens in its text, too."""
+    @property
+    def markers(self) -> Collection[str]:
+        """Texts that it looks for: where one is a special token, it is in the text all the same. Others never are."""
+        ...
 
     def push(self, text: str) -> list[Piece]:
         """Return what is certain now and was not before."""
@@ -45,7 +47,7 @@ class OutputParser(Protocol):
 class PlainText:
     """The parser of an answer that is text and nothing else."""
 
-    keeps_special = False
+    markers: Collection[str] = ()
 
     def push(self, text: str) -> list[Piece]:
         """See `OutputParser`."""

@@ -38,7 +38,7 @@ class ChoiceReader:
         self.num_reasoning_tokens = 0
         self.is_finished = False
         self._vocabulary = vocabulary
-        self._decoder = vocabulary.decoder(keeps_special=parser.keeps_special)
+        self._decoder = vocabulary.decoder(parser.markers)
         self._stops = StopFilter(stops)
         self._parser = parser
         self._num_calls = 0

@@ -14,7 +14,7 @@ class ReasoningParser:
     """
 
     def __init__(self, tags: tuple[str, str], inner: OutputParser, *, is_open: bool) -> None:
-        self.keeps_special = True  # the tags of some models are special tokens
+        self.markers = (*tags, *inner.markers)
         self._begin, self._end = tags
         self._inner = inner
         self._held = ""

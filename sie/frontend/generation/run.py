@@ -229,6 +229,7 @@ def _add(choices: dict[int, ChoiceReply], event: GenerateEvent) -> None:
             choices[choice].reasoning += text
         case ToolCallDelta(choice, _, call):
             choices[choice].calls.append(call)
+            choices[choice].call_places.append(len(choices[choice].text))
         case Finished(choice, reason, stop_string):
             choices[choice].reason, choices[choice].stop_string = reason, stop_string
         case _:

@@ -16,7 +16,7 @@ from sie.cards import ModelCard
 from sie.control_messages import ModelEntry
 from sie.errors import BadRequest
 from sie.frontend.engine import ShmEngine
-from sie.frontend.generation.constraints import constrain
+from sie.frontend.generation.constraints import constrain, schema_bytes
 from sie.frontend.generation.formats import choose_parser
 from sie.frontend.generation.prompt import chat_ids, check_ids, fit, render_chat
 from sie.frontend.generation.reader import Reader
@@ -49,6 +49,8 @@ class Generator:
         self._settings = settings
         self._meter = meter
         self._pool = ThreadPoolExecutor(2, "prompt")
+        self._grammars = ThreadPoolExecutor(2, "grammar")
+        """A schema may take seconds to be checked, for which nobody else's prompt waits."""
         self._times = StreamTimes(int(settings.stream_idle_timeout_s * 1e9), int(settings.generation_timeout_s * 1e9))
         self._vocabularies: dict[str, tuple[Tokenizer | None, Vocabulary]] = {}
 
@@ -68,7 +70,7 @@ class Generator:
         fitted = [fit(ids, request.max_tokens, context, truncate=request.truncate_prompt) for ids in prompts]
         grammar = None
         if request.grammar is not None or request.tools:
-            grammar = await self._on_thread(constrain, request, rule)
+            grammar = await asyncio.get_running_loop().run_in_executor(self._grammars, constrain, request, rule)
         task = plan_task(request, rule, vocabulary.size, salt, grammar)
         news = asyncio.Event()
         new_readers = _readers(request, rule, vocabulary, len(fitted), prompt_end)
@@ -144,6 +146,7 @@ def generate_rule(card: ModelCard) -> GenerateRule:
 
 def check_request(request: GenerateRequest, settings: Generation) -> None:
     """Raise BadRequest for what is over a limit of the settings; it names field and setting."""
+    grammar = request.grammar or Grammar(kind="json_schema", value="")
     for field, count, setting in (
         ("n", request.num_choices, "max_choices"),
         ("top_logprobs", request.logprobs or 0, "max_logprobs"),
@@ -151,7 +154,8 @@ def check_request(request: GenerateRequest, settings: Generation) -> None:
         ("stop", max(map(len, request.stop), default=0), "max_stop_chars"),
         ("tools", len(request.tools), "max_tools"),
         ("messages", len(request.messages or ()), "max_messages"),
-        ("response_format", len(request.grammar.value) if request.grammar is not None else 0, "max_grammar_bytes"),
+        (grammar.field, len(grammar.value), "max_grammar_bytes"),
+        ("tools", schema_bytes(request) if request.tools else 0, "max_grammar_bytes"),
     ):
         limit: int = getattr(settings, setting)
         if count > limit:

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from sie.frontend.generation.markers import JsonScanner, common_end
+from sie.frontend.generation.markers import JsonScanner, common_end, has_odd_quotes
 from sie.frontend.generation.parsers import OutputParser, Piece, Text
 from sie.generation import ToolCall
 
@@ -75,7 +75,7 @@ def _arguments(call: _Written) -> str | None:
 class TaggedCalls:
     """The parser of calls between two tags, anywhere in the text (hermes)."""
 
-    keeps_special = True  # the tags of some models are special tokens
+    markers = (_OPEN, _CLOSE)
 
     def __init__(self, names: Collection[str], new_id: NewId = new_call_id) -> None:
         self._names = names
@@ -84,6 +84,8 @@ class TaggedCalls:
         self._gap = ""
         """White space before the call that is being read: text again, should it be no call."""
         self._is_inside = False
+        self._num_passed = 0
+        """Characters of the call that is being read up to the last closing tag in a string; 0: there was none."""
         self._is_behind_call = False
 
     def push(self, text: str) -> list[Piece]:
@@ -96,10 +98,12 @@ class TaggedCalls:
 
     def flush(self) -> list[Piece]:
         """See `OutputParser`."""
-        held, self._held = self._held, ""
         if self._is_inside:  # the end of the answer ends a call as well
-            calls = read_calls(held, self._names, self._new_id)
-            return [*calls] if calls is not None else [Text(self._gap + _OPEN + held)]
+            calls = read_calls(self._held, self._names, self._new_id)
+            if calls is None and self._num_passed:  # the string that seemed to go on behind a closing tag has no end
+                return [*self._end_call(self._held.index(_CLOSE)), *self.push(""), *self.flush()]
+            return [*calls] if calls is not None else [Text(self._gap + _OPEN + self._held)]
+        held, self._held = self._held, ""
         if self._is_behind_call:
             held = held.lstrip()
         return [Text(held)] if held else []
@@ -121,19 +125,27 @@ class TaggedCalls:
         return [Text(certain)] if certain else []
 
     def _read_inside(self) -> list[Piece] | None:
-        written, found, rest = self._held.partition(_CLOSE)
-        if not found:
-            return None
-        self._held, self._is_inside = rest, False
+        """Return the call, or the text that looked like one; a tag in one of its strings does not end it."""
+        while (end := self._held.find(_CLOSE, self._num_passed)) >= 0:
+            # What was passed ended in a string: a quote more is its end.
+            if has_odd_quotes(self._held[self._num_passed : end]) == (self._num_passed > 0):
+                is_call = not self._num_passed or read_calls(self._held[:end], self._names, self._new_id) is not None
+                return self._end_call(end if is_call else self._held.index(_CLOSE))
+            self._num_passed = end + len(_CLOSE)
+        return None
+
+    def _end_call(self, end: int) -> list[Piece]:
+        """Take what stands before the closing tag at `end` for a call, or else for text."""
+        written, self._held = self._held[:end], self._held[end + len(_CLOSE) :]
         calls = read_calls(written, self._names, self._new_id)
-        self._is_behind_call = calls is not None
+        self._is_inside, self._is_behind_call, self._num_passed = False, calls is not None, 0
         return [*calls] if calls is not None else [Text(self._gap + _OPEN + written + _CLOSE)]
 
 
 class BareCalls:
     """The parser of answers that are calls from their first character on, or else text (llama, gemma, json)."""
 
-    keeps_special = True
+    markers = _OPENERS
 
     def __init__(self, names: Collection[str], new_id: NewId = new_call_id) -> None:
         self._names = names
@@ -200,7 +212,7 @@ class FirstCall:
     """Passes one call on and nothing after it, for a request that wants no two (`parallel_tool_calls` false)."""
 
     def __init__(self, inner: OutputParser) -> None:
-        self.keeps_special = inner.keeps_special
+        self.markers = inner.markers
         self._inner = inner
         self._is_over = False
 

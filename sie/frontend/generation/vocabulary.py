@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, Protocol
 
+import msgspec
 import tokenizers
 from tokenizers import decoders
 
@@ -24,6 +25,13 @@ _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ANCHORS: Final = ("\n", "|", "x")
 _SPACE: Final = "\u2581"
 """What SentencePiece writes for a space."""
+
+
+class _DecoderForm(msgspec.Struct):
+    """What a tokenizer file says of its decoder."""
+
+    type: str
+    decoders: list[_DecoderForm] = []
 
 
 class Vocabulary(Protocol):
@@ -47,8 +55,8 @@ class Vocabulary(Protocol):
         """Return the text of ids, special tokens included."""
         ...
 
-    def decoder(self, *, keeps_special: bool = False) -> TokenDecoder:
-        """Return what turns the tokens of one answer into text as they come; special tokens are left out by default."""
+    def decoder(self, kept: Collection[str] = ()) -> TokenDecoder:
+        """Return what turns the tokens of one answer into text as they come; special tokens but these are left out."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -88,9 +96,11 @@ class StubVocabulary:
         """See `Vocabulary`."""
         return b"".join(map(self.token_bytes, token_ids)).decode(errors="replace")
 
-    def decoder(self, *, keeps_special: bool = False) -> TokenDecoder:
+    def decoder(self, kept: Collection[str] = ()) -> TokenDecoder:
         """See `Vocabulary`."""
-        return ByteDecoder(self.token_bytes, range(0) if keeps_special else range(_NUM_BYTES, self.size))
+        special = range(_NUM_BYTES, self.size)
+        found = {_NUM_BYTES + self._texts.index(text) for text in kept if text in self._texts}
+        return ByteDecoder(self.token_bytes, frozenset(special) - found if found else special)
 
     def token_bytes(self, token_id: int) -> bytes:
         """See `Vocabulary`."""
@@ -106,11 +116,12 @@ class FileVocabulary:
     def __init__(self, card: ModelCard, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.size = card.vocab_size or tokenizer.get_vocab_size()
-        self._is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
+        self._is_byte_level = _is_byte_level(tokenizer.decoder)
         """Whether tokens stand for bytes, one character each, and for nothing else."""
-        self._special = frozenset(
-            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
-        )
+        self._special_ids = {
+            token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        }
+        self._special = frozenset(self._special_ids.values())
         self._byte_ids = frozenset(
             token_id for byte in range(_NUM_BYTES) if (token_id := tokenizer.token_to_id(f"<0x{byte:02X}>")) is not None
         )
@@ -141,14 +152,16 @@ class FileVocabulary:
         """See `Vocabulary`."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
-    def decoder(self, *, keeps_special: bool = False) -> TokenDecoder:
+    def decoder(self, kept: Collection[str] = ()) -> TokenDecoder:
         """See `Vocabulary`."""
-        skipped = () if keeps_special else self._special
+        found = {self._special_ids[text] for text in kept if text in self._special_ids}
+        skipped = self._special - found if found else self._special
         if self._is_byte_level:
             return ByteDecoder(self.token_bytes, skipped)
 
         def decode(ids: Sequence[int]) -> str:
-            return self._tokenizer.decode(list(ids), skip_special_tokens=not keeps_special)
+            shown = [token_id for token_id in ids if token_id not in skipped] if found else list(ids)
+            return self._tokenizer.decode(shown, skip_special_tokens=not found)
 
         return TextDecoder(decode, self._byte_ids, skipped)
 
@@ -171,6 +184,16 @@ class FileVocabulary:
             return bytes((int(found[1], 16),))
         text = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return (" " + text if token.startswith(_SPACE) and not text.startswith(" ") else text).encode()
+
+
+def _is_byte_level(decoder: decoders.Decoder | None) -> bool:
+    """Tell a decoder that joins bytes and does nothing else, by itself or as the only one of a sequence."""
+    if decoder is None:
+        return False
+    form = msgspec.json.decode(decoder.__getstate__(), type=_DecoderForm)
+    while form.type == "Sequence" and len(form.decoders) == 1:
+        form = form.decoders[0]
+    return form.type == "ByteLevel"
 
 
 @functools.cache

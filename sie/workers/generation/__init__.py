@@ -28,6 +28,10 @@ class Matcher(Protocol):
         """Take the token that was chosen."""
         ...
 
+    def fork(self) -> Matcher:
+        """Return another one that has come as far and goes its own way."""
+        ...
+
     @property
     def is_complete(self) -> bool:
         """Whether nothing but an end-of-text token may follow."""

@@ -179,7 +179,7 @@ class Engine:
         if results is None:
             on_oom(self._shrink(plan.parts, size.num_prefill, now_ns()))
         else:
-            self.planner.copied()
+            self.planner.copied(plan)
             now = now_ns()
             for part, result in zip(plan.parts, results, strict=True):
                 if not part.sequence.job.request.ended:

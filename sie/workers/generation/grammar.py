@@ -6,6 +6,7 @@ llguidance does the work.
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ from numpy.typing import NDArray
 
 from sie.cards import ModelCard
 from sie.errors import BadRequest, Internal
+from sie.generation import JSON_SPACE
 from sie.workers.generation import Matcher
 
 _FORMS: dict[str, Any] = {
-    "json_schema": LLMatcher.grammar_from_json_schema,
+    "json_schema": partial(LLMatcher.grammar_from_json_schema, defaults={"whitespace_pattern": JSON_SPACE}),
     "regex": LLMatcher.grammar_from_regex,
     "lark": LLMatcher.grammar_from_lark,
     "llguidance": str,
@@ -40,13 +42,17 @@ class GrammarMatcher:
         """
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         if self._matcher.is_error():
-            raise BadRequest(f"grammar: {self._matcher.get_error()}")
+            raise BadRequest(f"grammar: {_problem_of(self._matcher)}")
         allowed[:] = self._words[: len(allowed)]
 
     def consume(self, token_id: int) -> None:
         """Take the token that was chosen. Raises Internal for one that the mask did not allow."""
         if not self._matcher.consume_token(token_id):
             raise Internal(f"token {token_id} does not follow the grammar: {self._matcher.get_error()}")
+
+    def fork(self) -> GrammarMatcher:
+        """Return another one that has come as far; it costs next to nothing, compiling may take seconds."""
+        return GrammarMatcher(self._matcher.deep_copy(), len(self._words) * 32)
 
     @property
     def is_complete(self) -> bool:
@@ -73,7 +79,7 @@ class GrammarCompiler:
         except ValueError as error:
             raise BadRequest(f"grammar: {error}") from error
         if matcher.is_error():
-            raise BadRequest(f"grammar: {matcher.get_error()}")
+            raise BadRequest(f"grammar: {_problem_of(matcher)}")
         return GrammarMatcher(matcher, vocabulary.vocab_size)
 
     def read_vocabulary(self, vocab_size: int) -> None:
@@ -85,6 +91,12 @@ class GrammarCompiler:
             if self._tokenizer is None:
                 self._tokenizer = _read_tokenizer(self._card, vocab_size)
             return self._tokenizer
+
+
+def _problem_of(matcher: LLMatcher) -> str:
+    """Return what is wrong, without the library's view of its own insides."""
+    text = matcher.get_error().removesuffix("<non-verbose/>").strip()
+    return "nothing that it allows can follow" if text.startswith("NoExtension") else text
 
 
 def _read_tokenizer(card: ModelCard, vocab_size: int) -> LLTokenizer:

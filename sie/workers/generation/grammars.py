@@ -85,7 +85,8 @@ class Compiler:
         compiled: Compiled
         try:
             task = job.task
-            compiled = [runner.compile_grammar(task.grammar_kind, task.grammar) for _ in range(task.num_choices)]
+            first = runner.compile_grammar(task.grammar_kind, task.grammar)
+            compiled = [first, *(first.fork() for _ in range(1, task.num_choices))]
         except SieError as error:
             compiled = error
         except Exception:  # the library's own, on what a client wrote

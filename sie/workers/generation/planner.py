@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What one step runs: parts, and blocks to copy (from, to) before. Copies come again until `Planner.copied`."""
+    """What one step runs: parts, and their blocks to copy (from, to) before. Copies come again until `Planner.copied`."""
 
     parts: list[Part]
     copies: list[tuple[int, int]]
@@ -75,10 +75,9 @@ class Planner:
         self._let_go(sequence)
         (self.running if sequence in self.running else self.waiting).remove(sequence)
 
-    def copied(self) -> None:
-        """Note that the copies of the last plan were made."""
-        self.pool.let_go(self._copies.values())
-        self._copies.clear()
+    def copied(self, plan: Plan) -> None:
+        """Note that the copies of a plan were made, or that those whom they were for have failed."""
+        self.pool.let_go([self._copies.pop(target) for _, target in plan.copies])
 
     def advance(self, part: Part) -> None:
         """Note that a part has run: what it filled can be shared from now on."""
@@ -102,8 +101,16 @@ class Planner:
             parts = self._compose(alone if turn == "alone" else None, max_prefill_tokens, admitted)
             if parts:
                 self._was_alone = turn == "alone"
-                return Plan(parts, [(source, target) for target, source in self._copies.items()])
+                return Plan(parts, self._copies_of(parts))
         return None
+
+    def _copies_of(self, parts: Collection[Part]) -> list[tuple[int, int]]:
+        """Return the copies that parts need; others' wait for their step, as this one's failure may be told of its own."""
+        if not self._copies:
+            return []
+        size = self.limits.block_tokens
+        begun = {part.sequence.blocks[part.sequence.num_computed // size] for part in parts}
+        return [(source, target) for target, source in self._copies.items() if target in begun]
 
     def _compose(self, alone: Job | None, max_prefill_tokens: int, admitted: Collection[Sequence]) -> list[Part]:
         """Return the parts of a step: of all but those that must be alone, or of the one job that is."""
@@ -196,7 +203,7 @@ class Planner:
         sequence.num_computed = len(shared) * block_tokens
         self.num_lookups += 1
         self.num_hits += bool(shared)
-        if not sequence.num_generated:
+        if not sequence.job.started_ns:  # later it finds what it wrote itself
             sequence.job.num_cached = sequence.num_computed
         return True
 

@@ -8,6 +8,7 @@ Source: the generation sheet, section 3.1 (its meaning of each field, and their 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from sie.workers.generation import Chosen, Draw
 _GREEDY_BELOW = 1e-7
 """A lower temperature takes the likeliest token."""
 _NUM_CANDIDATES = 1024
-"""Likeliest tokens that nearly always hold all that top_p keeps; where they do not, all tokens are sorted."""
+"""Likeliest tokens that nearly always hold all that a draw keeps; where they do not, all tokens are sorted for it."""
 _MASK64 = (1 << 64) - 1
 
 
@@ -195,20 +196,38 @@ def _draw_unfiltered(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _draw_filtered(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Draw among the likeliest tokens, best first; all of them are sorted only where top_p reaches further."""
+    """Draw among the likeliest tokens, best first and of equals the first; all are sorted only where a draw needs it."""
     probabilities = _probabilities(scores, draws)
-    width = max(_NUM_CANDIDATES, *(draw.sampling.top_k for draw in draws))
-    values, ids = probabilities.topk(min(width, scores.shape[1]), dim=-1)
-    top_p = [draw.sampling.top_p if 0 < draw.sampling.top_p < 1 else 1.0 for draw in draws]
-    is_bounded = torch.tensor([draw.sampling.top_k > 0 for draw in draws]).to(scores.device)
-    nucleus = _column(top_p, scores.device)
-    if not bool((is_bounded | (values.sum(-1) >= nucleus[:, 0])).all()):
-        values, ids = probabilities.sort(dim=-1, descending=True, stable=True)
-    before = values.cumsum(-1) - values
-    top_k = _column([draw.sampling.top_k or scores.shape[1] for draw in draws], scores.device)
-    places = torch.arange(values.shape[1], device=scores.device)
-    kept = values.masked_fill((places >= top_k) | (before >= nucleus), 0)
-    return ids.gather(1, _invert(_drop_unlikely(kept, draws), draws)[:, None])[:, 0]
+    vocab_size = scores.shape[1]
+    width = min(max(_NUM_CANDIDATES, *(draw.sampling.top_k + 1 for draw in draws)), vocab_size)
+    values, ids = _first_of_equals(*probabilities.topk(width, dim=-1))
+    kept = _keep_likeliest(values, draws)
+    chosen = ids.gather(1, _invert(_drop_unlikely(kept, draws), draws)[:, None])[:, 0]
+    # Of equals topk leaves any out: what is as likely as its last one has to be looked for among all.
+    is_open = ((kept > 0) & (kept <= values[:, -1:])).any(-1).tolist() if width < vocab_size else []
+    for i in [i for i, found in enumerate(is_open) if found]:
+        row, own = slice(i, i + 1), draws[i : i + 1]
+        values, ids = probabilities[row].sort(dim=-1, descending=True, stable=True)
+        weights = _drop_unlikely(_keep_likeliest(values, own), own)
+        chosen[row] = ids.gather(1, _invert(weights, own)[:, None])[:, 0]
+    return chosen
+
+
+def _first_of_equals(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what topk found, (n, k) each, with equals in the order of their ids: its own order is that of its algorithm."""
+    ids, order = ids.sort(dim=-1)
+    values, places = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(1, places)
+
+
+def _keep_likeliest(values: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Return probabilities (n, k), best first, with 0 behind each draw's top_k and nucleus."""
+    top_p = [draw.sampling.top_p if 0 < draw.sampling.top_p < 1 else math.inf for draw in draws]
+    top_k = [float(draw.sampling.top_k or math.inf) for draw in draws]
+    before = values.cumsum(-1, dtype=torch.float64) - values
+    places = torch.arange(values.shape[1], device=values.device)
+    is_out = (places >= _column(top_k, values.device)) | (before >= _column(top_p, values.device))
+    return values.masked_fill(is_out, 0)
 
 
 def _invert(weights: Tensor, draws: Sequence[Draw]) -> Tensor:

@@ -109,6 +109,12 @@ class LiteralMatcher:
             raise Internal(f"token {token_id} does not follow the grammar")
         self._num_taken += 1
 
+    def fork(self) -> LiteralMatcher:
+        """Return another one that has come as far."""
+        other = LiteralMatcher(self._text)
+        other._num_taken = self._num_taken
+        return other
+
     @property
     def is_complete(self) -> bool:
         """Whether the whole text is there."""

@@ -151,9 +151,12 @@ class HandRig:
         self.engine.bury(worker.slot, worker.generation, ())
 
     async def settle(self) -> None:
-        """Turn the event loop until what is ready now has been handled, on both sides."""
+        """Turn the event loop until what is ready now has been handled, on both sides, with a tick in between."""
         for _ in range(6):
             await asyncio.sleep(0)
+        for link in self.engine._links.values():
+            link.give_back()
+        await asyncio.sleep(0)
         for worker in self.workers:
             worker.drain()
 

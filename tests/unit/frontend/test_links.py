@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import os
 
 from sie.control_messages import PeerFault
@@ -17,6 +18,37 @@ def released(worker: Worker) -> list[int]:
 
 
 @in_rig()
+async def test_replies_go_back_with_the_next_request(rig: Rig) -> None:
+    worker = rig.start_worker("m")
+    requests = [rig.submit([i]) for i in range(1, 4)]
+    await rig.serve(worker)
+    for pending in requests:
+        pending.future.result().release()
+    await asyncio.sleep(0)
+    assert announced(worker) == 0, "they do not wake the worker"
+    another = rig.submit([4])
+    for _ in range(4):
+        await asyncio.sleep(0)
+
+    assert announced(worker) == 4
+    await rig.serve(worker)
+    assert await rig.rows(another) == [checksum([4])]
+
+
+@in_rig()
+async def test_many_replies_and_large_ones_go_back_at_once(rig: Rig) -> None:
+    worker = rig.start_worker("m", "wide")
+    many, wide = [rig.submit([i]) for i in range(1, 9)], rig.submit([1], model="wide")
+    await rig.serve(worker)
+    for replies, count in ((many, 8), ([wide], 1)):
+        for pending in replies:
+            pending.future.result().release()
+        await asyncio.sleep(0)
+        assert announced(worker) == count
+        assert released(worker) == [RELEASE] * count
+
+
+@in_rig()
 async def test_replies_released_in_one_turn_go_back_together(rig: Rig) -> None:
     worker = rig.start_worker("m")
     requests = [rig.submit([i]) for i in range(1, 4)]
@@ -24,7 +56,7 @@ async def test_replies_released_in_one_turn_go_back_together(rig: Rig) -> None:
     replies = [pending.future.result() for pending in requests]
     for reply in replies:
         reply.release()
-    assert released(worker) == [], "not before the turn ends"
+    assert released(worker) == [], "not before the process's tick"
     await rig.settle()
 
     assert released(worker) == [RELEASE] * 3

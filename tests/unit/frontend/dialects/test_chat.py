@@ -145,8 +145,11 @@ def test_thinking(fields: dict[str, Any], expected: tuple[bool | None, str | Non
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"a": 1}}}},
             Grammar(kind="json_schema", value='{"a":1}'),
         ),
-        ({"grammar": {"type": "lark", "value": "start: A"}}, Grammar(kind="lark", value="start: A")),
-        ({"grammar": {"type": "json_schema", "value": {"a": 1}}}, Grammar(kind="json_schema", value='{"a":1}')),
+        ({"grammar": {"type": "lark", "value": "start: A"}}, Grammar(kind="lark", value="start: A", field="grammar")),
+        (
+            {"grammar": {"type": "json_schema", "value": {"a": 1}}},
+            Grammar(kind="json_schema", value='{"a":1}', field="grammar"),
+        ),
     ],
 )
 def test_what_an_answer_must_follow(fields: dict[str, Any], expected: Grammar | None) -> None:

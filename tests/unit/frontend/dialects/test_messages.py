@@ -79,6 +79,25 @@ def test_blocks_become_the_messages_that_templates_know() -> None:
     ]  # fmt: skip
 
 
+def test_what_a_server_s_own_tools_left_behind_is_dropped_whatever_its_form() -> None:
+    left = [
+        {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "q"}},
+        {"type": "web_search_tool_result", "tool_use_id": "s1", "content": [{"type": "web_search_result", "url": "u"}]},
+        {"type": "web_search_tool_result", "tool_use_id": "s1",
+         "content": {"type": "web_search_tool_result_error", "error_code": "unavailable"}},
+        {"type": "code_execution_tool_result", "tool_use_id": "s1",
+         "content": {"type": "code_execution_result", "stdout": "1", "stderr": "", "return_code": 0, "content": []}},
+        {"type": "bash_code_execution_tool_result", "tool_use_id": "s1",
+         "content": {"type": "bash_code_execution_result", "stdout": "1"}},
+        {"type": "text", "text": "so"},
+    ]  # fmt: skip
+    conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": left}]
+    assert decode(messages=conversation).messages == [
+        ChatMessage(role="user", content="a"),
+        ChatMessage(role="assistant", content="so"),
+    ]
+
+
 def test_fields_reach_the_request() -> None:
     request = decode(
         system="be brief", stop_sequences=["x", "x"], temperature=0.5, top_k=3, top_p=0.9, stream=True, seed=4,
@@ -124,7 +143,33 @@ def test_each_spelling_of_a_schema_binds_the_answer(fields: dict[str, Any]) -> N
         ({"messages": [{"role": "user", "content": [{"type": "what"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": {"a": 1}}]}
+                ]
+            },
+            "messages[0].content[0].content",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image", "source": {}}]}
+                        ],
+                    }
+                ]
+            },
+            "messages[0].content[0].content[0].type",
+        ),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x"}]}]}, "name"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "a b"}]}]},
+            "messages[0].content[0].name",
+        ),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"stop_sequences": [""]}, "stop_sequences"),
@@ -185,7 +230,8 @@ def test_errors_have_this_apis_status_and_type(error: SieError, status: int, kin
 
 
 def whole(**fields: Any) -> Message:
-    reply = GenerateReply(model="m", choices=[ChoiceReply(**fields)], usage=USAGE)
+    places = [len(fields.get("text", ""))] * len(fields.get("calls", ()))
+    reply = GenerateReply(model="m", choices=[ChoiceReply(**{"call_places": places, **fields})], usage=USAGE)
     return Message.model_validate_json(encode_message(reply, "msg_1"))
 
 
@@ -219,6 +265,14 @@ def test_arguments_that_are_no_json_are_kept_as_text() -> None:
     message = whole(calls=[ToolCall(id="call_2", name="f", arguments="{broken")], reason="tool_calls")
     assert message.content[0].type == "tool_use"
     assert message.content[0].input == {"arguments": "{broken"}
+
+
+def test_text_stands_where_it_stood_between_calls() -> None:
+    message = whole(text="abc", calls=[CALL, CALL], call_places=[1, 3], reason="tool_calls")
+    assert [block.text if block.type == "text" else block.type for block in message.content] == [
+        "a", "tool_use", "bc", "tool_use",
+    ]  # fmt: skip
+    assert [block.type for block in whole(text="abc", calls=[CALL], call_places=[0]).content] == ["tool_use", "text"]
 
 
 def read_events(data: bytes) -> list[dict[str, Any]]:

@@ -310,6 +310,19 @@ class TestReply:
         np.testing.assert_array_equal([item["dense"]["values"] for item in body["items"]], rows)
 
     @BOTH
+    @pytest.mark.parametrize("postprocessing_ms", [0.0, 0.25])
+    @pytest.mark.parametrize("usage", [(0, 0), (7, 0), (70_000, 0), (7, 2)])
+    def test_times_and_usage_are_the_same_keys_in_both_formats(self, msgpack, postprocessing_ms, usage):
+        times = {"total_ms": 3.5, "queue_ms": 0.0, "tokenization_ms": 1e-3, "inference_ms": 1 / 3}
+        timing = Timing(**times, postprocessing_ms=postprocessing_ms)
+        reply = reply_of(np.ones((1, 2), np.float32), timing=timing, input_tokens=usage[0], num_images=usage[1])
+        encoded = encode_reply(reply, msgpack)
+        body = read_msgpack(encoded) if msgpack else json.loads(encoded)
+        assert body["timing"] == {**times, "postprocessing_ms": postprocessing_ms or None}
+        assert list(body["timing"]) == [*times, "postprocessing_ms"]
+        assert body["usage"] == {"input_tokens": usage[0], **({"images": usage[1]} if usage[1] else {})}
+
+    @BOTH
     def test_ids_are_present_only_where_given(self, msgpack):
         encoded = encode_reply(reply_of(np.ones((3, 2), np.float32), ids=["a", None, ""]), msgpack)
         body = read_msgpack(encoded) if msgpack else json.loads(encoded)

@@ -58,6 +58,18 @@ def test_floats_are_rounded_as_numpy_rounds_and_never_infinite(datatype: str):
     assert "does not fit" in refusal("[-1e39, 1e309]", datatype, 2)
 
 
+@pytest.mark.parametrize("count", [1, 64, 65])
+def test_few_floats_are_read_and_refused_as_many_are(count: int):
+    """3.4028235677973366e38 is the first number that float32 rounds to infinity."""
+    most = np.nextafter(3.4028235677973366e38, 0)
+    values = np.concatenate([np.random.default_rng(count).standard_normal(count - 1), [most]])
+    assert read(json.dumps(values.tolist()), "FP32", count) == values.astype(np.float32).tobytes()
+    for beyond in (3.4028235677973366e38, -3.4028235677973366e38):
+        values[-1] = beyond
+        assert "does not fit" in refusal(json.dumps(values.tolist()), "FP32", count)
+        assert read(json.dumps(values.tolist()), "FP64", count) == values.tobytes()
+
+
 def test_a_long_list_is_read_in_chunks():
     values = np.arange(400_000, dtype=np.float64) / 7
     text = json.dumps(values.tolist())

@@ -108,6 +108,57 @@ def test_tools_that_are_not_strict_bind_nothing_by_themselves() -> None:
     assert constrain(request(tools=()), rule("hermes")) is None
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_references_within_a_tool_s_schema_hold(strict: bool) -> None:
+    """As pydantic writes them: definitions beside the properties, and a type that holds itself."""
+    place = {"type": "object", "properties": {"name": {"type": "string"}, "in": {"$ref": "#/$defs/Place"}},
+             "required": ["name"], "additionalProperties": False}  # fmt: skip
+    parameters = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Args", "type": "object",
+        "properties": {"at": {"$ref": "#/$defs/Place"}, "default": {"$ref": "#"}, "as": {"enum": [{"$ref": "#/x"}]}},
+        "required": ["at"], "additionalProperties": False, "$defs": {"Place": place},
+    }  # fmt: skip
+    asked = request(tools=(Tool(name="go", parameters=parameters, strict=strict),), tool_choice=REQUIRED)
+    for tool_format, key in (("hermes", "arguments"), ("llama", "parameters")):
+        grammar = constrain(asked, rule(tool_format))
+
+        def says(arguments: str, key: str = key, grammar: Grammar | None = grammar) -> bool:
+            call = f'{{"name": "go", "{key}": {arguments}}}'
+            return allows(grammar, tagged(call) if key == "arguments" else call)
+
+        assert says(
+            '{"at": {"name": "a", "in": {"name": "b"}}, "default": {"at": {"name": "c"}}, "as": {"$ref": "#/x"}}'
+        )
+        assert not says('{"at": {"name": 1}}')
+        assert not says('{"at": {"name": "a"}, "default": {}}')
+
+
+def test_a_demanded_call_has_an_object_of_arguments_whatever_the_schema_leaves_open() -> None:
+    open_schema = {"properties": {"city": {"type": "string"}}}
+    grammar = constrain(
+        request(tools=(Tool(name="weather", parameters=open_schema),), tool_choice=REQUIRED), rule("json")
+    )
+    assert allows(grammar, OSLO)
+    assert not allows(grammar, '{"name": "weather", "arguments": 3}')
+    with pytest.raises(BadRequest, match=r"weather.*object"):
+        constrain(
+            request(tools=(Tool(name="weather", parameters={"type": "string"}),), tool_choice=REQUIRED), rule("json")
+        )
+
+
+def test_no_grammar_of_json_lets_white_space_go_on() -> None:
+    demanded = constrain(request(tool_choice=REQUIRED), rule("json"))
+    assert allows(demanded, OSLO.replace(" ", ""))
+    assert not allows(demanded, OSLO.replace(": ", ":  "))
+    either = constrain(request(grammar=ANSWER), rule("json"))
+    assert allows(either, '{\n    "x": 3\n}')
+    assert not allows(either, '{\n\n"x": 3}')
+    anything = Grammar(kind="json_schema", value="true")
+    assert allows(constrain(request(grammar=anything), rule("json")), "[3]")
+    own = Grammar(kind="json_schema", value='{"type": "array", "x-guidance": {"whitespace_pattern": "[ ]*"}}')
+    assert allows(constrain(request(grammar=own), rule("json")), "[1,    2]")
+
+
 def test_an_answers_schema_and_calls_are_alternatives() -> None:
     grammar = constrain(request(grammar=ANSWER), rule("hermes"))
     assert allows(grammar, '{"x": 3}')
@@ -121,16 +172,37 @@ def test_an_answers_schema_and_calls_are_alternatives() -> None:
     [
         (Grammar(kind="json_schema", value='{"type": "foo"}'), "foo"),
         (Grammar(kind="json_schema", value="[1]"), "response_format"),
+        (Grammar(kind="json_schema", value='{"type": "null", "x-guidance": 3}'), "response_format"),
         (Grammar(kind="json_schema", value='{"$ref": "http://localhost/x"}'), "response_format"),
         (Grammar(kind="regex", value="(a"), "unclosed group"),
         (Grammar(kind="lark", value="begin: 1"), "response_format"),
         (Grammar(kind="llguidance", value="{}"), "response_format"),
+        (Grammar(kind="regex", value=""), "empty"),
+        (Grammar(kind="lark", value="start: A\nA: /.*a.{30}/ & /.*b.{29}/ & ~/.*c.{28}/"), "intersections"),
+        (Grammar(kind="lark", value='start: A // " \nA: ~/b/ // "'), "complements"),
+        (Grammar(kind="lark", value='start: A\nA: /a\n"/ & /b"/'), "intersections"),
+        (Grammar(kind="lark", value='start: "a'), "no end"),
+        (Grammar(kind="llguidance", value='{"grammars": [{"lark_grammar": "start: A\\nA: /a/ \\u0026 /b/"}]}'), "&"),
+        (Grammar(kind="llguidance", value="start: A\nA: /a/ & /b/"), "&"),
     ],
 )
 def test_a_grammar_that_is_none_is_refused_with_its_reason(grammar: Grammar, named: str) -> None:
     with pytest.raises(BadRequest, match="response_format") as refused:
         constrain(request(grammar=grammar, tools=()), rule("json"))
     assert named in refused.value.message
+
+
+def test_signs_that_intersect_or_complement_nothing_are_taken() -> None:
+    text = 'start: A ~ 2 b # a comment, either/or ~ & "\nA: "&" | /~[&]/ // & "\nb: %json {"const": "a & b"}\n'
+    grammar = Grammar(kind="lark", value=text)
+    assert allows(constrain(request(grammar=grammar, tools=()), rule("json")), '&~&"a & b"')
+
+
+def test_the_field_that_a_client_used_is_named() -> None:
+    broken = Grammar(kind="json_schema", value='{"enum": []}', field="output_config.format")
+    with pytest.raises(BadRequest, match=r"output_config\.format") as refused:
+        constrain(request(grammar=broken, tools=()), rule("json"))
+    assert refused.value.extras["param"] == "output_config.format"
 
 
 def test_parameters_nobody_can_compile_are_refused_only_where_they_bind() -> None:

@@ -162,6 +162,18 @@ async def test_whole_answer_of_several_prompts_in_order(bench: Bench) -> None:
 
 
 @on_bench
+async def test_whole_answer_knows_where_its_calls_stood(bench: Bench) -> None:
+    messages = [ChatMessage(role="user", content="x")]
+    run = await bench.start(messages=messages, tools=(Tool(name="f"),))
+    whole = asyncio.ensure_future(run.whole())
+    await bench.tell(run, '{"name": "f"}; {"name": "f"}\nThat is all.', finish="stop")
+    await bench.end(run)
+    (choice,) = (await whole).choices
+    assert ([call.name for call in choice.calls], choice.call_places) == (["f", "f"], [0, 0])
+    assert (choice.text, choice.reason) == ("That is all.", "tool_calls")
+
+
+@on_bench
 async def test_whole_answer_survives_a_worker_and_holds_nothing_of_its_tokens(bench: Bench) -> None:
     run = await bench.start(seed=1)
     whole = asyncio.ensure_future(run.whole())

@@ -299,6 +299,27 @@ def test_request_that_breaks_its_step_leaves_its_neighbours_alone() -> None:
     rig.assert_all_given_back()
 
 
+def test_part_that_runs_again_by_itself_makes_its_own_copy_alone() -> None:
+    rig = EngineRig()
+    rig.submit(PROMPT, num_choices=3)
+    rig.step()
+    seen: list[list[tuple[int, int]]] = []
+    run_step = rig.runner.run_step
+
+    def watch(slots, copies):
+        seen.append(list(copies))
+        return run_step(slots, copies)
+
+    rig.runner.run_step = watch
+    rig.runner.faults.append((RuntimeError("broken"), True))
+    rig.step()
+    together, *apart = seen
+    assert len(together) == 2
+    # A copy that came again would overwrite what its choice has written since.
+    assert [len(copies) for copies in apart] == [1, 1, 0]
+    assert sorted(copy for copies in apart for copy in copies) == sorted(together)
+
+
 def test_value_that_is_not_finite_fails_its_own_request_and_is_counted() -> None:
     rig = EngineRig()
     answer = rig.submit(b"a")

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+from sie.generation import Sampling
 from tests.generation_models import generate, load, random_prompt
 from tests.unit.workers.generation_rig import EngineRig
 
@@ -36,3 +37,27 @@ def test_tokens_are_the_library_s_under_preemption_and_sharing(name, load_tiny) 
             assert len(tokens) == NUM_TOKENS
             assert oracle.agrees(tokens)
     rig.assert_all_given_back()
+
+
+@pytest.mark.parametrize(
+    "values", [{"temperature": 0.8}, {"top_p": 0.8, "frequency_penalty": 0.5}, {"top_k": 9, "min_p": 0.05}]
+)
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch_that_changes(load_tiny, values) -> None:
+    _, directory = load_tiny("llama")
+    runner = load(directory, kv_block_tokens=8)
+    sampling = Sampling(seed=5, **values)
+    prompt = random_prompt(21, 4).tolist()
+    task = {"max_tokens": NUM_TOKENS, "num_choices": 2, "ignore_eos": True}
+    rig = EngineRig(runner=runner, max_prefill_tokens=64)
+    alone = rig.submit(prompt, sampling=sampling, **task)
+    rig.run()
+    runner.num_blocks = 24
+    crowd = EngineRig(runner=runner, max_prefill_tokens=13)
+    for length in (40, 9, 33):
+        crowd.submit(random_prompt(length, length).tolist(), sampling=Sampling(seed=length, top_p=0.9), **task)
+        crowd.step(2)
+    amid = crowd.submit(prompt, sampling=sampling, **task)
+    crowd.run()
+    assert crowd.engine.planner.num_preempted
+    assert amid.tokens == alone.tokens
+    assert alone.tokens[0] != alone.tokens[1]

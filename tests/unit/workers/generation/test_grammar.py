@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from sie.catalog.gguf_file import read_gguf_card
@@ -51,6 +52,23 @@ def test_a_schema_leads_to_json_that_follows_it(runner, seed):
     assert isinstance(found["ok"], bool)
 
 
+def test_white_space_in_json_comes_to_an_end(runner):
+    def allows(text):
+        matcher = runner.compile_grammar("json_schema", '{"type": "array", "items": {"type": "integer"}}')
+        words = np.zeros(9, np.int32)
+        for byte in text.encode():
+            matcher.fill_mask(words)
+            if not words[byte >> 5] >> (byte & 31) & 1:
+                return False
+            matcher.consume(byte)
+        return True
+
+    assert allows("[1, 2]")
+    assert allows("[\n    1,\n    2\n]")
+    assert not allows("[  1")
+    assert not allows("[\n\n")
+
+
 def test_every_other_kind_binds_every_token(runner):
     assert constrained(runner, "regex", "(yes|no){2}", seed=2) in {"yesyes", "yesno", "noyes", "nono"}
     lark = 'start: "a" DIGIT\nDIGIT: /[0-4]/'
@@ -72,6 +90,24 @@ def test_every_other_kind_binds_every_token(runner):
 def test_a_grammar_that_is_none_is_the_clients_mistake(runner, kind, grammar):
     with pytest.raises(BadRequest, match="grammar"):
         runner.compile_grammar(kind, grammar)
+
+
+def test_a_grammar_that_allows_no_text_is_the_clients_mistake(runner):
+    matcher = runner.compile_grammar("regex", r"[^\s\S]")
+    with pytest.raises(BadRequest, match=r"grammar: nothing that it allows can follow$"):
+        matcher.fill_mask(np.zeros(9, np.int32))
+
+
+def test_matchers_of_one_grammar_go_their_own_ways(runner):
+    first = runner.compile_grammar("regex", "ab|cd")
+    other = first.fork()
+    first.consume(ord("a"))
+    other.consume(ord("c"))
+    third = other.fork()
+    for matcher, byte in ((first, "b"), (other, "d"), (third, "d")):
+        assert not matcher.is_complete
+        matcher.consume(ord(byte))
+        assert matcher.is_complete
 
 
 def test_behind_a_complete_text_only_its_end_is_allowed(runner):

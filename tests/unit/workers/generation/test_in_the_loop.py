@@ -136,6 +136,14 @@ def test_slow_grammar_makes_only_its_own_request_wait(rig: LoopRig) -> None:
     assert bytes(rig.frontend.answers[bound].tokens[0]) == b"yes"
 
 
+def test_grammar_of_many_choices_is_compiled_once(rig: LoopRig) -> None:
+    rig.load(make_card("grammar_ms=60"))  # four of which would take longer than they may
+    task = {"grammar_kind": "regex", "grammar": "yes", "num_choices": 4}
+    bound = rig.frontend.generate(b"x", sampling=Sampling(temperature=0.0), **task)
+    rig.turn_until(lambda: rig.frontend.answers[bound].is_over)
+    assert [bytes(tokens) for tokens in rig.frontend.answers[bound].tokens] == [b"yes"] * 4
+
+
 def test_grammar_that_takes_too_long_or_is_wrong_is_refused(rig: LoopRig) -> None:
     rig.load(make_card("grammar_ms=300"))
     error = rig.error(rig.frontend.generate(b"x", grammar_kind="regex", grammar="yes"))

@@ -46,7 +46,7 @@ class Books:
         """Run a step; return the tokens that ran, by age."""
         plan = self.plan()
         ran = {part.sequence.age: part.count for part in plan.parts}
-        self.planner.copied()
+        self.planner.copied(plan)
         for part in plan.parts:
             sequence = part.sequence
             self.planner.advance(part)
@@ -109,6 +109,21 @@ def test_admission_waits_for_blocks_and_nobody_passes_the_one_in_front() -> None
     books.planner.remove(first)
     books.step()
     assert (len(large.blocks), len(small.blocks)) == (6, 1)
+
+
+def test_admission_counts_the_cached_blocks_that_a_prompt_takes_up_again() -> None:
+    books = Books(num_blocks=6)
+    first = books.add(list(range(9)))
+    books.step()
+    books.planner.remove(first)
+    running = books.add(3)
+    books.step()
+    again = books.add(list(range(16)))
+    books.step()
+    assert (books.pool.num_free, again.blocks) == (5, []), "2 cached and 2 more leave no block for each of two choices"
+    books.planner.remove(running)
+    books.step()
+    assert len(again.blocks) == 4
 
 
 def test_no_more_choices_run_than_may() -> None:
@@ -185,9 +200,38 @@ def test_copies_come_again_until_they_were_made() -> None:
     books = Books()
     books.add(3, num_choices=2)
     books.step()
-    assert books.plan().copies == books.plan().copies != []
-    books.planner.copied()
+    plan = books.plan()
+    assert books.plan().copies == plan.copies != []
+    books.planner.copied(plan)
     assert books.plan().copies == []
+
+
+def test_choice_that_goes_before_its_copy_was_made_leaves_no_hold_behind() -> None:
+    books = Books(is_sharing=False)
+    books.add(3, num_choices=2)
+    books.step()
+    ((_, target),) = books.plan().copies
+    copied, other = sorted(books.planner.running, key=lambda sequence: target not in sequence.blocks)
+    books.planner.remove(copied)
+    assert books.pool.num_used == 1
+    assert books.plan().copies == []
+    books.planner.remove(other)
+    assert books.pool.num_used == 0
+
+
+def test_step_of_one_alone_makes_no_copy_for_others_and_ends_none() -> None:
+    books = Books()
+    books.add(3, num_choices=2)
+    books.step()
+    books.add(6, is_alone=True)
+    forked = books.plan()  # as if it had found no memory: its copy is still to be made
+    alone = books.plan()
+    assert {part.sequence.age[0] for part in alone.parts} == {2}
+    assert alone.copies == []
+    books.planner.copied(alone)
+    again = books.plan()
+    assert {part.sequence.age[0] for part in again.parts} == {1}
+    assert again.copies == forked.copies != []
 
 
 def test_prompt_begins_with_the_blocks_of_an_equal_one() -> None:
@@ -230,6 +274,16 @@ def test_answer_is_found_by_the_prompt_that_continues_it() -> None:
     books.planner.remove(first)
     books.add([1, 2, 3, 7, 7, 7, 7, 7, 9])
     assert books.step() == {(2, 0): 1}
+
+
+def test_what_a_prompt_wrote_before_it_was_sent_back_is_no_hit_of_its_own() -> None:
+    books = Books(prefill=8)
+    prompt = books.add(20)
+    books.step()
+    prompt.job.started_ns = 1
+    books.planner.preempt(prompt)
+    books.step()
+    assert (prompt.num_computed, prompt.job.num_cached) == (16, 0)
 
 
 def test_prompts_of_another_salt_share_nothing() -> None:

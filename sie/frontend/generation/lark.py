@@ -1,0 +1,41 @@
+"""Owns which of Lark is taken from a client: all but what may take hours to compile. Pure.
+
+An intersection (`A & B`) or a complement (`~A`) of regular expressions may have more states than there is memory for, and
+llguidance (1.9) looks at them before any limit of its own counts, where nothing can stop it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final, cast
+
+import msgspec
+
+_TOKEN: Final = re.compile(r'(?://|#)[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/')
+"""A comment, a text or a regular expression."""
+_OPERATOR: Final = re.compile(r"&|~(?!\s*\d)")
+"""A tilde before a number repeats what is in front of it."""
+_REFUSAL: Final = "intersections (&) and complements (~) are not served: what they take to compile has no bound"
+_OPEN: Final = "a text or a regular expression has no end"
+
+
+def refusal_of(text: str) -> str:
+    """Return why a grammar in Lark is not taken; empty for one that is."""
+    rest = _TOKEN.sub(" ", text)
+    if _OPERATOR.search(rest):
+        return _REFUSAL
+    return _OPEN if '"' in rest or "/" in rest else ""  # else what is in it could be hidden here
+
+
+def refusal_of_composed(text: str) -> str:
+    """Return the same of llguidance's own form: JSON that holds grammars, or Lark."""
+    try:
+        composed: Any = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, RecursionError):
+        return refusal_of(text)
+    grammars: Any = cast("dict[str, Any]", composed).get("grammars") if isinstance(composed, dict) else None
+    for grammar in cast("list[Any]", grammars) if isinstance(grammars, list) else ():
+        lark: Any = cast("dict[str, Any]", grammar).get("lark_grammar") if isinstance(grammar, dict) else None
+        if isinstance(lark, str) and (found := refusal_of(lark)):
+            return found
+    return ""
