@@ -198,5 +198,5 @@ def test_every_stage_of_a_request_is_a_call_that_the_server_makes(
     monkeypatch.setattr(stages, "_BLOCKS", 1)
     monkeypatch.setattr(stages, "_CALLS", 1)
     timed = stages.time_stages("river stone", str(minilm_directory))
-    assert {one.stage.side for one in timed} == {"frontend", "worker", "model"}
+    assert {one.stage.side for one in timed} == {"frontend", "tensors", "worker", "model"}
     assert all(one.p50_us > 0 for one in timed)
