@@ -11,7 +11,6 @@ They are thread-local, because a load probes its model in one thread while anoth
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sie.workers.batch import Run
 from sie.workers.compiled_attention import attend_compiled, can_attend_compiled
+from sie.workers.flash import attend_flash, can_attend_flash
 
 NAME = "sie_packed"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "cache")
@@ -149,7 +149,7 @@ def attend(
     rule = _Rule(scaling, _is_causal(module, is_causal), None if reaches_all else sliding_window)
     # With fewer keys than queries the kernel would align windows and causality to the wrong end.
     is_plain = boundaries.attended is None or not (rule.causal or rule.window)
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and is_plain:
+    if query.is_cuda and is_plain and can_attend_flash(query.device, query.dtype, (key.shape[3], value.shape[3])):
         attended = _attend_varlen(query[0], key[0], value[0], boundaries, rule)
     elif can_attend_compiled(query[0], key[0], value[0]):
         attended = attend_compiled(
@@ -207,29 +207,12 @@ def _rectangle(states: Tensor, tokens: slice, count: int) -> Tensor:
 
 def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, boundaries: Boundaries, rule: _Rule) -> Tensor:
     """Attend in one kernel (CUDA, half precision only). Takes (h, t, d), returns (t, h, d)."""
-    from torch.nn.attention.varlen import varlen_attn
-
     reach = -1 if rule.window is None else rule.window - 1
-    arguments: dict[str, Any] = {"scale": rule.scaling}
-    parameters = inspect.signature(varlen_attn).parameters
-    if "window_size" in parameters:
-        arguments["window_size"] = (reach, 0 if rule.causal else reach)
-    elif rule.window is None:  # torch 2.10 had is_causal and no window
-        arguments["is_causal"] = rule.causal
-    else:
-        raise NotPackableError("this torch has no sliding window in varlen_attn")
-    if key.shape[0] != query.shape[0]:
-        if "enable_gqa" in parameters:
-            arguments["enable_gqa"] = True
-        else:
-            repeats = query.shape[0] // key.shape[0]
-            key, value = key.repeat_interleave(repeats, 0), value.repeat_interleave(repeats, 0)
-    cu_seqlens, longest = boundaries.cu_seqlens, boundaries.max_length
-    query, key, value = (states.transpose(0, 1) for states in (query, key, value))
-    cu_keys = cu_seqlens
+    bounds = key_bounds = boundaries.cu_seqlens
     if boundaries.attended is not None:
-        seen, cu_keys = boundaries.seen_tokens()
-        key, value = key[seen], value[seen]
-    attended = varlen_attn(query, key, value, cu_seqlens, cu_keys, longest, longest, **arguments)
-    assert isinstance(attended, Tensor)  # a pair only with return_aux
-    return attended
+        seen, key_bounds = boundaries.seen_tokens()
+        key, value = key[:, seen], value[:, seen]
+    return attend_flash(
+        query, key, value, bounds=(bounds, key_bounds), longest=(boundaries.max_length, boundaries.max_length),
+        scaling=rule.scaling, reach=(reach, 0 if rule.causal else reach),
+    )  # fmt: skip

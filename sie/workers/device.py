@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from sie.errors import BadRequest
 
@@ -17,8 +18,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def resolve_device(name: str) -> torch.device:
     """Return the torch device of a worker's `cpu`, `cpu:N`, `cuda` or `cuda:N`.
 
-    Every CPU worker runs on torch's one CPU device: N only says which share of the cores it is pinned to. Raises
-    BadRequest for another name, or a GPU that is not there.
+    Every CPU worker runs on torch's one CPU device: N only says which share of the cores it is pinned to. A GPU becomes the
+    one that this thread launches kernels on. Raises BadRequest for another name, or a GPU that is not there.
     """
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
@@ -27,6 +28,7 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available() or int(index or 0) >= torch.cuda.device_count():
         raise BadRequest(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} GPUs")
+    torch.cuda.set_device(int(index or 0))  # torch's own operations look at their tensors, Triton's kernels do not
     return torch.device("cuda", int(index or 0))
 
 
@@ -46,6 +48,24 @@ def _has_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return bool(cpu_flags() & _CPU_FLAGS_OF_BF16)
+
+
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the CPU on a device. On a GPU it may arrive later: what is launched there waits for it.
+
+    Out of page-locked memory, since from any other the copy would wait for all that was launched before.
+    """
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def read(tensor: Tensor) -> Tensor:
+    """Return a tensor on the CPU once its device has computed it: one copy, one wait."""
+    if tensor.device.type != "cuda":
+        return tensor
+    found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    found.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return found
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:

@@ -36,7 +36,9 @@ from sie.extraction import Detection, TokenClassification
 from sie.generation_settings import Generation
 from sie.workers.device import DtypeSetting, choose_dtype, resolve_device
 from sie.workers.generation.formats import choose_format, join_and_pack
+from sie.workers.generation.fused import fuse_layers
 from sie.workers.generation.norms import compile_norms
+from sie.workers.generation.one_row import choose_products
 from sie.workers.generation.paging import make_pageable
 from sie.workers.generation.runner import TextGenerator
 from sie.workers.probe import choose_execution, choose_scoring, choose_token_classification
@@ -229,6 +231,9 @@ def load_generator(
     _convert(model, form.dtype, device)
     if device.type == "cpu":
         compile_norms(model, form.dtype)
+    else:
+        fuse_layers(model)
+        choose_products(model)
     on_progress(0.8, "comparing paged with whole sequences")
     runner = make_pageable(card, model, device, settings, form.name)
     on_progress(0.9, "reading the vocabulary for grammars")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import pkgutil
 import subprocess
@@ -43,14 +44,19 @@ PURE_FILES = (
     "workers/scheduler.py",
     "workers/pace.py",
 )
+OF_TRITON = {"sie.workers.generation.kernels", "sie.workers.generation.layer_kernels"}
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 IMPURE = {"time", "datetime", "asyncio", "threading", "socket", "os", "random", "torch", "transformers", "uvloop"}
 
 
 def modules_under(package: str) -> list[str]:
-    """Return `package` and all modules in it, except those that are programs."""
+    """Return `package` and all modules in it, except programs, and what needs a library that is not there."""
     path = ROOT / package.removeprefix("sie").removeprefix(".").replace(".", "/")
     found = [name for _, name, _ in pkgutil.walk_packages([str(path)], f"{package}.")]
-    return [package, *(name for name in found if not name.endswith("__main__"))]
+    return [
+        package,
+        *(name for name in found if not name.endswith("__main__") and (HAS_TRITON or name not in OF_TRITON)),
+    ]
 
 
 def loaded_after_importing(modules: list[str]) -> set[str]:

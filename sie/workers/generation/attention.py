@@ -5,8 +5,8 @@ Registered with `AttentionInterface`, it gets each layer's queries, keys and val
 own module, where `PagedCache` put them: nothing of a step travels through the model or belongs to a thread, and models
 load while others run.
 
-All blocks are finite, always. Softmax gives a hidden row the weight 0, and 0 times NaN is NaN: so a block is cleared
-before it is begun, and tables are filled up with a spare block that no sequence has.
+Where blocks are gathered all of them are finite, always. Softmax gives a hidden row the weight 0, and 0 times NaN is NaN: so
+a block is cleared before it is begun, and tables are filled up with a spare block that no sequence has.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from sie.workers.device import move
 from sie.workers.generation.gathered import Rule, attend_one
 
 NAME = "sie_paged"
@@ -91,7 +92,7 @@ class PagedCache:
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, (from, to); none is both."""
         if pairs:
-            source, target = torch.tensor(pairs, dtype=torch.int64).T.to(self.device)
+            source, target = move(torch.tensor(pairs, dtype=torch.int64).T.contiguous(), self.device)
             for layer in self.layers:
                 for blocks in (layer.keys, layer.values):
                     blocks.index_copy_(0, target, blocks[source])
@@ -99,7 +100,7 @@ class PagedCache:
     def clear(self, blocks: Sequence[int]) -> None:
         """Fill blocks with 0."""
         if blocks:
-            index = torch.tensor(blocks, dtype=torch.int64).to(self.device)
+            index = move(torch.tensor(blocks, dtype=torch.int64), self.device)
             for layer in self.layers:
                 layer.keys.index_fill_(0, index, 0)
                 layer.values.index_fill_(0, index, 0)

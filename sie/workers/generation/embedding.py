@@ -13,6 +13,8 @@ from torch import Tensor
 
 from sie.cards import ModelCard
 from sie.workers.batch import PackedBatch, pack_sequences
+from sie.workers.device import move
+from sie.workers.flash import attend_flash, can_attend_flash
 from sie.workers.generation.attention import LayerCache, PagedCache
 from sie.workers.generation.gathered import Rule, attend_one, band_mask
 from sie.workers.runners.encode import dense_rows
@@ -22,11 +24,19 @@ from sie.workers.runners.head import Head
 class UnkeptStep:
     """Attention of whole sequences that touches no block; a `StepAttention`."""
 
-    def __init__(self, batch: PackedBatch) -> None:
+    def __init__(self, batch: PackedBatch, device: torch.device) -> None:
         self._bounds = list(pairwise(batch.cu_seqlens.tolist()))
+        self._cu_seqlens = move(torch.from_numpy(batch.cu_seqlens), device)
+        self._longest = batch.max_length
 
     def attend(self, layer: LayerCache, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """Attend within each sequence; as `StepAttention`, but that nothing is kept."""
+        is_plain = rule.softcap is None and rule.sinks is None
+        if is_plain and can_attend_flash(query.device, query.dtype, layer.widths):
+            return attend_flash(
+                query, key, value, bounds=(self._cu_seqlens, self._cu_seqlens), longest=(self._longest, self._longest),
+                scaling=rule.scaling, reach=(-1 if layer.window is None else layer.window - 1, 0),
+            )  # fmt: skip
         out = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
         for first, last in self._bounds:
             rows = slice(first, last)
@@ -56,11 +66,12 @@ class Embedder:
 
     @torch.inference_mode()
     def _run_packed(self, batch: PackedBatch) -> NDArray[np.float32]:
-        self._cache.step = UnkeptStep(batch)
+        device = self._cache.device
+        self._cache.step = UnkeptStep(batch, device)
         try:
             hidden = self._model(
-                input_ids=torch.from_numpy(batch.input_ids)[None].to(self._cache.device),
-                position_ids=torch.from_numpy(batch.position_ids)[None].to(self._cache.device),
+                input_ids=move(torch.from_numpy(batch.input_ids)[None], device),
+                position_ids=move(torch.from_numpy(batch.position_ids)[None], device),
                 use_cache=False,
             ).last_hidden_state[0]
         finally:

@@ -2,38 +2,79 @@
 
 Launching a model's kernels one by one takes longer than they run when sequences are few. All graphs are recorded at
 load, for numbers of sequences that double; a step takes the next larger one and fills it up with sequences of one token
-in the spare block, which nobody reads. Sampling stays outside.
+in the spare block, which nobody reads. The likeliest token of each sequence is part of the recording, so that a greedy step
+is two copies in, one launch and one copy out; any other sampling stays outside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sie.logs import get_logger
+from sie.workers.generation import Slot
 from sie.workers.generation.attention import PagedCache
-from sie.workers.generation.layout import StepLayout
-from sie.workers.generation.varlen import StepTables
+from sie.workers.generation.sampling import likeliest
+from sie.workers.generation.varlen import DecodeStep, fill_blocks
 
 _log = get_logger(__name__)
 _LARGEST = 256
 _WARM_UPS = 2
-"""Runs before the recording, in which libraries choose their kernels and take their workspaces."""
+"""Runs before the recording, in which kernels are compiled and chosen and libraries take their workspaces."""
 
-Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Takes token ids and positions (1, n) and the rows (n,) whose logits are wanted; returns (n, vocabulary)."""
+Forward = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Takes token ids and positions (1, n) and None, all rows being wanted; returns (n, vocabulary)."""
+
+
+class Answers(NamedTuple):
+    """Logits (n, vocabulary) behind n tokens; best (n,) as `likeliest` gives it, None where nobody has looked yet."""
+
+    logits: Tensor
+    best: Tensor | None = None
+
+
+class StepInputs:
+    """What a step of up to `size` sequences reads on the device, and the page-locked memory it is copied from."""
+
+    def __init__(self, size: int, max_blocks: int, device: torch.device) -> None:
+        """Make room for sequences of up to max_blocks blocks."""
+        is_locked = device.type == "cuda"
+        self.size = size
+        self._numbers = torch.zeros(3, size, dtype=torch.int64, pin_memory=is_locked)
+        self._blocks = torch.zeros(max_blocks, size, dtype=torch.int32, pin_memory=is_locked)
+        self.numbers = torch.zeros(3, size, dtype=torch.int64, device=device)
+        """Token ids, positions and the rows that keep them."""
+        self.blocks = torch.zeros(max_blocks, size, dtype=torch.int32, device=device)
+        """As in `kernels.Tables`."""
+
+    def fill(self, slots: Sequence[Slot], block_tokens: int, spare_block: int) -> None:
+        """Write the slots' values, one token each, and those of fillers, in the order of the stream.
+
+        The last copies must be over: whoever has read a step's result knows that they are.
+        """
+        numbers, blocks = self._numbers.numpy(), self._blocks.numpy()
+        count = len(slots)
+        starts = [slot.start for slot in slots]
+        numbers[0, :count] = [slot.token_ids[0] for slot in slots]
+        numbers[1, :count] = starts
+        numbers[2, :count] = [
+            slot.blocks[slot.start // block_tokens] * block_tokens + slot.start % block_tokens for slot in slots
+        ]
+        numbers[:, count:] = [[0], [0], [spare_block * block_tokens]]
+        fill_blocks(blocks, slots, block_tokens)
+        blocks[0, count:] = spare_block
+        num_seen = max(starts) // block_tokens + 1  # no more of a table that may hold a very long context
+        self.numbers.copy_(self._numbers, non_blocking=True)
+        self.blocks[:num_seen].copy_(self._blocks[:num_seen], non_blocking=True)
 
 
 class _Recorded(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    token_ids: Tensor
-    positions: Tensor
-    tables: StepTables
-    logits: Tensor
+    inputs: StepInputs
+    answers: Answers
 
 
 class DecodeGraphs:
@@ -44,73 +85,57 @@ class DecodeGraphs:
         self._cache = cache
         self._max_blocks = max_blocks
         self._recorded: dict[int, _Recorded] = {}
+        self._copied = torch.cuda.Event()
         pool = torch.cuda.graph_pool_handle()
         size = 1 << (min(max_sequences, _LARGEST) - 1).bit_length()
         while size:  # largest first, so that the others find their memory in its pool
             self._recorded[size] = self._record(forward, size, pool)
             size //= 2
 
-    def run(self, layout: StepLayout) -> Tensor | None:
-        """Return the logits (n, vocabulary) of a step's tokens, in the row's order, or None for one not recorded.
+    def run(self, slots: Sequence[Slot]) -> Answers | None:
+        """Return the answers to a step of slots with one token each, in their order, or None for one not recorded.
 
         They are overwritten by the next step.
         """
-        count = len(layout.decodes)
-        size = 1 << max(count - 1, 0).bit_length()
-        if layout.prompts or size not in self._recorded:
+        count = len(slots)
+        recorded = self._recorded.get(1 << max(count - 1, 0).bit_length())
+        if recorded is None or any(len(slot.token_ids) > 1 for slot in slots):
             return None
-        recorded = self._recorded[size]
-        table = np.full((size, self._max_blocks), layout.spare_block, np.int32)
-        for row, slot in zip(table, layout.decodes, strict=False):
-            num_seen = slot.start // layout.block_tokens + 1
-            row[:num_seen] = slot.blocks[:num_seen]
-        tables = recorded.tables
-        _fill(recorded.token_ids[0], layout.token_ids, 0)
-        _fill(recorded.positions[0], layout.positions, 0)
-        _fill(tables.rows, layout.rows, layout.spare_block * layout.block_tokens)
-        _fill(tables.seen, layout.positions + 1, 1)
-        tables.blocks.copy_(torch.from_numpy(table))
+        self._copied.synchronize()
+        recorded.inputs.fill(slots, self._cache.block_tokens, self._cache.num_blocks)
+        self._copied.record()
         recorded.graph.replay()
-        return recorded.logits[:count]
+        answers = recorded.answers
+        return Answers(answers.logits[:count], None if answers.best is None else answers.best[:count])
 
     def _record(self, forward: Forward, size: int, pool: Any) -> _Recorded:
+        from sie.workers.generation.kernels import Tables
+
         cache, device = self._cache, self._cache.device
-        spare = cache.num_blocks
-        longest = self._max_blocks * cache.block_tokens
-        tables = StepTables(
-            rows=torch.full((size,), spare * cache.block_tokens, device=device),
-            cu_queries=torch.arange(size + 1, dtype=torch.int32, device=device),
-            cu_keys=torch.arange(size + 1, dtype=torch.int32, device=device) * longest,
-            seen=torch.ones(size, dtype=torch.int32, device=device),
-            blocks=torch.full((size, self._max_blocks), spare, dtype=torch.int32, device=device),
-            longest_query=1,
-            longest_key=longest,
-        )
-        token_ids = torch.zeros(1, size, dtype=torch.int64, device=device)
-        positions = torch.zeros_like(token_ids)
-        wanted = torch.arange(size, device=device)
-        cache.step = tables
+        inputs = StepInputs(size, self._max_blocks, device)
+        inputs.blocks[0] = cache.num_blocks
+        inputs.numbers[2] = cache.num_blocks * cache.block_tokens
+        token_ids, positions, rows = inputs.numbers
+        cache.step = DecodeStep(rows, Tables(positions, inputs.blocks))
+
+        def run() -> Answers:
+            logits = forward(token_ids[None], positions[None], None)
+            return Answers(logits, likeliest(logits))
+
         try:
             side = torch.cuda.Stream(device)
             side.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(side):
                 for _ in range(_WARM_UPS):
-                    forward(token_ids, positions, wanted)
+                    run()
             torch.cuda.current_stream(device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             # Other models load meanwhile: only what this thread does may spoil the recording.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                logits = forward(token_ids, positions, wanted)
+                answers = run()
         finally:
             cache.step = None
-        return _Recorded(graph, token_ids, positions, tables, logits)
-
-
-def _fill(target: Tensor, values: np.ndarray[tuple[int], np.dtype[np.int64]], filler: int) -> None:
-    """Write values into the first places of a tensor and the filler into the others."""
-    whole = np.full(len(target), filler, np.int64)
-    whole[: len(values)] = values
-    target.copy_(torch.from_numpy(whole))
+        return _Recorded(graph, inputs, answers)
 
 
 def try_record(cache: PagedCache, forward: Forward, max_sequences: int, max_blocks: int) -> DecodeGraphs | None:

@@ -66,17 +66,22 @@ def compile_norms(model: nn.Module, dtype: torch.dtype) -> int:
 
 def _compiled(norm: Any, dtype: torch.dtype) -> CompiledNorm | None:
     """Return a compiled norm that computes the same as one of the library's, None where there is none."""
-    weight: nn.Parameter | None = getattr(norm, "weight", None)
-    epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if weight is None or weight.dim() != 1 or not isinstance(epsilon, float) or len(list(norm.parameters())) != 1:
-        return None
-    states = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(dtype) * 3
-    expected = norm(states)
-    if expected.dtype != dtype:
-        return None
-    for candidate in (weight.float(), 1.0 + weight.float()):  # Llama's, Gemma's
-        compiled = CompiledNorm(weight, candidate, epsilon)
+    for factors, epsilon in norm_factors(norm):
+        states = torch.randn(4, len(factors), generator=torch.Generator().manual_seed(0)).to(dtype) * 3
+        expected = norm(states)
+        if expected.dtype != dtype:
+            return None
+        compiled = CompiledNorm(norm.weight, factors, epsilon)
         far = (compiled(states).float() - expected.float()).abs()
         if bool((far <= _TOLERANCE[dtype] * expected.float().abs() + 1e-6).all()):
             return compiled
     return None
+
+
+def norm_factors(norm: Any) -> list[tuple[Tensor, float]]:
+    """Return what a norm of the library may multiply with, (width,) float32, and its epsilon; none for another module."""
+    weight: nn.Parameter | None = getattr(norm, "weight", None)
+    epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if weight is None or weight.dim() != 1 or not isinstance(epsilon, float) or len(list(norm.parameters())) != 1:
+        return []
+    return [(factors.detach(), epsilon) for factors in (weight.float(), 1.0 + weight.float())]  # Llama's, Gemma's

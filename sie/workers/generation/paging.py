@@ -27,7 +27,6 @@ from sie.logs import get_logger
 from sie.workers.generation import Draw, Slot, attention
 from sie.workers.generation.attention import LayerForm, PagedCache
 from sie.workers.generation.runner import TextGenerator
-from sie.workers.generation.varlen import PAGE_TOKENS
 
 _log = get_logger(__name__)
 
@@ -52,7 +51,7 @@ def make_pageable(
 
     Raises ModelLoadFailed for a model that is refused.
     """
-    block_tokens = _block_tokens(settings.kv_block_tokens, device, model.dtype)
+    block_tokens = settings.kv_block_tokens
     sequence = _probe_sequence(model, block_tokens)
     with torch.inference_mode():
         expected = _run_whole(card.id, model, sequence, device)
@@ -72,15 +71,13 @@ def make_pageable(
         _log.warning("blocks are gathered, since reading them in place fails: %s", error)
         runner.reads_in_place = False
         _compare(runner, cache, sequence, expected)
-    runner.record_decoding(settings.max_sequences, per_choice)
+    if runner.record_decoding(settings.max_sequences, per_choice):
+        try:
+            _compare(runner, cache, sequence, expected)
+        except ModelLoadFailed as error:
+            _log.warning("decode steps are not recorded: %s", error)
+            runner.forget_recording()
     return runner
-
-
-def _block_tokens(wanted: int, device: torch.device, dtype: torch.dtype) -> int:
-    """Return the tokens of a block: on a GPU in half precision whole pages of its kernel."""
-    if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16):
-        return -(-wanted // PAGE_TOKENS) * PAGE_TOKENS
-    return wanted
 
 
 def _blocks_of_a_choice(card: ModelCard, block_tokens: int, settings: Generation) -> int:

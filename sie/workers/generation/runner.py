@@ -13,15 +13,16 @@ from torch import Tensor, nn
 
 from sie.cards import ModelCard
 from sie.errors import BadRequest
+from sie.workers.device import move
 from sie.workers.generation import Chosen, Draw, Matcher, Slot
 from sie.workers.generation.attention import PagedCache
 from sie.workers.generation.embedding import Embedder
 from sie.workers.generation.gathered import GatheredStep
 from sie.workers.generation.grammar import GrammarCompiler
-from sie.workers.generation.graphs import DecodeGraphs, try_record
+from sie.workers.generation.graphs import Answers, DecodeGraphs, try_record
 from sie.workers.generation.layout import StepLayout, lay_out
 from sie.workers.generation.sampling import choose
-from sie.workers.generation.varlen import PAGE_TOKENS, VarlenStep, can_attend
+from sie.workers.generation.varlen import MixedStep, can_attend
 from sie.workers.generation.weights import PackedLinear
 
 
@@ -48,10 +49,10 @@ class TextGenerator:
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._grammars = GrammarCompiler(card)
         self._graphs: DecodeGraphs | None = None
-        self.reads_in_place = cache.block_tokens % PAGE_TOKENS == 0 and can_attend(
+        self.reads_in_place = can_attend(
             cache.device, cache.dtype, {width for form in cache.layers for width in form.widths}
         )
-        """Whether the GPU's kernel reads the blocks; else they are gathered."""
+        """Whether a GPU's kernels read the blocks; else they are gathered."""
         self._embedder = Embedder(card, model, cache) if "dense" in card.outputs else None
 
     def run_step(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> list[tuple[Chosen, ...]]:
@@ -63,22 +64,34 @@ class TextGenerator:
         draws: list[Draw] = [draw for slot in drawing for draw in slot.draws]
         rows = [row for row, slot in enumerate(drawing) for _ in slot.draws]
         with torch.inference_mode():
-            logits = self.run_logits(slots, copies)
-            chosen = iter(choose(logits, rows, draws) if draws else ())
+            answers = self._run(slots, copies)
+            chosen = iter(choose(answers.logits, rows, draws, answers.best) if draws else ())
         return [tuple(next(chosen) for _ in slot.draws) for slot in slots]
 
     @torch.inference_mode()
     def run_logits(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
         """Return the logits (k, vocabulary) behind the last tokens of the k slots that have draws. Raises BadRequest."""
-        layout = lay_out(slots, self.block_tokens, self.num_blocks)
-        self._check(layout.token_ids)
+        return self._run(slots, copies).logits
+
+    def _run(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]]) -> Answers:
+        self._take_device()
+        self._check(np.concatenate([slot.token_ids for slot in slots]))
         self._cache.copy(copies)
-        self._cache.clear(layout.unfilled)
-        return self._forward(layout, [end for end, slot in zip(layout.ends, slots, strict=True) if slot.draws])
+        recorded = None if self._graphs is None else self._graphs.run(slots)
+        if recorded is not None and all(slot.draws for slot in slots):
+            return recorded
+        kept = [i for i, slot in enumerate(slots) if slot.draws]
+        if recorded is not None:
+            return Answers(recorded.logits[move(torch.tensor(kept, dtype=torch.int64), self._cache.device)])
+        layout = lay_out(slots, self.block_tokens, self.num_blocks)
+        if not self.reads_in_place:  # the kernels read no row that was not written
+            self._cache.clear(layout.unfilled)
+        return Answers(self._forward(layout, [layout.ends[i] for i in kept]))
 
     def run_tokens(self, token_ids: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:
         """Return the dense rows of a card that has that output (`sie.workers.runners.TokenRunner`)."""
         assert self._embedder is not None
+        self._take_device()
         for ids in token_ids:
             self._check(ids)
         return self._embedder.run(token_ids)
@@ -91,35 +104,47 @@ class TextGenerator:
         """Do what the first grammar would have to wait for. Raises BadRequest for a tokenizer that cannot be read."""
         self._grammars.read_vocabulary(self._vocab_size)
 
+    def _take_device(self) -> None:
+        """Let this thread, which is not that of the load, launch on the model's GPU: Triton and recordings go by that."""
+        if self._cache.device.type == "cuda":
+            torch.cuda.set_device(self._cache.device)
+
     def _check(self, token_ids: NDArray[np.integer]) -> None:
         """Raise BadRequest for an id outside the vocabulary, which would end the process on a GPU."""
         if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self._vocab_size:
             raise BadRequest(f"a token id is outside the vocabulary of {self._vocab_size}")
 
-    def record_decoding(self, max_sequences: int, max_blocks: int) -> None:
-        """Record decode steps as CUDA graphs, where the kernel reads the blocks; a model that cannot be stays as it is."""
+    def record_decoding(self, max_sequences: int, max_blocks: int) -> bool:
+        """Record decode steps as CUDA graphs, where the kernels read the blocks; return whether that went well."""
         if self.reads_in_place:
             self._graphs = try_record(self._cache, self._run_model, max_sequences, max_blocks)
+        return self._graphs is not None
+
+    def forget_recording(self) -> None:
+        """Run decode steps kernel by kernel from now on."""
+        self._graphs = None
 
     def _forward(self, layout: StepLayout, rows: Sequence[int]) -> Tensor:
         """Return the logits (k, vocabulary) behind the given tokens of the step's row."""
         cache = self._cache
-        kept = torch.tensor(rows, dtype=torch.int64).to(cache.device)
-        if self._graphs is not None and (logits := self._graphs.run(layout)) is not None:
-            return logits[kept]
-        step = VarlenStep if self.reads_in_place else GatheredStep
+        step = MixedStep if self.reads_in_place else GatheredStep
         cache.step = step(layout, cache.device, cache.dtype)
         try:
-            token_ids = torch.from_numpy(layout.token_ids)[None].to(cache.device)
-            return self._run_model(token_ids, torch.from_numpy(layout.positions)[None].to(cache.device), kept)
+            token_ids, positions, kept = (
+                move(numbers, cache.device)
+                for numbers in map(
+                    torch.from_numpy, (layout.token_ids[None], layout.positions[None], np.array(rows, np.int64))
+                )
+            )
+            return self._run_model(token_ids, positions, kept)
         finally:
             cache.step = None
 
-    def _run_model(self, token_ids: Tensor, positions: Tensor, kept: Tensor) -> Tensor:
-        """Return the logits (k, vocabulary) of the kept rows (k,) of a row (1, t)."""
-        rows = {"logits_to_keep": kept} if self._takes_rows else {}
+    def _run_model(self, token_ids: Tensor, positions: Tensor, kept: Tensor | None) -> Tensor:
+        """Return the logits (k, vocabulary) of the kept rows (k,) of a row (1, t); None: of all."""
+        rows = {"logits_to_keep": kept} if self._takes_rows and kept is not None else {}
         logits = self.model(input_ids=token_ids, position_ids=positions, use_cache=False, **rows).logits[0]
-        return logits if self._takes_rows else logits[kept]
+        return logits if self._takes_rows or kept is None else logits[kept]
 
 
 def _count_bytes(model: nn.Module, cache: PagedCache) -> int:

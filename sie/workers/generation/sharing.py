@@ -22,7 +22,7 @@ _MAX_DIFFERENCE = 1e-4
 
 
 class SharedLinear(nn.Module):
-    """Layers in one: outputs one behind the other. It remembers its last input, and what came of it."""
+    """Layers in one: outputs one behind the other. It remembers them until each of the layers has had its own."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         """Take layers of equal inputs; their weights become views of the common one."""
@@ -37,17 +37,19 @@ class SharedLinear(nn.Module):
         for layer in layers:
             layer.weight.data = weights[first : first + layer.out_features]
             first += layer.out_features
-        # In a list, since a module's own attributes take microseconds to set.
-        self._last: list[Tensor | None] = [None, None]
+        # In a list, since a module's own attributes take microseconds to set: input, outputs, how many layers want them.
+        self._last: list[Any] = [None, None, 0]
+        self._num_layers = len(layers)
 
     def forward(self, states: Tensor) -> Tensor:
         """Return all outputs; once for each tensor, told by its identity."""
         last = self._last
         if last[0] is not states:
-            last[1] = self.layer(states)
-            last[0] = states
-        output = last[1]
-        assert output is not None
+            last[:] = states, self.layer(states), self._num_layers
+        output: Tensor = last[1]
+        last[2] -= 1
+        if not last[2]:  # kept, those of a long prompt would take gigabytes of a GPU
+            last[:] = None, None, 0
         return output
 
     __call__ = forward  # no hooks, which take longer than some layers

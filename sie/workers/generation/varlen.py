@@ -1,117 +1,170 @@
-"""Owns attention over blocks on a GPU in half precision: one kernel that reads the blocks in place, by a table.
+"""Owns attention over blocks on a GPU in half precision.
 
-The kernel is the flash attention that torch carries; its pages hold a multiple of 256 tokens. What it does not compute
-(capped scores, sinks) is gathered.
+Tokens that decode read their blocks in place (`kernels`). Parts of prompts go through torch's flash attention, with what
+they see brought together first; what that does not compute (capped scores, sinks, widths of its own) `gathered` does.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from sie.workers.device import move
+from sie.workers.flash import attend_flash, can_attend_flash
+from sie.workers.generation import Slot
 from sie.workers.generation.gathered import GatheredStep, Rule
 from sie.workers.generation.layout import StepLayout
 
 if TYPE_CHECKING:
     from sie.workers.generation.attention import LayerCache
+    from sie.workers.generation.kernels import Tables
 
-PAGE_TOKENS = 256
-"""Source: the check in flash attention 2's varlen forward, `page_block_size % 256 == 0`."""
 _MAX_WIDTH = 256
+_LEAST_CAPABILITY = (8, 0)
+"""Of the GPU: the first with bfloat16."""
 
 
 def can_attend(device: torch.device, dtype: torch.dtype, widths: set[int]) -> bool:
-    """Tell whether the kernel is there for keys and values of this format and these widths."""
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+    """Tell whether the kernels run here, for keys and values of this format and these widths."""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or max(widths) > _MAX_WIDTH:
         return False
-    return len(widths) == 1 and max(widths) <= _MAX_WIDTH and torch.cuda.get_device_capability(device) >= (8, 0)
+    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
 
 
-class VarlenStep:
-    """One step on a GPU; a `StepAttention`."""
+class DecodeStep:
+    """A step in which every sequence has one token; a `StepAttention`. Recorded, its tensors can get other values."""
+
+    def __init__(self, rows: Tensor, tables: Tables) -> None:
+        """Take the rows (n,) int64 that keep the tokens' keys and values, and where their sequences stand."""
+        self._rows = rows
+        self._tables = tables
+
+    def attend(self, layer: LayerCache, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        """Keep keys and values (h_kv, n, d) and attend with queries (h, n, d); return (n, h, d_v)."""
+        from sie.workers.generation import kernels
+
+        kernels.write_rows(layer.rows_of_keys, layer.rows_of_values, self._rows, key, value)
+        out = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
+        kernels.attend_blocks(query, layer.keys, layer.values, self._tables, layer.window, rule, out)
+        return out
+
+
+class MixedStep:
+    """A step of any layout; a `StepAttention`."""
 
     def __init__(self, layout: StepLayout, device: torch.device, dtype: torch.dtype) -> None:
         """Take the step's layout and the format of keys and values."""
-        self._layout = layout
-        self._device = device
-        self._dtype = dtype
-        self._gathered: GatheredStep | None = None
-        sequences = (*layout.decodes, *layout.prompts)
-        lengths = np.array([len(slot.token_ids) for slot in sequences])
-        seen = np.array([slot.start for slot in sequences]) + lengths
-        counts = -(-seen // layout.block_tokens)
-        table = np.full((len(sequences), int(counts.max())), layout.spare_block, np.int32)
-        for row, slot, count in zip(table, sequences, counts, strict=True):
-            row[:count] = slot.blocks[:count]
-        self.tables = StepTables(
-            rows=torch.from_numpy(layout.rows).to(device),
-            cu_queries=_cumulated(lengths, device),
-            cu_keys=_cumulated(seen, device),
-            seen=torch.from_numpy(seen.astype(np.int32)).to(device),
-            blocks=torch.from_numpy(table).to(device),
-            longest_query=int(lengths.max()),
-            longest_key=int(seen.max()),
-        )
+        self._num_decodes = count = len(layout.decodes)
+        rows = move(torch.from_numpy(layout.rows), device)
+        self._decodes = None if not count else DecodeStep(rows[:count], _tables(layout, device))
+        self._prompts = None if not layout.prompts else PromptStep(_only_prompts(layout), rows[count:], device, dtype)
 
     def attend(self, layer: LayerCache, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """Keep keys and values (h_kv, t, d) and attend with queries (h, t, d); return (t, h, d_v)."""
-        if rule.softcap is not None or rule.sinks is not None:
+        parts = (self._decodes, slice(self._num_decodes)), (self._prompts, slice(self._num_decodes, None))
+        found = [
+            step.attend(layer, query[:, own], key[:, own], value[:, own], rule)
+            for step, own in parts
+            if step is not None
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+class _Seen(NamedTuple):
+    """What parts of prompts see of their blocks: rows (s,), None where that is the step's own keys and values."""
+
+    rows: Tensor | None
+    bounds: Tensor
+    longest: int
+
+
+class PromptStep:
+    """The parts of prompts of one step, one behind the other; a `StepAttention`."""
+
+    def __init__(self, layout: StepLayout, rows: Tensor, device: torch.device, dtype: torch.dtype) -> None:
+        """Take a layout without sequences that decode, and its rows (t,) on the device."""
+        self._layout = layout
+        self._rows = rows
+        self._device = device
+        self._dtype = dtype
+        lengths = [len(slot.token_ids) for slot in layout.prompts]
+        self._bounds, self._longest = move(_cumulated(lengths), device), max(lengths)
+        self._seen: dict[int | None, _Seen] = {}
+        self._gathered: GatheredStep | None = None
+
+    def attend(self, layer: LayerCache, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        """As `StepAttention.attend`."""
+        if rule.softcap is not None or rule.sinks is not None or not self._is_flash(layer):
             if self._gathered is None:
                 self._gathered = GatheredStep(self._layout, self._device, self._dtype)
             return self._gathered.attend(layer, query, key, value, rule)
-        return self.tables.attend(layer, query, key, value, rule)
+        from sie.workers.generation import kernels
+
+        kernels.write_rows(layer.rows_of_keys, layer.rows_of_values, self._rows, key, value)
+        seen = self._seen.get(layer.window) or self._see(layer.window)
+        if seen.rows is not None:
+            key, value = (
+                rows.index_select(0, seen.rows).transpose(0, 1) for rows in (layer.rows_of_keys, layer.rows_of_values)
+            )
+        return attend_flash(
+            query, key, value, bounds=(self._bounds, seen.bounds), longest=(self._longest, seen.longest),
+            scaling=rule.scaling, reach=(-1 if layer.window is None else layer.window - 1, 0),
+        )  # fmt: skip
+
+    def _is_flash(self, layer: LayerCache) -> bool:
+        return can_attend_flash(self._device, self._dtype, layer.widths)
+
+    def _see(self, window: int | None) -> _Seen:
+        prompts, size = self._layout.prompts, self._layout.block_tokens
+        if all(slot.start == 0 for slot in prompts):
+            seen = _Seen(None, self._bounds, self._longest)
+        else:
+            parts = [_seen_rows(slot, size, window) for slot in prompts]
+            rows = move(torch.from_numpy(np.concatenate(parts)), self._device)
+            lengths = [len(part) for part in parts]
+            seen = _Seen(rows, move(_cumulated(lengths), self._device), max(lengths))
+        self._seen[window] = seen
+        return seen
 
 
-class StepTables:
-    """What the kernel reads of a step, all of it on the device, so that a recorded step can have its values exchanged."""
-
-    def __init__(
-        self,
-        *,
-        rows: Tensor,
-        cu_queries: Tensor,
-        cu_keys: Tensor,
-        seen: Tensor,
-        blocks: Tensor,
-        longest_query: int,
-        longest_key: int,
-    ) -> None:
-        """Take for n sequences and t tokens rows (t,) int64, cu_* (n + 1,), seen (n,) and blocks (n, m) int32."""
-        self.rows = rows
-        self.cu_queries = cu_queries
-        self.cu_keys = cu_keys
-        self.seen = seen
-        self.blocks = blocks
-        self._longest = longest_query, longest_key
-
-    def attend(self, layer: LayerCache, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        """As `StepAttention.attend`. Raises NotPageableError for capped scores and sinks."""
-        from torch.nn.attention.varlen import varlen_attn
-
-        from sie.workers.generation.attention import NotPageableError
-
-        if rule.softcap is not None or rule.sinks is not None:
-            raise NotPageableError("capped scores or sinks")
-        layer.rows_of_keys.index_copy_(0, self.rows, key.transpose(0, 1))
-        layer.rows_of_values.index_copy_(0, self.rows, value.transpose(0, 1))
-        arguments: dict[str, Any] = {
-            "scale": rule.scaling,
-            "window_size": (-1 if layer.window is None else layer.window - 1, 0),
-            "enable_gqa": query.shape[0] != key.shape[0],
-            "seqused_k": self.seen,
-            "block_table": self.blocks,
-        }
-        attended = varlen_attn(
-            query.transpose(0, 1), layer.keys, layer.values, self.cu_queries, self.cu_keys, *self._longest, **arguments
-        )
-        assert isinstance(attended, Tensor)  # a pair only with return_aux
-        return attended
+def _seen_rows(slot: Slot, block_tokens: int, window: int | None) -> NDArray[np.int64]:
+    """Return the rows of the positions that any token of a part sees, its last the part's last."""
+    first = 0 if window is None else max(0, slot.start - window + 1)
+    positions = np.arange(first, slot.start + len(slot.token_ids))
+    blocks = np.array(slot.blocks[: positions[-1] // block_tokens + 1], np.int64)
+    return blocks[positions // block_tokens] * block_tokens + positions % block_tokens
 
 
-def _cumulated(lengths: Any, device: torch.device) -> Tensor:
+def _only_prompts(layout: StepLayout) -> StepLayout:
+    count = len(layout.decodes)
+    return layout._replace(
+        token_ids=layout.token_ids[count:], positions=layout.positions[count:], rows=layout.rows[count:], decodes=()
+    )
+
+
+def _tables(layout: StepLayout, device: torch.device) -> Tables:
+    from sie.workers.generation.kernels import Tables
+
+    positions = layout.positions[: len(layout.decodes)]
+    blocks = np.zeros((int(positions.max()) // layout.block_tokens + 1, len(positions)), np.int32)
+    fill_blocks(blocks, layout.decodes, layout.block_tokens)
+    return Tables(move(torch.from_numpy(positions), device), move(torch.from_numpy(blocks), device))
+
+
+def fill_blocks(blocks: NDArray[np.int32], slots: Sequence[Slot], block_tokens: int) -> None:
+    """Write the blocks that each slot's token sees into its column (m,); what is below them stays."""
+    for column, slot in enumerate(slots):
+        num_seen = slot.start // block_tokens + 1
+        blocks[:num_seen, column] = slot.blocks[:num_seen]
+
+
+def _cumulated(lengths: Sequence[int]) -> Tensor:
     bounds = np.zeros(len(lengths) + 1, np.int32)
     bounds[1:] = np.cumsum(lengths)
-    return torch.from_numpy(bounds).to(device)
+    return torch.from_numpy(bounds)

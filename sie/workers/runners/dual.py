@@ -21,6 +21,7 @@ from sie.cards import ImageRule, ModelCard
 from sie.catalog.files import refuse
 from sie.errors import Internal
 from sie.workers.batch import PackedBatch, pack_sequences
+from sie.workers.device import move
 from sie.workers.probe import MAX_DIFFERENCE, choose_execution, difference, probe_sequences
 from sie.workers.runners import ImageItem, StepOutputs, Want
 from sie.workers.runners.encode import Backbone, Execution, weight_bytes
@@ -51,8 +52,8 @@ class TextTower:
     def run_packed(self, batch: PackedBatch) -> Tensor:
         """Return the features of CLIP: each text's hidden state at its end token, projected."""
         hidden = self.backbone.run(batch, self.execution)
-        ends = torch.from_numpy(find_ends(batch, self._model.text_model.config.eos_token_id)).to(hidden.device)
-        return self._model.text_projection(hidden[ends])
+        ends = torch.from_numpy(find_ends(batch, self._model.text_model.config.eos_token_id))
+        return self._model.text_projection(hidden[move(ends, hidden.device)])
 
 
 def find_ends(batch: PackedBatch, eos_token_id: int) -> NDArray[np.int64]:

@@ -23,6 +23,7 @@ from sie.errors import BadRequest, InputTooLong
 from sie.workers.attention import Boundaries, packed_step
 from sie.workers.batch import PackedBatch, pack_sequences, rounded_tokens, with_filler
 from sie.workers.compiled_encoder import CompiledEncoder
+from sie.workers.device import move, read
 from sie.workers.lora import LoraAdapters, StepRows
 from sie.workers.runners.head import Head
 
@@ -131,9 +132,7 @@ class Backbone:
     def move(self, array: NDArray[np.integer]) -> Tensor:
         """Return an array as a tensor on the model's device."""
         tensor = torch.from_numpy(array)
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor if self.device.type == "cpu" else move(tensor, self.device)
 
 
 class EncodeRunner:
@@ -181,8 +180,8 @@ class EncodeRunner:
 
 def dense_rows(head: Head, hidden: Tensor, batch: PackedBatch) -> NDArray[np.float32]:
     """Return the head's (n, d) float32 rows of a packed step's hidden states (t, d), in the order of its items."""
-    cu_seqlens = torch.from_numpy(batch.cu_seqlens).to(hidden.device)
-    rows = head(hidden, cu_seqlens).cpu().numpy()
+    cu_seqlens = move(torch.from_numpy(batch.cu_seqlens), hidden.device)
+    rows = read(head(hidden, cu_seqlens)).numpy()
     answer = np.empty_like(rows)
     answer[batch.order] = rows
     return answer

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sie.cards import ModelCard
 from sie.workers.batch import PackedBatch, pack_sequences
+from sie.workers.device import move
 from sie.workers.runners import Side, StepOutputs, Want
 from sie.workers.runners.compare import TextVectors, compare
 from sie.workers.runners.encode import Backbone, Execution, dense_rows, lora_adapters, weight_bytes
@@ -201,7 +202,7 @@ def _select(hidden: Tensor, batch: PackedBatch, wanted: set[int]) -> tuple[Tenso
     tokens = np.repeat(chosen, lengths).nonzero()[0]
     cu_seqlens = np.concatenate(([0], lengths[chosen].cumsum())).astype(np.int32)
     own = batch._replace(input_ids=batch.input_ids[tokens], cu_seqlens=cu_seqlens)
-    return hidden[torch.from_numpy(tokens).to(hidden.device)], own
+    return hidden[move(torch.from_numpy(tokens), hidden.device)], own
 
 
 def _place(values: list[T], batch: PackedBatch, wanted: set[int]) -> list[T | None]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from sie.cards import LateInteraction, ModelCard
 from sie.catalog.files import refuse
 from sie.workers.batch import PackedBatch
+from sie.workers.device import move, read
 from sie.workers.runners.head import build_layers
 
 
@@ -63,7 +64,7 @@ class TokenHead:
         hidden is (t, width), is_query (n,) in the batch's order.
         """
         rows, counts = self._project(hidden, batch, is_query)
-        return np.split(rows.cpu().numpy(), counts.cumsum()[:-1])
+        return np.split(read(rows).numpy(), counts.cumsum()[:-1])
 
     def tensors(self, hidden: Tensor, batch: PackedBatch, is_query: NDArray[np.bool_]) -> list[Tensor]:
         """Return the same as views of one tensor on the model's device."""
@@ -75,7 +76,7 @@ class TokenHead:
     ) -> tuple[Tensor, NDArray[np.int64]]:
         """Return all rows back to back, and how many each sequence has."""
         kept = self._kept(batch, np.repeat(is_query, np.diff(batch.cu_seqlens)))
-        rows = self._layers(hidden[torch.from_numpy(kept.nonzero()[0]).to(hidden.device)].float())
+        rows = self._layers(hidden[move(torch.from_numpy(kept.nonzero()[0]), hidden.device)].float())
         return rows, np.add.reduceat(kept, batch.cu_seqlens[:-1], dtype=np.int64)
 
     def _kept(self, batch: PackedBatch, of_query: NDArray[np.bool_]) -> NDArray[np.bool_]:

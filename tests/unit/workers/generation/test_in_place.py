@@ -1,70 +1,94 @@
-"""Reading blocks in place: the kernel's arguments, on a CPU by a stand-in that does what its documentation says."""
+"""Reading blocks in place: what a GPU's kernels are given, on a CPU by stand-ins that do what they are documented to do."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+import importlib
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
-from sie.workers.generation.graphs import DecodeGraphs, _Recorded
-from sie.workers.generation.varlen import StepTables, can_attend
+import sie.workers.generation
+from sie.workers import flash
+from sie.workers.generation.graphs import Answers, DecodeGraphs, StepInputs, _Recorded
+from sie.workers.generation.sampling import likeliest
+from sie.workers.generation.varlen import DecodeStep, can_attend
+from tests import paged_reference, varlen_stand_ins
 from tests.generation_models import Stream, load, random_prompt, step
+from tests.triton_interpreter import IS_INTERPRETED, interpreted, needs_triton, run_interpreted
 
+KERNELS = "sie.workers.generation.kernels"
 PROMPTS = [random_prompt(length, seed) for seed, length in enumerate((5, 29, 18))]
 
 
-def attend_by_table(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **arguments):
-    """Attend as torch.nn.attention.varlen.varlen_attn says that it does with a block table."""
-    left, right = arguments["window_size"]
-    assert right == 0
-    assert arguments["enable_gqa"] == (query.shape[1] != key.shape[2])
-    assert int(cu_seq_q.diff().max()) <= max_q
-    assert int(arguments["seqused_k"].max()) <= max_k
-    assert len(cu_seq_k) == len(cu_seq_q)
-    out = torch.empty_like(query)
-    bounds = cu_seq_q.tolist()
-    for i, (first, last) in enumerate(pairwise(bounds)):
-        num_seen = int(arguments["seqused_k"][i])
-        table = arguments["block_table"][i].long()
-        own_key, own_value = (pages[table].flatten(0, 1)[:num_seen].transpose(0, 1) for pages in (key, value))
-        position = torch.arange(num_seen - (last - first), num_seen)[:, None]
-        column = torch.arange(num_seen)
-        seen = (column <= position) & (column >= position - left if left >= 0 else True)
-        out[first:last] = scaled_dot_product_attention(
-            query[first:last].transpose(0, 1)[None], own_key[None], own_value[None], attn_mask=seen,
-            scale=arguments["scale"], enable_gqa=arguments["enable_gqa"],
-        )[0].transpose(0, 1)  # fmt: skip
-    return out
+def use_kernels(monkeypatch, kernels):
+    monkeypatch.setitem(sys.modules, KERNELS, kernels)
+    monkeypatch.setattr(sie.workers.generation, "kernels", kernels, raising=False)
 
 
 @pytest.fixture
-def in_place(load_tiny, tmp_path, monkeypatch):
-    """Return what loads a tiny model that reads its blocks in place, by the stand-in."""
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attend_by_table)
+def in_place(load_tiny, monkeypatch):
+    """Return what loads a tiny model that reads its blocks in place, by stand-ins for the kernels and torch 2.11's."""
+    use_kernels(monkeypatch, paged_reference)
+    use_varlen(monkeypatch, varlen_stand_ins.of_2_11)
+    monkeypatch.setattr(
+        "sie.workers.generation.varlen.can_attend_flash", lambda _device, _dtype, widths: widths[0] == widths[1]
+    )
 
     def get(name):
         runner = load(load_tiny(name)[1])
         runner.reads_in_place = True
         return runner
 
-    return get
+    yield get
+    flash._asks_about_groups.cache_clear()
 
 
-def answers(runner):
+def use_varlen(monkeypatch, stand_in):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in)
+    flash._asks_about_groups.cache_clear()
+
+
+def answers(runner, num_decoded=6):
     streams = [Stream(prompt, range(8 * i, 8 * i + 8)) for i, prompt in enumerate(PROMPTS)]
     for num_running in (1, 2, 3, 3, 3, 3, 3):
         step(runner, streams[:num_running], most=7)
-    for _ in range(6):
+    for _ in range(num_decoded):
         step(runner, streams)
     return [stream.answer for stream in streams]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma2", "gpt_oss", "deepseek_v3"])
 def test_blocks_read_in_place_give_the_same_tokens(name, in_place, load_tiny):
-    """Gemma 2 caps its scores and gpt-oss has sinks: theirs are gathered."""
+    """The prompts of Gemma 2 (capped scores), gpt-oss (sinks) and DeepSeek (two widths) are gathered."""
     assert answers(in_place(name)) == answers(load_tiny(name)[0])
+
+
+def test_the_flash_attention_of_torch_2_13_is_told_of_grouped_queries(in_place, load_tiny, monkeypatch):
+    use_varlen(monkeypatch, varlen_stand_ins.of_2_13)
+    assert answers(in_place("llama")) == answers(load_tiny("llama")[0])
+
+
+@needs_triton
+def test_on_a_cpu_the_kernels_themselves_are_tried():
+    run_interpreted(__file__)
+
+
+@interpreted
+def test_the_kernels_themselves_give_the_same_tokens(load_tiny, monkeypatch, in_place):
+    monkeypatch.delitem(sys.modules, KERNELS)
+    use_kernels(monkeypatch, importlib.import_module(KERNELS))
+    assert answers(in_place("mistral"), num_decoded=1) == answers(load_tiny("mistral")[0], num_decoded=1)
+
+
+def test_rows_that_no_token_has_written_are_never_read(in_place, load_tiny):
+    runner = in_place("gemma2")
+    expected = answers(load_tiny("gemma2")[0])
+    for layer in runner._cache.layers:
+        layer.keys.fill_(torch.nan)
+        layer.values.fill_(torch.nan)
+    assert answers(runner) == expected
 
 
 class EagerGraph:
@@ -74,26 +98,22 @@ class EagerGraph:
         self.runner, self.recorded = runner, recorded
 
     def replay(self):
-        recorded = self.recorded()
-        self.runner._cache.step = recorded.tables
-        wanted = torch.arange(recorded.token_ids.shape[1])
-        recorded.logits.copy_(self.runner._run_model(recorded.token_ids, recorded.positions, wanted))
+        _, inputs, found = self.recorded()
+        token_ids, positions, rows = inputs.numbers
+        self.runner._cache.step = DecodeStep(rows, paged_reference.Tables(positions, inputs.blocks))
+        found.logits.copy_(self.runner._run_model(token_ids[None], positions[None], None))
+        found.best.copy_(likeliest(found.logits))
         self.runner._cache.step = None
 
 
 def eager_graphs(runner, sizes, max_blocks):
     graphs = DecodeGraphs.__new__(DecodeGraphs)
-    graphs._cache, graphs._max_blocks, graphs._recorded = runner._cache, max_blocks, {}
+    graphs._cache, graphs._recorded = runner._cache, {}
+    graphs._copied = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
     for size in sizes:
-        tables = StepTables(
-            rows=torch.zeros(size, dtype=torch.int64),
-            cu_queries=torch.arange(size + 1, dtype=torch.int32), cu_keys=torch.arange(size + 1, dtype=torch.int32),
-            seen=torch.ones(size, dtype=torch.int32), blocks=torch.zeros(size, max_blocks, dtype=torch.int32),
-            longest_query=1, longest_key=256,
-        )  # fmt: skip
-        ids = torch.zeros(1, size, dtype=torch.int64)
         graph = EagerGraph(runner, lambda size=size: graphs._recorded[size])
-        graphs._recorded[size] = _Recorded(graph, ids, torch.zeros_like(ids), tables, torch.zeros(size, 101))
+        found = Answers(torch.zeros(size, 101), torch.zeros(size, dtype=torch.int64))
+        graphs._recorded[size] = _Recorded(graph, StepInputs(size, max_blocks, torch.device("cpu")), found)
     return graphs
 
 
@@ -104,20 +124,57 @@ def test_a_recorded_step_gets_its_values_and_is_filled_up(in_place, load_tiny):
     assert answers(runner) == expected
 
 
+def test_a_recorded_step_answers_only_the_slots_that_draw(in_place):
+    runner = in_place("llama")
+    streams = [Stream([*PROMPTS[0], 7], range(4)), Stream(PROMPTS[1], range(8, 12))]
+    step(runner, streams[:1], most=5)
+    slots = [stream.next_slot(most=1) for stream in streams]
+    expected = runner.run_logits(slots)
+    runner._graphs = eager_graphs(runner, (1, 2), 32)
+    assert len(expected) == 1
+    assert torch.allclose(runner.run_logits(slots), expected, atol=1e-4)
+
+
 def test_steps_with_prompts_or_too_many_sequences_are_not_recorded(in_place):
     runner = in_place("llama")
     runner._graphs = eager_graphs(runner, (1, 2), 32)
     assert answers(runner) == answers(in_place("llama"))  # three decode together: none of the recorded sizes
 
 
-@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.bfloat16), ("cuda", torch.float32)])
-def test_the_kernel_is_for_half_precision_on_a_gpu(device, dtype):
-    assert not can_attend(torch.device(device), dtype, {64})
+class WrongGraphs:
+    def run(self, slots):
+        return Answers(torch.zeros(len(slots), 101))
+
+
+@pytest.mark.usefixtures("in_place")
+def test_a_recording_that_gives_other_logits_is_not_used(load_tiny, monkeypatch):
+    monkeypatch.setattr("sie.workers.generation.runner.can_attend", lambda *_: True)
+    monkeypatch.setattr("sie.workers.generation.runner.try_record", lambda *_: WrongGraphs())
+    runner = load(load_tiny("llama")[1])
+    assert runner.reads_in_place
+    assert answers(runner) == answers(load_tiny("llama")[0])
+
+
+@pytest.mark.usefixtures("in_place")
+def test_blocks_are_gathered_where_the_kernels_do_not_run(load_tiny, monkeypatch):
+    monkeypatch.setattr("sie.workers.generation.runner.can_attend", lambda *_: True)
+    use_kernels(monkeypatch, SimpleNamespace(Tables=paged_reference.Tables))
+    runner = load(load_tiny("llama")[1])
+    assert not runner.reads_in_place
+    assert answers(runner) == answers(load_tiny("llama")[0])
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "width"),
+    [("cpu", torch.bfloat16, 64), ("cuda", torch.float32, 64), ("cuda", torch.bfloat16, 512)],
+)
+def test_the_kernels_are_for_half_precision_on_a_gpu(device, dtype, width):
+    assert not can_attend(torch.device(device), dtype, {64, width})
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
+@pytest.mark.skipif(IS_INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral", "gemma2", "gpt_oss", "deepseek_v3"])
 def test_on_a_gpu_recorded_steps_and_the_kernel_give_what_gathering_does(name, load_tiny):
     directory = load_tiny(name)[1]
     kernel = load(directory, device="cuda", dtype="bfloat16", max_sequences=4)

@@ -1,0 +1,160 @@
+"""Owns the layers of a generating model on a GPU that one kernel computes in place of the library's many launches.
+
+No family is known by name: a norm, the rotation that an attention layer calls, and a gated layer are replaced where they
+compute, on random numbers, what the kernel does. What does not stays as it is.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sie.logs import get_logger
+from sie.workers.generation.norms import norm_factors
+
+_log = get_logger(__name__)
+_ROTATE = "apply_rotary_pos_emb"
+"""What transformers calls it in every family's module; `unsqueeze_dim` 1 is heads before tokens."""
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+"""Largest distance, relative to the largest value: the library rounds after each of its operations."""
+_NUM_TOKENS = 3
+
+Rotate = Callable[..., tuple[Tensor, Tensor]]
+
+
+def fuse_layers(model: nn.Module) -> int:
+    """Put kernels in place of what they compute in a model on a GPU, in 16 bits; return in how many places.
+
+    Without Triton, or where a kernel does not run, the model stays as it is.
+    """
+    weight = next(model.parameters())
+    if weight.device.type != "cuda" or weight.dtype == torch.float32 or find_spec("triton") is None:
+        return 0
+    with torch.no_grad():
+        return fuse_norms(model) + fuse_rotations(model) + fuse_gates(model)
+
+
+def fuse_norms(model: nn.Module) -> int:
+    """Replace root mean square norms."""
+    count = 0
+    for norm in [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]:
+        for factors, epsilon in norm_factors(norm):
+            fused = partial(_normalise, factors, epsilon)
+            if _is_same(norm, fused, _random(norm, _NUM_TOKENS, len(factors))):
+                norm.forward = fused
+                count += 1
+                break
+    return count
+
+
+def _normalise(factors: Tensor, epsilon: float, states: Tensor) -> Tensor:
+    from sie.workers.generation import layer_kernels
+
+    return layer_kernels.normalise(states, factors, epsilon)
+
+
+def fuse_rotations(model: nn.Module) -> int:
+    """Let each layer whose forward pass calls the library's rotation call the kernel; other models call the library's."""
+    count = 0
+    fused: dict[Any, types.FunctionType | None] = {}
+    for module in model.modules():
+        forward = type(module).forward
+        if isinstance(forward, types.FunctionType) and _ROTATE in forward.__code__.co_names:
+            if forward not in fused:
+                fused[forward] = _with_rotation(forward, module)
+            own = fused[forward]
+            if own is not None:
+                module.forward = types.MethodType(own, module)
+                count += 1
+    return count
+
+
+def _with_rotation(forward: types.FunctionType, module: nn.Module) -> types.FunctionType | None:
+    """Return a layer's forward function in which the rotation's name means the kernel, None where that differs."""
+    original: Rotate | None = forward.__globals__.get(_ROTATE)
+    if original is None:
+        return None
+    query, key, angles = (_random(module, heads, _NUM_TOKENS, 16)[None] for heads in (4, 2, 1))
+    angles = torch.cat((angles[0, :, :, :8],) * 2, -1)
+    turn = (query, key, angles.cos(), angles.sin())
+    rotate = partial(_rotate, original)
+    if not _is_same(original, rotate, *turn):
+        return None
+    names = {**forward.__globals__, _ROTATE: rotate}
+    own = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    own.__kwdefaults__ = forward.__kwdefaults__
+    return own
+
+
+def _rotate(original: Rotate, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any) -> Any:
+    from sie.workers.generation import layer_kernels
+
+    is_plain = not rest and not named and query.dim() == 4 and cos.dim() == 3  # one row: (1, h, t, d)
+    if not is_plain or query.shape[0] != 1 or cos.shape[0] != 1 or cos.shape[2] != query.shape[3]:
+        return original(query, key, cos, sin, *rest, **named)
+    return layer_kernels.rotate(query, key, cos, sin)
+
+
+def fuse_gates(model: nn.Module) -> int:
+    """Replace the middle of gated layers, `down(act(gate(x)) * up(x))`."""
+    count = 0
+    for module in model.modules():
+        parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")]
+        width = getattr(parts[0], "in_features", None)
+        is_silu = _is_silu(parts[3]) if isinstance(parts[3], nn.Module) else None
+        if is_silu is None or width is None or not all(isinstance(part, nn.Module) for part in parts):
+            continue
+        fused = partial(_run_gated, *parts[:3], is_silu)
+        if _is_same(module, fused, _random(module, 1, _NUM_TOKENS, width)):
+            module.forward = fused
+            count += 1
+    return count
+
+
+def _is_silu(activation: nn.Module) -> bool | None:
+    """Tell whether an activation is SiLU, or GELU as approximated with tanh; None for any other."""
+    numbers = torch.linspace(-6, 6, 200)
+    found = activation(numbers)
+    for is_silu, expected in ((True, functional.silu(numbers)), (False, functional.gelu(numbers, approximate="tanh"))):
+        if torch.allclose(found, expected, rtol=0, atol=1e-5):
+            return is_silu
+    return None
+
+
+def _run_gated(gate: nn.Module, up: nn.Module, down: nn.Module, is_silu: bool, states: Tensor) -> Tensor:
+    from sie.workers.generation import layer_kernels
+
+    return down(layer_kernels.gate(gate(states), up(states), is_silu=is_silu))
+
+
+def _random(module: nn.Module, *shape: int) -> Tensor:
+    """Return the same numbers every time, as the module's weights are."""
+    weight = next(module.parameters())
+    numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * 2
+    return numbers.to(weight.device, weight.dtype)
+
+
+def _is_same(original: Callable[..., Any], fused: Callable[..., Any], *states: Tensor) -> bool:
+    """Tell whether both return the same tensors but for rounding; not where either raises."""
+    try:
+        expected, found = (
+            value if isinstance(value, tuple) else (value,) for value in (original(*states), fused(*states))
+        )
+    except Exception as error:  # whatever a foreign architecture or a compiler raises
+        _log.info("a layer stays the library's: %s: %s", type(error).__name__, error)
+        return False
+    return len(expected) == len(found) and all(map(_is_close, expected, found))
+
+
+def _is_close(expected: Tensor, found: Tensor) -> bool:
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        return False
+    far = (expected.float() - found.float()).abs().max()
+    return bool(far <= _TOLERANCE[expected.dtype] * expected.float().abs().max())

@@ -1,0 +1,165 @@
+"""Owns the Triton kernels of what lies between a model's products: norms, rotations of queries and keys, gates;
+and of a product with one row.
+
+The library computes each with five to ten launches. Those of a recorded step of one sequence are some forty in each layer,
+of about two microseconds: half as long as its products. All compute in float32 and round once. A product with
+one row is bound by the memory that its weights are read from, and a library's may be made for more rows.
+Imported only where Triton is there, as `kernels`.
+"""
+
+# Triton is there only beside a GPU, and its functions are typed by what they are called with.
+# pyright: reportMissingImports=false, reportIndexIssue=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_WIDE = 2048
+_GATES = 1024
+"""Of one program."""
+_OUTPUTS, _INPUTS = 4, 1024
+"""Of one program and one turn of it: 8 KiB of weights under way, 64 bytes a thread."""
+
+
+def normalise(states: Tensor, factors: Tensor, epsilon: float) -> Tensor:
+    """Return each row of states (..., d) over the root of its mean square plus epsilon, times factors (d,) float32.
+
+    Source: Root Mean Square Layer Normalization, arXiv 1910.07467, equation 4.
+    """
+    width = states.shape[-1]
+
+    is_heads = states.dim() == 4 and states.shape[0] == 1  # (1, heads, tokens, width), or tokens first
+    rows = states[0] if is_heads else states.reshape(-1, 1, width)
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    out = torch.empty(states.shape, dtype=states.dtype, device=states.device)
+    _normalise[rows.shape[0] * rows.shape[1],](
+        rows, factors, out, rows.shape[1], rows.stride(0), rows.stride(1), epsilon,
+        WIDTH=width, PADDED=triton.next_power_of_2(width), num_warps=8 if width > _WIDE else 4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["inner"])
+def _normalise(
+    states, factors, out, inner, outer_stride, inner_stride, epsilon, WIDTH: tl.constexpr, PADDED: tl.constexpr
+):
+    """Normalise one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, PADDED)
+    place = (row // inner) * outer_stride + (row % inner) * inner_stride + column
+    values = tl.load(states + place, mask=column < WIDTH, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + epsilon)
+    normed = values * scale * tl.load(factors + column, mask=column < WIDTH, other=0.0)
+    tl.store(out + row * WIDTH + column, normed.to(out.dtype.element_ty), mask=column < WIDTH)
+
+
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate each head's pairs of numbers half a width apart, (1, h, t, d) and (1, h_kv, t, d), by (1, t, d) each.
+
+    Returns both as new tensors, tokens before heads in memory. Source: RoFormer, arXiv 2104.09864, section 3.4.2; which
+    numbers are pairs, GPT-NeoX.
+    """
+    _, num_heads, num_tokens, width = query.shape
+    num_keys = key.shape[1]
+    query, key, cos, sin = (
+        states if states.stride(-1) == 1 else states.contiguous() for states in (query, key, cos, sin)
+    )
+    found = query.new_empty(1, num_tokens, num_heads + num_keys, width)
+    _rotate[num_tokens, num_heads + num_keys](
+        query, key, cos, sin, found, query.stride(1), query.stride(2), key.stride(1), key.stride(2), cos.stride(1),
+        sin.stride(1), HEADS=num_heads, ALL_HEADS=num_heads + num_keys, HALF=width // 2,
+        PADDED=triton.next_power_of_2(width // 2), num_warps=1,
+    )  # fmt: skip
+    both = found.transpose(1, 2)
+    return both[:, :num_heads], both[:, num_heads:]
+
+
+@triton.jit
+def _rotate(
+    query, key, cos, sin, out, query_head, query_token, key_head, key_token, cos_token, sin_token,
+    HEADS: tl.constexpr, ALL_HEADS: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Rotate one head of one token."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, PADDED)
+    is_own = column < HALF
+    if head < HEADS:
+        source = query + head * query_head + token * query_token + column
+    else:
+        source = key + (head - HEADS) * key_head + token * key_token + column
+    first = tl.load(source, mask=is_own, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=is_own, other=0.0).to(tl.float32)
+    cosine, sine = cos + token * cos_token + column, sin + token * sin_token + column
+    rotated = first * tl.load(cosine, mask=is_own, other=0.0) - second * tl.load(sine, mask=is_own, other=0.0)
+    other = second * tl.load(cosine + HALF, mask=is_own, other=0.0) + first * tl.load(
+        sine + HALF, mask=is_own, other=0.0
+    )
+    target = out + (token * ALL_HEADS + head) * (2 * HALF) + column
+    tl.store(target, rotated.to(out.dtype.element_ty), mask=is_own)
+    tl.store(target + HALF, other.to(out.dtype.element_ty), mask=is_own)
+
+
+def gate(gates: Tensor, states: Tensor, *, is_silu: bool) -> Tensor:
+    """Return states (..., d) times SiLU of gates (..., d), or times GELU as approximated with tanh."""
+    width = states.shape[-1]
+    gates, rows = gates.reshape(-1, width), states.reshape(-1, width)
+    gates, rows = (own if own.stride(1) == 1 else own.contiguous() for own in (gates, rows))
+    out = torch.empty(states.shape, dtype=states.dtype, device=states.device)
+    _gate[rows.shape[0], triton.cdiv(width, _GATES)](
+        gates, rows, out, gates.stride(0), rows.stride(0), WIDTH=width, BLOCK=_GATES, IS_SILU=is_silu
+    )
+    return out
+
+
+@triton.jit
+def _gate(gates, states, out, gates_row, states_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, IS_SILU: tl.constexpr):
+    """Gate some numbers of one row."""
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    own = tl.load(gates + row * gates_row + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    if IS_SILU:
+        opened = own / (1.0 + tl.exp(-own))
+    else:
+        # tanh(x) is 2 sigmoid(2 x) - 1, so the approximation is x sigmoid(2 x').
+        opened = own / (1.0 + tl.exp(-1.5957691216057308 * (own + 0.044715 * own * own * own)))
+    values = tl.load(states + row * states_row + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, (opened * values).to(out.dtype.element_ty), mask=column < WIDTH)
+
+
+def multiply_row(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return a linear layer's outputs (..., n) for one row of inputs, (..., k) with nothing but k of them.
+
+    weight (n, k) has contiguous rows; each is read once, from memory, and that is how long it takes.
+    """
+    num_outputs, width = weight.shape
+    states = states if states.stride(-1) == 1 else states.contiguous()
+    out = torch.empty(*states.shape[:-1], num_outputs, dtype=states.dtype, device=states.device)
+    _multiply_row[triton.cdiv(num_outputs, _OUTPUTS),](
+        states, weight, out if bias is None else bias, out, num_outputs,
+        WIDTH=width, OUTPUTS=_OUTPUTS, BLOCK=_INPUTS, HAS_BIAS=bias is not None,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _multiply_row(
+    states, weight, bias, out, num_outputs,
+    WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Compute some outputs of one row."""
+    output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_own = output < num_outputs
+    sums = tl.zeros([OUTPUTS, BLOCK], tl.float32)
+    for start in range(0, WIDTH, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        own = tl.load(states + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+        weights = tl.load(
+            weight + output[:, None] * WIDTH + column[None, :],
+            mask=is_own[:, None] & (column < WIDTH)[None, :], other=0.0, eviction_policy="evict_first",
+        )  # fmt: skip
+        sums += weights.to(tl.float32) * own[None, :]
+    total = tl.sum(sums, 1)
+    if HAS_BIAS:
+        total += tl.load(bias + output, mask=is_own, other=0.0).to(tl.float32)
+    tl.store(out + output, total.to(out.dtype.element_ty), mask=is_own)

@@ -1,0 +1,114 @@
+"""Owns the choice, at load, of what multiplies one row on a GPU: the library or a kernel, for each shape by measurement.
+
+A stream by itself decodes as fast as its weights are read. How near to that a library comes depends on the shape, the
+device and its version, so both are timed: in a recording, as they will run, over weights that no cache can hold together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from sie.logs import get_logger
+
+_log = get_logger(__name__)
+_TOLERANCE = 2e-2
+"""Largest distance between the two, relative to the largest output: the rounding of 16 bits, and sums in other orders."""
+_MOST_LAYERS = 24
+_REPEATS = 5
+_LEAST_GAIN = 0.97
+"""Of the library's time; less than that is noise."""
+
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Takes states (1, 1, k), a weight (n, k) and a bias (n,); returns (1, 1, n)."""
+Measure = Callable[[Multiply, Tensor, Sequence[nn.Linear]], float]
+"""Returns how long a product takes over layers of one shape."""
+
+
+class _Shape(NamedTuple):
+    outputs: int
+    inputs: int
+    has_bias: bool
+
+
+def choose_products(model: nn.Module, measure: Measure | None = None) -> int:
+    """Let the linear layers of a model on a GPU, in 16 bits, multiply one row by what is faster; return how many changed.
+
+    Whatever fails leaves the library's.
+    """
+    by_shape: dict[_Shape, list[nn.Linear]] = {}
+    for layer in model.modules():
+        if type(layer) is nn.Linear and _is_for_kernel(layer.weight, measure):
+            shape = _Shape(layer.out_features, layer.in_features, layer.bias is not None)
+            by_shape.setdefault(shape, []).append(layer)
+    count = 0
+    for shape, layers in by_shape.items():
+        try:
+            with torch.inference_mode():
+                is_faster = _is_faster(layers, measure or measure_recorded)
+        except Exception as error:  # whatever a compiler or the device's library raises
+            _log.info("products of one row stay the library's: %s: %s", type(error).__name__, error)
+            return count
+        if is_faster:
+            _log.info("%d by %d: one row is multiplied by the kernel", shape.outputs, shape.inputs)
+            for layer in layers:
+                setattr(layer, "forward", partial(_multiply, layer))  # noqa: B010  # its parameter has a name of its own
+            count += len(layers)
+    return count
+
+
+def _is_for_kernel(weight: Tensor, measure: Measure | None) -> bool:
+    if not weight.is_contiguous():
+        return False
+    is_half = weight.device.type == "cuda" and weight.dtype in (torch.float16, torch.bfloat16)
+    return measure is not None or (is_half and find_spec("triton") is not None)
+
+
+def _is_faster(layers: Sequence[nn.Linear], measure: Measure) -> bool:
+    from sie.workers.generation.layer_kernels import multiply_row
+
+    weight = layers[0].weight
+    numbers = torch.randn(1, 1, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    states = numbers.to(weight.device, weight.dtype)
+    expected = linear(states, weight, layers[0].bias).float()
+    far = (multiply_row(states, weight, layers[0].bias).float() - expected).abs().max()
+    if not bool(far <= _TOLERANCE * expected.abs().max()):
+        return False
+    own = layers[:_MOST_LAYERS]
+    return measure(multiply_row, states, own) < _LEAST_GAIN * measure(linear, states, own)
+
+
+def _multiply(layer: nn.Linear, states: Tensor) -> Tensor:
+    if states.numel() != layer.in_features:
+        return linear(states, layer.weight, layer.bias)
+    from sie.workers.generation.layer_kernels import multiply_row
+
+    return multiply_row(states, layer.weight, layer.bias)
+
+
+def measure_recorded(multiply: Multiply, states: Tensor, layers: Sequence[nn.Linear]) -> float:
+    """Return the least milliseconds that a recording of one product with each layer takes."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(states.device)
+    stream.wait_stream(torch.cuda.current_stream(states.device))
+    with torch.cuda.stream(stream):
+        for layer in layers:
+            multiply(states, layer.weight, layer.bias)
+    torch.cuda.current_stream(states.device).wait_stream(stream)
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for layer in layers:
+            multiply(states, layer.weight, layer.bias)
+    best = float("inf")
+    for _ in range(_REPEATS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end))
+    return best

@@ -1,0 +1,137 @@
+"""Layers that one kernel computes: which of a model's they are, on a CPU by stand-ins, and what the kernels compute."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional
+
+import sie.workers.generation
+from sie.workers.generation.fused import fuse_gates, fuse_layers, fuse_norms, fuse_rotations
+from tests.generation_models import FAMILIES
+from tests.triton_interpreter import IS_INTERPRETED, interpreted, needs_triton, run_interpreted
+
+needs_gpu = pytest.mark.skipif(IS_INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def normalise(states, factors, epsilon):
+    values = states.float()
+    return (values * torch.rsqrt(values.square().mean(-1, keepdim=True) + epsilon) * factors).to(states.dtype)
+
+
+def rotate(query, key, cos, sin):
+    turned = []
+    for states in (query, key):
+        first, second = states.float().chunk(2, -1)
+        turned.append((states.float() * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]).to(states.dtype))
+    return tuple(turned)
+
+
+def gate(gates, states, *, is_silu):
+    opened = functional.silu(gates.float()) if is_silu else functional.gelu(gates.float(), approximate="tanh")
+    return (opened * states.float()).to(states.dtype)
+
+
+def build(name):
+    config_class, values = FAMILIES[name]
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**values)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.15)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "norms", "rotations", "gates"),
+    [
+        ("llama", 7, 3, 3),
+        ("qwen3", 13, 3, 3),  # queries and keys are normalised, too
+        ("gemma3", 43, 7, 7),  # factors are 1 and a weight; GELU
+        ("phi", 0, 3, 0),
+        ("glm4", 13, 0, 0),  # pairs are neighbours; gate and rest are one layer
+        ("gpt2", 0, 0, 0),
+    ],
+)
+def test_what_computes_the_same_is_replaced_and_the_logits_stay(name, norms, rotations, gates, monkeypatch):
+    stand_in = SimpleNamespace(normalise=normalise, rotate=rotate, gate=gate)
+    monkeypatch.setitem(sys.modules, "sie.workers.generation.layer_kernels", stand_in)
+    monkeypatch.setattr(sie.workers.generation, "layer_kernels", stand_in, raising=False)
+    model = build(name)
+    token_ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        expected = model(token_ids, use_cache=False).logits
+        assert (fuse_norms(model), fuse_rotations(model), fuse_gates(model)) == (norms, rotations, gates)
+        assert torch.allclose(model(token_ids, use_cache=False).logits, expected, atol=1e-4)
+        assert torch.allclose(
+            build(name)(token_ids, use_cache=False).logits, expected, atol=1e-5
+        )  # other models' are theirs
+
+
+def test_a_model_on_a_cpu_stays_as_it_is():
+    assert fuse_layers(build("llama")) == 0
+
+
+def test_a_kernel_that_does_not_run_replaces_nothing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sie.workers.generation.layer_kernels", SimpleNamespace())
+    monkeypatch.setattr(sie.workers.generation, "layer_kernels", SimpleNamespace(), raising=False)
+    model = build("llama")
+    with torch.no_grad():
+        assert fuse_norms(model) + fuse_rotations(model) + fuse_gates(model) == 0
+
+
+@needs_triton
+def test_the_kernels_compute_on_a_cpu_what_they_are_to():
+    run_interpreted(__file__)
+
+
+def check_kernels(device, dtype, tolerance):
+    from sie.workers.generation import layer_kernels
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype).to(device)
+
+    generator = torch.Generator().manual_seed(1)
+    joined = random(1, 5, 200)  # what a joined layer gives: its parts are views
+    heads = joined[..., 40:160].view(1, 5, 3, 40)
+    factors = random(40).float()
+    pairs = [(layer_kernels.normalise(states, factors, 1e-5), normalise(states, factors, 1e-5))
+             for states in (heads, heads.transpose(1, 2), random(7, 40), random(1, 1, 40))]  # fmt: skip
+    angles = random(1, 5, 40).float()
+    turn = heads.transpose(1, 2), joined[..., :40].view(1, 5, 1, 40).transpose(1, 2), angles.cos(), angles.sin()
+    pairs += zip(layer_kernels.rotate(*turn), rotate(*turn), strict=True)
+    parts = joined[..., :100], joined[..., 100:]
+    pairs += [(layer_kernels.gate(*parts, is_silu=is_silu), gate(*parts, is_silu=is_silu)) for is_silu in (True, False)]
+    for found, expected in pairs:
+        assert found.shape == expected.shape
+        assert found.dtype == expected.dtype
+        assert float((found.float() - expected.float()).abs().max()) < tolerance
+
+
+@interpreted
+def test_the_kernels_compute_what_the_library_does():
+    check_kernels("cpu", torch.float32, 1e-5)
+    check_kernels("cpu", torch.float16, 1e-2)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_the_kernels_compute_what_the_library_does():
+    check_kernels("cuda", torch.bfloat16, 1e-1)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_on_a_gpu_layers_are_replaced(name):
+    model = build(name).to("cuda", torch.bfloat16)
+    token_ids = torch.arange(3, 20, device="cuda")[None]
+    with torch.no_grad():
+        expected = model(token_ids, use_cache=False).logits.float()
+        assert fuse_layers(model) > 10
+        far = (model(token_ids, use_cache=False).logits.float() - expected).abs().median()
+    assert float(far) < 0.05 * float(expected.std())
