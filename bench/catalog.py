@@ -1,4 +1,4 @@
-"""Owns how each peer is started, and where it is installed. Nothing is installed here: `make peers` does that.
+"""Owns how each peer of the encoder is started, and where peers are installed: `make peers` does that, nothing here does.
 
 A peer lives in an environment of its own, `build/peers/NAME`, because they want other versions of the same libraries.
 What the project's own environment has is found there.
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from bench.contenders import Contender, LocalContender, ServerContender, await_server
 from bench.processes import Program
@@ -33,14 +33,27 @@ class Setup(NamedTuple):
     """What all contenders of one run have in common."""
 
     directory: str
-    """Of the checkpoint."""
+    """Of the checkpoint; its file, where it is one."""
     device: str
     threads: int
     folder: Path
     """For files that live as long as the run."""
 
 
-class Peer(NamedTuple):
+class Started(Protocol):
+    """One side of a comparison that runs."""
+
+    name: str
+
+    def stop(self) -> None:
+        """End its processes."""
+        ...
+
+
+S = TypeVar("S", bound=Started)
+
+
+class Peer(NamedTuple, Generic[S]):
     """One contender, before it runs."""
 
     name: str
@@ -48,7 +61,7 @@ class Peer(NamedTuple):
     """Name of its environment under `build/peers`."""
     package: str
     """What has to be importable there."""
-    start: Callable[[Peer, Setup], Contender]
+    start: Callable[[Peer[S], Setup], S]
     options: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu", "cuda")
 
@@ -66,21 +79,21 @@ class Peer(NamedTuple):
         return str(Path(python).parent)
 
 
-def _local(peer: Peer, setup: Setup) -> Contender:
+def start_local(peer: Peer[Contender], setup: Setup) -> Contender:
+    """Start a library in a process of its own; the peer's options are its name, a format, and flags of `bench.local`."""
     python = peer.python()
     assert python is not None
-    library, dtype = peer.options
+    library, dtype, *flags = peer.options
     command = [
-        python, str(ROOT / "bench" / "local.py"), library, "--model", setup.directory, "--dtype", dtype,
-        "--device", setup.device, "--threads", str(setup.threads),
+        python, "-m", "bench.local", library, "--model", setup.directory, "--dtype", dtype,
+        "--device", setup.device, "--threads", str(setup.threads), *flags,
     ]  # fmt: skip
-    env = {**_OFFLINE, "OMP_NUM_THREADS": str(setup.threads), "PYTHONPATH": str(ROOT) if library == OURS else ""}
-    return _started(
-        lambda program: LocalContender(peer.name, program, setup.folder), Program(command, env=env, talks=True)
-    )
+    program = Program(command, env=local_env(setup.threads), cwd=str(ROOT), talks=True)
+    return started(lambda program: LocalContender(peer.name, program, setup.folder), program)
 
 
-def _sie(peer: Peer, setup: Setup) -> Contender:
+def start_sie(peer: Peer[Contender], setup: Setup) -> Contender:
+    """Start this server; the peer's options are a dialect and flags, which may name other devices."""
     port = free_port()
     command = [
         sys.executable, "-m", "sie", "serve", "--port", str(port), "--model", f"{_MODEL}={setup.directory}",
@@ -90,7 +103,7 @@ def _sie(peer: Peer, setup: Setup) -> Contender:
     return _served(peer.name, Program(command, cwd=str(ROOT), may_pause=False), port, dialect)
 
 
-def _infinity(peer: Peer, setup: Setup) -> Contender:
+def _infinity(peer: Peer[Contender], setup: Setup) -> Contender:
     port = free_port()
     command = [
         f"{peer.program()}/infinity_emb", "v2", "--model-id", setup.directory, "--served-model-name", _MODEL,
@@ -106,12 +119,12 @@ def _infinity(peer: Peer, setup: Setup) -> Contender:
     return _served(peer.name, Program(command, env=env), port, OpenAiEmbeddings(_MODEL, "binary"))
 
 
-def _vllm(peer: Peer, setup: Setup) -> Contender:
+def _vllm(peer: Peer[Contender], setup: Setup) -> Contender:
     port = free_port()
     command = [
         f"{peer.program()}/python", "-m", "vllm.entrypoints.openai.api_server", "--model", setup.directory,
         "--served-model-name", _MODEL, "--runner", "pooling", "--dtype", "bfloat16", "--host", "127.0.0.1",
-        "--port", str(port),
+        "--port", str(port), "--disable-uvicorn-access-log",
     ]  # fmt: skip
     env = {**_OFFLINE, "VLLM_NO_USAGE_STATS": "1"}
     if setup.device == "cpu":
@@ -135,7 +148,7 @@ profiles:
 """
 
 
-def _sie_server(peer: Peer, setup: Setup) -> Contender:
+def _sie_server(peer: Peer[Contender], setup: Setup) -> Contender:
     """Start the reference server on the same checkpoint: it takes models from a hub's cache only, so it gets one."""
     port, models, cache = free_port(), setup.folder / "sie-server", setup.folder / "home" / "hub"
     models.mkdir()
@@ -152,7 +165,7 @@ def _sie_server(peer: Peer, setup: Setup) -> Contender:
 
 
 def start_sie_server(
-    peer: Peer, setup: Setup, port: int, *args: str, env: Mapping[str, str] = MappingProxyType({})
+    peer: Peer[Contender], setup: Setup, port: int, *args: str, env: Mapping[str, str] = MappingProxyType({})
 ) -> Program:
     """Start the reference server with these arguments."""
     command = [
@@ -162,17 +175,22 @@ def start_sie_server(
     return Program(command, env={**_OFFLINE, "OMP_NUM_THREADS": str(setup.threads), **env})
 
 
+def local_env(threads: int) -> dict[str, str]:
+    """Return the variables of a library in a process of its own, with so many compute threads."""
+    return {**_OFFLINE, "OMP_NUM_THREADS": str(threads), "RAYON_NUM_THREADS": str(threads)}
+
+
 def _served(name: str, program: Program, port: int, dialect: SieEncode | OpenAiEmbeddings) -> Contender:
     target = parse_target(f"http://127.0.0.1:{port}")
 
-    def wait(started: Program) -> Contender:
-        await_server(target, dialect, started, _START_TIMEOUT_S)
-        return ServerContender(name, started, target, dialect)
+    def wait(own: Program) -> Contender:
+        await_server(target, dialect, own, _START_TIMEOUT_S)
+        return ServerContender(name, own, target, dialect)
 
-    return _started(wait, program)
+    return started(wait, program)
 
 
-def _started(make: Callable[[Program], Contender], program: Program) -> Contender:
+def started(make: Callable[[Program], S], program: Program) -> S:
     """Return the contender of a program, which is ended when it cannot be made, and kept from running until its turn."""
     try:
         contender = make(program)
@@ -183,19 +201,31 @@ def _started(make: Callable[[Program], Contender], program: Program) -> Contende
     return contender
 
 
-SIE_SERVER: Final = Peer("sie-server (reference)", "sie-server", "sie_server", _sie_server)
+SIE_SERVER: Final[Peer[Contender]] = Peer("sie-server (reference)", "sie-server", "sie_server", _sie_server)
 
-CONTENDERS: Final = (
-    Peer(OURS, "sie", "sie", _sie, ("sie",)),
-    Peer("sie, OpenAI's dialect", "sie", "sie", _sie, ("openai",)),
+CONTENDERS: Final[tuple[Peer[Contender], ...]] = (
+    Peer(OURS, "sie", "sie", start_sie, ("sie",)),
+    Peer("sie, OpenAI's dialect", "sie", "sie", start_sie, ("openai",)),
     Peer("vllm bf16", "vllm", "vllm", _vllm),
     Peer("infinity torch bf16", "infinity", "infinity_emb", _infinity),
     SIE_SERVER,
-    Peer("sie's engine bf16", "sie", "sie", _local, ("sie", "bfloat16")),
-    Peer("sentence-transformers fp32", "local", "sentence_transformers", _local, ("sentence-transformers", "float32")),
-    Peer("sentence-transformers bf16", "local", "sentence_transformers", _local, ("sentence-transformers", "bfloat16")),
-    Peer("onnxruntime fp32", "local", "onnxruntime", _local, ("onnxruntime", "float32"), ("cpu",)),
-    Peer("openvino bf16", "local", "openvino", _local, ("openvino", "bfloat16"), ("cpu",)),
+    Peer("sie's engine bf16", "sie", "sie", start_local, ("sie", "bfloat16")),
+    Peer(
+        "sentence-transformers fp32",
+        "local",
+        "sentence_transformers",
+        start_local,
+        ("sentence-transformers", "float32"),
+    ),
+    Peer(
+        "sentence-transformers bf16",
+        "local",
+        "sentence_transformers",
+        start_local,
+        ("sentence-transformers", "bfloat16"),
+    ),
+    Peer("onnxruntime fp32", "local", "onnxruntime", start_local, ("onnxruntime", "float32"), ("cpu",)),
+    Peer("openvino bf16", "local", "openvino", start_local, ("openvino", "bfloat16"), ("cpu",)),
 )
 REFERENCE: Final = "sentence-transformers fp32"
 """Whose vectors count as right."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from importlib import resources
@@ -15,7 +16,7 @@ from typing import Any
 import click
 import msgspec
 
-from bench.catalog import REFERENCE, Peer, Setup
+from bench.catalog import REFERENCE, Peer, S, Setup
 from bench.contenders import Contender, Load, LocalContender, Turn
 from bench.limits import Ceilings, as_figures, linear_flop_per_token, measure_ceilings
 from sie.bundled import BUNDLED_PACKAGE
@@ -61,22 +62,24 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-def compare(peers: Sequence[Peer], loads: Sequence[Load], *, rounds: int, seconds: float, setup: Setup) -> Comparison:
+def compare(
+    peers: Sequence[Peer[Contender]], loads: Sequence[Load], *, rounds: int, seconds: float, setup: Setup
+) -> Comparison:
     """Start everyone, measure the machine's ceilings, then give each contender its turn under each load in each round.
 
     Who is not installed, does not start, or answers with wrong vectors is named and left out.
     """
     absent: dict[str, str] = {}
     ceilings = measure_ceilings(1.0, setup.device)
-    with _all_started(peers, setup, absent) as contenders:
+    with all_started(peers, setup, absent) as contenders:
         references = _references(contenders, loads)
         cosines = _prepared(contenders, loads, references, absent)
         turns: list[Turn] = []
         for number in range(rounds):
             for load in loads:
-                _say(f"round {number + 1}: {load.name}")
+                say(f"round {number + 1}: {load.name}")
                 turns += _take_turns(contenders, load, seconds, absent)
-        _say("")
+        say("")
     config = json.loads(Path(setup.directory, "config.json").read_text(encoding="utf-8"))
     return Comparison(
         turns=turns, cosines=cosines, absent=absent, ceilings=ceilings, flop_per_token=linear_flop_per_token(config)
@@ -102,9 +105,10 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 @contextlib.contextmanager
-def _all_started(peers: Sequence[Peer], setup: Setup, absent: dict[str, str]) -> Iterator[list[Contender]]:
+def all_started(peers: Sequence[Peer[S]], setup: Setup, absent: dict[str, str]) -> Iterator[list[S]]:
+    """Give those that start, until the end of the block; the others come to stand in absent, with the reason."""
     with contextlib.ExitStack() as stack:
-        started: list[Contender] = []
+        started: list[S] = []
         for peer in peers:
             if setup.device not in peer.devices:
                 absent[peer.name] = f"not for {setup.device}"
@@ -112,7 +116,7 @@ def _all_started(peers: Sequence[Peer], setup: Setup, absent: dict[str, str]) ->
             if peer.python() is None:
                 absent[peer.name] = "not installed"
                 continue
-            _say(f"starting {peer.name}")
+            say(f"starting {peer.name}")
             try:
                 contender = peer.start(peer, setup)
             except (RuntimeError, OSError) as error:
@@ -138,8 +142,8 @@ def _prepared(
     """Warm everyone up, and leave those out whose vectors are wrong."""
     cosines: dict[str, float | None] = {}
     for contender in tuple(contenders):
-        _say(f"warming up {contender.name}")
-        with _leaving_out(contender, contenders, absent):
+        say(f"warming up {contender.name}")
+        with leaving_out(contender, contenders, absent):
             cosine = cosines[contender.name] = contender.prepare(loads, references)
             if cosine is not None and cosine < MIN_COSINE:
                 raise WrongAnswerError(f"cosine {cosine:.4f} with {REFERENCE}")
@@ -150,13 +154,13 @@ def _take_turns(contenders: list[Contender], load: Load, seconds: float, absent:
     """Return one turn of each contender that has this load."""
     turns: list[Turn | None] = []
     for contender in tuple(contenders):
-        with _leaving_out(contender, contenders, absent):
+        with leaving_out(contender, contenders, absent):
             turns.append(contender.measure(load, seconds))
     return [turn for turn in turns if turn is not None]
 
 
 @contextlib.contextmanager
-def _leaving_out(contender: Contender, contenders: list[Contender], absent: dict[str, str]) -> Iterator[None]:
+def leaving_out(contender: S, contenders: list[S], absent: dict[str, str]) -> Iterator[None]:
     """Let a contender that fails take no further part, and name it with the reason."""
     try:
         yield
@@ -168,6 +172,9 @@ def _leaving_out(contender: Contender, contenders: list[Contender], absent: dict
         contenders.remove(contender)
 
 
-def _say(what: str) -> None:
-    """Show on the terminal what is being done, in place of what was."""
-    click.echo(f"\r\033[K{what}", nl=False, err=True)
+def say(what: str) -> None:
+    """Show on standard error what is being done: in place of what was on a terminal, else as a line."""
+    if sys.stderr.isatty():
+        click.echo(f"\r\033[K{what}", nl=False, err=True)
+    elif what:
+        click.echo(what, err=True)

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from bench.processes import Program
+from bench.questions import Respondent
 from sie.loadgen.dialects import Dialect, Rows, WrongAnswerError
 from sie.loadgen.generator import Call, Generator, RefusedError, make_calls
 from sie.loadgen.judge import Judge
@@ -22,6 +23,8 @@ from sie.loadgen.texts import make_texts, parse_mix
 SEED = 1
 _MOST_CALLS, _FEWEST_CALLS = 32, 8
 """Different requests of a load, which take turns: the fewest where each of them is long."""
+_LOCAL_TEXTS = 128
+"""Different texts of a load in process."""
 _LOCAL_TIMEOUT_S = 300.0
 _SETTLE_S = 0.3
 
@@ -33,7 +36,7 @@ class Load(NamedTuple):
     mix: str
     items: int
     connections: int
-    """0: in process, where a library is handed the texts themselves."""
+    """0: in process, where a library is handed so many texts at a time, one batch after the other."""
 
     def texts(self) -> list[str]:
         """Return the texts of one turn of all requests."""
@@ -42,7 +45,7 @@ class Load(NamedTuple):
     @property
     def num_calls(self) -> int:
         """Different requests of this load."""
-        return max(_FEWEST_CALLS, _MOST_CALLS // self.items) if self.connections else _MOST_CALLS
+        return max(_FEWEST_CALLS, _MOST_CALLS // self.items) if self.connections else _LOCAL_TEXTS // self.items
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,15 +159,14 @@ class LocalContender:
     def __init__(self, name: str, program: Program, folder: Path) -> None:
         """Wait until it has loaded its model. Raises RuntimeError with its output."""
         self.name = name
-        self._program = program
+        self._asked = Respondent(program, _LOCAL_TIMEOUT_S)
         self._folder = folder
-        self.version = str(self._answer()["version"])
 
     def prepare(self, loads: Sequence[Load], references: dict[str, Rows]) -> float | None:
         texts = list(references)
         for load in loads:
             if not load.connections:
-                self._ask({"texts": load.texts(), "seconds": 0})
+                self._asked.ask(_question(load, 0))
         if not texts:
             return None
         rows = self.vectors(texts)
@@ -175,31 +177,21 @@ class LocalContender:
 
     def vectors(self, texts: list[str]) -> Rows:
         """Return the (n, d) vectors of texts."""
-        path = self._folder / f"{self._program.process.pid}.npy"
-        self._ask({"texts": texts, "vectors": str(path)})
+        path = self._folder / f"{self._asked.program.process.pid}.npy"
+        self._asked.ask({"texts": texts, "vectors": str(path)})
         return np.load(path)
 
     def measure(self, load: Load, seconds: float) -> Turn | None:
         if load.connections:
             return None
-        answer = self._ask({"texts": load.texts(), "seconds": seconds})
+        answer = self._asked.ask(_question(load, seconds))
         return Turn(
-            contender=self.name, load=load.name, seconds=answer["seconds"], texts=answer["texts"],
-            tokens=answer["tokens"], cpu_s={"program": answer["cpu_s"]},
+            contender=self.name, load=load.name, seconds=answer["seconds"], texts=answer["texts"], tokens=answer["tokens"],
+            p50_ms=answer["p50_ms"], p99_ms=answer["p99_ms"], cpu_s={"program": answer["cpu_s"]},
         )  # fmt: skip
 
     def stop(self) -> None:
-        self._program.stop()
-
-    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        self._program.resume()
-        self._program.write_line(msgspec.json.encode(question))
-        answer = self._answer()
-        self._program.pause()
-        return answer
-
-    def _answer(self) -> dict[str, Any]:
-        return msgspec.json.decode(self._program.read_line(_LOCAL_TIMEOUT_S))
+        self._asked.program.stop()
 
 
 def await_server(target: Target, dialect: Dialect, program: Program, timeout_s: float) -> None:
@@ -226,6 +218,10 @@ def _turn(name: str, load: Load, run: Run, num_tokens: int, cpu_s: dict[str, flo
         contender=name, load=load.name, seconds=run.elapsed_s, texts=run.num_good * load.items, tokens=num_tokens,
         p50_ms=p50_ms, p99_ms=p99_ms, errors=dict(run.errors), cpu_s=cpu_s, generator_cpu_s=run.cpu_s,
     )  # fmt: skip
+
+
+def _question(load: Load, seconds: float) -> dict[str, Any]:
+    return {"texts": load.texts(), "items": load.items, "seconds": seconds}
 
 
 def _stacked(call: Call, references: dict[str, Rows]) -> Rows:

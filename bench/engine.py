@@ -19,7 +19,7 @@ from bench.report import facts, print_facts, print_table, save
 
 ENGINE: Final = "sie's engine bf16"
 LOADS: Final = (
-    Load("in process", "mixed", 4, 0),
+    Load("in process", "mixed", 128, 0),
     Load("1 text, 32 connections", "mixed", 1, 32),
     Load("1 text, 128 connections", "mixed", 1, 128),
     Load("32 texts, 8 connections", "mixed", 32, 8),

@@ -1,174 +1,174 @@
-"""Measure how fast a causal model generates in a worker's own steps, against transformers' own `generate`.
+"""Compare how fast a causal model generates: a worker's own steps, transformers, llama.cpp and mistral.rs, in one run.
 
-The engine is left out: a step is asked for as soon as the last one ends. What is compared takes turns in short rounds, so
-that a busy neighbour slows all sides; each figure is the median over the rounds. The memory's bandwidth, measured in the
+Each has a process of its own and takes its turn under each load in each round; who is not having a turn is kept from
+running. The engine is left out: a step is asked for as soon as the last one ends. The memory's bandwidth, measured in the
 same rounds, bounds one stream: every token reads all weights.
 """
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
-import numpy as np
-import torch
-import transformers
+import msgspec
 
-from bench.report import facts, print_facts, print_table
-from sie.cards import ModelCard
-from sie.generation import GenerateRule, Sampling
-from sie.generation_settings import Generation
-from sie.workers.generation import Draw, Slot
-from sie.workers.generation.runner import TextGenerator
-from sie.workers.loader import load_generator
+from bench.catalog import Setup
+from bench.checkpoint import packaged_gemma
+from bench.compare import all_started, leaving_out, ratio, say
+from bench.contenders import Turn
+from bench.generators import GGUF, GeneratingContender, GenerationLoad, generating_peers, is_ours
+from bench.report import facts, print_facts, print_table, save
 
-_GREEDY = Sampling(temperature=0.0)
-_CHUNK = 256
 _BYTES = 1 << 28
+_READS = 4
 
 
-class Options(NamedTuple):
-    """What is measured."""
+class Generated(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a comparison."""
 
-    model: Path
-    weights: tuple[str, ...]
-    streams: tuple[int, ...]
-    tokens: int
-    prompt: int
-    rounds: int
-    threads: int
+    turns: list[Turn]
+    read_bytes: dict[str, int]
+    """Contender: bytes of weights that a step of one token reads."""
+    versions: dict[str, str]
+    absent: dict[str, str]
+    """Contender: why it took no part, or stopped doing so."""
+    bandwidths: list[float]
+    """Bytes a second that all threads read from memory, in each round."""
+
+    def rates(self, contender: str, load: str) -> list[float]:
+        """Return the tokens a second of each turn."""
+        return [turn.tokens_per_s for turn in self.turns if (turn.contender, turn.load) == (contender, load)]
+
+    def names(self) -> list[str]:
+        """Return the contenders that took part, in order."""
+        return list(dict.fromkeys(turn.contender for turn in self.turns))
+
+    def limit(self, contender: str) -> float:
+        """Return the steps a second that the memory's bandwidth leaves it."""
+        return median(self.bandwidths) / self.read_bytes[contender]
 
 
 @click.command()
-@click.argument("model", type=click.Path(exists=True, path_type=Path))
-@click.option("--weights", multiple=True, default=("bfloat16", "int8", "int4"), show_default=True)
+@click.argument("model", required=False, type=click.Path(exists=True, path_type=Path))
+@click.option("--weights", multiple=True, default=("bfloat16", "int8", "int4"), show_default=True, help="Ours.")
 @click.option("--streams", multiple=True, default=(1, 8), show_default=True)
-@click.option("--tokens", default=24, show_default=True, help="Tokens that each stream generates.")
+@click.option("--tokens", default=33, show_default=True, help="Tokens that each stream generates.")
 @click.option("--prompt", default=1024, show_default=True, help="Tokens of the prompt that is read.")
 @click.option("--rounds", default=5, show_default=True)
-@click.option(
-    "--threads", type=int, default=torch.get_num_threads, help="Compute threads, by default torch's own number."
-)
-def main(**options: Any) -> None:
-    """Measure generation. MODEL: directory of a checkpoint, or a GGUF file."""
-    args = Options(**options)
-    torch.set_num_threads(args.threads)
-    method = f"{args.rounds} rounds, {args.threads} threads, taking turns; medians"
-    print_facts(facts(f"Generation: {args.model.name}", method))
-    runners = {weights: _load(args.model, weights) for weights in args.weights}
-    library = _load_library(args.model)
-    library.generation_config.eos_token_id = None
-    vocabulary = int(library.get_input_embeddings().weight.shape[0])
-    random = np.random.default_rng(0)
-    cases: dict[tuple[str, str], Callable[[], float]] = {}
-    for count in args.streams:
-        prompts = random.integers(5, min(vocabulary, 20_000), (count, 16)).astype(np.int32)
-        for weights, runner in runners.items():
-            cases[weights, f"{count} streams"] = lambda r=runner, p=prompts: _decode(r, p, args.tokens)
-        cases["transformers bfloat16", f"{count} streams"] = lambda p=prompts: _decode_library(library, p, args.tokens)
-    prompt = random.integers(5, min(vocabulary, 20_000), args.prompt).astype(np.int32)
-    for weights, runner in runners.items():
-        cases[weights, "prompt"] = lambda r=runner: _read_prompt(r, prompt)
-    cases["transformers bfloat16", "prompt"] = lambda: _read_prompt_library(library, prompt)
-    bandwidths: list[float] = []
-    found: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
-    for _ in range(args.rounds):
-        bandwidths.append(_bandwidth())
-        for case, run in cases.items():
-            found[case].append(run())
-    _print(args, runners, found, median(bandwidths))
-
-
-def _load(path: Path, weights: str) -> TextGenerator:
-    is_gguf = path.suffix == ".gguf"
-    card = ModelCard(
-        id=path.name, kind="generator", directory=str(path.parent if is_gguf else path), outputs=("generate",),
-        generate=GenerateRule(context_length=4096, gguf_file=str(path) if is_gguf else ""),
-    )  # fmt: skip
-    return load_generator(card, "cpu", "bfloat16", Generation(weights=weights), lambda *_: None)  # type: ignore[arg-type]
-
-
-def _load_library(path: Path) -> Any:
-    is_gguf = path.suffix == ".gguf"
-    auto: Any = transformers.AutoModelForCausalLM
-    arguments = {"gguf_file": path.name} if is_gguf else {}
-    return auto.from_pretrained(path.parent if is_gguf else path, dtype=torch.bfloat16, **arguments).eval()
-
-
-def _decode(runner: TextGenerator, prompts: np.ndarray[Any, Any], num_tokens: int) -> float:
-    """Return tokens a second of all streams together, the prompts left out."""
-    per_stream = -(-(prompts.shape[1] + num_tokens) // runner.block_tokens)
-    blocks = [range(i * per_stream, (i + 1) * per_stream) for i in range(len(prompts))]
-    slots = [Slot(ids, 0, own, (Draw(_GREEDY, 0, len(ids)),)) for ids, own in zip(prompts, blocks, strict=True)]
-    chosen = runner.run_step(slots)
-    started = time.perf_counter()
-    for position in range(prompts.shape[1], prompts.shape[1] + num_tokens - 1):
-        tokens = [np.array([token.token_id], np.int32) for (token,) in chosen]
-        draws = (Draw(_GREEDY, 0, position + 1),)
-        chosen = runner.run_step([Slot(ids, position, own, draws) for ids, own in zip(tokens, blocks, strict=True)])
-    return len(prompts) * (num_tokens - 1) / (time.perf_counter() - started)
-
-
-def _decode_library(model: Any, prompts: np.ndarray[Any, Any], num_tokens: int) -> float:
-    ids = torch.from_numpy(prompts.astype(np.int64))
-    times: list[float] = []
-    for count in (1, num_tokens):
-        started = time.perf_counter()
-        model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, pad_token_id=0)
-        times.append(time.perf_counter() - started)
-    return len(prompts) * (num_tokens - 1) / (times[1] - times[0])
-
-
-def _read_prompt(runner: TextGenerator, prompt: np.ndarray[Any, Any]) -> float:
-    blocks = range(-(-len(prompt) // runner.block_tokens))
-    started = time.perf_counter()
-    for first in range(0, len(prompt), _CHUNK):
-        last = min(first + _CHUNK, len(prompt))
-        draws = (Draw(_GREEDY, 0, last),) if last == len(prompt) else ()
-        runner.run_step([Slot(prompt[first:last], first, blocks, draws)])
-    return len(prompt) / (time.perf_counter() - started)
-
-
-def _read_prompt_library(model: Any, prompt: np.ndarray[Any, Any]) -> float:
-    ids = torch.from_numpy(prompt.astype(np.int64))[None]
-    started = time.perf_counter()
-    with torch.inference_mode():
-        model(input_ids=ids, logits_to_keep=1)
-    return len(prompt) / (time.perf_counter() - started)
-
-
-def _bandwidth() -> float:
-    """Return bytes a second that all threads read from memory."""
-    numbers = torch.ones(_BYTES // 4)
-    started = time.perf_counter()
-    numbers.sum()
-    return _BYTES / (time.perf_counter() - started)
-
-
-def _print(
-    args: Options,
-    runners: dict[str, TextGenerator],
-    found: dict[tuple[str, str], list[float]],
-    bandwidth: float,
+@click.option("--threads", default=0, help="Compute threads of each; 0 takes one for each core.")
+@click.option("--save", "is_saved", is_flag=True, help="Keep the figures in bench/results/.")
+def main(
+    *,
+    model: Path | None,
+    weights: tuple[str, ...],
+    streams: tuple[int, ...],
+    tokens: int,
+    prompt: int,
+    rounds: int,
+    threads: int,
+    is_saved: bool,
 ) -> None:
-    print(f"Memory: {bandwidth / 1e9:.1f} GB/s read.\n")
-    columns = ["weights", *(f"{count} streams" for count in args.streams), "prompt"]
-    rows: list[list[str]] = []
-    for name in [*runners, "transformers bfloat16"]:
-        cells = []
-        for column in columns[1:]:
-            own = median(found[name, column])
-            ratio = median(
-                a / b for a, b in zip(found[name, column], found["transformers bfloat16", column], strict=True)
-            )
-            cells.append(f"{own:,.0f} tokens/s ({ratio:.2f}x)")
-        rows.append([name, *cells])
-    print_table(columns, rows)
-    for name, runner in runners.items():
-        limit = bandwidth / runner.read_bytes
-        share = median(found[name, f"{args.streams[0]} streams"]) / limit
-        print(f"- {name}: {runner.read_bytes / 1e6:.0f} MB a token, at most {limit:.0f} steps/s; reached {share:.0%}")
+    """Compare generation. MODEL: a GGUF file, or a directory, which fewer peers read; else Gemma 3 270M as packaged."""
+    model = model or packaged_gemma()
+    threads = threads or len(os.sched_getaffinity(0))
+    known = facts(
+        f"Generation: {model.name}",
+        f"{rounds} rounds, contenders in turn, {threads} compute threads; {tokens} tokens a stream, of which all but the first "
+        f"count; a prompt of {prompt} tokens; the likeliest token each time; medians of the rounds",
+    )
+    print_facts(known)
+    loads = [GenerationLoad(f"{count} stream{'s' * (count > 1)}", count, tokens) for count in streams]
+    loads.append(GenerationLoad("prompt", 0, prompt))
+    with tempfile.TemporaryDirectory(prefix="sie-bench-") as folder:
+        setup = Setup(str(model.resolve()), "cpu", threads, Path(folder))
+        generated = compare_generation(setup, weights, loads, rounds)
+    print_generated(generated, loads)
+    if is_saved:
+        save("generate", known, msgspec.to_builtins(generated))
+
+
+def compare_generation(
+    setup: Setup, weights: tuple[str, ...], loads: Sequence[GenerationLoad], rounds: int
+) -> Generated:
+    """Start everyone, give each its turn under each load once to warm up, and then in each round."""
+    absent: dict[str, str] = {}
+    turns: list[Turn] = []
+    bandwidths: list[float] = []
+    peers = generating_peers(weights, is_gguf=setup.directory.endswith(GGUF))
+    with all_started(peers, setup, absent) as contenders:
+        known = tuple(contenders)
+        for number in range(rounds + 1):
+            say(f"round {number}" if number else "warming up")
+            found = [turn for load in loads for turn in _take_turns(contenders, load, absent)]
+            if number:
+                turns += found
+                bandwidths.append(_bandwidth(setup.threads))
+        say("")
+    return Generated(
+        turns=turns, read_bytes={one.name: one.read_bytes for one in known},
+        versions={one.name: one.version for one in known}, absent=absent, bandwidths=bandwidths,
+    )  # fmt: skip
+
+
+def _take_turns(contenders: list[GeneratingContender], load: GenerationLoad, absent: dict[str, str]) -> list[Turn]:
+    turns: list[Turn] = []
+    for contender in tuple(contenders):
+        with leaving_out(contender, contenders, absent):
+            turns.append(contender.measure(load))
+    return turns
+
+
+def _bandwidth(threads: int) -> float:
+    """Return the most bytes a second that so many threads read from memory, of a few tries."""
+    import torch
+
+    torch.set_num_threads(threads)
+    numbers = torch.ones(_BYTES // 4)
+    best_s = float("inf")
+    for _ in range(_READS):
+        began_s = time.perf_counter()
+        numbers.sum()
+        best_s = min(best_s, time.perf_counter() - began_s)
+    return _BYTES / best_s
+
+
+def print_generated(generated: Generated, loads: Sequence[GenerationLoad]) -> None:
+    """Print every table of a comparison."""
+    print(f"Memory: {median(generated.bandwidths) / 1e9:.1f} GB/s read.\n")
+    names = generated.names()
+    rows = [[name, *(_rate_cell(generated, name, load.name) for load in loads)] for name in names]
+    print_table(("tokens/s", *(load.name for load in loads)), rows)
+    peers = [name for name in names if not is_ours(name)]
+    for load in loads:
+        if ratios := [_ratio_row(generated, name, peers, load.name) for name in names if is_ours(name)]:
+            print_table((f"{load.name}: ours to theirs", *peers), ratios)
+    single = next((load.name for load in loads if load.streams == 1), None)
+    if single is not None:
+        columns = ("one stream", "MB read for a token", "most steps/s", "reached")
+        print_table(columns, [_limit_row(generated, name, single) for name in names])
+    for name, version in generated.versions.items():
+        print(f"- {name}: {version}")
+    for name, reason in generated.absent.items():
+        print(f"- {name}: {reason}")
+
+
+def _rate_cell(generated: Generated, name: str, load: str) -> str:
+    rates = generated.rates(name, load)
+    return f"{median(rates):,.0f}" if rates else "-"
+
+
+def _ratio_row(generated: Generated, name: str, peers: Sequence[str], load: str) -> list[str]:
+    own = generated.rates(name, load)
+    return [name, *(f"{ratio(own, generated.rates(peer, load)):.2f}x" for peer in peers)]
+
+
+def _limit_row(generated: Generated, name: str, load: str) -> list[str]:
+    limit = generated.limit(name)
+    rates: list[Any] = generated.rates(name, load) or [float("nan")]
+    return [name, f"{generated.read_bytes[name] / 1e6:,.0f}", f"{limit:,.0f}", f"{median(rates) / limit:.0%}"]

@@ -1,7 +1,7 @@
-"""Run one library in this process and answer questions about its speed on standard input. Needs that library alone.
+"""Run one library in this process and answer questions about its speed (`bench.questions`). Needs that library alone.
 
-A question is a line of JSON: texts, and either seconds (encode them again and again for so long; 0 is once, to warm up)
-or vectors (write their vectors there). The answer is one, too.
+A question has texts, and either items and seconds (encode them, so many at a time, again and again for so long; 0 is once,
+to warm up) or vectors (write their vectors there).
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from bench.questions import Answer, answer_questions
 
 BATCH = 32
 """Texts at a time where a library has no way of its own."""
@@ -31,29 +31,37 @@ Encode = Callable[[list[str]], tuple[Any, int]]
 
 def main() -> None:
     args = _parse_args()
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer
     package, load = LIBRARIES[args.name]
-    encode = load(args)
-    answers.write(json.dumps({"version": metadata.version(package)}) + "\n")
-    for line in sys.stdin:
-        question = json.loads(line)
-        if "vectors" in question:
-            np.save(question["vectors"], encode(question["texts"])[0])
-            answers.write("{}\n")
-        else:
-            answers.write(json.dumps(_time(encode, question["texts"], question["seconds"])) + "\n")
+
+    def start() -> tuple[dict[str, Any], Answer]:
+        encode = load(args)
+        return {"version": metadata.version(package)}, lambda question: _answer(encode, question)
+
+    answer_questions(start)
 
 
-def _time(encode: Encode, texts: list[str], seconds: float) -> dict[str, float]:
+def _answer(encode: Encode, question: dict[str, Any]) -> dict[str, Any]:
+    if "vectors" not in question:
+        return _time(encode, question["texts"], question["items"], question["seconds"])
+    np.save(question["vectors"], encode(question["texts"])[0])
+    return {}
+
+
+def _time(encode: Encode, texts: list[str], items: int, seconds: float) -> dict[str, float]:
     """Encode all the texts again and again, whole turns only, until the time is over."""
+    batches = [texts[start : start + items] for start in range(0, len(texts), items)]
     num_texts = num_tokens = 0
+    times_ms: list[float] = []
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     while not num_texts or time.perf_counter() - began_s < seconds:
-        num_tokens += encode(texts)[1]
+        for batch in batches:
+            call_s = time.perf_counter()
+            num_tokens += encode(batch)[1]
+            times_ms.append(1e3 * (time.perf_counter() - call_s))
         num_texts += len(texts)
     spent = {"seconds": time.perf_counter() - began_s, "cpu_s": time.process_time() - began_cpu_s}
-    return {"texts": num_texts, "tokens": num_tokens, **spent}
+    p50_ms, p99_ms = np.percentile(times_ms, (50, 99)).tolist()
+    return {"texts": num_texts, "tokens": num_tokens, "p50_ms": p50_ms, "p99_ms": p99_ms, **spent}
 
 
 def sentence_transformers(args: argparse.Namespace) -> Encode:
@@ -91,7 +99,7 @@ def onnxruntime(args: argparse.Namespace) -> Encode:
 
 
 def openvino(args: argparse.Namespace) -> Encode:
-    import openvino as ov
+    import openvino as ov  # pyright: ignore[reportMissingImports]  # only where it is installed
     import torch
 
     example = torch.ones(2, 8, dtype=torch.int64)
@@ -122,14 +130,16 @@ def sie_engine(args: argparse.Namespace) -> Encode:
     """Run what a frontend and a worker do between them: tokenise, pack into steps, run, finish; no wire, no rings."""
     import torch
 
+    from sie import native
     from sie.catalog.directory import read_card
     from sie.catalog.spec import ModelSpec
     from sie.frontend.tokenize import Tokenizer
     from sie.workers.loader import load_encoder
 
     torch.set_num_threads(args.threads)
+    native.allow(allowed=args.kernels)
     card = read_card(ModelSpec(id="model", directory=args.model), args.model)
-    runner = load_encoder(card, args.device, args.dtype, lambda _fraction, _text: None)
+    runner: Any = load_encoder(card, args.device, args.dtype, lambda _fraction, _text: None)
     tokenizer = Tokenizer.load(card)
     budget = _STEP_TOKENS.get(args.device, _GPU_STEP_TOKENS)
 
@@ -227,6 +237,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--kernels", action=argparse.BooleanOptionalAction, default=True, help="sie: the compiled ones")
     return parser.parse_args()
 
 

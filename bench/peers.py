@@ -26,8 +26,12 @@ LOADS: Final = (
     Load("32 texts, 8 connections", "mixed", 32, 8),
     Load("1 short text, 1 connection", "12", 1, 1),
     Load("1 short text, 128 connections", "12", 1, 128),
-    Load("in process", "mixed", 4, 0),
+    Load("in process", "mixed", 128, 0),
 )
+_RATIO_COLUMNS: Final = (
+    "load", "fastest peer", "tokens/s, this server to it", "p50, this server to it", "this server, of the bf16 ceiling",
+    "the peer, of it",
+)  # fmt: skip
 
 
 @click.command()
@@ -73,7 +77,7 @@ def print_all(comparison: Comparison, loads: Sequence[Load]) -> None:
     heads = ("tokens/s (p50 ms)", *(load.name for load in columns))
     print_table(heads, [[name, *(_rate_cell(comparison, name, load) for load in columns)] for name in names])
     if rows := [row for load in columns if (row := _ratio_row(comparison, load)) is not None]:
-        print_table(("load", "fastest peer", "tokens/s, this server to it", "p50, this server to it"), rows)
+        print_table(_RATIO_COLUMNS, rows)
     print_table(
         ("contender", "tokens per CPU-second", "of the bf16 ceiling", "generator, of a core", "errors", "cosine"),
         [_cost_row(comparison, name) for name in names],
@@ -106,7 +110,11 @@ def _ratio_row(comparison: Comparison, load: Load) -> list[str] | None:
     theirs = comparison.of(fastest, load.name)
     faster = ratio([turn.tokens_per_s for turn in own], [turn.tokens_per_s for turn in theirs])
     sooner = ratio([turn.p50_ms or 0.0 for turn in own], [turn.p50_ms or 1.0 for turn in theirs])
-    return [load.name, fastest, f"{faster:.2f}x", f"{sooner:.2f}x"]
+    num_cores = max(comparison.ceilings.copied)
+    shares = (
+        comparison.share_of_ceiling(median(turn.tokens_per_s for turn in one), num_cores) for one in (own, theirs)
+    )
+    return [load.name, fastest, f"{faster:.2f}x", f"{sooner:.2f}x", *(f"{share:.0%}" for share in shares)]
 
 
 def _cost_row(comparison: Comparison, name: str) -> list[str]:

@@ -1,6 +1,7 @@
-"""Draw a comparison that `bench peers --save` has kept: throughput against latency, one line for each server.
+"""Draw what `bench peers --save` or `bench generate --save` has kept.
 
-The picture lies beside the figures, with the same name. Needs matplotlib (`make bench` installs it).
+Of servers: throughput against latency, one line for each. Of generation: tokens a second under each load, a bar for each
+contender. The picture lies beside the figures, with the same name. Needs matplotlib (`make bench` installs it).
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ import msgspec
 
 from bench.catalog import OURS
 from bench.contenders import Load, Turn
+from bench.generate import Generated
+from bench.generators import is_ours
 from bench.peers import LOADS
 
 _SIZE = (8.0, 5.0)
 _OWN_COLOUR = "#d62728"
+_OTHER_COLOUR = "#7f7f7f"
 _COLOURS: Final = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#7f7f7f", "#17becf")
+_DOTS_PER_INCH = 110
 _CURVE: Final = tuple(load for load in LOADS if load.items == 1 and load.mix == "mixed" and load.connections)
 """The loads that differ in nothing but the number of connections."""
 
@@ -26,20 +31,50 @@ _CURVE: Final = tuple(load for load in LOADS if load.items == 1 and load.mix == 
 @click.command()
 @click.argument("result", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def main(result: Path) -> None:
-    """Draw the picture of RESULT, a JSON file of `bench peers --save`."""
+    """Draw the picture of RESULT, a JSON file that `bench peers --save` or `bench generate --save` wrote."""
     page = msgspec.json.decode(result.read_bytes())
-    turns = msgspec.convert(page.get("turns", []), list[Turn])
-    if not turns:
+    if not page.get("turns"):
         raise click.ClickException(f"{result} holds no comparison")
     path = result.with_suffix(".png")
-    draw(page, turns, path)
+    if "bandwidths" in page:
+        draw_generation(page, msgspec.convert(page, Generated), path)
+    else:
+        draw(page, msgspec.convert(page["turns"], list[Turn]), path)
     print(f"drawn as {path}")
+
+
+def draw_generation(page: dict[str, Any], generated: Generated, path: Path) -> None:
+    """Write a PNG: a panel for each load, a bar for each contender; a line is as far as the memory lets one stream go."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # pyright: ignore[reportMissingImports]  # only where it is installed
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]  # only where it is installed
+
+    loads = list(dict.fromkeys(turn.load for turn in generated.turns))
+    names = generated.names()[::-1]
+    figure = Figure(figsize=(_SIZE[0] * 1.5, 1.5 + 0.4 * len(names)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axis, load in zip(figure.subplots(1, len(loads), squeeze=False)[0], loads, strict=True):
+        rates = [median(generated.rates(name, load) or [0.0]) for name in names]
+        colours = [_OWN_COLOUR if is_ours(name) else _OTHER_COLOUR for name in names]
+        axis.bar_label(axis.barh(names, rates, color=colours), fmt="{:,.0f}", padding=2, fontsize=8)
+        if load == "1 stream":
+            for place, name in enumerate(names):
+                axis.vlines(generated.limit(name), place - 0.4, place + 0.4, color="black", linewidth=1)
+        axis.set(title=load, xlabel="tokens a second")
+        axis.margins(x=0.2)
+        axis.label_outer()
+    figure.suptitle(f"{page['title']}\n{_where(page)}", fontsize=10)
+    figure.savefig(path, dpi=_DOTS_PER_INCH)
+
+
+def _where(page: dict[str, Any]) -> str:
+    machine = page["machine"]
+    return f"{machine['cpu']}, {machine['cores']} cores, {page['date'][:10]}, commit {page['commit']}"
 
 
 def draw(page: dict[str, Any], turns: list[Turn], path: Path) -> None:
     """Write a PNG: on the left p50, on the right p99, both over tokens a second."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # pyright: ignore[reportMissingImports]  # only where it is installed
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]  # only where it is installed
 
     figure = Figure(figsize=(_SIZE[0] * 1.5, _SIZE[1]), layout="constrained")
     FigureCanvasAgg(figure)
@@ -59,13 +94,8 @@ def draw(page: dict[str, Any], turns: list[Turn], path: Path) -> None:
     handles, names = axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize=9)
     counts = ", ".join(str(load.connections) for load in _CURVE)
-    machine = page["machine"]
-    figure.suptitle(
-        f"1 text a request, mixed lengths, {counts} connections\n{machine['cpu']}, {machine['cores']} cores, {page['date'][:10]}, "
-        f"commit {page['commit']}",
-        fontsize=10,
-    )  # fmt: skip
-    figure.savefig(path, dpi=110)
+    figure.suptitle(f"1 text a request, mixed lengths, {counts} connections\n{_where(page)}", fontsize=10)
+    figure.savefig(path, dpi=_DOTS_PER_INCH)
 
 
 def _point(turns: list[Turn], name: str, load: Load, percentile: str) -> tuple[float, float] | None:

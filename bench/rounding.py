@@ -16,11 +16,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from bench.checkpoint import read_card
 from bench.report import facts, print_facts, print_table
 from sie.cards import ModelCard
-from sie.catalog.gguf_file import find_gguf
-from sie.catalog.prepare import Request, prepare
-from sie.catalog.spec import ModelSpec
 from sie.generation import Sampling
 from sie.generation_settings import Generation
 from sie.workers.generation import Draw, Slot
@@ -45,16 +43,11 @@ def main(model: Path, weights: tuple[str, ...], text: str) -> None:
     """Measure the loss of rounded weights. MODEL: directory of a checkpoint, or a GGUF file."""
     print_facts(facts("rounded weights", "token by token, each place's whole distribution against float32's"))
     with tempfile.TemporaryDirectory() as cache:
-        card = _read_card(model, cache)
+        card = read_card(model, cache)
         ids = np.array(Tokenizer.from_file(card.tokenizer_file).encode(text).ids, np.int32)
         exact = read(card, ids, "float32")
         rows = [(name, *losses(exact, read(card, ids, name), ids)) for name in ("float32", *weights)]
     print_table(("weights", "KL, mean", "KL, 99 %", "same likeliest token", "perplexity"), rows)
-
-
-def _read_card(model: Path, cache: str) -> ModelCard:
-    directory = find_gguf("model", str(model)) or str(model)
-    return prepare(Request(spec=ModelSpec(id="model", directory=directory), cache_dir=cache), lambda *_: None)
 
 
 def read(card: ModelCard, ids: np.ndarray, weights: str) -> Tensor:
@@ -77,7 +70,3 @@ def losses(exact: Tensor, found: Tensor, ids: np.ndarray) -> tuple[str, str, str
     return (
         f"{divergence.mean():.4f}", f"{divergence.quantile(0.99):.4f}", f"{same:.0%}", f"{surprise.exp():.2f}",
     )  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()

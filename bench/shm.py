@@ -52,10 +52,15 @@ def main() -> None:
     print_table(("call", "p50 us", "p99 us", "max us"), rows)
 
 
-def _ring_rows() -> list[list[str]]:
-    producer = RingProducer.create(_CAPACITY)
+def open_ring(capacity: int) -> tuple[RingProducer, RingConsumer]:
+    """Return both ends of a ring, in this process; the caller closes them."""
+    producer = RingProducer.create(capacity)
     ring_fd, bell, credit = (os.dup(fd) for fd in producer.fds)
-    consumer = RingConsumer.open(ring_fd, bell, credit, _CAPACITY)
+    return producer, RingConsumer.open(ring_fd, bell, credit, capacity)
+
+
+def _ring_rows() -> list[list[str]]:
+    producer, consumer = open_ring(_CAPACITY)
 
     def push_drain() -> None:
         producer.push(SUBMIT, 0, 1, 1, 0, 64, 0, 0, 0, 1)

@@ -7,7 +7,6 @@ ours does (HTTP, the event loop, the kernel) is the rest of what a whole process
 from __future__ import annotations
 
 import itertools
-import os
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 import numpy as np
 
+from bench.shm import open_ring
 from sie.catalog.cards import make_card
 from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec, parse_model_spec
@@ -31,7 +31,6 @@ from sie.shm.extent import split_extent, write_extent, write_parts
 from sie.shm.large import LargeBudget
 from sie.shm.layout import SUBMIT
 from sie.shm.pages import CounterPage
-from sie.shm.ring import RingConsumer, RingProducer
 from sie.shm.space import OutboundSpace
 from sie.tensors import TensorReply
 from sie.types import EncodeReply, Timing
@@ -142,9 +141,7 @@ def _tensor_stages() -> Iterator[Stage]:
 
 def _ring_stages() -> Iterator[Stage]:
     """Push and drain one descriptor: both ends of a ring, of which each process has one in each direction."""
-    producer = RingProducer.create(_CAPACITY)
-    ring_fd, bell, credit = (os.dup(fd) for fd in producer.fds)
-    consumer = RingConsumer.open(ring_fd, bell, credit, _CAPACITY)
+    producer, consumer = open_ring(_CAPACITY)
 
     def push_and_drain() -> None:
         producer.push(SUBMIT, 0, 1, 1, 0, 64, 0, 0, 0, 1)

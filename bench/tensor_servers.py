@@ -1,6 +1,6 @@
 """Owns the contenders of the tensor benchmark: this server, a bare echo of each transport, and Triton where it is installed.
 
-Run as a program it is the bare gRPC echo: `python bench/tensor_servers.py PORT`.
+Run as a program it is the bare gRPC echo: `python -m bench.tensor_servers PORT`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,10 +19,12 @@ from typing import Any, Final, NamedTuple
 
 import grpc
 import grpc.aio
-import psutil
 import uvloop
 
-ROOT: Final = Path(__file__).resolve().parent.parent
+from bench.processes import Program
+from bench.report import ROOT
+from bench.server import free_port
+
 _READY_S: Final = 60.0
 _ROOM: Final = (
     "--max-body-bytes", "285212672", "--max-reply-bytes", "285212672", "--max-large-bytes", "4294967296",
@@ -53,14 +54,13 @@ class Contender(NamedTuple):
     """A running server; a port of 0 is a protocol that it does not speak."""
 
     name: str
-    process: psutil.Process
+    program: Program
     http_port: int
     grpc_port: int
 
     def cpu_s(self) -> float:
         """Return the processor time that it has taken, its children's included."""
-        times = [one.cpu_times() for one in (self.process, *self.process.children(recursive=True))]
-        return sum(time.user + time.system for time in times)
+        return sum(self.program.cpu_s().values())
 
 
 @contextlib.contextmanager
@@ -72,10 +72,10 @@ def contenders(triton: Path | None) -> Iterator[dict[str, Contender]]:
                 sys.executable, "-m", "sie", "serve", "--model", "identity=stub:tensor", *_ROOM,
                 "--port", "{http}", "--grpc-port", "{grpc}",
             ]),
-            "grpc.aio echo": _start(stack, "grpc.aio echo", [sys.executable, __file__, "{grpc}"]),
+            "grpc.aio echo": _start(stack, "grpc.aio echo", [sys.executable, "-m", "bench.tensor_servers", "{grpc}"]),
             "Granian echo": _start(stack, "Granian echo", [
                 sys.executable, "-m", "granian", "--interface", "rsgi", "--port", "{http}", "--loop", "uvloop",
-                "--working-dir", str(ROOT / "bench"), "tensor_servers:rsgi_echo",
+                "bench.tensor_servers:rsgi_echo",
             ]),
         }  # fmt: skip
         if triton is not None:
@@ -89,26 +89,17 @@ def _start(
     stack: contextlib.ExitStack, name: str, command: Sequence[str], env: dict[str, str] | None = None
 ) -> Contender:
     wanted = " ".join(command)
-    http_port, grpc_port = (_free_port() if form in wanted else 0 for form in ("{http}", "{grpc}"))
+    http_port, grpc_port = (free_port() if form in wanted else 0 for form in ("{http}", "{grpc}"))
     filled = [part.replace("{http}", str(http_port)).replace("{grpc}", str(grpc_port)) for part in command]
-    log = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  # the stack closes it
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
-    process = stack.enter_context(subprocess.Popen(filled, cwd=ROOT, env=environment, stdout=log, stderr=log))
-    stack.callback(process.terminate)
+    program = Program(filled, env=env, cwd=str(ROOT), may_pause=False)
+    stack.callback(program.stop)
     for port in filter(None, (http_port, grpc_port)):
         deadline = time.monotonic() + _READY_S
         while not _listens(port):
-            if process.poll() is not None or time.monotonic() > deadline:
-                log.seek(0)
-                raise RuntimeError(f"{name} did not start:\n{log.read().decode(errors='replace')}")
+            if program.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{name} did not start:\n{program.output()}")
             time.sleep(0.1)
-    return Contender(name, psutil.Process(process.pid), http_port, grpc_port)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port
+    return Contender(name, program, http_port, grpc_port)
 
 
 def _listens(port: int) -> bool:

