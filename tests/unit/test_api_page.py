@@ -16,7 +16,15 @@ PAGE = DOCS.joinpath("sie-api.md").read_text(encoding="utf-8")
 TENSORS = DOCS.joinpath("tensors.md").read_text(encoding="utf-8")
 GENERATION = DOCS.joinpath("generation.md").read_text(encoding="utf-8")
 SOURCES = Path(errors.__file__).parent
-_SILENT = {"CLIENT_GONE", "INTERNAL_ERROR", "NOT_ALLOWED", "QUEUE_TIMEOUT", "UNSUPPORTED", "UNSUPPORTED_MEDIA_TYPE"}
+_SILENT = {
+    "CLIENT_GONE",
+    "INTERNAL_ERROR",
+    "MESSAGE_TOO_LARGE",
+    "NOT_ALLOWED",
+    "QUEUE_TIMEOUT",
+    "UNSUPPORTED",
+    "UNSUPPORTED_MEDIA_TYPE",
+}
 """Codes of classes that are never sent as such, and of the tensor dialects, which send none or their own."""
 _OF_TENSORS = {route.template for route in ROUTES if route.envelope in ("kserve", "trtis")}
 
