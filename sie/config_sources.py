@@ -6,6 +6,7 @@ message says where it was found, what it was and what it should have been.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +39,8 @@ class Key(msgspec.Struct, frozen=True):
     """What a value must be, to follow "not": `an integer from 0 to 65535`."""
     form: str = ""
     """How a text is made up, where it is more than a text: `auto, cpu, cpu:N, ...`."""
+    known_as: str = ""
+    """Variable by which other servers of an API know it; what is wrong there is passed over, as they do."""
 
     @property
     def flag(self) -> str:
@@ -69,7 +72,8 @@ Found = Iterator[tuple[Key, Any, Source]]
 def describe_key(section: str, item: FieldInfo) -> Key:
     """Return the key that the field `item` of the struct for `section` declares.
 
-    Its type is `Annotated[type, Meta(description=...)]`; `extra={"form": ...}` says in words what a pattern accepts.
+    Its type is `Annotated[type, Meta(description=...)]`; `extra={"form": ...}` says in words what a pattern accepts,
+    and `"known_as"` a further variable.
     """
     plain: Any
     meta: Meta
@@ -84,6 +88,7 @@ def describe_key(section: str, item: FieldInfo) -> Key:
         doc=meta.description or "",
         expects=form or _expected(plain, meta),
         form=form,
+        known_as=(meta.extra or {}).get("known_as", ""),
     )
 
 
@@ -127,7 +132,12 @@ def read_toml(path: str) -> dict[str, Any]:
 
 
 def read_environment(keys: Keys, environ: Mapping[str, str]) -> Found:
-    """Yield what `SIE_*` variables set; a list is separated by white space."""
+    """Yield what `SIE_*` variables set, behind what others do that keys are known as; a list is separated by white space."""
+    for key in keys:
+        if key.known_as in environ:
+            with contextlib.suppress(SettingsError):
+                value = _convert(key, environ[key.known_as], key.known_as, from_text=True)
+                yield key, value, Source("environment", key.known_as)
     known = {key.variable: key for key in keys}
     for variable in sorted(environ):
         if not variable.startswith(ENV_PREFIX) or variable == CONFIG_VARIABLE:

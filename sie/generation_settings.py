@@ -74,7 +74,14 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float, Meta(ge=1, le=3600, description="Longest time between two tokens; over it the request fails.")
     ] = 60.0
     keep_alive_interval_ms: Annotated[
-        int, Meta(ge=100, le=600_000, description="Time without an event after which a stream gets a comment.")
+        int,
+        Meta(
+            ge=10,
+            le=600_000,
+            description="Time without an event after which a stream gets a comment; the variable `KEEP_ALIVE_INTERVAL`, "
+            "if it is such a number, sets it, too.",
+            extra={"known_as": "KEEP_ALIVE_INTERVAL"},
+        ),
     ] = 10_000
     stream_backlog_bytes: Annotated[
         int, Meta(ge=65536, le=1 << 30, description="What a client may leave unread before its stream is cut.")
@@ -92,6 +99,14 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_responses_bytes: Annotated[
         int, Meta(ge=MIB, le=1 << 44, description="What they take on disk together; the oldest go first.")
     ] = 4096 * MIB
+    max_response_stream_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1 << 30,
+            description="Events of a streamed response that are kept, to be read again; of one with more, none are.",
+        ),
+    ] = 4 * MIB
     max_background_responses: Annotated[
         int,
         Meta(

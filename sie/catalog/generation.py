@@ -6,6 +6,7 @@ the added tokens of tokenizer.json. Imports nothing slow and reads no weight.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +32,8 @@ _TOOL_FORMATS: Final[tuple[tuple[str, ToolFormat], ...]] = (
     ("<start_of_turn>", "gemma"),
 )
 """Texts of chat templates, and the way in which a model with such a template writes its calls."""
+_CONTROL: Final = re.compile(r"<\|[^<>|]+\|>|<｜[^<>｜]+｜>|<(start|end)_of_\w+>")
+"""How only tokens look that say something to a model; converted tokenizers do not mark all of them as special."""
 _REASONING: Final = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<reasoning>", "</reasoning>"))
 
 
@@ -148,7 +151,7 @@ def _with_tokenizer(card: ModelCard) -> ModelCard:
     ends = rule.eos_token_ids
     if not ends:
         ends = tuple(token.id for token in added if token.content == rule.special_tokens.get("eos_token"))
-    special = tuple(token.content for token in added if token.special)
+    special = tuple(token.content for token in added if token.special or _CONTROL.fullmatch(token.content))
     return msgspec.structs.replace(
         card, generate=msgspec.structs.replace(rule, eos_token_ids=ends, special_texts=special)
     )

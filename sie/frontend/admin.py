@@ -26,7 +26,7 @@ _PROXY_HEADERS: Final = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 _ACTIONS: Final[dict[str, ManageAction]] = {"load": "load", "unload": "unload", "reload": "reload"}
 
 
-class ModelBody(msgspec.Struct, forbid_unknown_fields=True):
+class ModelBody(msgspec.Struct):
     model_id: str
 
 

@@ -20,8 +20,7 @@ from sie.frontend.access import CHALLENGE, Access
 from sie.frontend.access_log import id_headers, request_id_of
 from sie.frontend.admin import check_admin
 from sie.frontend.counting import count_exchange
-from sie.frontend.dialects import models as models_dialect
-from sie.frontend.dialects import negotiate, sie
+from sie.frontend.dialects import negotiate
 from sie.frontend.encode_begin import EncodeBegin
 from sie.frontend.envelopes import Response
 from sie.frontend.html import page_headers
@@ -30,7 +29,7 @@ from sie.frontend.inference import Exchange, Inference
 from sie.frontend.intake import Intake, Scheduler
 from sie.frontend.kserve import KServe, TextCall
 from sie.frontend.metrics import CONTENT_TYPE, render
-from sie.frontend.models import model_info
+from sie.frontend.model_cards import list_body, show_model
 from sie.frontend.openapi import page as docs
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes import ENCODE, INFER
@@ -277,19 +276,11 @@ class App:
     # --- everything else ------------------------------------------------------------------------------------------
 
     async def _list_models(self, exchange: Exchange) -> None:
-        models = self._process.models
-        infos = [model_info(entry, models.created_s) for entry in models.entries.values()]
-        default = models.default_of("dense") or models.default_of("generate")
-        self.respond(exchange, 200, [_JSON], models_dialect.models_body(infos, default))
+        self.respond(exchange, 200, [_JSON, *id_headers(exchange)], list_body(self._process.models))
 
     async def _show_model(self, exchange: Exchange) -> None:
-        models = self._process.models
-        entry = models.find(exchange.model)
-        if entry is None:
-            error = sie.model_not_found(exchange.model, models.entries)
-            self.respond(exchange, 404, [_JSON], models_dialect.model_not_found_body(error))
-            return
-        self.respond(exchange, 200, [_JSON], models_dialect.model_body(model_info(entry, models.created_s)))
+        status, body = show_model(self._process.models, exchange.model)
+        self.respond(exchange, status, [_JSON, *id_headers(exchange)], body)
 
     async def _manage_model(self, exchange: Exchange) -> None:
         process, headers = self._process, exchange.headers

@@ -16,27 +16,35 @@ _NO_REQUEST: Final = frozenset({204, 401, 403, 405, 429})
 _TEXT_ROUTES: Final = frozenset(route for route in COUNTED.values() if route.endpoint == "generate")
 """Routes whose requests name their model in the body, perhaps in one that cannot be read."""
 
+_HOUSEKEEPING: Final = frozenset({"/", "/health", "/metrics", "/docs", "/openapi.json", "/api-doc/openapi.json"})
+"""Routes that are not counted, as no method OPTIONS is. Source: generation API reference, section 11."""
+_UNMATCHED: Final = "<unmatched>"
+
 
 def count_exchange(metrics: FrontendMetrics, exchange: Exchange, status: int, error: SieError | None) -> None:
     """Count an exchange that is over: answered, or left by its client."""
-    route, timing = exchange.route, exchange.timing
+    route, timing, model = exchange.route, exchange.timing, exchange.known_model
     total_s = (time.monotonic_ns() - exchange.began_ns) / 1e9
-    if timing is not None and error is None and route is not None and route.endpoint and exchange.known_model:
+    if timing is not None and error is None and route is not None and route.endpoint and model:
         metrics.record_served(
-            exchange.scope.method, route.template, route.endpoint, exchange.known_model, status, total_s,
+            exchange.scope.method, route.template, route.endpoint, model, status, total_s,
             exchange.body_bytes, timing,
         )  # fmt: skip
         return
+    if not model:
+        if exchange.scope.method == "OPTIONS" or (route is not None and route.template in _HOUSEKEEPING):
+            return
+        model = UNKNOWN_MODEL if route is not None and (route.endpoint or route in _TEXT_ROUTES) else ""
     metrics.record_http(
-        exchange.scope.method if route is not None else "ANY", route.template if route is not None else "unmatched",
-        exchange.known_model or (UNKNOWN_MODEL if route in _TEXT_ROUTES else ""), status, duration_s=total_s, body_bytes=exchange.body_bytes,
+        exchange.scope.method if route is not None else "ANY", route.template if route is not None else _UNMATCHED,
+        model, status, duration_s=total_s, body_bytes=exchange.body_bytes,
     )  # fmt: skip
     if error is not None and error.retryable:
         metrics.record_refusal(error.code)
     if route is None or not route.endpoint or status in _NO_REQUEST:
         return
     outcome = "success" if error is None else _outcome_of(error)
-    model = exchange.known_model or "unknown"
+    model = model or UNKNOWN_MODEL
     if timing is None:
         metrics.record_request(model, route.endpoint, outcome, total_s)
     else:

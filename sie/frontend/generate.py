@@ -24,6 +24,7 @@ from sie.frontend.dialects import (
     responses,
     sie,
 )
+from sie.frontend.dialects.text_fields import renamed
 from sie.frontend.generation.run import Run
 from sie.frontend.generation.start import generate_rule
 from sie.frontend.inference import Answer, Exchange
@@ -68,13 +69,14 @@ class TextRoutes:
     async def completions(self, exchange: Exchange) -> Answer | Streamed:
         """Answer `/v1/completions`."""
         request, shown = await self._read(exchange, completions.decode_completions)
-        return await self.answer(
-            exchange,
-            request,
-            lambda reply, prompts: completions.encode_completions(reply, shown, prompts),
-            lambda model, prompts: completions.CompletionsWriter(shown, model, prompts),
-            echoes=shown.echo,
-        )
+        with renamed(shown.names):
+            return await self.answer(
+                exchange,
+                request,
+                lambda reply, prompts: completions.encode_completions(reply, shown, prompts),
+                lambda model, prompts: completions.CompletionsWriter(shown, model, prompts),
+                echoes=shown.echo,
+            )
 
     async def messages(self, exchange: Exchange) -> Answer | Streamed:
         """Answer `/v1/messages`."""
@@ -135,7 +137,11 @@ class TextRoutes:
         """Answer `POST /v1/responses`."""
         return await self._responses.create(exchange, await self._read(exchange, responses.decode_responses))
 
-    async def show_response(self, exchange: Exchange) -> Answer:
+    async def count_input(self, exchange: Exchange) -> Answer:
+        """Answer `POST /v1/responses/input_tokens`: what the same body would have as its `input_tokens`."""
+        return await self._responses.count(exchange, await self._read(exchange, responses.decode_responses))
+
+    async def show_response(self, exchange: Exchange) -> Answer | Streamed:
         """Answer `GET /v1/responses/{response_id}`."""
         return await self._responses.show(exchange)
 

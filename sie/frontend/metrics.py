@@ -24,6 +24,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 UNKNOWN_MODEL = "unknown"
 """The model label of every request for a model that the catalogue does not know: labels stay bounded."""
+_NO_MODEL = "none"
+"""That of HTTP requests that are about no model."""
 
 Merged = dict[str, dict[Labels, list[float]]]
 """Family name to label tuple to values: one value, or for a histogram its sum and the count of each bucket."""
@@ -171,7 +173,7 @@ class FrontendMetrics:
         return handles
 
     def _http_handles(self, method: str, route: str, model: str, status: int) -> tuple[_Observe, ...]:
-        label = self._model_label(model)
+        label = self._model_label(model) or _NO_MODEL
         verb = method if method in _METHODS else "OTHER"
         labels = (verb, route, label)
         page, code = self._page, str(status)
@@ -182,12 +184,12 @@ class FrontendMetrics:
             families.HTTP_BODY.name, families.HTTP_BODY.label_pairs(*labels), families.HTTP_BODY.bounds
         )
         handles = (count.add, duration.observe, body.observe)
-        if label == model and verb == method:
+        if label in (model, _NO_MODEL) and verb == method:
             self._http[method, route, model, status] = handles
         return handles
 
     def _model_label(self, model: str) -> str:
-        """Return the label for this model; "" stays "", for routes that name no model."""
+        """Return the label for this model; "" stays "", for requests that are about no model."""
         return model if not model or model in self._known_models else UNKNOWN_MODEL
 
 

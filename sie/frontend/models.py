@@ -29,6 +29,8 @@ from sie.logs import get_logger
 _log = get_logger(__name__)
 _LARGE_TOKENIZER_MIB = 4
 _LONGEST_SILENCE_S = 60
+_ASK_AGAIN_S = 1.0
+"""Time after which a load is asked for again."""
 
 
 class ModelTable:
@@ -162,9 +164,10 @@ class ModelTable:
         raise Unavailable(f"Model '{model}' is loading; retry in {wait_s} s", retry_after_s=wait_s)
 
     async def wait_serving(self, entry: ModelEntry, deadline_ns: int) -> ModelEntry:
-        """Return a model's entry once it can be served: what `check_serving` refuses as loading, or gone to be reloaded, waits.
+        """Return a model's entry once it can be served: what `check_serving` refuses as loading, or on its way out, waits.
 
-        Raises as `check_serving` does: at once for a failed load, at the deadline for one that goes on.
+        Raises as `check_serving` does: at once for a failed load, at the deadline for one that goes on. It asks for the load
+        again and again, as one that was asked for a moment ago may be over, and its model gone, before anybody notices.
         """
         while True:
             changed = self._changed
@@ -172,10 +175,11 @@ class ModelTable:
                 self.check_serving(entry)
             except Unavailable as error:
                 left_s = (deadline_ns - time.monotonic_ns()) / 1e9
-                if (error.code != Unavailable.code and not entry.reloading) or left_s <= 0:
+                is_lasting = error.code != Unavailable.code and not entry.reloading and entry.state != "unloading"
+                if is_lasting or left_s <= 0:
                     raise
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), left_s)
+                    await asyncio.wait_for(changed.wait(), min(left_s, _ASK_AGAIN_S))
             else:
                 return entry
             entry = self.entries.get(entry.card.id, entry)

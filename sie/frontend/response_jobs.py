@@ -37,14 +37,16 @@ class Follower:
         """What is followed, once it was submitted."""
         self._on_gone = on_gone
         self._events: list[GenerateEvent] = []
+        self._is_let_go = False
         self._is_ended = False
         self._error: SieError | None = None
         self._news = asyncio.Event()
 
     def push(self, events: list[GenerateEvent]) -> None:
-        """Have more events."""
-        self._events += events
-        self._news.set()
+        """Have more events, for as long as anybody takes them."""
+        if not self._is_let_go:
+            self._events += events
+            self._news.set()
 
     def end(self, error: SieError | None) -> None:
         """Have no more, and end with this error, if any."""
@@ -69,6 +71,7 @@ class Follower:
 
     def give_up(self, error: SieError) -> None:  # the protocol's
         """Let go of the job, because its client left or it is over."""
+        self._is_let_go, self._events = True, []
         self._on_gone()
 
     def timing(self, began_ns: int) -> Timing | None:
@@ -136,11 +139,14 @@ class Job:
         self.record.apply(last, int(time.time()))
         if error is not None:
             self.record.fail(error)
-        await self._keep(self.record)
-        self.follower.push(last)
-        self.follower.end(error)
+        try:
+            await self._keep(self.record)
+        finally:  # whoever follows must not wait for ever
+            self.follower.push(last)
+            self.follower.end(error)
 
     def _on_gone(self) -> None:
-        self.record.is_streamed = False
+        self.record.is_followed = False
+        self.record.take_stream()
         if not self.outlives:
             self.stop(cancelled())

@@ -22,11 +22,13 @@ from typing import Any, Final, TypeVar, cast
 import msgspec
 
 from sie.errors import Unavailable
+from sie.frontend.dialects.responses_reply import StreamForm
+from sie.frontend.response_events import EVENTS_SCHEMA, EventRows
 from sie.limits import MIB
 from sie.logs import get_logger
 
 _log = get_logger(__name__)
-_SCHEMA_VERSION: Final = 1
+_SCHEMA_VERSION: Final = 2
 _SCHEMA: Final = """
 CREATE TABLE responses (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -43,6 +45,8 @@ CREATE TABLE responses (
 CREATE INDEX ages ON responses (created_s);
 CREATE INDEX sizes ON responses (number, nbytes);
 """
+_UPGRADES: Final = {0: _SCHEMA + EVENTS_SCHEMA, 1: EVENTS_SCHEMA}
+"""What makes a file of an earlier version, or an empty one, of this version."""
 _RUNNING: Final = ("queued", "in_progress")
 _BUSY_TIMEOUT_S: Final = 5.0
 _RETRY_AFTER_S: Final = 5
@@ -60,6 +64,19 @@ class Kept(msgspec.Struct, kw_only=True):
     body: bytes
     input: bytes = b"[]"
     history: bytes = b"[]"
+    stream: StreamForm = ""
+
+
+class Followed(msgspec.Struct, kw_only=True, frozen=True):
+    """A response whose stream is read: how it is, its object, and the events behind those that its reader has.
+
+    body may be empty while the response is being made: who reads on behind an event has seen it.
+    """
+
+    status: str
+    stream: StreamForm
+    body: bytes
+    events: list[bytes]
 
 
 class StoreLimits(msgspec.Struct, frozen=True):
@@ -82,6 +99,7 @@ class ResponseFile:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _alone(directory / "responses.lock"):
             self._db = _open(directory / "responses.db")
+        self.events = EventRows(self._db)
 
     def close(self) -> None:
         """Let the file go."""
@@ -91,21 +109,56 @@ class ResponseFile:
         """Keep a response; the oldest go when there is no room."""
         nbytes = len(kept.body) + len(kept.input) + len(kept.history)
         maker = self._maker if kept.status in _RUNNING else ""
-        row = (kept.id, owner, self._now_s(), kept.status, maker, nbytes, kept.body, kept.input, kept.history)
-        columns = "id, owner, created_s, status, maker, nbytes, body, input, history"
-        self._db.execute(f"INSERT INTO responses ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)  # noqa: S608
-        if self._num_added % max(1, self._limits.max_responses // _PRUNES_A_LIMIT) == 0 or nbytes > MIB:
+        row = (
+            kept.id,
+            owner,
+            self._now_s(),
+            kept.status,
+            maker,
+            nbytes,
+            kept.body,
+            kept.input,
+            kept.history,
+            kept.stream,
+        )
+        columns = "id, owner, created_s, status, maker, nbytes, body, input, history, stream"
+        self._db.execute(f"INSERT INTO responses ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)  # noqa: S608
+        is_due = self._num_added % max(1, self._limits.max_responses // _PRUNES_A_LIMIT) == 0
+        if is_due or nbytes + self.events.num_new_bytes > MIB:
             self._prune()
+            self.events.num_new_bytes = 0
         self._num_added += 1
 
-    def update(self, response_id: str, status: str, body: bytes) -> bool:
-        """Replace what a response that is being made has come to; False when it was cancelled or deleted meanwhile."""
+    def update(self, response_id: str, status: str, body: bytes, num_event_bytes: int = 0) -> bool:
+        """Replace what a response that is being made has come to; False when it was cancelled or deleted meanwhile.
+
+        num_event_bytes: what its events take from now on, beside what was said of them before.
+        """
         done = self._db.execute(
             "UPDATE responses SET nbytes = nbytes - length(body) + ?, status = ?, body = ? "
             "WHERE id = ? AND (status IN ('queued', 'in_progress') OR (status = 'cancelled' AND ? = 'cancelled'))",
-            (len(body), status, body, response_id, status),
+            (len(body) + num_event_bytes, status, body, response_id, status),
         )
         return done.rowcount > 0
+
+    def follow(self, response_id: str, owner: str, after: int) -> Followed | None:
+        """Return a response of this owner's with the events that it has behind the one with number after."""
+        row: Any = self._db.execute(
+            "SELECT number, status, maker, stream FROM responses WHERE id = ? AND owner = ? AND created_s > ?",
+            (response_id, owner, self._now_s() - self._limits.max_age_s),
+        ).fetchone()
+        if row is None:
+            return None
+        number, status, maker, stream = cast("tuple[int, str, str, StreamForm]", row)
+        body = b""
+        if status not in _RUNNING or (not stream and after < 0) or not is_running(maker):
+            kept = self.get(response_id, owner)
+            if kept is None:
+                return None
+            status, body = kept.status, kept.body
+        # ORDER: behind the status: what its maker wrote before it ended is all there now.
+        events = self.events.behind(number, after)
+        return Followed(status=status, stream=stream, body=body, events=events)
 
     def get(self, response_id: str, owner: str) -> Kept | None:
         """Return a response of this owner's, if there is one."""
@@ -230,8 +283,8 @@ def _connect(path: Path) -> sqlite3.Connection:
         (version,) = db.execute("PRAGMA user_version").fetchone()
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
-        if version == 0:
-            db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT;")
+        if (upgrade := _UPGRADES.get(version)) is not None:
+            db.executescript(f"BEGIN; {upgrade} PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT;")
         elif version != _SCHEMA_VERSION:
             raise sqlite3.DatabaseError(f"its schema is version {version}, not {_SCHEMA_VERSION}")
         if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'responses'").fetchone() is None:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qs
@@ -17,18 +17,19 @@ from urllib.parse import parse_qs
 import msgspec
 
 from sie.control_messages import ModelEntry
-from sie.errors import BadRequest, NotFound, Overloaded, RateLimited, Unavailable
+from sie.errors import NotFound, Overloaded, RateLimited, Unavailable
 from sie.frontend.dialects.responses import ResponsesCall
 from sie.frontend.dialects.responses_items import read_kept
-from sie.frontend.dialects.responses_page import read_page
-from sie.frontend.dialects.responses_reply import ResponseRecord, ResponseWriter, encode_deleted
-from sie.frontend.dialects.text_fields import wrong
+from sie.frontend.dialects.responses_page import read_page, read_stream_query
+from sie.frontend.dialects.responses_reply import ResponseRecord, ResponseWriter, encode_count, encode_deleted
+from sie.frontend.dialects.text_fields import renamed, wrong
 from sie.frontend.generation.run import Run
 from sie.frontend.inference import Answer, Exchange
 from sie.frontend.offload import offload
 from sie.frontend.process import FrontendProcess
+from sie.frontend.response_follow import LOOK_S, ResponseFollower
 from sie.frontend.response_jobs import Job, cancelled
-from sie.frontend.response_store import Kept, ResponseFile, ResponseStore, StoreLimits
+from sie.frontend.response_store import Followed, Kept, ResponseFile, ResponseStore, StoreLimits
 from sie.frontend.stream import Streamed
 from sie.generation import ChatMessage, GenerateEvent
 
@@ -36,11 +37,10 @@ if TYPE_CHECKING:
     from sie.frontend.generate import TextRoutes
 
 _JSON: Final = ("content-type", "application/json")
-_LOOK_S: Final = 0.25
-"""Time after which a process sees that a response of its own was cancelled or deleted at another one."""
-_NAMES: Final = {"messages": "input", "response_format": "text.format"}
-"""What fields that the generation core names are called here."""
 _to_json: Final = msgspec.json.Encoder().encode
+_NAMES: Final = {"messages": "input"}
+"""What this route calls fields that the generation core names."""
+_MANY_EVENTS: Final = 256
 Start = Callable[[ModelEntry], Coroutine[Any, Any, Run]]
 
 
@@ -53,6 +53,7 @@ class Responses:
         self._pool = pool
         limits = process.settings.generation
         self._max_jobs = limits.max_background_responses
+        self._max_stream_bytes = limits.max_response_stream_bytes
         self._store = ResponseStore(
             process.settings.server.state_dir,
             StoreLimits(limits.max_responses, limits.max_responses_bytes, limits.max_response_age_s),
@@ -67,9 +68,12 @@ class Responses:
         history, before = await self._read_history(call, exchange.owner)
         call.begin(before)
         entry = self._texts.find(exchange, call.request)
-        record = ResponseRecord(f"resp_{secrets.token_hex(16)}", int(time.time()), call, entry.card.id)
+        record = ResponseRecord(
+            f"resp_{secrets.token_hex(16)}", int(time.time()), call, entry.card.id,
+            max_kept_bytes=self._max_stream_bytes if self._store.is_on else 0,
+        )  # fmt: skip
         record.is_kept = call.stores and self._store.is_on
-        with _own_names():
+        with renamed(_NAMES):
             if call.is_background:
                 return await self._make_in_background(exchange, call, record, entry, history)
             if call.request.stream:
@@ -82,12 +86,28 @@ class Responses:
         await self._add(exchange.owner, record, call, history)
         return [_JSON], record.to_json()
 
-    async def show(self, exchange: Exchange) -> Answer:
-        """Return a response as it is now."""
-        for field, values in _query(exchange).items():
-            if field == "starting_after" or (field == "stream" and values[-1].lower() != "false"):
-                raise wrong(field, "is not served here: a stream is read where the response is made")
-        return [_JSON], (await self._find(exchange)).body
+    async def count(self, exchange: Exchange, call: ResponsesCall) -> Answer:
+        """Return how many tokens a request's prompt has, the conversation before it included."""
+        call.begin((await self._read_history(call, exchange.owner))[1])
+        entry = await self._process.models.wait_serving(self._texts.find(exchange, call.request), exchange.deadline_ns)
+        with renamed(_NAMES):
+            (ids,) = await self._texts.generator.prompt_ids(entry, call.request)
+        return [_JSON], encode_count(len(ids))
+
+    async def show(self, exchange: Exchange) -> Answer | Streamed:
+        """Return a response as it is now, or the events of its stream behind the one that the query names."""
+        after = read_stream_query(_query(exchange))
+        if after is None:
+            return [_JSON], (await self._find(exchange)).body
+        response_id, owner = exchange.model, exchange.owner
+
+        async def look(after: int) -> Followed | None:
+            return await self._store.do(lambda file: file.follow(response_id, owner, after))
+
+        if not self._store.is_on or await look(after) is None:
+            raise _not_found(response_id)
+        follower = ResponseFollower(look, after, self._pool)
+        return Streamed(follower, follower)
 
     async def delete(self, exchange: Exchange) -> Answer:
         """Forget a response, and stop it if it is being made."""
@@ -212,11 +232,14 @@ class Responses:
             job.stop(cancelled())
 
     async def _watch(self) -> None:
-        """While there are jobs, stop those that were cancelled or deleted at another process."""
+        """While there are jobs, keep their events, and stop those that were cancelled or deleted at another process."""
         while self._jobs:
-            await asyncio.sleep(_LOOK_S)
-            ids = [response_id for response_id, job in self._jobs.items() if job.record.is_kept]
+            await asyncio.sleep(LOOK_S)
+            kept = [job for job in self._jobs.values() if job.record.is_kept]
+            ids = [job.record.id for job in kept]
             with contextlib.suppress(Unavailable):
+                # Of one that nobody else can wait for yet, much at a time is enough.
+                await self._keep([one.record for one in kept if one.outlives or one.record.num_unkept >= _MANY_EVENTS])
                 for response_id in await self._store.do(lambda file, ids=ids: file.stopped(ids)) if ids else ():
                     self._stop(response_id)
 
@@ -249,21 +272,53 @@ class Responses:
         if not record.is_kept:
             return
         kept = Kept(
-            id=record.id, status=record.status, body=record.to_json(), input=_to_json(call.items), history=history
-        )
+            id=record.id, status=record.status, body=record.to_json(), input=_to_json(call.items), history=history,
+            stream=record.stream_form,
+        )  # fmt: skip
         try:
             await self._store.do(lambda file: file.add(owner, kept))
         except Unavailable:
             if call.is_background:
                 raise
             record.is_kept = False
+            record.stop_keeping()
 
     async def _update(self, record: ResponseRecord) -> None:
         """Keep what a response has come to."""
         if record.is_kept:
-            status, body = record.status, record.to_json()
             with contextlib.suppress(Unavailable):  # the log has it; who asks sees the status before
-                await self._store.do(lambda file: file.update(record.id, status, body))
+                await self._keep([record], is_update=True)
+
+    async def _keep(self, records: Sequence[ResponseRecord], *, is_update: bool = False) -> None:
+        """Keep what streams have come to since the last time; with is_update, also what their responses have.
+
+        Raises Unavailable; then the rest of these streams is not kept.
+        """
+        news = [
+            (record.id, number, events) for record in records for number, events in [record.take_unkept()] if events
+        ]
+        cut = [record for record in records if record.is_newly_cut]
+        states = [
+            (record.id, record.status, record.to_json(), record.num_kept_bytes) for record in records if is_update
+        ]
+
+        def keep(file: ResponseFile) -> None:
+            file.events.add(news)  # ORDER: before the status, behind which readers look for no more
+            for record in cut:
+                file.events.cut(record.id)
+            for state in states:
+                file.update(*state)
+
+        if not (news or cut or states):
+            return
+        try:
+            await self._store.do(keep)
+        except Unavailable:
+            for record in records:
+                record.stop_keeping()
+            raise
+        for record in cut:
+            record.is_newly_cut = False
 
 
 class _Output(msgspec.Struct):
@@ -287,17 +342,6 @@ def _query(exchange: Exchange) -> dict[str, list[str]]:
 def _not_found(response_id: str) -> NotFound:
     text = f"Response '{response_id[:80]}' not found"
     return NotFound(text, code="RESPONSE_NOT_FOUND", extras={"param": "response_id"})
-
-
-@contextlib.contextmanager
-def _own_names() -> Generator[None]:
-    """Have errors name fields as this route does."""
-    try:
-        yield
-    except BadRequest as error:
-        param = error.extras.get("param")
-        error.extras = {**error.extras, "param": _NAMES.get(str(param), param)}
-        raise
 
 
 @contextlib.contextmanager

@@ -54,6 +54,7 @@ ROUTES: tuple[Route, ...] = (
     Route("/v1/messages", "POST", "messages", "anthropic"),
     Route("/v1/messages/count_tokens", "POST", "count_tokens", "anthropic"),
     Route("/v1/responses", "POST", "responses", "text"),
+    Route("/v1/responses/input_tokens", "POST", "count_input", "text"),
     Route("/v1/responses/{response_id}", "GET", "show_response", "text"),
     Route("/v1/responses/{response_id}", "DELETE", "delete_response", "text"),
     Route("/v1/responses/{response_id}/cancel", "POST", "cancel_response", "text"),

@@ -162,6 +162,7 @@ def test_completions_take_every_form_of_prompt(client: openai.OpenAI) -> None:
     assert texts([97, 98]) == ["ab"]
     assert texts([[97, 98], [99]], echo=True) == ["abab", "cc"]
     assert texts("x" * 100) == ["x" * 16], "max_tokens is 16 where it is not given"
+    assert texts([[97, 98], [99]], best_of=3, n=2, temperature=1) == ["ab", "ba", "c", "c"]
     streamed = client.completions.create(model="m", prompt=["ab", "c"], echo=True, stream=True)
     shown = {0: "", 1: ""}
     for chunk in streamed:
@@ -208,7 +209,9 @@ def test_models_are_listed_for_both_readers(client: openai.OpenAI) -> None:
     cards = {card.id: card for card in client.models.list()}
     assert cards["m"].model_extra is not None
     assert (cards["m"].model_extra["status"], cards["m"].model_extra["tools_available"]) == ("loaded", True)
+    assert cards["m"].owned_by == "local"
     assert client.models.retrieve("m").id == "m"
+    assert client.models.retrieve("default").model_dump() == cards["default"].model_dump()
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -248,6 +251,10 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHAT, {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "a b"}}]}, 400,
      "tools[0].function.name"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, 400, "response_format.json_schema"),
+    (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, 400,
+     "response_format"),
+    (CHAT, {"messages": HELLO, "grammar": {"type": "regex", "value": "("}}, 400, "grammar"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "name": "a<b"}]}, 400, "messages[0].name"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}, "grammar": {"type": "regex", "value": "a"}},
      400, "grammar"),
     *((CHAT, {"messages": HELLO, field: value}, 400, field) for field, value in {
@@ -260,9 +267,12 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None]] = [
     (TEXTS, {"prompt": ["a", 1]}, 400, "prompt"),
     (TEXTS, {"prompt": [1000]}, 400, "prompt"),
     (TEXTS, {"prompt": "a", "suffix": "b"}, 400, "suffix"),
-    (TEXTS, {"prompt": "a", "best_of": 3}, 400, "best_of"),
+    (TEXTS, {"prompt": "a", "best_of": 1, "n": 2}, 400, "best_of"),
+    (TEXTS, {"prompt": "a", "best_of": 17}, 400, "best_of"),
+    (TEXTS, {"prompt": "x" * 5000}, 400, "prompt"),
     (TEXTS, {"prompt": "a", "echo": True, "logprobs": 1}, 400, "echo"),
-    (TEXTS, {"prompt": "a", "logprobs": 100}, 400, "top_logprobs"),
+    (TEXTS, {"prompt": "a", "logprobs": 100}, 400, "logprobs"),
+    (TEXTS, {"prompt": "a", "grammar": {"type": "regex", "value": "("}}, 400, "grammar"),
     (TEXTS, {"prompt": "a", "model": "nope"}, 404, "model"),
     (TEXTS, {"prompt": "a", "model": "vectors"}, 400, "model"),
 ]  # fmt: skip
@@ -280,6 +290,17 @@ def test_wrong_request_hears_its_field(
         assert answer["error"]["type"] == "invalid_request_error"
         assert answer["message"] == answer["error"]["message"]
         assert response.headers["x-request-id"].startswith("req_")
+
+
+def test_best_of_has_its_own_refusal_in_a_stream(server: Server) -> None:
+    answer = post_json(server.port, TEXTS, {"prompt": "a", "best_of": 2, "stream": True})
+    assert (answer.status, answer.json()["error"]["param"]) == (400, "best_of")
+
+
+def test_agent_fields_mean_nothing_to_completions(server: Server) -> None:
+    body = {"prompt": "a", "session_id": "s", "agent_permission": "ask", "files": [{"name": "a"}], "max_tool_rounds": 1,
+            "web_search_options": {}, "enable_shell": True, "enable_thinking": True}  # fmt: skip
+    assert post_json(server.port, TEXTS, body).json()["choices"][0]["text"] == "a"
 
 
 def test_agent_fields_that_ask_for_nothing_are_no_fault(server: Server) -> None:
@@ -381,6 +402,20 @@ def test_metrics_count_a_stream_when_it_ends(server: Server) -> None:
     assert total(server.port, "http_requests_in_flight", path=CHAT, model="slow") == 0
     names = {name for name, _ in samples(server.port)}
     assert {"sie_time_to_first_token_seconds_count", "sie_inter_token_latency_seconds_count"} <= names
+
+
+def test_metrics_leave_housekeeping_out_and_name_no_model_none(server: Server) -> None:
+    assert httpx.get(f"{server.url}/no/such/path").status_code == 404
+    assert httpx.post(server.url + CHAT, content=b"{").status_code == 400
+    for path in ("/", "/health", "/metrics", "/docs", "/v1/models"):
+        assert httpx.get(server.url + path).status_code == 200
+    httpx.options(server.url + CHAT)
+    shown = [dict(labels) for name, labels in samples(server.port) if name == "http_requests_total"]
+    paths = {one["path"]: one["model"] for one in shown}
+    assert not {"/", "/health", "/metrics", "/docs"} & paths.keys()
+    assert (paths["<unmatched>"], paths["/v1/models"]) == ("none", "none")
+    assert {one["model"] for one in shown if one["path"] == CHAT and one["status"] == "400"} >= {"unknown"}
+    assert not [one for one in shown if one["method"] == "OPTIONS"]
 
 
 def test_worker_death_ends_what_was_begun_and_repeats_what_was_not(server: Server) -> None:

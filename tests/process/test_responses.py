@@ -125,6 +125,8 @@ def test_store_false_leaves_nothing(client: openai.OpenAI) -> None:
         ({"input": "x" * 5000}, 400, "input"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, 400, "tools[0]"),
         ({"input": "x", "top_logprobs": 99}, 400, "top_logprobs"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, 400, "text.format"),
+        ({"input": "x", "grammar": {"type": "regex", "value": "("}}, 400, "grammar"),
     ],
 )
 def test_wrong_request_hears_its_field(server: Server, body: dict[str, Any], status: int, param: str) -> None:
@@ -136,12 +138,21 @@ def test_wrong_request_hears_its_field(server: Server, body: dict[str, Any], sta
 
 def test_queries_and_methods_that_are_not_served(server: Server, client: openai.OpenAI) -> None:
     one = f"{server.url}{PATH}/{client.responses.create(model='m', input='hello').id}"
-    for query, param in (("stream=true", "stream"), ("starting_after=3", "starting_after")):
+    for query, param in (("stream=maybe", "stream"), ("starting_after=3", "starting_after")):
         answer = httpx.get(f"{one}?{query}")
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     wrong = httpx.put(one)
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, DELETE")
+    assert wrong.headers["x-request-id"].startswith("req_")
     assert httpx.post(f"{one}/cancel").json()["error"]["code"] == "response_ended"
+
+
+def test_input_is_counted_as_it_would_be_read(client: openai.OpenAI) -> None:
+    first = client.responses.create(model="m", input="hello")
+    fields: Any = {"model": "m", "input": "and é", "instructions": "be brief", "previous_response_id": first.id}
+    made = client.responses.create(**fields)
+    assert made.usage is not None
+    assert client.responses.input_tokens.count(**fields).input_tokens == made.usage.input_tokens
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
@@ -193,6 +204,92 @@ def test_worker_s_death_ends_a_stream_with_its_two_events(server: Server, client
     assert last.response.error.code == "server_error"
     assert client.responses.retrieve(last.response.id).status == "failed"
     eventually(lambda: client.responses.create(model="m", input="hello").output_text == ECHO, "no worker came back", 30)
+
+
+# --- read again --------------------------------------------------------------------------------------------------------
+
+
+def numbers(events: list[Any]) -> list[int]:
+    return [event.sequence_number for event in events]
+
+
+def test_stream_is_read_again_from_any_event_on(server: Server, client: openai.OpenAI) -> None:
+    first = list(client.responses.create(model="m", input="hello", stream=True))
+    response_id = first[0].response.id
+    for _ in range(4):  # at either frontend
+        with connect(server) as other:
+            assert list(other.responses.retrieve(response_id, stream=True)) == first
+    for after in (0, 3, len(first) - 2, len(first) - 1, len(first) + 5):
+        again = list(client.responses.retrieve(response_id, stream=True, starting_after=after))
+        assert again == first[after + 1 :]
+
+
+def test_response_made_without_a_stream_has_one(client: openai.OpenAI) -> None:
+    made = client.responses.create(model="m", input="hello", max_output_tokens=7, top_logprobs=1)
+    events = list(client.responses.retrieve(made.id, stream=True))
+    assert numbers(events) == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == ECHO[:7]
+    last: Any = events[-1]
+    assert (last.type, last.response.to_dict()) == ("response.incomplete", made.to_dict())
+    assert list(client.responses.retrieve(made.id, stream=True, starting_after=4)) == events[5:]
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_stream_of_the_background_is_followed_while_it_is_made(server: Server, streamed: bool) -> None:
+    with connect(server) as one:
+        begun: Any = one.responses.create(model="slow", input="hello", background=True, stream=streamed)
+        seen = [next(iter(begun)) for _ in range(3)] if streamed else []
+        response_id = seen[0].response.id if streamed else begun.id
+        if streamed:
+            begun.close()
+    with connect(server) as other:
+        events = list(other.responses.retrieve(response_id, stream=True))
+        assert numbers(events) == list(range(len(events)))
+        assert events[: len(seen)] == seen
+        last: Any = events[-1]
+        assert (last.type, last.response.output_text) == ("response.completed", ECHO)
+        deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+        assert "".join(deltas) == ECHO
+        assert (len(deltas) > 1) is streamed
+        assert other.responses.retrieve(response_id).to_dict() == last.response.to_dict()
+
+
+def test_follower_sees_the_end_of_what_is_cancelled_or_deleted(server: Server, client: openai.OpenAI) -> None:
+    for streamed in (True, False):
+        begun: Any = client.responses.create(**ENDLESS, background=True, stream=streamed)
+        response_id = next(iter(begun)).response.id if streamed else begun.id
+        with connect(server) as other:
+            events = iter(other.responses.retrieve(response_id, stream=True))
+            assert next(events).type == "response.created"
+            client.responses.cancel(response_id)
+            *_, last = events
+            assert (last.type, last.response.status) == ("response.failed", "cancelled")
+    begun = client.responses.create(**ENDLESS, background=True)
+    with connect(server) as other:
+        events = iter(other.responses.retrieve(begun.id, stream=True))
+        next(events)
+        client.responses.delete(begun.id)
+        *_, last = events
+        assert (last.type, last.code) == ("error", "response_not_found")
+    eventually(lambda: running(server) == 0, "the work still runs", 5)
+
+
+def test_events_over_the_limit_are_not_kept() -> None:
+    with start_server(
+        "--model", "m=stub:generate,max_tokens=4096", "--frontends", "1", "--max-response-stream-bytes", "9000"
+    ) as server, connect(server) as client:  # fmt: skip
+        for size, is_kept in ((2, True), (200, False)):
+            *_, last = client.responses.create(
+                model="m", input="x" * 300, max_output_tokens=size, stream=True, extra_body={"ignore_eos": True}
+            )
+            response_id = last.response.id  # type: ignore[union-attr]
+            if is_kept:
+                assert list(client.responses.retrieve(response_id, stream=True))[-1] == last
+                continue
+            with pytest.raises(openai.NotFoundError) as caught:
+                client.responses.retrieve(response_id, stream=True)
+            assert caught.value.code == "stream_not_kept"
+            assert client.responses.retrieve(response_id).status == "incomplete"
 
 
 # --- behind the answer ------------------------------------------------------------------------------------------------
@@ -252,11 +349,16 @@ def test_restart_keeps_what_was_and_fails_what_ran(tmp_path: Path) -> None:
     with start_server(*flags) as first, connect(first) as client:
         done = client.responses.create(model="slow", input="hello", max_output_tokens=3)
         begun = client.responses.create(**ENDLESS, background=True)
+        streamed = next(iter(client.responses.create(**ENDLESS, background=True, stream=True))).response.id
     with start_server(*flags) as second, connect(second) as client:
         assert client.responses.retrieve(done.id).output_text == "use"
         found = client.responses.retrieve(begun.id)
         assert found.error is not None, found.status
         assert (found.status, found.error.code) == ("failed", "server_error")
+        for response_id in (begun.id, streamed):
+            events = list(client.responses.retrieve(response_id, stream=True))
+            assert numbers(events) == list(range(len(events)))
+            assert [event.type for event in events][-2:] == ["error", "response.failed"]
 
 
 def test_responses_belong_to_their_key(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from sie.errors import Internal, SieError
 from sie.frontend.dialects.responses import decode_responses
+from sie.frontend.dialects.responses_replay import is_terminal, replay
 from sie.frontend.dialects.responses_reply import CANCELLED, ResponseRecord, ResponseWriter
 from sie.frontend.openapi.responses_operations import ResponseAnswer
 from sie.generation import (
@@ -108,6 +109,23 @@ def test_stream_is_whole_and_says_what_the_object_says(
     assert [{**item, **hidden} for item in final["output"]] == [{**item, **hidden} for item in whole["output"]]
     assert (final["status"], final["usage"]) == (whole["status"], whole["usage"])
     event(f"{final['status']}, items: {len(final['output'])}")
+    check_replay(whole)
+
+
+def check_replay(made: dict[str, Any]) -> None:
+    """What was made without a stream has one all the same, the same whenever it is read, that ends in the object itself."""
+    body = json.dumps(made).encode()
+    events = replay(body)
+    assert events == replay(body)
+    got = parse(b"".join(events))
+    assert [one["sequence_number"] for one in got] == list(range(len(got)))
+    assert [is_terminal(one) for one in events] == [False] * (len(events) - 1) + [True]
+    for one in got:
+        _as_client.validate_python(one)
+    assert got[-1]["response"] == made
+    check_items(got, made["output"])
+    begun = replay(json.dumps({**made, "status": "in_progress", "output": [], "usage": None, "error": None}).encode())
+    assert [one["type"] for one in parse(b"".join(begun))] == ["response.created", "response.in_progress"]
 
 
 def check_items(got: list[dict[str, Any]], output: list[dict[str, Any]]) -> None:

@@ -121,6 +121,22 @@ def test_a_wrong_variable_is_refused_by_name(variable: str, value: str, message:
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"KEEP_ALIVE_INTERVAL": "250"}, (250, "environment KEEP_ALIVE_INTERVAL")),
+        ({"KEEP_ALIVE_INTERVAL": "often"}, (10_000, "default")),
+        ({"KEEP_ALIVE_INTERVAL": "-1"}, (10_000, "default")),
+        ({"KEEP_ALIVE_INTERVAL": "250", "SIE_KEEP_ALIVE_INTERVAL_MS": "300"},
+         (300, "environment SIE_KEEP_ALIVE_INTERVAL_MS")),
+    ],
+)  # fmt: skip
+def test_a_variable_of_other_servers_is_passed_over_where_it_is_wrong(environ: dict[str, str], expected: object):
+    loaded = load_settings(None, environ, {})
+    found = loaded.settings.generation.keep_alive_interval_ms, str(loaded.sources["keep_alive_interval_ms"])
+    assert found == expected
+
+
 def test_variables_of_others_are_left_alone():
     assert load_settings(None, {"PORT": "1", "SIERRA": "2", "_SIE_COMPLETE": "x"}, {}).settings.server.port == 8080
 

@@ -32,6 +32,13 @@ AGENT_TOOLS = frozenset(
 """Types of tools that the server itself would run."""
 
 
+def forget_agent_fields(body: AgentFields, *served: str) -> None:
+    """Take out what is no field of a route, and so ignored there as every unknown field is; served are its own ones."""
+    for field in AgentFields.__struct_fields__:
+        if field not in served:
+            setattr(body, field, None)
+
+
 def refuse_agent_fields(body: AgentFields) -> None:
     """Raise BadRequest for the first field by which the request asks the server to act."""
     for field in AgentFields.__struct_fields__:

@@ -80,7 +80,7 @@ class ChatBody(TextFields, kw_only=True):
     function_call: Any = None
     modalities: Annotated[list[str], Meta(max_length=16)] | None = None
     audio: Any = None
-    user: str | None = None
+    user: Any = None
 
 
 _DECODER: Final = msgspec.json.Decoder(ChatBody)
@@ -101,7 +101,8 @@ def decode_chat(body: bytes, content_type: str | None, limits: Limits) -> tuple[
         raise wrong("grammar", "and 'response_format' cannot both be given")
     request.grammar = request.grammar or read_format(call.response_format)
     request.logprobs = _read_logprobs(call)
-    request.thinking, request.reasoning_effort = read_thinking(call)
+    thinking, request.reasoning_effort = read_thinking(call)
+    request.thinking = thinking is not False  # on where nothing is said, in templates of either default: section 3.1
     return request, Shown.begin("chatcmpl", num_choices=request.num_choices, wants_usage=wants_usage(call))
 
 
@@ -118,7 +119,7 @@ def _refuse_unserved(call: ChatBody) -> None:
 
 
 def _read_logprobs(call: ChatBody) -> int | None:
-    if call.top_logprobs is None:
+    if not call.top_logprobs:
         return 0 if call.logprobs else None
     if not call.logprobs:
         raise wrong("top_logprobs", "needs 'logprobs': true beside it")

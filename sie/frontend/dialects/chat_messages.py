@@ -15,6 +15,7 @@ from sie.generation import ChatMessage, ToolCall
 _MAX_LIST: Final = 65_536
 ROLE: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
+_SPEAKER: Final = re.compile(r"[^\s<|\\>]{1,256}")
 """Names and roles are pasted between the special tokens of a template, so they hold nothing that could complete one."""
 _TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text", "refusal"})
 _MEDIA: Final = frozenset(
@@ -68,8 +69,8 @@ def read_messages(messages: str | list[MessageField]) -> list[ChatMessage]:
 def _read_message(message: MessageField, path: str) -> ChatMessage:
     if not ROLE.fullmatch(message.role):
         raise _wrong(path, "role", "must be a short word, such as 'user'")
-    if message.name is not None and not NAME.fullmatch(message.name):
-        raise _wrong(path, "name", "must be of letters, digits and _.:/-, at most 256")
+    if message.name is not None and not _SPEAKER.fullmatch(message.name):
+        raise _wrong(path, "name", "must be of at most 256 characters, none of them white space or one of <|\\>")
     if message.function_call is not None:
         raise _wrong(path, "function_call", "is not served; use 'tool_calls'")
     if message.content is None and not message.tool_calls:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
+from sie.frontend.dialects.agent_fields import forget_agent_fields
 from sie.frontend.dialects.chunks import ChunkWriter
 from sie.frontend.dialects.sampling import Number
 from sie.frontend.dialects.text_fields import (
@@ -20,6 +21,7 @@ from sie.frontend.dialects.text_fields import (
     wrong,
 )
 from sie.generation import (
+    ChoiceReply,
     Finished,
     FinishReason,
     GenerateEvent,
@@ -36,6 +38,7 @@ _DEFAULT_MAX_TOKENS: Final = 16
 _MOST_IDS: Final = 1 << 24
 _TokenIds = Annotated[list[Number], Meta(max_length=_MOST_IDS)]
 _Prompts = Annotated[list[str | Number | _TokenIds], Meta(max_length=_MOST_IDS)]
+_NAMES: Final = {"messages": "prompt", "top_logprobs": "logprobs"}
 _to_json: Final = msgspec.json.Encoder().encode
 
 
@@ -49,7 +52,7 @@ class CompletionsBody(TextFields, kw_only=True):
     logprobs: Number | bool | None = None
     tools: Any = None
     tool_choice: Any = None
-    user: str | None = None
+    user: Any = None
 
 
 _DECODER: Final = msgspec.json.Decoder(CompletionsBody)
@@ -58,13 +61,12 @@ _DECODER: Final = msgspec.json.Decoder(CompletionsBody)
 def decode_completions(body: bytes, content_type: str | None, limits: Limits) -> tuple[GenerateRequest, Shown]:
     """Return the request in a body, and how its answer is written. Raises BadRequest naming the field."""
     call = decode_body(_DECODER, body, content_type, limits)
+    forget_agent_fields(call)
     request = read_text_fields(call)
     if call.max_tokens is None:
         request.max_tokens = _DEFAULT_MAX_TOKENS
     if call.suffix:
         raise wrong("suffix", "is not served: no model fills a gap")
-    if call.best_of is not None and call.best_of != request.num_choices:
-        raise wrong("best_of", "must be equal to 'n': all that is generated is returned")
     if call.tools:
         raise wrong("tools", "are served on /v1/chat/completions")
     request.logprobs = None if call.logprobs is None or call.logprobs is False else int(call.logprobs)
@@ -73,10 +75,25 @@ def decode_completions(body: bytes, content_type: str | None, limits: Limits) ->
     num_prompts = _read_prompt(call.prompt, request)
     if num_prompts > limits.max_items:
         raise wrong("prompt", f"must hold at most max_items ({limits.max_items}) prompts, not {num_prompts}")
-    shown = Shown.begin(
-        "cmpl", num_choices=num_prompts * request.num_choices, wants_usage=wants_usage(call), echo=bool(call.echo)
-    )
-    return request, shown
+    num_choices, has_logprobs = num_prompts * request.num_choices, request.logprobs is not None
+    return request, Shown.begin(
+        "cmpl", num_choices=num_choices, wants_usage=wants_usage(call), echo=bool(call.echo),
+        num_hidden=_read_best_of(call.best_of, request), has_logprobs=has_logprobs,
+        names=_NAMES if call.best_of is None else {**_NAMES, "n": "best_of"},
+    )  # fmt: skip
+
+
+def _read_best_of(best_of: int | None, request: GenerateRequest) -> int:
+    """Have more choices generated than shown, and their logprobs, where that is asked for; return how many more."""
+    num_hidden = best_of - request.num_choices if best_of is not None else 0
+    if num_hidden < 0:
+        raise wrong("best_of", f"must be at least 'n' ({request.num_choices})")
+    if num_hidden:
+        if request.stream:
+            raise wrong("best_of", "over 'n' cannot be streamed: which are the best is known at the end")
+        request.num_choices += num_hidden
+        request.logprobs = request.logprobs or 0
+    return num_hidden
 
 
 def _read_prompt(prompt: str | list[Any], request: GenerateRequest) -> int:
@@ -108,12 +125,32 @@ def encode_completions(reply: GenerateReply, shown: Shown, prompts: Sequence[str
             index,
             _echoed(prompts, index, shown) + choice.text,
             choice.reason,
-            Logprobs().take(choice.logprobs) if choice.logprobs else None,
+            Logprobs().take(choice.logprobs) if choice.logprobs and shown.has_logprobs else None,
         )
-        for index, choice in enumerate(reply.choices)
+        for index, choice in enumerate(_best(reply.choices, shown))
     ]
     head = shown.head("text_completion", reply.model)
     return _to_json({**head, "choices": choices, "usage": usage_object(reply.usage)})
+
+
+def _best(choices: Sequence[ChoiceReply], shown: Shown) -> Sequence[ChoiceReply]:
+    """Return the choices to show: of each prompt's, those whose tokens are the likeliest in the mean.
+
+    Source: OpenAI API reference, completions, `best_of`.
+    """
+    if not shown.num_hidden:
+        return choices
+    num_prompts = (len(choices) - shown.num_choices) // shown.num_hidden
+    size = len(choices) // num_prompts
+    best: list[ChoiceReply] = []
+    for start in range(0, len(choices), size):
+        ranked = sorted(choices[start : start + size], key=_mean_logprob, reverse=True)
+        best += ranked[: size - shown.num_hidden]
+    return best
+
+
+def _mean_logprob(choice: ChoiceReply) -> float:
+    return sum(one.logprob for one in choice.logprobs) / max(1, len(choice.logprobs))
 
 
 class Logprobs:

@@ -15,7 +15,8 @@ from sie.cards import ModelCard, ModelState
 from sie.catalog.profiles import DEFAULT_PROFILE
 from sie.errors import SieError
 
-OWNER = "sie"
+OWNER = "local"
+"""Source: generation API reference, section 1.4."""
 
 _to_json = msgspec.json.Encoder().encode
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from sie.frontend.dialects.agent_fields import forget_agent_fields
 from sie.frontend.dialects.chat import ResponseFormat, read_effort, read_format
 from sie.frontend.dialects.chat_tools import ToolField, read_tool_choice, read_tools
 from sie.frontend.dialects.responses_items import Input, Item, full_name, listed_items, name_results, read_items
@@ -133,7 +134,7 @@ def decode_responses(body: bytes, content_type: str | None, limits: Limits) -> R
     request.logprobs = _read_logprobs(call)
     effort = call.reasoning.effort if call.reasoning is not None else None
     request.thinking, request.reasoning_effort = (
-        (None, None) if effort is None else read_effort(effort, "reasoning.effort")
+        (True, None) if effort is None else read_effort(effort, "reasoning.effort")
     )
     return ResponsesCall(
         request=request,
@@ -148,8 +149,7 @@ def decode_responses(body: bytes, content_type: str | None, limits: Limits) -> R
 
 
 def _refuse_unserved(call: ResponsesBody) -> None:
-    # Of this route these are no fields, and what is no field is ignored (sheet, section 5.1).
-    call.session_id = call.agent_permission = call.web_search_options = None
+    forget_agent_fields(call, "files", "max_tool_rounds")  # source: section 5.1
     for field, reason in _UNSERVED.items():
         if getattr(call, field) is not None:
             raise wrong(field, reason)

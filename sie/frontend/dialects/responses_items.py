@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, cast
 
 import msgspec
 from msgspec import Meta
@@ -22,10 +22,20 @@ _TEXT_PARTS: Final = frozenset({"input_text", "output_text", "text", "refusal", 
 _MEDIA_WORDS: Final = ("image", "audio", "video", "file")
 _SKIPPED: Final = frozenset({"reasoning", "item_reference"})
 """Accepted, and not told to the model."""
-_PREFIXES: Final = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_PREFIXES: Final = {
+    "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs", "shell_call": "sc",
+    "shell_call_output": "sco",
+}  # fmt: skip
+_SHELL: Final = "shell"
+"""What a model knows the shell by, in a conversation that had one."""
+_NEEDED: Final[dict[str, dict[str, Any]]] = {
+    "message": {"status": "completed"},
+    "function_call": {"status": "completed"},
+    "reasoning": {"summary": []},
+    "output_text": {"annotations": [], "logprobs": []},
+}
+"""What readers of a list of items need of each type of item and part, where a request left it out."""
 _PART_BREAK: Final = "\n\n"
-_SAME_ROLES: Final = {"developer": "system"}
-"""Names of this API that no template knows."""
 
 Item = dict[str, Any]
 
@@ -36,6 +46,17 @@ class InputPart(msgspec.Struct, omit_defaults=True):
     type: str | None = None
     text: str | None = None
     refusal: str | None = None
+
+
+class OutputPart(InputPart, omit_defaults=True):
+    """One part of what came of a call; of a shell's, either what was printed and how it ended, or one of these."""
+
+    stdout: str | None = None
+    stderr: str | None = None
+    outcome: dict[str, Any] | None = None
+    status: str | None = None
+    exit_code: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    timed_out: bool | None = None
 
 
 class InputItem(msgspec.Struct, omit_defaults=True):
@@ -49,10 +70,14 @@ class InputItem(msgspec.Struct, omit_defaults=True):
     name: str | None = None
     namespace: str | None = None
     arguments: str | None = None
-    output: str | Annotated[list[InputPart], Meta(max_length=_MAX_LIST)] | None = None
+    output: str | Annotated[list[OutputPart], Meta(max_length=_MAX_LIST)] | None = None
+    action: dict[str, Any] | None = None
+    summary: Annotated[list[InputPart], Meta(max_length=_MAX_LIST)] | None = None
+    encrypted_content: str | None = None
 
 
 Input = str | Annotated[list[InputItem], Meta(max_length=_MAX_LIST)]
+_to_json: Final = msgspec.json.Encoder().encode
 _kept: Final = msgspec.json.Decoder(list[InputItem])
 
 
@@ -68,9 +93,9 @@ def read_items(given: Input) -> list[ChatMessage]:
         path, kind = f"input[{number}]", _kind(item)
         if kind == "message":
             messages.append(_read_message(item, path))
-        elif kind == "function_call":
-            _add_call(messages, _read_call(item, path))
-        elif kind == "function_call_output":
+        elif kind in ("function_call", "shell_call"):
+            _add_call(messages, _read_call(item, path) if kind == "function_call" else _read_shell_call(item, path))
+        elif kind in ("function_call_output", "shell_call_output"):
             messages.append(_read_output(item, path))
         elif kind not in _SKIPPED:
             raise wrong(f"{path}.type", f"is {kind[:40]!r}, which is not served; messages and function calls are")
@@ -110,12 +135,12 @@ def _kind(item: InputItem) -> str:
 def _listed(item: InputItem) -> Item:
     kind = _kind(item)
     fields: Item = msgspec.to_builtins(item)
-    if kind == "message":
-        fields["status"] = "completed"
-        if isinstance(item.content, str):
-            spoken = "output_text" if item.role == "assistant" else "input_text"
-            fields["content"] = [{"type": spoken, "text": item.content}]
-    return {**fields, "type": kind, "id": item.id or new_id(kind)}
+    if kind == "message" and isinstance(item.content, str):
+        spoken = "output_text" if item.role == "assistant" else "input_text"
+        fields["content"] = [{"type": spoken, "text": item.content}]
+    if isinstance(content := fields.get("content"), list):
+        fields["content"] = [{**_NEEDED.get(part.get("type", ""), {}), **part} for part in cast("list[Item]", content)]
+    return {**_NEEDED.get(kind, {}), **fields, "type": kind, "id": item.id or new_id(kind)}
 
 
 def _read_message(item: InputItem, path: str) -> ChatMessage:
@@ -124,7 +149,7 @@ def _read_message(item: InputItem, path: str) -> ChatMessage:
         raise wrong(f"{path}.role", "must be a short word, such as 'user'")
     if item.content is None:
         raise wrong(f"{path}.content", "is required")
-    return ChatMessage(role=_SAME_ROLES.get(role, role), content=_text(item.content, f"{path}.content"))
+    return ChatMessage(role=role, content=_text(item.content, f"{path}.content"))
 
 
 def _read_call(item: InputItem, path: str) -> ToolCall:
@@ -134,6 +159,15 @@ def _read_call(item: InputItem, path: str) -> ToolCall:
     if not NAME.fullmatch(name):
         raise wrong(f"{path}.name", "must be of letters, digits and _.:/-, at most 256")
     return ToolCall(id=item.call_id, name=name, arguments=item.arguments or "{}")
+
+
+def _read_shell_call(item: InputItem, path: str) -> ToolCall:
+    """Return what a shell of another server was told as the call that it was to the model."""
+    if not item.call_id:
+        raise wrong(f"{path}.call_id", "is required")
+    if item.action is None:
+        raise wrong(f"{path}.action", "is required")
+    return ToolCall(id=item.call_id, name=_SHELL, arguments=_to_json(item.action).decode())
 
 
 def full_name(namespace: str | None, name: str) -> str:
@@ -154,7 +188,9 @@ def _read_output(item: InputItem, path: str) -> ChatMessage:
         raise wrong(f"{path}.call_id", "is required")
     if item.output is None:
         raise wrong(f"{path}.output", "is required")
-    return ChatMessage(role="tool", content=_text(item.output, f"{path}.output"), tool_call_id=item.call_id)
+    is_shell = item.type == "shell_call_output"
+    content = _to_json(item.output).decode() if is_shell else _text(item.output, f"{path}.output")
+    return ChatMessage(role="tool", content=content, tool_call_id=item.call_id)
 
 
 def _text(content: str | Sequence[InputPart], path: str) -> str:

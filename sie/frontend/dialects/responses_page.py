@@ -1,4 +1,7 @@
-"""Owns the list of a response's input items: which part of it a query asks for. Source: the types of the openai client 3.52."""
+"""Owns the queries about a response that is kept: which of its input items, which events of its stream.
+
+Source: the types of the openai client 3.52.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from sie.frontend.dialects.text_fields import wrong
 _DEFAULT_LIMIT: Final = "20"
 _MAX_LIMIT: Final = 100
 _MAX_DIGITS: Final = 6
+_MAX_NUMBER_DIGITS: Final = 12
+_FLAGS: Final = {"true": True, "1": True, "false": False, "0": False, "": False}
 
 
 def read_page(items: bytes, query: Mapping[str, Sequence[str]]) -> bytes:
@@ -36,6 +41,24 @@ def read_page(items: bytes, query: Mapping[str, Sequence[str]]) -> bytes:
         found = found[number + 1 :]
     shown = found[: int(limit)]
     return encode_page(shown, has_more=len(found) > len(shown))
+
+
+def read_stream_query(query: Mapping[str, Sequence[str]]) -> int | None:
+    """Return the number of the event behind which a query wants the stream, -1 for all of it; None for no stream.
+
+    Raises BadRequest naming the field.
+    """
+    wants_stream = _FLAGS.get(_last(query, "stream").lower())
+    if wants_stream is None:
+        raise wrong("stream", "must be 'true' or 'false'")
+    after = _last(query, "starting_after")
+    if not after:
+        return -1 if wants_stream else None
+    if not wants_stream:
+        raise wrong("starting_after", "needs 'stream=true' beside it")
+    if not (after.isascii() and after.isdigit() and len(after) <= _MAX_NUMBER_DIGITS):
+        raise wrong("starting_after", "must be the sequence_number of an event")
+    return int(after)
 
 
 def _last(query: Mapping[str, Sequence[str]], field: str) -> str:

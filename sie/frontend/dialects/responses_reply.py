@@ -6,8 +6,8 @@ in which they happened. The last event is exactly one of completed, incomplete a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -31,6 +31,9 @@ from sie.generation import (
 
 _to_json: Final = msgspec.json.Encoder().encode
 _TEXT_EVENTS: Final = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
+RUNNING: Final = ("queued", "in_progress")
+"""Statuses of a response that is being made."""
+StreamForm = Literal["", "kept", "cut"]
 CANCELLED: Final = "CANCELLED"
 """Code of the error by which a response was cancelled; it is no failure."""
 
@@ -38,12 +41,19 @@ CANCELLED: Final = "CANCELLED"
 class ResponseRecord:
     """One response: fold events into it, read it as an object or as a stream, at any time.
 
-    `apply` and `fail` note what is to be streamed, if the request wants a stream; `take_stream` returns that once.
+    `apply` and `fail` note what is to be streamed, if the request wants a stream: `take_stream` returns that once for who
+    follows it, and `take_unkept` once for who keeps it, up to max_kept_bytes in all.
     """
 
-    def __init__(self, response_id: str, created_s: int, call: ResponsesCall, model: str) -> None:
+    def __init__(
+        self, response_id: str, created_s: int, call: ResponsesCall, model: str,
+        *, max_kept_bytes: int = 0, new_id: Callable[[str], str] = new_id,
+    ) -> None:  # fmt: skip
+        """new_id makes the id of an item of a type."""
         self.id = response_id
         self.is_streamed = call.request.stream
+        self.is_followed = call.request.stream
+        """Whether anybody takes the stream as it grows."""
         self.model = model
         self.status = "queued" if call.is_background else "in_progress"
         self.is_kept = call.stores
@@ -58,13 +68,21 @@ class ResponseRecord:
         self._error: dict[str, str] | None = None
         self._is_announced = False
         self._is_cut = False
+        self._new_id = new_id
         self._num_events = 0
         self._stream: list[bytes] = []
+        self._unkept: list[bytes] = []
+        self._room_bytes = max_kept_bytes if call.stores else 0
+        """How much more of the stream may be kept."""
+        self.num_kept_bytes = 0
+        """Of the stream so far, if it is kept."""
+        self.is_newly_cut = False
+        """Whether what was kept of the stream is to be forgotten; who does that says so here."""
 
     @property
     def is_over(self) -> bool:
         """Whether it has its last status."""
-        return self.status not in ("queued", "in_progress")
+        return self.status not in RUNNING
 
     def apply(self, events: Sequence[GenerateEvent], now_s: int) -> None:
         """Take what happened next; now_s is the time of day, in unix seconds."""
@@ -89,6 +107,27 @@ class ResponseRecord:
         """Return the events since the last call, as they are sent."""
         stream, self._stream = self._stream, []
         return b"".join(stream)
+
+    @property
+    def stream_form(self) -> StreamForm:
+        """Whether its stream can be read again from its events: there are none, they are kept, or they were too much."""
+        return "" if not self.is_streamed else "kept" if self._room_bytes > 0 else "cut"
+
+    @property
+    def num_unkept(self) -> int:
+        """How many events are to be kept and are not yet."""
+        return len(self._unkept)
+
+    def take_unkept(self) -> tuple[int, list[bytes]]:
+        """Return the events since the last call that are to be kept, and the number of the first one."""
+        events, self._unkept = self._unkept, []
+        return self._num_events - len(events), events
+
+    def stop_keeping(self) -> None:
+        """Have none of its events kept any more."""
+        self._room_bytes = self.num_kept_bytes = 0
+        self._unkept = []
+        self.is_newly_cut = self.is_streamed
 
     def to_object(self) -> dict[str, Any]:
         """Return the response as it is now."""
@@ -151,8 +190,16 @@ class ResponseRecord:
     def _emit(self, name: str, /, **fields: Any) -> None:
         if not self.is_streamed:
             return
-        self._stream.append(text_fields.named_event(name, {"sequence_number": self._num_events, **fields}))
+        event = text_fields.named_event(name, {"sequence_number": self._num_events, **fields})
         self._num_events += 1
+        if self.is_followed:
+            self._stream.append(event)
+        if self._room_bytes > 0:
+            self._room_bytes -= len(event)
+            self.num_kept_bytes += len(event)
+            self._unkept.append(event)
+            if self._room_bytes <= 0:
+                self.stop_keeping()
 
     def _begin_item(self, item: Item) -> dict[str, Any]:
         """Add an item; return what events say to name it."""
@@ -168,11 +215,11 @@ class ResponseRecord:
     # --- items ----------------------------------------------------------------------------------------------------
 
     def _add_text(self, kind: str, text: str, logprobs: Sequence[LogprobText] = ()) -> None:
+        if not text and (self._open is None or self._open.kind != kind):
+            return  # tokens that came to no text belong to no item, and end none
         if self._open is not None and self._open.kind != kind:
             self._close_text("completed")
         if self._open is None:
-            if not text:
-                return  # tokens that came to no text belong to no item
             self._open_text(kind)
         assert self._open is not None
         shown = [logprob_object(one) for one in logprobs]
@@ -182,7 +229,7 @@ class ResponseRecord:
         self._emit(f"{_TEXT_EVENTS[kind]}.delta", **self._open.place, content_index=0, delta=text, **extra)
 
     def _open_text(self, kind: str) -> None:
-        item: Item = {"type": kind, "id": new_id(kind), "status": "in_progress", "content": []}
+        item: Item = {"type": kind, "id": self._new_id(kind), "status": "in_progress", "content": []}
         item |= {"role": "assistant"} if kind == "message" else {"summary": []}
         self._open = _OpenText(kind, item, self._begin_item(item))
         if kind == "message":
@@ -206,7 +253,7 @@ class ResponseRecord:
             self._close_text("completed")
         namespace, name = self._namespaces.get(call.name, ("", call.name))
         item: Item = {
-            "type": "function_call", "id": new_id("function_call"), "call_id": call.id, "name": name, "arguments": "",
+            "type": "function_call", "id": self._new_id("function_call"), "call_id": call.id, "name": name, "arguments": "",
             "status": "in_progress", **({"namespace": namespace} if namespace else {}),
         }  # fmt: skip
         place = self._begin_item(item)
@@ -274,6 +321,11 @@ def _error_code(error: SieError) -> str:
 def encode_deleted(response_id: str) -> bytes:
     """Return the body of an answer to a deletion."""
     return _to_json({"id": response_id, "object": "response.deleted", "deleted": True})
+
+
+def encode_count(num_tokens: int) -> bytes:
+    """Return the body of an answer that says how long a prompt is."""
+    return _to_json({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 
 def encode_page(items: Sequence[Item], *, has_more: bool) -> bytes:

@@ -6,9 +6,11 @@ fields are ignored.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 import time
+from collections.abc import Generator, Mapping
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
@@ -28,6 +30,7 @@ KEEP_ALIVE: Final = b": keep-alive\n\n"
 """A comment, which no client reads as an event."""
 _MAX_LIST: Final = 65_536
 _MAX_ID_DIGITS: Final = 10
+_JSON_GRAMMARS: Final = ("json_schema", "llguidance")
 _JSON_ENDS: Final = ("/json", "+json")
 _PATH: Final = re.compile(r" - at `(?:key in `)?\$\.?([^`]*)`$")
 _OUT_OF_BOUNDS: Final = re.compile(r"Expected `[^`]*` (?:[<>]|of length)")
@@ -90,6 +93,11 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
     wants_usage: bool = False
     """Whether a stream ends with a part of its own for usage."""
     echo: bool = False
+    num_hidden: int = 0
+    """How many more choices of each prompt are generated than shown."""
+    has_logprobs: bool = False
+    names: dict[str, str] = {}
+    """What the request calls fields that the generation core names; those that are the same are left out."""
 
     @classmethod
     def begin(cls, prefix: str, **facts: Any) -> Shown:
@@ -137,6 +145,19 @@ def _type_error(message: str) -> BadRequest:
         text = f"Field '{path}': {text[0].lower()}{text[1:]}"
     status = 400 if _OUT_OF_BOUNDS.match(message) else 422
     return BadRequest(text, http_status=status, extras={"param": param})
+
+
+@contextlib.contextmanager
+def renamed(names: Mapping[str, str]) -> Generator[None]:
+    """Have errors name fields as a route does that calls some of them by other names."""
+    try:
+        yield
+    except BadRequest as error:
+        field = str(error.extras.get("param"))
+        if field in names:
+            error.extras = {**error.extras, "param": names[field]}
+            error.message = error.message.replace(f"Field '{field}'", f"Field '{names[field]}'")
+        raise
 
 
 def wrong(field: str, reason: str) -> BadRequest:
@@ -190,9 +211,9 @@ def read_grammar(field: GrammarField | None) -> Grammar | None:
     value: Any = field.value
     if isinstance(value, str):
         return Grammar(kind=field.type, value=value, field="grammar")
-    if field.type == "json_schema" and isinstance(value, dict):
+    if field.type in _JSON_GRAMMARS and isinstance(value, dict):
         return Grammar(kind=field.type, value=_to_json(value).decode(), field="grammar")
-    raise wrong("grammar.value", f"must be a text{' or an object' if field.type == 'json_schema' else ''}")
+    raise wrong("grammar.value", f"must be a text{' or an object' if field.type in _JSON_GRAMMARS else ''}")
 
 
 def read_bias(bias: dict[str, float]) -> dict[int, float]:

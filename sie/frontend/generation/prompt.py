@@ -10,26 +10,28 @@ touched, so their prompts are token by token those of the library. Idea: transfo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 
 from sie.errors import BadRequest, InputTooLong
 from sie.frontend.body_limits import children_of
+from sie.frontend.generation.special_texts import find_special
 from sie.frontend.generation.templates import compile_template, render
 from sie.frontend.generation.vocabulary import Vocabulary
 from sie.generation import ChatMessage, GenerateRequest, GenerateRule, Tool, ToolCall
 
 _PRIVATE_USE: Final = range(0xE000, 0xF900)
+_DEVELOPER: Final = "developer"
+"""A role of newer APIs; few templates know it, and to the others it is the system's."""
 
 
 class Marks:
     """The two characters around special texts in a client's strings, and where those are."""
 
     def __init__(self, special_texts: Sequence[str], texts: Iterable[str]) -> None:
-        longest_first = sorted(filter(None, special_texts), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._special = find_special(tuple(special_texts))
         used = {char for text in texts if not text.isascii() for char in text}
         free = (chr(code) for code in _PRIVATE_USE if chr(code) not in used)
         try:
@@ -38,11 +40,11 @@ class Marks:
             raise BadRequest("the texts use all private characters of Unicode") from None
 
     def put(self, value: Any) -> Any:
-        """Return JSON data with every special text in its strings marked; keys of objects stay."""
+        """Return JSON data with every special text in its strings and keys marked; a template knows no key that has one."""
         if isinstance(value, str):
             return self._special.sub(f"{self.start}\\g<0>{self.end}", value)
         if isinstance(value, dict):
-            return {key: self.put(part) for key, part in cast("dict[str, Any]", value).items()}
+            return {self.put(key): self.put(part) for key, part in cast("dict[str, Any]", value).items()}
         if isinstance(value, list):
             return [self.put(part) for part in cast("list[Any]", value)]
         return value
@@ -52,15 +54,20 @@ class Marks:
 
         A template may have torn the two marks of a place apart; a single one still separates what it stands between.
         """
-        pattern = f"{self.start}({self._special.pattern}){self.end}|[{self.start}{self.end}]"
-        parts: list[str | None] = re.split(pattern, text)
-        return [(part, index % 2 == 1) for index, part in enumerate(parts) if part]
+        marks = self.start + self.end
+        parts: list[str | None] = re.split(f"{self.start}([^{marks}]*){self.end}|[{marks}]", text)
+        return [
+            (part, index % 2 == 1 and self._special.fullmatch(part) is not None)
+            for index, part in enumerate(parts)
+            if part
+        ]
 
 
 def chat_variables(request: GenerateRequest, rule: GenerateRule) -> dict[str, Any]:
     """Return what a template gets of a request, as plain data."""
+    roles = {} if _DEVELOPER in _source(request, rule) else {_DEVELOPER: "system"}
     variables: dict[str, Any] = {
-        "messages": [_message(message) for message in request.messages or ()],
+        "messages": [_message(message, roles) for message in request.messages or ()],
         "tools": [_tool(tool) for tool in request.tools] or None,
         "documents": None,
         "add_generation_prompt": True,
@@ -83,7 +90,7 @@ class Rendered(NamedTuple):
 
 def render_chat(request: GenerateRequest, rule: GenerateRule) -> Rendered:
     """Return a conversation as its model's template writes it. Raises BadRequest for one that the template refuses."""
-    source = (rule.tool_chat_template if request.tools else "") or rule.chat_template
+    source = _source(request, rule)
     if not source:
         text = "has no chat template: ask it on /v1/completions, or give the server one with the setting chat_template"
         raise BadRequest(f"Model '{request.model}' {text}", extras={"param": "model"})
@@ -92,6 +99,10 @@ def render_chat(request: GenerateRequest, rule: GenerateRule) -> Rendered:
     for name in ("messages", "tools"):
         variables[name] = marks.put(variables[name])
     return Rendered(render(compile_template(source), variables), marks)
+
+
+def _source(request: GenerateRequest, rule: GenerateRule) -> str:
+    return (rule.tool_chat_template if request.tools else "") or rule.chat_template
 
 
 def chat_ids(rendered: Rendered, vocabulary: Vocabulary) -> list[int]:
@@ -134,9 +145,12 @@ def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
         raise BadRequest(text, extras={"param": param})
 
 
-def _message(message: ChatMessage) -> dict[str, Any]:
-    """Return a message as templates know it; reasoning under each name that some template reads."""
-    shown: dict[str, Any] = {"role": message.role, "content": message.content}
+def _message(message: ChatMessage, roles: Mapping[str, str]) -> dict[str, Any]:
+    """Return a message as templates know it; reasoning under each name that some template reads.
+
+    roles has the template's own name of a role that it knows by another one.
+    """
+    shown: dict[str, Any] = {"role": roles.get(message.role, message.role), "content": message.content}
     if message.name is not None:
         shown["name"] = message.name
     if message.tool_calls:
@@ -166,9 +180,11 @@ def _tool(tool: Tool) -> dict[str, Any]:
 
 
 def _strings(value: Any) -> Iterable[str]:
-    """Yield every string in JSON data but the keys of objects."""
+    """Yield every string in JSON data, keys of objects among them."""
     if isinstance(value, str):
         yield value
     else:
+        if isinstance(value, dict):
+            yield from cast("dict[str, Any]", value)
         for part in children_of(value):
             yield from _strings(part)

@@ -84,6 +84,11 @@ class ResponseDeleted(_Reply):
     deleted: bool
 
 
+class InputTokens(_Reply):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class InputItemList(_Reply):
     object: Literal["list"]
     data: list[dict[str, Any]]
@@ -95,6 +100,10 @@ class InputItemList(_Reply):
 _ONE: Final = "/v1/responses/{response_id}"
 _EXAMPLE_ID: Final = "resp_9f4cc2e96470f063b671c1b0667e40f7"
 _BAD_QUERY: Final = Fault(400, ("INVALID_INPUT",), "The query asks for what is not served; `param` names the field.")
+_MAKING_FAULTS: Final = (
+    *(fault for fault in FAULTS if fault.status != 404),
+    Fault(404, ("MODEL_NOT_FOUND", "PREVIOUS_RESPONSE_NOT_FOUND"), "No such model, or no such response before it."),
+)
 _UNKNOWN: Final = Fault(404, ("RESPONSE_NOT_FOUND",), "No such response, or another API key's.")
 _NO_STORE: Final = Fault(503, ("RESPONSES_UNAVAILABLE",), "Responses cannot be read now.")
 
@@ -107,20 +116,36 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         request=ResponsesBody,
         example={"input": "What is a fox?", "max_output_tokens": 64},
         answers=(Answer(200, "The response. With `stream`, numbered events.", (JSON, EVENTS), ResponseAnswer),),
-        faults=(
-            *(fault for fault in FAULTS if fault.status != 404),
-            Fault(
-                404, ("MODEL_NOT_FOUND", "PREVIOUS_RESPONSE_NOT_FOUND"), "No such model, or no such response before it."
-            ),
-        ),
+        faults=_MAKING_FAULTS,
+    ),
+    Operation(
+        template="/v1/responses/input_tokens",
+        tag=_TAG,
+        summary="How many tokens a prompt has",
+        description="Of the same body as that of a response, which is not made.",
+        request=ResponsesBody,
+        example={"input": "What is a fox?"},
+        answers=(Answer(200, "The number.", (JSON,), InputTokens),),
+        faults=_MAKING_FAULTS,
     ),
     Operation(
         template=_ONE,
         tag=_TAG,
-        summary="A response as it is now",
+        summary="A response as it is now, or its stream",
+        description="In the query: `stream` (`true` for events), `starting_after` (the number of the last event not wanted).",
         model=_EXAMPLE_ID,
-        answers=(Answer(200, "The response.", (JSON,), ResponseAnswer),),
-        faults=(_BAD_QUERY, _UNKNOWN, _NO_STORE),
+        answers=(
+            Answer(200, "The response. With `stream`, its events, numbered as before.", (JSON, EVENTS), ResponseAnswer),
+        ),
+        faults=(
+            _BAD_QUERY,
+            Fault(
+                404,
+                ("RESPONSE_NOT_FOUND", "STREAM_NOT_KEPT"),
+                "No such response, or another API key's; or its events were too many to be kept.",
+            ),
+            _NO_STORE,
+        ),
     ),
     Operation(
         template=_ONE,

@@ -50,6 +50,13 @@ def test_a_bare_causal_checkpoint_generates_and_embeds(directory: Path) -> None:
     assert card.generate.special_texts == ("<|im_end|>",)
 
 
+def test_control_texts_are_special_whether_or_not_they_are_marked(directory: Path) -> None:
+    texts = ["<start_of_image>", "<|fim_prefix|>", "<｜tool▁calls▁begin｜>", "<table>", "\n\n", "<think>", "<|a<|b|>"]
+    added = [{"content": text, "id": 300 + number, "special": False} for number, text in enumerate(texts)]
+    (directory / "tokenizer.json").write_text(json.dumps({"added_tokens": added, "model": {"vocab": {"a": 0}}}))
+    assert read(directory).generate.special_texts == ("<start_of_image>", "<|fim_prefix|>", "<｜tool▁calls▁begin｜>")
+
+
 def test_gpt2_names_its_limit_and_its_head_otherwise(directory: Path) -> None:
     config = {**CONFIG, "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_positions": 1024}
     del config["max_position_embeddings"]

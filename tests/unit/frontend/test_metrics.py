@@ -157,7 +157,7 @@ def test_what_clients_make_up_never_becomes_a_label(new_page):
         metrics.record_http("POST", "/v1/embeddings", f"made-up-{number}", 404, duration_s=0.001, body_bytes=9)
     samples = scrape(page)
     assert samples[key("sie_requests_total", model="unknown", endpoint="encode", status="error")] == 50
-    assert samples[key("http_requests_total", method="OTHER", path="/healthz", model="", status="405")] == 50
+    assert samples[key("http_requests_total", method="OTHER", path="/healthz", model="none", status="405")] == 50
     assert (
         samples[key("http_requests_total", method="POST", path="/v1/embeddings", model="unknown", status="404")] == 50
     )

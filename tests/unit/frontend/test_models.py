@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -258,3 +259,26 @@ def test_reading_a_large_tokenizer_is_announced_as_silence(table, tmp_path, padd
 
     assert asyncio.run(read()) is not None
     assert said == expected
+
+
+@pytest.mark.parametrize("state", ["available", "unloading"])
+def test_load_that_nobody_heard_of_is_asked_for_again(pool, monkeypatch, state):
+    """The first word is lost: a load that was asked for a moment ago had begun, and its model is gone since."""
+    monkeypatch.setattr("sie.frontend.models._ASK_AGAIN_S", 0.01)
+    words = []
+
+    def hear(model):
+        words.append(model)
+        if len(words) == 2:
+            asyncio.get_running_loop().call_soon(table.update, message(entry(workers=(0,))))
+
+    table = ModelTable(pool, hear)
+
+    async def wait():
+        table.update(message(entry(state=state)))
+        if state == "unloading":
+            asyncio.get_running_loop().call_later(0.02, table.update, message(entry(state="available")))
+        return await table.wait_serving(table.entries["m"], time.monotonic_ns() + 5_000_000_000)
+
+    assert asyncio.run(wait()).state == "loaded"
+    assert len(words) >= 2

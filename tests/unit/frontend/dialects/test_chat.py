@@ -62,8 +62,8 @@ def read(**fields: Any) -> GenerateRequest:
             ],
         ),
         (
-            [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}],
-            [ChatMessage(role="assistant", content="no")],
+            [{"role": "assistant", "name": "José/2", "content": [{"type": "refusal", "refusal": "no"}]}],
+            [ChatMessage(role="assistant", name="José/2", content="no")],
         ),
     ],
 )
@@ -122,7 +122,7 @@ def test_choice_that_is_none_is_refused(choice: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, (None, None)),
+        ({}, (True, None)),
         ({"enable_thinking": False}, (False, None)),
         ({"reasoning_effort": " High "}, (True, "high")),
         ({"reasoning_effort": "none"}, (False, None)),
@@ -139,6 +139,10 @@ def test_thinking(fields: dict[str, Any], expected: tuple[bool | None, str | Non
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
+        (
+            {"grammar": {"type": "llguidance", "value": {"grammars": []}}},
+            Grammar(kind="llguidance", value='{"grammars":[]}', field="grammar"),
+        ),
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, Grammar(kind="json_schema", value='{"type":"object"}')),
         (

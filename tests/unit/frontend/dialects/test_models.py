@@ -17,7 +17,7 @@ def test_a_card_serves_sie_openai_and_anthropic_readers():
     profile = info["profiles"].pop("default")
     assert (profile["is_default"], profile["output_types"], profile["output_similarity"]) == (True, ["dense"], "cosine")
     assert info == {
-        "id": "org/m", "object": "model", "created": 17, "owned_by": "sie", "type": "model", "display_name": "org/m",
+        "id": "org/m", "object": "model", "created": 17, "owned_by": "local", "type": "model", "display_name": "org/m",
         "name": "org/m", "inputs": ["text"], "outputs": ["dense"], "dims": {"dense": 384}, "loaded": True,
         "max_sequence_length": 256, "profiles": {}, "state": "loaded", "last_error": None, "revision": "abc",
         "capabilities": None, "routing": {"policy": None, "upstream_kind": None},

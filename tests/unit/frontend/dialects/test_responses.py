@@ -10,7 +10,7 @@ import pytest
 from sie.errors import BadRequest
 from sie.frontend.dialects.responses import ResponsesCall, decode_responses
 from sie.frontend.dialects.responses_items import read_kept
-from sie.frontend.dialects.responses_page import read_page
+from sie.frontend.dialects.responses_page import read_page, read_stream_query
 from sie.generation import ChatMessage, ToolCall, ToolChoice
 from sie.limits import Limits
 
@@ -97,7 +97,7 @@ def test_items_are_the_messages_that_templates_know() -> None:
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
     ])  # fmt: skip
     assert got == [
-        ChatMessage(role="system", content="be brief"),
+        ChatMessage(role="developer", content="be brief"),
         ChatMessage(role="user", content="a\n\nb"),
         ChatMessage(
             role="assistant",
@@ -111,6 +111,30 @@ def test_items_are_the_messages_that_templates_know() -> None:
         ChatMessage(role="tool", content="43", tool_call_id="c2", name="f"),
         ChatMessage(role="assistant", content="no"),
     ]
+
+
+def test_shell_calls_of_an_earlier_conversation_are_told_to_the_model() -> None:
+    action = {"commands": ["ls"], "timeout_ms": 5}
+    output = [{"stdout": "a\n", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}]
+    items = [
+        {"type": "shell_call", "call_id": "c", "action": action, "status": "completed"},
+        {"type": "shell_call_output", "call_id": "c", "output": output},
+    ]
+    called, said = messages(items)
+    assert (called.tool_calls[0].name, json.loads(called.tool_calls[0].arguments)) == ("shell", action)
+    assert (said.role, said.name, json.loads(said.content or "")) == ("tool", "shell", output)
+    assert [(item["type"], item["id"][:3]) for item in decode(input=items).items] == [
+        ("shell_call", "sc_"), ("shell_call_output", "sco"),
+    ]  # fmt: skip
+
+
+def test_listed_items_have_what_their_readers_need() -> None:
+    said = {"role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
+    listed = decode(input=[said, CALL, {"type": "reasoning", "id": "rs_1"}]).items
+    assert listed[0]["content"] == [{"type": "output_text", "text": "a", "annotations": [], "logprobs": []}]
+    assert [item.get("status") for item in listed] == ["completed", "completed", None]
+    assert (listed[2]["id"], listed[2]["summary"]) == ("rs_1", [])
+    assert read_kept(json.dumps(listed).encode())[0].content == "a"
 
 
 def test_instructions_and_history_stand_before_the_input() -> None:
@@ -133,6 +157,8 @@ def test_fields_that_ask_for_nothing_or_are_none_here_are_no_fault() -> None:
     decode(
         session_id="s",
         agent_permission="ask",
+        code_execution_permission="ask",
+        enable_shell=True,
         web_search_options={},
         truncate_sequence=True,
         unknown=1,
@@ -156,7 +182,10 @@ REFUSED: list[tuple[dict[str, Any], int, str | None]] = [
     ({"input": [{"type": "function_call", "call_id": "c", "name": "a b"}]}, 400, "input[0].name"),
     ({"input": [{"type": "function_call_output", "call_id": "c"}]}, 400, "input[0].output"),
     ({"input": [{"type": "function_call_output", "output": "c"}]}, 400, "input[0].call_id"),
-    ({"input": [{"type": "shell_call", "call_id": "c"}]}, 400, "input[0].type"),
+    ({"input": [{"type": "shell_call", "call_id": "c"}]}, 400, "input[0].action"),
+    ({"input": [{"type": "shell_call", "action": {"commands": []}}]}, 400, "input[0].call_id"),
+    ({"input": [{"type": "shell_call_output", "call_id": "c"}]}, 400, "input[0].output"),
+    ({"input": [{"type": "computer_call", "call_id": "c"}]}, 400, "input[0].type"),
     ({"max_output_tokens": 0}, 400, "max_output_tokens"),
     ({"max_tokens": 0}, 400, "max_tokens"),
     ({"max_tool_calls": 1}, 400, "max_tool_calls"),
@@ -191,6 +220,33 @@ def test_wrong_field_is_named(fields: dict[str, Any], status: int, param: str) -
     with pytest.raises(BadRequest) as caught:
         decode(**fields)
     assert (caught.value.http_status, caught.value.extras["param"]) == (status, param)
+
+
+@pytest.mark.parametrize(
+    ("query", "after"),
+    [
+        ({}, None), ({"stream": ["false"]}, None), ({"stream": ["true"]}, -1), ({"stream": ["True"]}, -1),
+        ({"stream": ["true"], "starting_after": ["0"]}, 0), ({"stream": ["1"], "starting_after": ["3", "41"]}, 41),
+    ],
+)  # fmt: skip
+def test_query_for_a_stream(query: dict[str, list[str]], after: int | None) -> None:
+    assert read_stream_query(query) == after
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ({"stream": ["yes"]}, "stream"),
+        ({"starting_after": ["3"]}, "starting_after"),
+        ({"stream": ["true"], "starting_after": ["-1"]}, "starting_after"),
+        ({"stream": ["true"], "starting_after": ["x"]}, "starting_after"),
+        ({"stream": ["true"], "starting_after": ["9" * 40]}, "starting_after"),
+    ],
+)
+def test_query_for_a_stream_is_refused_by_name(query: dict[str, list[str]], param: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read_stream_query(query)
+    assert caught.value.extras["param"] == param
 
 
 ITEMS = json.dumps([{"id": f"i{number}"} for number in range(5)]).encode()

@@ -111,8 +111,8 @@ def test_special_text_in_tools_and_calls_is_text() -> None:
     (end,) = voc.encode("<|im_end|>", whole=False)
 
     def ends(text: str) -> int:
-        tool = Tool(name="f", description=text, parameters={"type": "object", "title": text})
-        call = ToolCall(id="1", name="f", arguments=json.dumps({"a": text}))
+        tool = Tool(name="f", description=text, parameters={"type": "object", "title": text, "properties": {text: {}}})
+        call = ToolCall(id="1", name="f", arguments=json.dumps({"a": text, text: [{text: 1}]}))
         message = ChatMessage(role="assistant", content=text, tool_calls=(call,), reasoning=text)
         return prompt(GenerateRequest(model="m", messages=[message], tools=(tool,)), voc).count(end)
 
@@ -135,6 +135,13 @@ def test_template_that_tears_a_marked_place_apart_gets_no_special_token() -> Non
     torn = marked.split("|im")[0] + "|im" + marked.split("|im")[1]
     assert all(not is_marked or text == "<|im_end|>" for text, is_marked in marks.cut(torn))
     assert marks.cut(marked[:2] + "<|im_" + marked[2:3])[0] == ("a", False)
+
+
+@pytest.mark.parametrize(("also", "shown"), [("", "system"), ("{# knows developer #}", "developer")])
+def test_developer_is_the_system_to_templates_that_know_none(also: str, shown: str) -> None:
+    request = chat(("developer", "be brief"), ("user", "x"))
+    rule = GenerateRule(context_length=64, chat_template=also + CHATML, special_texts=RULE.special_texts)
+    assert f"<|im_start|>{shown}\nbe brief<|im_end|>" in render_chat(request, rule).text
 
 
 def test_no_tools_are_shown_where_none_may_be_called() -> None:
