@@ -17,7 +17,7 @@ from sie.native import Feature
 
 TILE_OUTPUTS = 16
 GROUP_INPUTS = 32
-NumberT = TypeVar("NumberT", np.uint8, np.int8, np.uint16)
+NumberT = TypeVar("NumberT", np.uint8, np.uint16)
 
 
 class WeightFormat(IntEnum):
@@ -28,13 +28,23 @@ class WeightFormat(IntEnum):
     INT4 = 2
 
 
-class LinearCall(ctypes.Structure):
-    """One linear layer; mirrors `SieLinear` in `src/linear.h`, which says what each field is."""
+class Matrix(ctypes.Structure):
+    """A packed matrix; mirrors `SieMatrix` in `src/linear.h`, which says what each field is."""
 
     _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("input", "weights", "codebook", "bias", "output", "scratch")),
+        *((name, ctypes.c_void_p) for name in ("weights", "codebook", "bias")),
+        *((name, ctypes.c_int32) for name in ("inputs", "outputs", "format")),
+    ]
+
+
+class LinearCall(ctypes.Structure):
+    """One linear layer; mirrors `SieLinear`."""
+
+    _fields_: ClassVar = [
+        ("matrix", Matrix),
+        *((name, ctypes.c_void_p) for name in ("input", "output", "scratch")),
         *((name, ctypes.c_int64) for name in ("input_stride", "output_stride")),
-        *((name, ctypes.c_int32) for name in ("rows", "inputs", "outputs", "format", "is_bf16", "num_threads")),
+        *((name, ctypes.c_int32) for name in ("rows", "is_bf16", "num_threads")),
     ]
 
 
@@ -56,27 +66,26 @@ def run_linear(call: LinearCall) -> None:
 
 def pack_bf16(bits: NDArray[np.uint16]) -> NDArray[np.uint8]:
     """Return the packed bytes of a bfloat16 matrix (outputs, inputs), given as its bits."""
-    return _tiles(bits).reshape(-1).view(np.uint8)
+    return _tiles(bits, 2).reshape(-1).view(np.uint8)
 
 
 def pack_int8(numbers: NDArray[np.int8], scales: NDArray[np.float16]) -> NDArray[np.uint8]:
     """Return the packed bytes of numbers (outputs, inputs) with a scale for each group of 32 (outputs, groups)."""
-    return _with_scales(_tiles(numbers).view(np.uint8), scales)
+    return _with_scales(_tiles(numbers.view(np.uint8) ^ np.uint8(0x80), 4), scales)
 
 
 def pack_int4(numbers: NDArray[np.uint8], scales: NDArray[np.float16]) -> NDArray[np.uint8]:
     """Return the packed bytes of numbers 0 to 15 (outputs, inputs) with a scale for each group of 32 (outputs, groups)."""
-    tiles = _tiles(numbers)
-    low, high = tiles[:, :, 0::2], tiles[:, :, 1::2]
-    return _with_scales((low | high << 4).astype(np.uint8), scales)
+    quads = _tiles(numbers, 4)
+    return _with_scales(quads[:, :, 0::2] | quads[:, :, 1::2] << np.uint8(4), scales)
 
 
-def _tiles(matrix: NDArray[NumberT]) -> NDArray[NumberT]:
-    """Return (tiles, groups, 32 inputs, 16 outputs), zero behind the last output and input."""
+def _tiles(matrix: NDArray[NumberT], run: int) -> NDArray[NumberT]:
+    """Return (tiles, groups, 32 / run, 16 outputs, run inputs), zero behind the last output and input."""
     outputs, inputs = matrix.shape
     padded = np.pad(matrix, ((0, -outputs % TILE_OUTPUTS), (0, -inputs % GROUP_INPUTS)))
-    split = padded.reshape(len(padded) // TILE_OUTPUTS, TILE_OUTPUTS, -1, GROUP_INPUTS)
-    return np.ascontiguousarray(split.transpose(0, 2, 3, 1))
+    split = padded.reshape(len(padded) // TILE_OUTPUTS, TILE_OUTPUTS, -1, GROUP_INPUTS // run, run)
+    return np.ascontiguousarray(split.transpose(0, 2, 3, 1, 4))
 
 
 def _with_scales(numbers: NDArray[np.uint8], scales: NDArray[np.float16]) -> NDArray[np.uint8]:

@@ -30,8 +30,9 @@ int32_t detect() {
         !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
         return found;
     found |= kAvx512;
-    if (__builtin_cpu_supports("avx512bf16")) found |= kAvx512Bf16;
-    if (__builtin_cpu_supports("avx512vnni")) found |= kAvx512Vnni;
+    const bool has_vnni = __builtin_cpu_supports("avx512vnni");
+    if (has_vnni) found |= kAvx512Vnni;
+    if (has_vnni && __builtin_cpu_supports("avx512bf16")) found |= kAvx512Bf16;
     return found | amx_features();
 }
 

@@ -8,7 +8,7 @@
 enum : int32_t {
     kAvx2 = 1,
     kAvx512 = 2,  // F, BW, DQ and VL
-    kAvx512Bf16 = 4,
+    kAvx512Bf16 = 4,  // and VNNI, which its kernels use, too
     kAvx512Vnni = 8,
     kAmxBf16 = 16,
     kAmxInt8 = 32,

@@ -128,6 +128,30 @@ inline Vec gelu_tanh(Vec x) {
     return times_sigmoid(x, _mm512_mul_ps(x, inner));
 }
 
+// cap times the hyperbolic tangent of x / cap, by the logistic function.
+inline Vec capped(Vec x, float cap) {
+    const Vec doubled = times_sigmoid(_mm512_set1_ps(2.0f), _mm512_mul_ps(x, _mm512_set1_ps(2.0f / cap)));
+    return _mm512_mul_ps(_mm512_set1_ps(cap), _mm512_sub_ps(doubled, _mm512_set1_ps(1.0f)));
+}
+
+// The sum of each of 16 vectors.
+inline Vec sum_each(const Vec (&rows)[16]) {
+    Vec pairs[8], quads[4];
+    for (int i = 0; i < 8; ++i) {
+        const Vec a = rows[2 * i], b = rows[2 * i + 1];
+        pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    }
+    for (int i = 0; i < 4; ++i) {
+        const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
+        quads[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    // Each quarter of quads[i] holds sums of rows 4 i to 4 i + 3: even and odd quarters are added, twice.
+    const auto fold = [](Vec a, Vec b) {
+        return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+    };
+    return fold(fold(quads[0], quads[1]), fold(quads[2], quads[3]));
+}
+
 // Transposes 16 rows of 16 words in place.
 inline void transpose(__m512i (&rows)[kLanes]) {
     __m512i pairs[kLanes], quads[kLanes];

@@ -1,6 +1,7 @@
 // The functions that each level of the processor has, for the exported ones to choose from.
 #pragma once
 #include "attention.h"
+#include "decoder.h"
 #include "encoder.h"
 #include "linear.h"
 #include "norm.h"
@@ -14,6 +15,8 @@ void pack_f32_avx512(const void* weight, int outputs, int inputs, uint32_t* pane
 void pack_bf16_avx512(const void* weight, int outputs, int inputs, uint32_t* panels);
 void pool_mean_f32_avx512(const void* hidden, int64_t width, const int32_t* bounds, int32_t num_sequences, float* to);
 void pool_mean_bf16_avx512(const void* hidden, int64_t width, const int32_t* bounds, int32_t num_sequences, float* to);
+void decode_f32_avx512(const SieDecoder& decoder, const SieDecoderStep& step);
+void decode_bf16_avx512(const SieDecoder& decoder, const SieDecoderStep& step);
 void linear_f32_avx512(const SieLinear& call);
 void linear_bf16_avx512(const SieLinear& call);
 

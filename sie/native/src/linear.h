@@ -5,30 +5,40 @@
 
 // A weight matrix (outputs, inputs) lies in tiles of 16 outputs, each contiguous, its inputs in groups of 32. A group of
 // a tile is, one behind the other:
-//   bf16   32 inputs of 16 bf16
-//   int8   16 scales (float16), then 32 inputs of 16 int8; a weight is the number times its output's scale
-//   int4   16 scales (float16), then 16 pairs of inputs of 16 bytes: the first of the pair in the low four bits, the
-//          second in the high; a weight is codebook[number] times its output's scale
-// Outputs behind the last and inputs behind the last are zero.
+//   bf16   16 pairs of inputs of 16 words: an output's two weights, the first in the low half
+//   int8   16 scales (float16), then 8 quads of inputs of 16 times 4 bytes: an output's four numbers, each plus 128; a
+//          weight is the number times its output's scale
+//   int4   16 scales (float16), then 4 double quads of inputs of 16 times 4 bytes: an output's four places in the codebook
+//          for the first quad in the low bits of each byte, for the second in the high; a weight is
+//          codebook[place] / 127 times its output's scale
+// Outputs behind the last have scales or weights of zero; inputs behind the last are multiplied with zeros.
 constexpr int kTileOutputs = 16, kGroupInputs = 32;
+constexpr int kScaleBytes = 2 * kTileOutputs;
+constexpr float kCodebookUnit = 1.0f / 127.0f;
 
 enum : int32_t { kWeightBf16 = 0, kWeightInt8 = 1, kWeightInt4 = 2 };
 
-struct SieLinear {
-    const void* input;      // (rows, inputs), rows of input_stride values
-    const void* weights;    // as above
-    const float* codebook;  // (16), int4 only
-    const float* bias;      // (outputs), or null
-    void* output;           // (rows, outputs), rows of output_stride values
-    void* scratch;          // linear_scratch_bytes, 64-byte aligned
-    int64_t input_stride, output_stride;
-    int32_t rows, inputs, outputs;
+// A packed matrix, and what is added to its product.
+struct SieMatrix {
+    const void* weights;     // as above
+    const int8_t* codebook;  // (16), int4 only
+    const float* bias;       // (outputs), or null
+    int32_t inputs, outputs;
     int32_t format;
+};
+
+struct SieLinear {
+    SieMatrix matrix;
+    const void* input;  // (rows, inputs), rows of input_stride values
+    void* output;       // (rows, outputs), rows of output_stride values
+    void* scratch;      // linear_scratch_bytes, 64-byte aligned
+    int64_t input_stride, output_stride;
+    int32_t rows;
     int32_t is_bf16;  // of input and output; else float32
     int32_t num_threads;
 };
 
-// Rows up to which a layer is bound by reading its weights, and computes in float32.
+// Rows up to which a layer is bound by reading its weights: integer ones are multiplied as they are.
 constexpr int kFewRows = 16;
 
 inline int64_t groups_of(int64_t inputs) { return (inputs + kGroupInputs - 1) / kGroupInputs; }
@@ -38,9 +48,13 @@ inline int64_t group_bytes(int32_t format) {
     return format == kWeightBf16 ? 2 * numbers : format == kWeightInt8 ? scales + numbers : scales + numbers / 2;
 }
 
-// Bytes for a float32 or bf16 copy of the input, filled up to whole groups, and for one unpacked pair of tiles a thread.
+// Bytes of a row of input, in the widest form that a product reads it in (rows.h).
+inline int64_t row_bytes(int64_t inputs) { return groups_of(inputs) * kGroupInputs * 4; }
+
+// Bytes in which a thread unpacks a pair of tiles to bf16.
+inline int64_t unpacked_bytes(int64_t inputs) { return groups_of(inputs) * kGroupInputs * 2 * kTileOutputs * 2; }
+
+// Bytes for the input of a layer, and for one unpacked pair of tiles a thread.
 inline int64_t linear_scratch_bytes(int64_t rows, int64_t inputs, int64_t num_threads) {
-    const int64_t width = groups_of(inputs) * kGroupInputs;
-    const bool is_few = rows <= kFewRows;
-    return rows * width * 4 + (is_few ? 0 : num_threads * width * 2 * kTileOutputs * 2) + 128;
+    return rows * row_bytes(inputs) + (rows <= kFewRows ? 0 : num_threads * unpacked_bytes(inputs)) + 128;
 }

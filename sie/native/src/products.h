@@ -26,16 +26,18 @@ struct DotProducts {
     using Stored = typename T::Stored;
     static constexpr int kMaxRows = 14;
 
-    template <int kRows>
-    static __attribute__((noinline)) void tile(const Stored* rows, size_t stride, const uint32_t* panel, int words, float* to) {
+    // The two halves of a panel have a word of each column every kStep words.
+    template <int kRows, int kStep>
+    static __attribute__((noinline)) void tile(const Stored* rows, size_t stride, const uint32_t* first,
+                                               const uint32_t* second, int words, float* to) {
         Vec sums[kRows][2];
 #pragma GCC unroll 14
         for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
         const Stored* half = rows + kRows / 2 * stride;
-        for (int word = 0; word < words; ++word, panel += kPanel, rows += T::kPerWord, half += T::kPerWord) {
-            const __m512i left = _mm512_load_si512(panel), right = _mm512_load_si512(panel + kLanes);
-            _mm_prefetch(reinterpret_cast<const char*>(panel + 16 * kPanel), _MM_HINT_T0);
-            _mm_prefetch(reinterpret_cast<const char*>(panel + 16 * kPanel + kLanes), _MM_HINT_T0);
+        for (int word = 0; word < words; ++word, first += kStep, second += kStep, rows += T::kPerWord, half += T::kPerWord) {
+            const __m512i left = _mm512_loadu_si512(first), right = _mm512_loadu_si512(second);
+            _mm_prefetch(reinterpret_cast<const char*>(first + 16 * kStep), _MM_HINT_T0);
+            _mm_prefetch(reinterpret_cast<const char*>(second + 16 * kStep), _MM_HINT_T0);
 #pragma GCC unroll 14
             for (int r = 0; r < kRows; ++r) {
                 const Stored* at = r < kRows / 2 ? rows + r * stride : half + (r - kRows / 2) * stride;
@@ -55,10 +57,17 @@ struct DotProducts {
     static void finish() {}
 
     static void run(int count, const Stored* rows, size_t stride, const uint32_t* panel, int words, float* to) {
-        using Tile = void (*)(const Stored*, size_t, const uint32_t*, int, float*);
-        static constexpr Tile kTiles[kMaxRows] = {tile<1>, tile<2>, tile<3>,  tile<4>,  tile<5>,  tile<6>,  tile<7>,
-                                                  tile<8>, tile<9>, tile<10>, tile<11>, tile<12>, tile<13>, tile<14>};
-        kTiles[count - 1](rows, stride, panel, words, to);
+        run_halves<kPanel>(count, rows, stride, panel, panel + kLanes, words, to);
+    }
+
+    template <int kStep>
+    static void run_halves(int count, const Stored* rows, size_t stride, const uint32_t* first, const uint32_t* second,
+                           int words, float* to) {
+        using Tile = void (*)(const Stored*, size_t, const uint32_t*, const uint32_t*, int, float*);
+        static constexpr Tile kTiles[kMaxRows] = {
+            tile<1, kStep>, tile<2, kStep>, tile<3, kStep>,  tile<4, kStep>,  tile<5, kStep>,  tile<6, kStep>,  tile<7, kStep>,
+            tile<8, kStep>, tile<9, kStep>, tile<10, kStep>, tile<11, kStep>, tile<12, kStep>, tile<13, kStep>, tile<14, kStep>};
+        kTiles[count - 1](rows, stride, first, second, words, to);
     }
 };
 

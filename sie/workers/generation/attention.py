@@ -111,13 +111,16 @@ class Recorder:
 
     def __init__(self) -> None:
         self.layers: list[tuple[nn.Module, LayerForm]] = []
+        self.rules: list[Rule] = []
+        """How each layer's scores become weights."""
 
-    def add(self, module: nn.Module, key: Tensor, value: Tensor, window: int | None) -> None:
+    def add(self, module: nn.Module, key: Tensor, value: Tensor, window: int | None, rule: Rule) -> None:
         """Note one layer. Raises NotPageableError for a module that attends twice."""
         if any(module is known for known, _ in self.layers):
             raise NotPageableError("a layer attends twice in one forward pass")
         form = LayerForm((key.shape[0], key.shape[2]), (value.shape[0], value.shape[2]), key.dtype, window)
         self.layers.append((module, form))
+        self.rules.append(rule)
 
 
 def register() -> None:
@@ -169,5 +172,5 @@ def attend(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if place is None or attention_mask is not None or refused or not causal or query.shape[0] != 1:
         raise NotPageableError(", ".join(refused) or "a layer is not causal, or has a mask of its own")
-    place.add(module, key[0], value[0], sliding_window)
+    place.add(module, key[0], value[0], sliding_window, rule)
     return attend_one(query[0], key[0], value[0], None, rule).unsqueeze(0), None

@@ -27,6 +27,16 @@ class CompiledNorm(nn.Module):
         self._weight = weight.detach().contiguous()  # not converted with the model: its address is taken once
         self._call = NormCall(weight=self._weight.data_ptr(), width=len(weight), epsilon=epsilon)
 
+    @property
+    def factors(self) -> Tensor:
+        """What each value is multiplied with, (width,) float32; it stays where it is."""
+        return self._weight
+
+    @property
+    def epsilon(self) -> float:
+        """What is added to the mean of squares."""
+        return self._call.epsilon
+
     def forward(self, states: Tensor) -> Tensor:
         """Return the norms, in the format of the states."""
         call = self._call

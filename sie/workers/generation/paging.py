@@ -25,7 +25,8 @@ from sie.generation_settings import Generation
 from sie.limits import MIB
 from sie.logs import get_logger
 from sie.workers.generation import Draw, Slot, attention
-from sie.workers.generation.attention import LayerForm, PagedCache
+from sie.workers.generation.attention import LayerForm, PagedCache, Recorder
+from sie.workers.generation.decoder_probe import choose_decoder, relative_distance
 from sie.workers.generation.runner import TextGenerator
 
 _log = get_logger(__name__)
@@ -55,7 +56,8 @@ def make_pageable(
     sequence = _probe_sequence(model, block_tokens)
     with torch.inference_mode():
         expected = _run_whole(card.id, model, sequence, device)
-        layers = _record(card.id, model, sequence, device)
+        recorder = _record(card.id, model, sequence, device)
+    layers = recorder.layers
     forms = [form for _, form in layers]
     _check_layers(card.id, model.config.get_text_config(), forms)
     per_choice = _blocks_of_a_choice(card, block_tokens, settings)
@@ -71,6 +73,7 @@ def make_pageable(
         _log.warning("blocks are gathered, since reading them in place fails: %s", error)
         runner.reads_in_place = False
         _compare(runner, cache, sequence, expected)
+    runner.decoder = choose_decoder(runner, cache, recorder.rules)
     if runner.record_decoding(settings.max_sequences, per_choice):
         try:
             _compare(runner, cache, sequence, expected)
@@ -110,10 +113,8 @@ def _run_whole(model_id: str, model: Any, sequence: NDArray[np.int32], device: t
     return logits
 
 
-def _record(
-    model_id: str, model: Any, sequence: NDArray[np.int32], device: torch.device
-) -> list[tuple[torch.nn.Module, LayerForm]]:
-    """Return the layers that keep keys and values, in their order; leaves the model under paged attention."""
+def _record(model_id: str, model: Any, sequence: NDArray[np.int32], device: torch.device) -> Recorder:
+    """Return what the layers that keep keys and values tell, in their order; leaves the model under paged attention."""
     ids = torch.from_numpy(sequence.astype(np.int64))[None].to(device)
     positions = torch.arange(len(sequence), device=device)[None]
     modules = list(model.modules())
@@ -130,7 +131,7 @@ def _record(
     if len(recorder.layers) != num_layers:
         text = f"{len(recorder.layers)} of its {num_layers} layers go through transformers' attention interface"
         raise _cannot_page(model_id, model, text)
-    return recorder.layers
+    return recorder
 
 
 def _cannot_page(model_id: str, model: Any, reason: str) -> ModelLoadFailed:
@@ -175,15 +176,9 @@ def _compare(runner: TextGenerator, cache: PagedCache, sequence: NDArray[np.int3
                 Slot(sequence[first:last], first, own, _DRAWN),
                 Slot(sequence[-1 - number : length - number], number, other),
             ]
-            distances.append(_distance(runner.run_logits(slots)[0], expected[last - 1]))
+            distances.append(relative_distance(runner.run_logits(slots)[0], expected[last - 1]))
     except Exception as error:  # whatever a foreign architecture raises
         raise _cannot_page(runner.card.id, runner.model, f"{type(error).__name__}: {error}") from error
     cache.clear((*own, *other))
     if not median(distances) < _MAX_DIFFERENCE[expected.dtype]:
         raise _cannot_page(runner.card.id, runner.model, f"its logits differ by {median(distances):.2g}")
-
-
-def _distance(logits: Tensor, expected: Tensor) -> float:
-    """Return how far logits are from the expected ones, relative to these ones' spread."""
-    spread = expected.float() - expected.float().mean()
-    return float((logits.float() - expected.float()).norm() / spread.norm().clamp_min(1e-9))

@@ -16,6 +16,7 @@ from sie.errors import BadRequest
 from sie.workers.device import move
 from sie.workers.generation import Chosen, Draw, Matcher, Slot
 from sie.workers.generation.attention import PagedCache
+from sie.workers.generation.compiled_decoder import CompiledDecoder
 from sie.workers.generation.embedding import Embedder
 from sie.workers.generation.gathered import GatheredStep
 from sie.workers.generation.grammar import GrammarCompiler
@@ -49,6 +50,8 @@ class TextGenerator:
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._grammars = GrammarCompiler(card)
         self._graphs: DecodeGraphs | None = None
+        self.decoder: CompiledDecoder | None = None
+        """What runs the steps of a model that has a compiled form."""
         self.reads_in_place = can_attend(
             cache.device, cache.dtype, {width for form in cache.layers for width in form.widths}
         )
@@ -77,6 +80,8 @@ class TextGenerator:
         self._take_device()
         self._check(np.concatenate([slot.token_ids for slot in slots]))
         self._cache.copy(copies)
+        if self.decoder is not None:
+            return Answers(self.decoder.run(slots))
         recorded = None if self._graphs is None else self._graphs.run(slots)
         if recorded is not None and all(slot.draws for slot in slots):
             return recorded

@@ -7,7 +7,7 @@ the device does not wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,11 +66,33 @@ class Share(nn.Module):
         self._first, self._last = first, last
         self.in_features, self.out_features = shared.layer.in_features, last - first
 
+    @property
+    def source(self) -> SharedLinear:
+        """The layers in one that it is a part of."""
+        return self._holder[0]
+
+    @property
+    def outputs(self) -> slice:
+        """Which outputs of the common layer are its own."""
+        return slice(self._first, self._last)
+
     def forward(self, states: Tensor) -> Tensor:
         """Return this layer's outputs, a view."""
         return self._holder[0](states)[..., self._first : self._last]
 
     __call__ = forward  # as above
+
+
+def common_layer(parts: Sequence[Any]) -> nn.Module | None:
+    """Return the layer whose outputs these modules are, one behind the other and nothing besides; None for any others."""
+    shares = [part for part in parts if isinstance(part, Share)]
+    if not shares or len(shares) != len(parts):
+        return None
+    shared = shares[0].source
+    ends = [0, *(share.outputs.stop for share in shares)]
+    is_whole = all(share.outputs.start == end for share, end in zip(shares, ends[:-1], strict=True))
+    is_one = all(share.source is shared for share in shares) and ends[-1] == getattr(shared.layer, "out_features", None)
+    return shared.layer if is_whole and is_one else None
 
 
 def share_inputs(model: Any, sample: Tensor) -> int:

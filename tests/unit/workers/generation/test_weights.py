@@ -11,7 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from sie import native
-from sie.native.linear import can_multiply, pack_int4, pack_int8
+from sie.native.linear import can_multiply, pack_bf16, pack_int4, pack_int8
 from sie.workers.generation.weights import (
     Bits,
     PackedLinear,
@@ -92,7 +92,7 @@ def test_callers_on_several_threads_do_not_disturb_one_another() -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-@pytest.mark.parametrize(("bits", "largest"), [(8, 1e-4), (4, 6.2e-3)])
+@pytest.mark.parametrize(("bits", "largest"), [(8, 1e-4), (4, 5.8e-3)])
 def test_rounding_stays_within_its_share_of_the_variance(bits: Bits, largest: float) -> None:
     weight = random_matrix(256, 512)
     error = (dequantise(weight, bits) - weight).square().mean() / weight.square().mean()
@@ -143,12 +143,16 @@ def tiny_model() -> nn.Sequential:
 
 def test_the_layouts_are_as_drawn() -> None:
     """Byte by byte, against the drawing in src/linear.h."""
+    bits = random_matrix(17, 40).to(torch.bfloat16).view(torch.uint16).numpy()
+    packed16 = pack_bf16(bits).view(np.uint16).reshape(2, 2, 16, 16, 2)
+    assert packed16[0, 1, 3, 5, 1] == bits[5, 32 + 2 * 3 + 1]
     numbers, scales = round_int8(random_matrix(17, 40))
     packed = pack_int8(numbers, scales).reshape(2, 2, 32 + 32 * 16)
     assert packed[1, 1, :2].view(np.float16)[0] == scales[16, 1]
-    assert packed[0, 1, 32 + 3 * 16 + 5].view(np.int8) == numbers[5, 35]
-    assert not packed[1, 1, 32 + 8 * 16 :].any()
+    quads = packed[:, :, 32:].reshape(2, 2, 8, 16, 4)
+    assert int(quads[0, 1, 1, 5, 2]) - 128 == numbers[5, 32 + 4 + 2]
     places, scales = round_int4(random_matrix(17, 40))
     packed = pack_int4(places, scales).reshape(2, 2, 32 + 16 * 16)
-    assert packed[0, 0, 32 + 4 * 16 + 7] == places[7, 8] | places[7, 9] << 4
+    quads = packed[:, :, 32:].reshape(2, 2, 4, 16, 4)
+    assert quads[0, 0, 1, 7, 3] == places[7, 8 + 3] | places[7, 8 + 4 + 3] << 4
     assert packed[1, 0, :2].view(np.float16)[0] == scales[16, 0]

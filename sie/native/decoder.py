@@ -1,0 +1,80 @@
+"""Owns how a whole decoder is handed to the library: its records, one field for one of `src/decoder.h`.
+
+Addresses are plain numbers; whoever fills a record keeps what it points to alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import ClassVar
+
+from sie import native
+from sie.native import Feature
+from sie.native.linear import Matrix
+
+
+class DecoderLayer(ctypes.Structure):
+    """Mirrors `SieDecoderLayer`."""
+
+    _fields_: ClassVar = [
+        *((name, Matrix) for name in ("qkv", "out", "up", "down")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "before_attention", "after_attention", "before_block", "after_block", "query_norm", "key_norm",
+                "cosines", "sines", "keys", "values",
+            )
+        ),
+        ("scale", ctypes.c_float),
+        ("cap", ctypes.c_float),
+        ("window", ctypes.c_int32),
+        ("is_norm_whole", ctypes.c_int32),
+    ]  # fmt: skip
+
+
+class Decoder(ctypes.Structure):
+    """Mirrors `SieDecoder`."""
+
+    _fields_: ClassVar = [
+        ("embeddings", ctypes.c_void_p),
+        ("layers", ctypes.POINTER(DecoderLayer)),
+        ("last_norm", ctypes.c_void_p),
+        ("head", Matrix),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "num_layers", "width", "num_heads", "num_key_heads", "head_width", "rotary_width", "activation",
+                "is_gated", "block_tokens", "is_bf16",
+            )
+        ),
+        *(
+            (name, ctypes.c_float)
+            for name in ("embedding_scale", "residual_scale", "logit_scale", "logit_cap", "epsilon")
+        ),
+    ]  # fmt: skip
+
+
+class DecoderStep(ctypes.Structure):
+    """Mirrors `SieDecoderStep`; slots are rows of four int64, as `SieSlot` has them."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("ids", "blocks", "slots", "kept", "logits", "scratch")),
+        *((name, ctypes.c_int32) for name in ("num_tokens", "num_slots", "num_kept", "num_threads")),
+    ]
+
+
+def can_decode(*, is_bf16: bool) -> bool:
+    """Tell whether the library runs decoders that compute in bfloat16, or else in float32."""
+    return native.has(Feature.AVX512_BF16 if is_bf16 else Feature.AVX512)
+
+
+def decoder_scratch_bytes(decoder: Decoder, step: DecoderStep) -> int:
+    """Return the bytes, 64-byte aligned, that a step needs beside its result; its tokens, slots and numbers are filled in."""
+    library = native.loaded()
+    library.sie_decoder_scratch.restype = ctypes.c_int64
+    return library.sie_decoder_scratch(ctypes.byref(decoder), ctypes.byref(step))
+
+
+def run_decoder(decoder: Decoder, step: DecoderStep) -> None:
+    """Run a step: its ids must be in the vocabulary, its blocks those of the layers, its positions in the rotary tables."""
+    native.loaded().sie_decode(ctypes.byref(decoder), ctypes.byref(step))

@@ -1,0 +1,48 @@
+// Keys and values in blocks, and what attention over them is asked for.
+#pragma once
+#include "decoder.h"
+#include "decoder_layout.h"
+#include "lanes.h"
+#include "rows.h"
+
+namespace {
+
+using Stored = Number::Stored;
+
+// One layer's attention in one step.
+struct Attending {
+    const SieDecoder& decoder;
+    const SieDecoderLayer& layer;
+    const SieDecoderStep& step;
+    const Stored* query;  // (num_tokens, num_heads, head_width)
+    float* attended;      // the same shape
+
+    int group() const { return decoder.num_heads / decoder.num_key_heads; }
+    int64_t token_values() const { return static_cast<int64_t>(decoder.num_key_heads) * decoder.head_width; }
+    int64_t query_values() const { return static_cast<int64_t>(decoder.num_heads) * decoder.head_width; }
+    const Stored* query_of(int64_t token, int head) const { return query + token * query_values() + head * decoder.head_width; }
+    float* attended_of(int64_t token, int head) const { return attended + token * query_values() + head * decoder.head_width; }
+
+    int64_t row_of(const SieSlot& slot, int64_t position) const {
+        const int64_t block = step.blocks[slot.first_block + position / decoder.block_tokens];
+        return block * decoder.block_tokens + position % decoder.block_tokens;
+    }
+    Stored* key_of(const SieSlot& slot, int64_t position, int key_head) const {
+        return static_cast<Stored*>(layer.keys) + row_of(slot, position) * token_values() + key_head * decoder.head_width;
+    }
+    Stored* value_of(const SieSlot& slot, int64_t position, int key_head) const {
+        return static_cast<Stored*>(layer.values) + row_of(slot, position) * token_values() + key_head * decoder.head_width;
+    }
+    // Positions from which on a token sees: its own is the last.
+    int64_t lowest(int64_t position) const { return position + 1 - keys_seen(position, layer.window); }
+
+    // Scores in units of a power of two.
+    Vec scaled(Vec scores) const {
+        constexpr float kLog2E = 1.44269504f;
+        scores = _mm512_mul_ps(scores, _mm512_set1_ps(layer.scale));
+        if (layer.cap > 0) scores = capped(scores, layer.cap);
+        return _mm512_mul_ps(scores, _mm512_set1_ps(kLog2E));
+    }
+};
+
+}  // namespace

@@ -1,0 +1,17 @@
+// Whole decoders: the level is chosen by the number format.
+#include "decoder.h"
+
+#include "decoder_layout.h"
+#include "features.h"
+#include "levels.h"
+
+// Bytes that sie_decode writes to beside its result and the blocks.
+SIE_EXPORT int64_t sie_decoder_scratch(const SieDecoder* decoder, const SieDecoderStep* step) {
+    return static_cast<int64_t>(DecoderLayout(*decoder, *step).end);
+}
+
+#ifdef __x86_64__
+SIE_EXPORT void sie_decode(const SieDecoder* decoder, const SieDecoderStep* step) {
+    (decoder->is_bf16 ? decode_bf16_avx512 : decode_f32_avx512)(*decoder, *step);
+}
+#endif

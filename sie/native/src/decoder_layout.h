@@ -1,0 +1,76 @@
+// Where the parts of a decoder's scratch lie.
+#pragma once
+#include <cstddef>
+
+#include "decoder.h"
+
+namespace {
+
+constexpr int kPromptRows = 64;     // queries of one piece of a prompt's attention, heads times tokens
+constexpr int kPromptKeys = 256;    // keys that such a piece takes at a time
+constexpr int kSegmentKeys = 512;   // keys of a piece of one token's attention
+constexpr int kShortSlot = 2;       // tokens up to which a slot attends token by token
+
+inline int64_t keys_seen(int64_t position, int64_t window) { return window && position >= window ? window : position + 1; }
+
+struct DecoderLayout {
+    size_t hidden, inner, input, product, query, attended, partials, threads;
+    size_t thread, unpacked;  // bytes of a thread; from where it unpacks
+    size_t end;
+
+    DecoderLayout(const SieDecoder& decoder, const SieDecoderStep& step) {
+        const size_t tokens = step.num_tokens, rows = tokens > static_cast<size_t>(step.num_kept) ? tokens : step.num_kept;
+        const size_t heads = decoder.num_heads, head = (decoder.head_width + 15) / 16 * 16;
+        size_t inputs = 0, outputs = 0, inner_width = 0, widest = 0;
+        const auto most = [](size_t& value, size_t other) { value = other > value ? other : value; };
+        for (int i = 0; i < decoder.num_layers; ++i) {
+            const SieDecoderLayer& layer = decoder.layers[i];
+            most(inputs, row_bytes(layer.qkv.inputs));
+            most(inputs, row_bytes(layer.out.inputs));
+            most(inputs, row_bytes(layer.up.inputs));
+            most(inner_width, row_bytes(layer.down.inputs));
+            most(outputs, layer.qkv.outputs);
+            most(outputs, layer.down.inputs);
+            most(outputs, decoder.width);
+            most(widest, unpacked_bytes(layer.qkv.inputs));
+            most(widest, unpacked_bytes(layer.out.inputs));
+            most(widest, unpacked_bytes(layer.down.inputs));
+        }
+        most(inputs, row_bytes(decoder.head.inputs));
+        most(widest, unpacked_bytes(decoder.head.inputs));
+        size_t at = 0;
+        const auto place = [&at](size_t bytes) {
+            const size_t found = at;
+            at += (bytes + 63) / 64 * 64;
+            return found;
+        };
+        // A prompt's queries, keys and values in the order of products, scores, weights and sums.
+        const size_t group = heads / decoder.num_key_heads, prompt_rows = group > kPromptRows ? group : kPromptRows;
+        place(4 * kPromptKeys * head * 2 + prompt_rows * (kPromptKeys * 8 + head * 4 + 8) + 64);
+        unpacked = place(widest);
+        thread = at;
+        at = 0;
+        hidden = place(4 * tokens * decoder.width);
+        input = place(rows * inputs);
+        inner = place(tokens * inner_width);
+        product = place(4 * tokens * outputs);
+        query = place(4 * tokens * heads * decoder.head_width);
+        attended = place(4 * tokens * heads * decoder.head_width);
+        partials = place(4 * num_segments(decoder, step) * heads * (head + 2));
+        threads = place(step.num_threads * thread);
+        end = at;
+    }
+
+  private:
+    // Pieces of the longest attention, token by token.
+    static size_t num_segments(const SieDecoder&, const SieDecoderStep& step) {
+        size_t count = 0;
+        for (int i = 0; i < step.num_slots; ++i) {
+            const SieSlot& slot = step.slots[i];
+            if (slot.length <= kShortSlot) count += slot.length * ((slot.start + slot.length + kSegmentKeys - 1) / kSegmentKeys);
+        }
+        return count;
+    }
+};
+
+}  // namespace

@@ -1,0 +1,43 @@
+// Products of many rows with packed weights in bf16: a pair of tiles at a time, which stays in the second cache.
+#pragma once
+#include "products.h"
+#include "rows.h"
+#include "weights.h"
+
+namespace {
+
+#ifdef __AVX512BF16__
+constexpr int kMostAtOnce = DotProducts<Bf16>::kMaxRows;
+
+// Words of two weights of 16 outputs.
+inline __m512i word_of(Vec first, Vec second) {
+    const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(first));
+    const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(second));
+    return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+}
+
+// Writes a tile of integer weights as one of bf16.
+template <class W>
+void unpack_tile(const SieMatrix& matrix, const uint8_t* tile, uint32_t* to) {
+    for (int64_t group = 0; group < groups_of(matrix.inputs); ++group, tile += group_bytes(W::kFormat)) {
+        const W weights(tile, matrix.codebook);
+        const Vec scales = weights.scales();
+        for (int q = 0; q < kGroupInputs / 4; ++q, to += 2 * kLanes) {
+            Vec quad[4];
+            weights.quad(q, quad);
+            for (Vec& weight : quad) weight = _mm512_mul_ps(weight, scales);
+            _mm512_storeu_si512(to, word_of(quad[0], quad[1]));
+            _mm512_storeu_si512(to + kLanes, word_of(quad[2], quad[3]));
+        }
+    }
+}
+
+// Returns a tile of bf16: one that lies there, or at `room` an unpacked one.
+inline const uint32_t* bf16_tile(const SieMatrix& matrix, const uint8_t* tile, uint32_t* room) {
+    if (matrix.format == kWeightBf16) return reinterpret_cast<const uint32_t*>(tile);
+    (matrix.format == kWeightInt8 ? unpack_tile<Int8Weights> : unpack_tile<Int4Weights>)(matrix, tile, room);
+    return room;
+}
+#endif
+
+}  // namespace

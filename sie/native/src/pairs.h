@@ -1,0 +1,88 @@
+// A product of rows with a packed matrix, shared out in pairs of tiles; what becomes of the sums is the caller's to say.
+#pragma once
+#include "few_rows.h"
+#include "many_rows.h"
+#include "share.h"
+
+namespace {
+
+// A pair is two tiles that follow each other, or of a gated layer one of its first half and its fellow of the second.
+struct Product {
+    const SieMatrix& matrix;
+    Rows rows;  // in the form of form_of
+    int64_t num_rows;
+    bool is_gated;
+    int32_t num_threads;
+    char* unpacked;   // of thread 0, unpacked_bytes; not used for few rows
+    int64_t apart;    // bytes from one thread's to the next one's
+
+    int64_t tiles() const { return (matrix.outputs + kTileOutputs - 1) / kTileOutputs; }
+    int64_t pairs() const { return (tiles() + 1) / 2; }
+    int64_t left(int64_t pair) const { return is_gated ? pair : 2 * pair; }
+    int64_t right(int64_t pair) const { return is_gated ? pair + pairs() : 2 * pair + 1; }
+    const uint8_t* tile(int64_t number) const {
+        return static_cast<const uint8_t*>(matrix.weights) + number * rows.groups() * group_bytes(matrix.format);
+    }
+    // The sums of a tile's outputs, from what a kernel wrote.
+    Vec finished(const float* sums, int64_t number) const {
+        const int64_t first = number * kTileOutputs;
+        const Vec sum = _mm512_loadu_ps(sums);
+        if (!matrix.bias) return sum;
+        const __mmask16 lanes = first_lanes(static_cast<int>(matrix.outputs - first));
+        return _mm512_add_ps(sum, _mm512_maskz_loadu_ps(lanes, matrix.bias + first));
+    }
+};
+
+// Calls with(first, count, sums) for all rows and one pair.
+template <class With>
+void multiply_pair(const Product& product, int64_t pair, [[maybe_unused]] int32_t thread, const With& with) {
+    alignas(64) float sums[16 * kPairOutputs];
+    const int64_t num_rows = product.num_rows, left = product.left(pair), right = product.right(pair);
+    const bool has_right = right < product.tiles();
+#ifdef __AVX512BF16__
+    if (product.rows.form == Form::kHalves && num_rows > kFewAtOnce) {
+        uint32_t* room = reinterpret_cast<uint32_t*>(product.unpacked + thread * product.apart);
+        const int words = static_cast<int>(product.rows.groups() * kGroupInputs / 2);
+        const uint32_t* first = bf16_tile(product.matrix, product.tile(left), room);
+        const uint32_t* second = has_right ? bf16_tile(product.matrix, product.tile(right), room + words * kLanes) : first;
+        const int64_t blocks = (num_rows + kMostAtOnce - 1) / kMostAtOnce, height = (num_rows + blocks - 1) / blocks;
+        for (int64_t row = 0; row < num_rows; row += height) {
+            const int count = static_cast<int>(num_rows - row < height ? num_rows - row : height);
+            const uint16_t* from = product.rows.halves(row);
+            DotProducts<Bf16>::run_halves<kLanes>(count, from, product.rows.stride(), first, second, words, sums);
+            with(row, count, sums);
+        }
+        return;
+    }
+#endif
+    const int64_t blocks = (num_rows + kFewAtOnce - 1) / kFewAtOnce, height = (num_rows + blocks - 1) / blocks;
+    for (int64_t row = 0; row < num_rows; row += height) {
+        const int count = static_cast<int>(num_rows - row < height ? num_rows - row : height);
+        const FewKernel kernel = few_kernel(product.matrix.format, count);
+        kernel(product.matrix, product.tile(left), product.rows, row, sums);
+        if (has_right) kernel(product.matrix, product.tile(right), product.rows, row, sums + kTileOutputs);
+        with(row, count, sums);
+    }
+}
+
+// Calls done(row, pair, left, right) for the finished sums of every row and pair; behind the last tile right is of no
+// meaning.
+template <class Done>
+void multiply_pairs(const Product& product, const Done& done) {
+    constexpr int64_t kPiecesPerThread = 8;
+    const int64_t pairs = product.pairs(), wanted = product.num_threads * kPiecesPerThread;
+    const int64_t piece_pairs = pairs > wanted ? (pairs < 64 * wanted ? pairs / wanted : 64) : 1;
+    share((pairs + piece_pairs - 1) / piece_pairs, product.num_threads, [&](int64_t piece, int32_t thread) {
+        const int64_t end = (piece + 1) * piece_pairs < pairs ? (piece + 1) * piece_pairs : pairs;
+        for (int64_t pair = piece * piece_pairs; pair < end; ++pair)
+            multiply_pair(product, pair, thread, [&](int64_t first, int count, const float* sums) {
+                for (int r = 0; r < count; ++r) {
+                    const float* own = sums + r * kPairOutputs;
+                    const Vec left = product.finished(own, product.left(pair));
+                    done(first + r, pair, left, product.finished(own + kTileOutputs, product.right(pair)));
+                }
+            });
+    });
+}
+
+}  // namespace

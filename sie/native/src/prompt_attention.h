@@ -1,0 +1,189 @@
+// Attention of a part of a prompt over blocks: some tokens and all heads of a key head at a time, a few hundred keys at a
+// time, which are brought into the order of products once for all these queries.
+//
+// Sums over keys go on from one lot to the next (Milakov and Gimelshein, arXiv 1805.02867).
+#pragma once
+#include "blocks.h"
+
+namespace {
+
+class PromptAttention {
+    static constexpr int kBlockRows = 12;  // queries whose sums stay in registers
+
+    const Attending& a_;
+    const SieSlot& slot_;
+    const int key_head_, words_, columns_;  // words of a key; head_width in whole lanes
+    const int64_t first_token_, first_position_;
+    const int num_rows_;
+    uint32_t *keys_, *values_;  // [tile of 16 keys][word][key]; [word of keys][column]
+    float *scores_, *sums_;     // [row][key]; [row][column]
+    Stored* weights_;           // [row][key]
+    float *tops_, *totals_;     // [row]
+
+  public:
+    // Tokens from the slot's token `first` on.
+    PromptAttention(const Attending& attending, const SieSlot& slot, int64_t first, int num_tokens, int key_head, char* room)
+        : a_(attending),
+          slot_(slot),
+          key_head_(key_head),
+          words_(attending.decoder.head_width / Number::kPerWord),
+          columns_((attending.decoder.head_width + 15) / 16 * 16),
+          first_token_(slot.first_token + first),
+          first_position_(slot.start + first),
+          num_rows_(num_tokens * attending.group()) {
+        keys_ = reinterpret_cast<uint32_t*>(room);
+        values_ = keys_ + kPromptKeys * columns_;
+        scores_ = reinterpret_cast<float*>(values_ + kPromptKeys * columns_);
+        weights_ = reinterpret_cast<Stored*>(scores_ + num_rows_ * kPromptKeys);
+        sums_ = reinterpret_cast<float*>(weights_ + num_rows_ * kPromptKeys);
+        tops_ = sums_ + num_rows_ * columns_;
+        totals_ = tops_ + num_rows_;
+    }
+
+    // Tokens of a piece.
+    static int tokens_of_piece(int group) { return group < kPromptRows ? kPromptRows / group : 1; }
+
+    void run() {
+        for (int i = 0; i < num_rows_ * columns_; i += kLanes) _mm512_storeu_ps(sums_ + i, _mm512_setzero_ps());
+        for (int r = 0; r < num_rows_; ++r) tops_[r] = -3e38f, totals_[r] = 0;
+        const int64_t end = position_of(num_rows_ - 1) + 1;
+        for (int64_t begin = a_.lowest(first_position_); begin < end; begin += kPromptKeys) {
+            const int count = static_cast<int>(end - begin < kPromptKeys ? end - begin : kPromptKeys);
+            pack(begin, count);
+            for (int row = 0; row < num_rows_; row += kBlockRows) block(row, begin, count);
+        }
+        for (int r = 0; r < num_rows_; ++r)
+            for (int c = 0; c < a_.decoder.head_width; c += kLanes) {
+                const Vec sum = _mm512_mul_ps(_mm512_loadu_ps(sums_ + r * columns_ + c), _mm512_set1_ps(1.0f / totals_[r]));
+                float* to = a_.attended_of(token_of(r), head_of(r)) + c;
+                _mm512_mask_storeu_ps(to, first_lanes(a_.decoder.head_width - c), sum);
+            }
+    }
+
+  private:
+    int64_t token_of(int row) const { return first_token_ + row / a_.group(); }
+    int64_t position_of(int row) const { return first_position_ + row / a_.group(); }
+    int head_of(int row) const { return key_head_ * a_.group() + row % a_.group(); }
+
+    void pack(int64_t begin, int count) {
+        for (int tile = 0; tile < count; tile += kLanes) {
+            const Stored* rows[kLanes];
+            for (int i = 0; i < kLanes; ++i)
+                rows[i] = tile + i < count ? a_.key_of(slot_, begin + tile + i, key_head_) : nullptr;
+            for (int word = 0; word < words_; word += kLanes) {
+                const int num_words = words_ - word < kLanes ? words_ - word : kLanes;
+                __m512i square[kLanes];
+                for (int i = 0; i < kLanes; ++i)
+                    square[i] = rows[i] ? _mm512_maskz_loadu_epi32(first_lanes(num_words), rows[i] + word * Number::kPerWord)
+                                        : _mm512_setzero_si512();
+                transpose(square);
+                uint32_t* to = keys_ + tile * words_ + word * kLanes;
+                for (int i = 0; i < num_words; ++i) _mm512_storeu_si512(to + i * kLanes, square[i]);
+            }
+        }
+        uint32_t* to = values_;
+        for (int key = 0; key < whole(count); key += Number::kPerWord, to += columns_) {
+            const Stored* row = key < count ? a_.value_of(slot_, begin + key, key_head_) : nullptr;
+            const Stored* next = key + 1 < count ? a_.value_of(slot_, begin + key + 1, key_head_) : nullptr;
+            for (int c = 0; c < columns_; c += kLanes) {
+                const __mmask16 lanes = first_lanes(a_.decoder.head_width - c);
+                const Stored* below = next ? next + c : nullptr;
+                _mm512_storeu_si512(to + c, row ? Number::words(row + c, below, lanes) : _mm512_setzero_si512());
+            }
+        }
+    }
+
+    static int whole(int count) { return (count + kLanes - 1) / kLanes * kLanes; }
+
+    // Goes on with queries row .. row + 12 over the packed keys.
+    void block(int row, int64_t begin, int count) {
+        const int rows = num_rows_ - row < kBlockRows ? num_rows_ - row : kBlockRows, end = whole(count);
+        // Rows behind the last are the last again, so that every block has the same shape.
+        const Stored* queries[kBlockRows];
+        for (int r = 0; r < kBlockRows; ++r) {
+            const int own = row + (r < rows ? r : rows - 1);
+            queries[r] = a_.query_of(token_of(own), head_of(own));
+        }
+        int tile = 0;
+        for (; tile + 2 * kLanes <= end; tile += 2 * kLanes) score<2>(queries, row, rows, tile);
+        if (tile < end) score<1>(queries, row, rows, tile);
+        float factors[kBlockRows];
+        for (int r = 0; r < rows; ++r) factors[r] = weigh(row + r, begin, count);
+        int column = 0;
+        for (; column + 2 * kLanes <= columns_; column += 2 * kLanes) sum<2>(row, rows, column, end, factors);
+        if (column < columns_) sum<1>(row, rows, column, end, factors);
+    }
+
+    template <int kTiles>
+    void score(const Stored* const (&queries)[kBlockRows], int row, int rows, int tile) {
+        Vec sums[kBlockRows][kTiles];
+        for (auto& each : sums)
+            for (Vec& sum : each) sum = _mm512_setzero_ps();
+        const uint32_t* from = keys_ + tile * words_;
+        for (int word = 0; word < words_; ++word) {
+            __m512i keys[kTiles];
+            for (int t = 0; t < kTiles; ++t) keys[t] = _mm512_loadu_si512(from + (t * words_ + word) * kLanes);
+#pragma GCC unroll 12
+            for (int r = 0; r < kBlockRows; ++r) {
+                const __m512i one = broadcast_word(queries[r] + word * Number::kPerWord);
+                for (int t = 0; t < kTiles; ++t) sums[r][t] = Number::dot(sums[r][t], one, keys[t]);
+            }
+        }
+        for (int r = 0; r < rows; ++r)
+            for (int t = 0; t < kTiles; ++t)
+                _mm512_storeu_ps(scores_ + (row + r) * kPromptKeys + tile + t * kLanes, a_.scaled(sums[r][t]));
+    }
+
+    // Writes the weights of one row; returns what its sums so far are to be multiplied with.
+    float weigh(int row, int64_t begin, int count) {
+        const float* scores = scores_ + row * kPromptKeys;
+        Stored* weights = weights_ + row * kPromptKeys;
+        const int64_t position = position_of(row), low = a_.lowest(position) - begin, high = position + 1 - begin;
+        const int from = low < 0 ? 0 : static_cast<int>(low < count ? low : count);
+        const int to = high < count ? static_cast<int>(high) : count;
+        const auto lanes_at = [=](int key) { return static_cast<__mmask16>(first_lanes(to - key) & ~first_lanes(from - key)); };
+        Vec most = _mm512_set1_ps(tops_[row]);
+        for (int key = 0; key < count; key += kLanes)
+            most = _mm512_mask_max_ps(most, lanes_at(key), most, _mm512_loadu_ps(scores + key));
+        const float top = _mm512_reduce_max_ps(most);
+        Vec total = _mm512_setzero_ps();
+        for (int key = 0; key < count; key += kLanes) {
+            const Vec exponent = _mm512_sub_ps(_mm512_loadu_ps(scores + key), _mm512_set1_ps(top));
+            const Vec power = sizeof(Stored) == 2 ? rough_exp2(exponent) : exp2(exponent);
+            const Vec weight = _mm512_maskz_mov_ps(lanes_at(key), power);
+            total = _mm512_add_ps(total, weight);
+            Number::store(weights + key, 0xFFFF, weight);
+        }
+        const float factor = __builtin_exp2f(tops_[row] - top);
+        totals_[row] = totals_[row] * factor + _mm512_reduce_add_ps(total);
+        tops_[row] = top;
+        return factor;
+    }
+
+    template <int kTiles>
+    void sum(int row, int rows, int column, int end, const float (&factors)[kBlockRows]) {
+        Vec sums[kBlockRows][kTiles];
+        const Stored* weights[kBlockRows];
+        for (int r = 0; r < kBlockRows; ++r) {
+            const int own = r < rows ? r : rows - 1;
+            weights[r] = weights_ + (row + own) * kPromptKeys;
+            const float* so_far = sums_ + (row + own) * columns_ + column;
+            for (int t = 0; t < kTiles; ++t)
+                sums[r][t] = _mm512_mul_ps(_mm512_loadu_ps(so_far + t * kLanes), _mm512_set1_ps(factors[own]));
+        }
+        const uint32_t* from = values_ + column;
+        for (int word = 0; word < end / Number::kPerWord; ++word, from += columns_) {
+            __m512i values[kTiles];
+            for (int t = 0; t < kTiles; ++t) values[t] = _mm512_loadu_si512(from + t * kLanes);
+#pragma GCC unroll 12
+            for (int r = 0; r < kBlockRows; ++r) {
+                const __m512i one = broadcast_word(weights[r] + word * Number::kPerWord);
+                for (int t = 0; t < kTiles; ++t) sums[r][t] = Number::dot(sums[r][t], one, values[t]);
+            }
+        }
+        for (int r = 0; r < rows; ++r)
+            for (int t = 0; t < kTiles; ++t) _mm512_storeu_ps(sums_ + (row + r) * columns_ + column + t * kLanes, sums[r][t]);
+    }
+};
+
+}  // namespace

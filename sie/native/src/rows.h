@@ -1,0 +1,98 @@
+// The input of a product: rows of values in the form in which a kernel reads them, filled up with zeros to whole groups.
+//
+// Three forms: float32; bf16; and fixed point, for integer weights of few rows. A value of that is
+// (128 high + low) times its group's scale, 15 bits beside the largest value of the group.
+#pragma once
+#include "lanes.h"
+#include "linear.h"
+
+namespace {
+
+constexpr int kPairOutputs = 2 * kTileOutputs;  // of two tiles that are multiplied together
+
+enum class Form { kFloats, kHalves, kFixed };
+
+#ifdef __AVX512BF16__
+using Number = Bf16;
+#else
+using Number = F32;
+#endif
+
+// The form in which a matrix is multiplied with so many rows at this level.
+inline Form form_of(int32_t format, int64_t num_rows) {
+    if (sizeof(Number::Stored) == 4) return Form::kFloats;
+    return format == kWeightBf16 || num_rows > kFewRows ? Form::kHalves : Form::kFixed;
+}
+
+struct FixedGroup {
+    int8_t high[kGroupInputs], low[kGroupInputs];
+    float scale;
+    int32_t offset;  // -128 times the sum of all values: what the bytes of weights have too much
+};
+
+struct Rows {
+    char* base;
+    int64_t inputs;
+    Form form;
+
+    int64_t groups() const { return groups_of(inputs); }
+    char* at(int64_t row) const { return base + row * row_bytes(inputs); }
+    float* floats(int64_t row) const { return reinterpret_cast<float*>(at(row)); }
+    uint16_t* halves(int64_t row) const { return reinterpret_cast<uint16_t*>(at(row)); }
+    FixedGroup* fixed(int64_t row) const { return reinterpret_cast<FixedGroup*>(at(row)); }
+    // Halves from one row to the next.
+    int64_t stride() const { return row_bytes(inputs) / 2; }
+
+    // Writes a row: read(k, lanes) gives values k to k + 15, zero outside of the lanes.
+    template <class Read>
+    void write(int64_t row, const Read& read) const {
+        const auto get = [&](int64_t k) {
+            const __mmask16 lanes = first_lanes(static_cast<int>(inputs - k));
+            return lanes ? read(k, lanes) : _mm512_setzero_ps();
+        };
+        for (int64_t group = 0; group < groups(); ++group) {
+            const int64_t k = group * kGroupInputs;
+            put(row, group, get(k), get(k + kLanes));
+        }
+    }
+
+  private:
+    void put(int64_t row, int64_t group, Vec first, Vec second) const {
+        const int64_t k = group * kGroupInputs;
+        switch (form) {
+            case Form::kFloats:
+                _mm512_storeu_ps(floats(row) + k, first);
+                _mm512_storeu_ps(floats(row) + k + kLanes, second);
+                break;
+            case Form::kHalves:
+#ifdef __AVX512BF16__
+                _mm512_storeu_si512(halves(row) + k, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+#endif
+                break;
+            case Form::kFixed: fix(fixed(row)[group], first, second);
+        }
+    }
+
+    static void fix(FixedGroup& to, Vec first, Vec second) {
+        constexpr float kLargest = 127 * 128;
+        const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(first), _mm512_abs_ps(second)));
+        const bool is_number = !_mm512_cmp_ps_mask(first, first, _CMP_UNORD_Q) && !_mm512_cmp_ps_mask(second, second, _CMP_UNORD_Q);
+        // Of a group of next to nothing nothing is left; one that holds no number makes none.
+        const Vec factor = _mm512_set1_ps(most > 1e-30f ? kLargest / most : 0.0f);
+        to.scale = is_number ? most / kLargest : __builtin_nanf("");
+        const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(first, factor));
+        const __m512i b = _mm512_cvtps_epi32(_mm512_mul_ps(second, factor));
+        to.offset = -128 * _mm512_reduce_add_epi32(_mm512_add_epi32(a, b));
+        split(a, to.high, to.low);
+        split(b, to.high + kLanes, to.low + kLanes);
+    }
+
+    static void split(__m512i values, int8_t* high, int8_t* low) {
+        const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(values, _mm512_set1_epi32(64)), 7);
+        const __m512i lower = _mm512_sub_epi32(values, _mm512_slli_epi32(upper, 7));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(high), _mm512_cvtepi32_epi8(upper));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(low), _mm512_cvtepi32_epi8(lower));
+    }
+};
+
+}  // namespace

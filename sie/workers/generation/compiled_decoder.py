@@ -1,0 +1,138 @@
+"""Owns a decoder of the Llama kind as one call of the compiled library for each step (`sie.native.decoder`).
+
+Weights are the packed ones of the model's own layers, keys and values those of its `PagedCache`: nothing is kept twice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sie.native.decoder import Decoder, DecoderLayer, DecoderStep, decoder_scratch_bytes, run_decoder
+from sie.native.encoder import empty_aligned
+from sie.workers.generation import Slot
+from sie.workers.generation.attention import LayerCache, PagedCache
+from sie.workers.generation.decoder_parts import DecoderParts, LayerParts
+from sie.workers.generation.gathered import Rule
+from sie.workers.generation.norms import CompiledNorm
+from sie.workers.generation.rotary import RotaryTable
+
+
+class Turning(NamedTuple):
+    """What a forward pass shows of a model's layers: how each one's scores become weights, and which table turns it."""
+
+    rules: Sequence[Rule]
+    tables: Sequence[RotaryTable | None]
+    embedding_scale: float
+
+
+class CompiledDecoder:
+    """The records of a model, and the call that runs a step. Used by one thread at a time."""
+
+    def __init__(self, model: Any, parts: DecoderParts, cache: PagedCache, seen: Turning) -> None:
+        """Take a model whose forms `choose_decoder` has looked at; cache and parts are one layer for another."""
+        self._kept = (model, parts, cache)
+        self._tables = seen.tables
+        self._vocabulary = parts.head.out_features
+        num_keys, head = cache.layers[0].keys.shape[2:]
+        table = next((table for table in seen.tables if table is not None), None)
+        self._layers = (DecoderLayer * len(parts.layers))(
+            *(
+                _record(layer, layer_cache, rule)
+                for layer, layer_cache, rule in zip(parts.layers, cache.layers, seen.rules, strict=True)
+            )
+        )
+        self._record = Decoder(
+            parts.embeddings.weight.data_ptr(),
+            ctypes.cast(self._layers, ctypes.POINTER(DecoderLayer)),
+            parts.norm.factors.data_ptr(),
+            parts.head.matrix,
+            len(parts.layers), parts.embeddings.embedding_dim, parts.layers[0].out.in_features // head, num_keys, head,
+            0 if table is None else table.cosines.shape[1],
+            parts.activation, parts.is_gated, cache.block_tokens, cache.dtype == torch.bfloat16,
+            seen.embedding_scale, parts.residual_scale, parts.logit_scale, parts.logit_cap, parts.norm.epsilon,
+        )  # fmt: skip
+        self._num_positions = 1 << 62
+        self._point_to_tables()
+        self._scratch = empty_aligned(0)
+
+    def run(self, slots: Sequence[Slot]) -> Tensor:
+        """Return the logits (k, vocabulary), float32, behind the last tokens of the k slots that have draws.
+
+        Ids must be in the vocabulary. Blocks are written to and read up to each slot's last token, no further.
+        """
+        block_tokens = self._record.block_tokens
+        ids = slots[0].token_ids if len(slots) == 1 else np.concatenate([slot.token_ids for slot in slots])
+        table: list[tuple[int, int, int, int]] = []
+        blocks: list[int] = []
+        kept: list[int] = []
+        num_tokens = num_positions = 0
+        for token_ids, start, own, draws in slots:
+            length = len(token_ids)
+            table.append((start, length, num_tokens, len(blocks)))
+            num_tokens += length
+            end = start + length
+            num_positions = max(num_positions, end)
+            blocks += own[: (end - 1) // block_tokens + 1]
+            if draws:
+                kept.append(num_tokens - 1)
+        if num_positions > self._num_positions:
+            self._reach(num_positions)
+        logits = torch.empty(len(kept), self._vocabulary)
+        self._run(
+            np.ascontiguousarray(ids, np.int32),
+            np.array(blocks, np.int32),
+            np.array(table, np.int64),
+            np.array(kept, np.int32),
+            logits,
+        )
+        return logits
+
+    def _run(
+        self,
+        ids: NDArray[np.int32],
+        blocks: NDArray[np.int32],
+        slots: NDArray[np.int64],
+        kept: NDArray[np.int32],
+        logits: Tensor,
+    ) -> None:
+        step = DecoderStep(
+            ids.ctypes.data, blocks.ctypes.data, slots.ctypes.data, kept.ctypes.data, logits.data_ptr(), None,
+            len(ids), len(slots), len(kept), torch.get_num_threads(),
+        )  # fmt: skip
+        num_bytes = decoder_scratch_bytes(self._record, step)
+        if len(self._scratch) < num_bytes:
+            self._scratch = empty_aligned(num_bytes)
+        step.scratch = self._scratch.ctypes.data
+        run_decoder(self._record, step)
+
+    def _reach(self, num_positions: int) -> None:
+        for table in {id(table): table for table in self._tables if table is not None}.values():
+            table.reach(num_positions)
+        self._point_to_tables()
+
+    def _point_to_tables(self) -> None:
+        for layer, table in zip(self._layers, self._tables, strict=True):
+            if table is not None:
+                layer.cosines, layer.sines = table.cosines.data_ptr(), table.sines.data_ptr()
+                self._num_positions = table.num_positions
+
+
+def _record(layer: LayerParts, cache: LayerCache, rule: Rule) -> DecoderLayer:
+    norm = layer.query_norm
+    return DecoderLayer(
+        layer.qkv.matrix, layer.out.matrix, layer.up.matrix, layer.down.matrix,
+        *map(_factors, layer.norms), _factors(norm), _factors(layer.key_norm), None, None,
+        cache.keys.data_ptr(), cache.values.data_ptr(),
+        rule.scaling, rule.softcap or 0.0, cache.window or 0, norm is not None and len(norm.factors) != cache.widths[0],
+    )  # fmt: skip
+
+
+def _factors(norm: CompiledNorm | None) -> int | None:
+    return None if norm is None else norm.factors.data_ptr()

@@ -1,0 +1,65 @@
+"""Owns the tables of how queries and keys turn by their position: as the model's own rotary module computes them, in float32.
+
+A table is made once and grows; so rotations that depend on a whole sequence's length have none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_LEAST_POSITIONS = 1024
+_BY_LENGTH = ("dynamic", "longrope")
+"""Kinds of rotation, as transformers names them, that depend on the longest position of a step."""
+
+
+class RotaryCall:
+    """One call of a rotary module in a forward pass, which can be made again for other positions."""
+
+    def __init__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, Tensor]
+    ) -> None:
+        self.module = module
+        self.output = output
+        self._args = args
+        self._kwargs = kwargs
+
+    @property
+    def is_by_position(self) -> bool:
+        """Whether a position turns alike in every step."""
+        kinds: Any = getattr(self.module, "rope_type", "")
+        return not any(kind in _BY_LENGTH for kind in (kinds.values() if isinstance(kinds, dict) else (kinds,)))
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines (1, t, width), float32, at positions (1, t)."""
+
+        def exchange(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return value.new_zeros(1, 1, 1, dtype=torch.float32) if value.is_floating_point() else positions
+
+        args = [exchange(value) for value in self._args]
+        return self.module(*args, **{name: exchange(value) for name, value in self._kwargs.items()})
+
+
+class RotaryTable:
+    """Cosines and sines (positions, width) of one kind of layer."""
+
+    def __init__(self, call: RotaryCall) -> None:
+        self._call = call
+        self.cosines = self.sines = torch.empty(0, 0)
+        self.reach(_LEAST_POSITIONS)
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that it has."""
+        return len(self.cosines)
+
+    def reach(self, num_positions: int) -> None:
+        """Make it as long as that, and somewhat longer; what it had before is no longer valid."""
+        length = 1 << (num_positions - 1).bit_length()
+        with torch.inference_mode():
+            cosines, sines = self._call.at(torch.arange(length)[None])
+        self.cosines, self.sines = cosines[0].float().contiguous(), sines[0].float().contiguous()

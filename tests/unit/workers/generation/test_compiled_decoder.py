@@ -1,0 +1,215 @@
+"""The compiled form of a decoder gives what transformers gives; a model of any other shape has none and runs as before."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from sie import native
+from sie.native.decoder import can_decode
+from sie.workers.generation import Slot
+from sie.workers.generation.decoder_probe import relative_distance
+from sie.workers.generation.weights import dequantise
+from tests.generation_models import FAMILIES, Stream, generate, load, random_prompt, save, step
+
+COMPILED = (
+    "llama", "mistral", "qwen2", "qwen2-sliding", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "granite", "olmo2",
+    "olmo3", "smollm3",
+)  # fmt: skip
+OTHERS = [
+    name for name in FAMILIES
+    if name not in (*COMPILED, "bloom", "codegen", "falcon", "gpt_neo", "gptj", "lfm2", "mamba", "mpt")
+]  # fmt: skip
+PROMPTS = [random_prompt(length, seed) for seed, length in enumerate((5, 29, 18))]
+NUM_TOKENS = 10
+pytestmark = pytest.mark.skipif(not can_decode(is_bf16=True), reason="no kernels on this machine")
+
+
+def rounded(directory) -> torch.nn.Module:
+    """Return the library's own model in float32, its linear layers rounded to eight bits."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    for layer in model.modules():
+        if type(layer) is nn.Linear:
+            layer.weight = nn.Parameter(dequantise(layer.weight.detach(), 8), requires_grad=False)
+    return model
+
+
+def scattered_blocks(number: int, count: int = 8) -> list[int]:
+    return [3 * i + number for i in np.random.default_rng(number).permutation(count)]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_tokens_alone_and_mixed_equal_the_library(name, load_tiny):
+    runner, directory = load_tiny(name, weights="int8")
+    assert runner.decoder is not None
+    oracles = [generate(rounded(directory), prompt, NUM_TOKENS) for prompt in PROMPTS]
+    alone = [Stream(prompt, range(8)) for prompt in PROMPTS]
+    for stream in alone:
+        while len(stream.answer) < NUM_TOKENS:
+            step(runner, [stream])
+    mixed = [Stream(prompt, scattered_blocks(i)) for i, prompt in enumerate(PROMPTS)]
+    for num_running in (1, 2, 3, 3, 3, 3, 3):  # later prompts arrive while the first decodes, in parts of 7
+        step(runner, mixed[:num_running], most=7)
+    while min(len(stream.answer) for stream in mixed) < NUM_TOKENS:
+        step(runner, mixed)
+    for oracle, one, other in zip(oracles, alone, mixed, strict=True):
+        assert min(oracle.gaps[:3]) > 1e-4, "nothing would be compared"
+        assert oracle.agrees(one.answer)
+        assert oracle.agrees(other.answer)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_have_no_compiled_form(name, load_tiny):
+    runner, _ = load_tiny(name, weights="int8")
+    assert runner.decoder is None
+
+
+def test_float32_weights_are_left_to_torch(load_tiny):
+    assert load_tiny("llama")[0].decoder is None
+
+
+def logits_both_ways(runner, steps: list[list[Slot]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Run steps compiled and layer by layer, each from clear blocks; return each step's logits."""
+    decoder, found = runner.decoder, []
+    assert decoder is not None
+    for runner.decoder in (decoder, None):
+        for layer in runner._cache.layers:
+            layer.keys.zero_()
+            layer.values.zero_()
+        found.append([runner.run_logits(slots) for slots in steps])
+    runner.decoder = decoder
+    return list(zip(*found, strict=True))
+
+
+def steps_of(prompt, cuts, blocks) -> list[list[Slot]]:
+    stream = Stream(prompt, blocks)
+    draws = stream.next_slot().draws
+    return [[Slot(prompt[a:b], a, stream.blocks, draws)] for a, b in zip((0, *cuts), (*cuts, len(prompt)), strict=True)]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "phi3"])
+def test_parts_of_every_size_give_what_the_layers_give(name, weights, num_threads, load_tiny):
+    runner, _ = load_tiny(name, weights=weights, dtype="bfloat16")
+    prompt = random_prompt(150, 4)
+    cuts = np.cumsum([1, 2, 3, 4, 5, 8, 9, 16, 17, 40, 1, 13, 7, 1])
+    blocks = np.random.default_rng(8).permutation(20).tolist()
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        far = [relative_distance(a[0], b[0]) for a, b in logits_both_ways(runner, steps_of(prompt, cuts, blocks))]
+    finally:
+        torch.set_num_threads(before)
+    assert np.median(far) < 0.05
+    assert max(far) < 0.25
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "olmo3", "phi3"])
+def test_in_float32_both_ways_are_one_number(name, weights, load_tiny):
+    runner, _ = load_tiny(name, weights=weights)
+    prompt = random_prompt(150, 4)
+    steps = steps_of(prompt, [1, 3, 20, 60, 61, 62, 79, 80, 149], np.random.default_rng(8).permutation(20).tolist())
+    for compiled, by_layer in logits_both_ways(runner, steps):
+        torch.testing.assert_close(compiled, by_layer, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("count", [2, 5, 8, 9, 16, 17, 70])
+def test_sequences_that_decode_together_give_what_each_gives_alone(count, load_tiny):
+    runner, _ = load_tiny("gemma3", weights="int8", max_sequences=100)
+    prompts = [random_prompt(3 + i % 23, i) for i in range(count)]
+    streams = [Stream(prompt, range(4 * i, 4 * i + 4)) for i, prompt in enumerate(prompts)]
+    for _ in range(3):
+        step(runner, streams)
+    for prompt, stream in list(zip(prompts, streams, strict=True))[:: max(1, count // 8)]:
+        alone = Stream(prompt, range(400, 404))
+        for _ in range(3):
+            step(runner, [alone])
+        assert alone.answer == stream.answer
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"hidden_size": 40, "intermediate_size": 80, "head_dim": 10, "num_attention_heads": 6, "num_key_value_heads": 3},
+        {"hidden_size": 72, "intermediate_size": 16, "head_dim": 34, "num_attention_heads": 7, "num_key_value_heads": 1},
+        {"hidden_size": 32, "intermediate_size": 112, "head_dim": 72, "num_attention_heads": 2, "num_key_value_heads": 2},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_widths_that_fill_no_vector_are_computed_whole(shape, dtype, tmp_path, monkeypatch):
+    config, values = FAMILIES["qwen3"]
+    monkeypatch.setitem(FAMILIES, "odd", (config, {**values, **shape, "attention_bias": True}))
+    runner = load(save(tmp_path / "odd", "odd"), dtype=dtype, weights="int8")
+    assert runner.decoder is not None
+    steps = steps_of(random_prompt(70, 2), [1, 2, 31, 64], range(9))
+    far = [relative_distance(a[0], b[0]) for a, b in logits_both_ways(runner, steps)]
+    assert max(far) < (1e-4 if dtype == "float32" else 0.1)
+
+
+def test_long_sequences_are_cut_into_segments_and_outgrow_the_tables(tmp_path, monkeypatch):
+    config, values = FAMILIES["llama"]
+    monkeypatch.setitem(FAMILIES, "long", (config, {**values, "max_position_embeddings": 2048}))
+    runner = load(save(tmp_path / "long", "long"), weights="int8", context_length=2048)
+    prompt = random_prompt(1300, 3)
+    steps = steps_of(prompt, [600, 601, 1150, 1299], range(170))
+    for compiled, by_layer in logits_both_ways(runner, steps):
+        torch.testing.assert_close(compiled, by_layer, atol=2e-4, rtol=1e-4)
+
+
+def test_what_lies_in_blocks_behind_the_last_token_is_not_read(load_tiny):
+    runner, _ = load_tiny("gemma3", weights="int8", dtype="bfloat16")
+    assert runner.decoder is not None
+    clean = [Stream(PROMPTS[1], range(5)), Stream(PROMPTS[0], [6])]
+    step(runner, clean)
+    for layer in runner._cache.layers:
+        layer.keys.fill_(torch.nan)
+        layer.values.fill_(torch.nan)
+    streams = [Stream(PROMPTS[1], range(5)), Stream(PROMPTS[0], [6])]
+    step(runner, streams)
+    assert [stream.answer for stream in streams] == [stream.answer for stream in clean]
+    for layer in runner._cache.layers:
+        layer.keys.zero_()
+        layer.values.zero_()
+
+
+def test_a_model_that_only_looks_alike_is_found_out(tmp_path, monkeypatch, caplog):
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    own = LlamaDecoderLayer.forward
+    monkeypatch.setattr(
+        LlamaDecoderLayer, "forward", lambda self, states, **kwargs: own(self, states, **kwargs) - 0.7 * states
+    )
+    with caplog.at_level(logging.WARNING):
+        runner = load(save(tmp_path / "alike", "llama"), weights="int8")
+    assert runner.decoder is None
+    assert "alike: each layer runs by itself" in caplog.text
+    step(runner, [Stream(PROMPTS[0], [0])])
+
+
+def test_rotations_that_depend_on_the_length_are_left_to_the_library(tmp_path, monkeypatch):
+    config, values = FAMILIES["llama"]
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    monkeypatch.setitem(FAMILIES, "dynamic", (config, {**values, "rope_parameters": rope}))
+    assert load(save(tmp_path / "dynamic", "dynamic"), weights="int8").decoder is None
+
+
+def test_without_kernels_a_model_runs_as_before(tmp_path):
+    directory = save(tmp_path / "llama", "llama")
+    native.allow(allowed=False)
+    try:
+        runner = load(directory, weights="int8")
+        assert runner.decoder is None
+        oracle = generate(rounded(directory), PROMPTS[0], 3)
+        stream = Stream(PROMPTS[0], [0])
+        for _ in range(3):
+            step(runner, [stream])
+        assert oracle.agrees(stream.answer)
+    finally:
+        native.allow(allowed=True)
