@@ -31,6 +31,14 @@ def server() -> Iterator[Server]:
         yield running
 
 
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """Let children hear Ctrl-C also where these tests run in the background of a shell, which has them ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Terminal:
     """A `sie chat` whose three streams are a terminal."""
 

@@ -41,7 +41,9 @@ _DRAWN = (Draw(Sampling(temperature=0.0), 0, 0),)
 
 
 def choose_decoder(runner: TextGenerator, cache: PagedCache, rules: Sequence[Rule]) -> CompiledDecoder | None:
-    """Return the compiled form of a runner's model, None when it has none. Leaves the blocks clear."""
+    """Return the compiled form of a runner's model on a CPU, None when it has none. Leaves the blocks clear."""
+    if cache.device.type != "cpu":
+        return None
     model_id = runner.card.id
     try:
         with torch.inference_mode():
@@ -57,11 +59,7 @@ def choose_decoder(runner: TextGenerator, cache: PagedCache, rules: Sequence[Rul
 
 
 def _compile(runner: TextGenerator, cache: PagedCache, rules: Sequence[Rule]) -> CompiledDecoder:
-    if (
-        cache.device.type != "cpu"
-        or cache.dtype not in _MAX_DIFFERENCE
-        or not can_decode(is_bf16=cache.dtype == torch.bfloat16)
-    ):
+    if cache.dtype not in _MAX_DIFFERENCE or not can_decode(is_bf16=cache.dtype == torch.bfloat16):
         raise UnknownPartsError("there are no kernels for it")
     parts = find_parts(runner.model)
     _check_shapes(parts, cache, rules)
