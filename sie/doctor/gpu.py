@@ -9,6 +9,7 @@ import importlib
 import os
 import queue
 import re
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -82,6 +83,7 @@ def _ask(settings: Settings, nvml: Any) -> Iterator[Finding]:
             return
         yield Finding(area="gpu", level="ok", message=f"driver {driver}, CUDA {_version(cuda)}, devices: {count}")
         yield _check_torch(torch_cuda(), cuda, is_required)
+        yield from _check_compiler()
         yield from _check_named(settings.devices.devices, count)
         yield from _check_nodes()
         for index in range(count):
@@ -124,6 +126,13 @@ def _check_torch(built: str | None, driver_cuda: int, is_required: bool) -> Find
         fix = "update the driver, or install a torch built for an older CUDA"
         return _error(f"torch is built for CUDA {built}, the driver goes to {_version(driver_cuda)}", fix)
     return Finding(area="gpu", level="ok", message=f"torch is built for CUDA {built}")
+
+
+def _check_compiler() -> Iterator[Finding]:
+    """Look for what Triton compiles the launchers of its kernels with. Source: triton 3.6, `runtime/build.py`."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        message = "no C compiler for Triton: models that generate text run many times slower"
+        yield Finding(area="gpu", level="warn", message=message, fix="install gcc or clang, or name one in CC")
 
 
 def _check_named(devices: str, count: int) -> Iterator[Finding]:

@@ -72,6 +72,7 @@ class FakeNvml:
 def _host(monkeypatch: pytest.MonkeyPatch, tmp_path):
     monkeypatch.setattr(gpu, "_check_nodes", lambda: iter(()))
     monkeypatch.setattr(gpu, "torch_cuda", lambda: "12.6")
+    monkeypatch.setenv("CC", "cc")
     monkeypatch.setattr(gpu, "_PCI", tmp_path)
 
 
@@ -132,6 +133,16 @@ def test_a_host_without_a_driver_is_fine_unless_cuda_is_asked_for_or_a_card_is_t
     assert bad(nvml) == [], "that is the sound of a card, not the card"
     (card / "class").write_text("0x030200\n")
     assert bad(nvml) == [("warn", "there is an NVIDIA device, but Driver Not Loaded: the cores are used")]
+
+
+def test_a_host_without_a_compiler_is_told_what_triton_needs(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    ((level, message),) = bad(FakeNvml({"Name": "GPU Y"}))
+    assert level == "warn"
+    assert "no C compiler" in message
+    (tmp_path / "clang").touch(mode=0o755)
+    assert bad(FakeNvml({"Name": "GPU Y"})) == []
 
 
 def test_cores_alone_ask_nothing():
