@@ -108,7 +108,9 @@ def decode_encode(body: bytes, msgpack: bool, model: str, limits: Limits) -> Enc
 
 def _is_bare(item: Item) -> bool:
     """Tell whether an item is a text and nothing else, as in most small requests: then there is nothing to check."""
-    return item.id is None and item.metadata is _ABSENT and find_non_text((item,)) is None
+    if item.text is None or item.id is not None or item.metadata is not _ABSENT:
+        return False
+    return not (item.images or item.audio or item.video or item.document)
 
 
 def read_media(items: Sequence[Item], limits: Limits) -> MediaItems:
@@ -276,10 +278,12 @@ def encode_reply(reply: EncodeReply, msgpack: bool) -> bytes:
 
 
 def _reply_msgpack(reply: EncodeReply) -> bytes:
-    count = reply.num_items
-    rows = reply.values.cast("B")
+    count, rows = reply.num_items, reply.values
     row_bytes = rows.nbytes // count
     before = outputs.dense_prefix(reply.output_dtype, reply.dims, reply.dtype, reply.width, row_bytes)
+    if count == 1 and not reply.ids:  # as most small requests
+        return b"".join((_head(reply.model), _ONE_ITEM, before, rows, _tail_msgpack(reply)))
+    rows = rows.cast("B")
     parts: list[Any] = [_head(reply.model), array_header(count)]
     if not reply.ids:
         for start in range(0, count * row_bytes, row_bytes):
@@ -293,6 +297,7 @@ def _reply_msgpack(reply: EncodeReply) -> bytes:
 
 
 _ONE_KEY = b"\x81"
+_ONE_ITEM = array_header(1) + _ONE_KEY
 _ID_KEY = b"\x82" + pack("id")
 
 
