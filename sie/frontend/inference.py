@@ -128,18 +128,19 @@ class Inference:
             answer = sie.encode_reply(reply, wants_msgpack)
         finally:
             _let_go(reply, raw)
-        return Response(200, self._encode_headers(reply, wants_msgpack), answer)
+        return Response(200, self.encode_headers(reply.timing, wants_msgpack), answer)
 
     async def _encoded_on_thread(self, reply: EncodeReply, raw: Reply) -> Response:
         try:
             answer = await self._on_thread(sie.encode_reply, reply, False)
         finally:
             _let_go(reply, raw)
-        return Response(200, self._encode_headers(reply, wants_msgpack=False), answer)
+        return Response(200, self.encode_headers(reply.timing, wants_msgpack=False), answer)
 
-    def _encode_headers(self, reply: EncodeReply, wants_msgpack: bool) -> Headers:
+    def encode_headers(self, timing: Timing, wants_msgpack: bool) -> Headers:
+        """Return the headers of an answer to an encode request."""
         content_type = ("content-type", negotiate.content_type(wants_msgpack))
-        return [content_type, *_timing_headers(reply.timing), *self._identity]
+        return [content_type, *_timing_headers(timing), *self._identity]
 
     async def score(self, exchange: Exchange) -> Answer:
         """Answer `/v1/score/{model}`."""
