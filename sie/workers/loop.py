@@ -152,7 +152,7 @@ class Loop:
 
     def _idle_wait_s(self, wait_s: float) -> float:
         """Return how long to wait for news; replies without credit or room are tried again soon."""
-        num_unsent = sum(not link.flush() for link in self._links.values())
+        num_unsent = sum([not link.flush() for link in self._links.values()])
         is_unsent = num_unsent or self._answers or self._generators.is_unsent
         return min(wait_s, _CREDIT_WAIT_S) if is_unsent else wait_s
 
@@ -297,9 +297,10 @@ class Loop:
             if not item.request.ended and item.request.is_cancelled:
                 item.request.cancel()
         items = [item for item in step.items if self._may_run(item.request, hosted.card, now_ns)]
-        blocked = [item for item in step.items if not item.request.ended and not item.request.has_started]
-        if blocked:
-            self._park(step.model, blocked)
+        if len(items) < len(step.items):
+            blocked = [item for item in step.items if not item.request.ended and not item.request.has_started]
+            if blocked:
+                self._park(step.model, blocked)
         self._send_replies()  # of those that do not run
         for same in by_operation(items):
             self._run(runner, hosted.card, same)
@@ -340,7 +341,7 @@ class Loop:
             self._state.put_back(model, items)
 
     def _run(self, runner: Runner, card: ModelCard, items: list[Waiting]) -> None:
-        num_tokens = sum(item.num_tokens for item in items)
+        num_tokens = sum([item.num_tokens for item in items])
         started_ns, started_busy_ns = time.monotonic_ns(), self._busy_ns()
         try:
             self._forward(runner, card, items, num_tokens)
@@ -396,4 +397,4 @@ class Loop:
                 self._generators.forget(model)
         self._adapters.settle(lambda model: (*self._state.queues.get(model, ()), *self._parked.get(model, ())))
         self._metrics.set_queue_depths(self._state.queues)
-        self._metrics.set_extents_in_use(sum(link.num_leased for link in self._links.values()))
+        self._metrics.set_extents_in_use(sum([link.num_leased for link in self._links.values()]))

@@ -59,8 +59,9 @@ def row_layout(header: WorkHeader, card: ModelCard) -> tuple[str, int]:
     is_score = header.operation == "score"
     wanted = [output for output, _ in header.compared] if is_score else header.output_types
     outputs = card.outputs
-    if not all(output in outputs for output in wanted):
-        raise BadRequest(f"Model '{card.id}' does not have all of the outputs {list(wanted)}")
+    for output in wanted:
+        if output not in outputs:
+            raise BadRequest(f"Model '{card.id}' does not have all of the outputs {list(wanted)}")
     if is_score:
         return "<f4", 1
     return output_layout(card.dims.get("dense", 1), header.truncate_dim, header.output_dtype)

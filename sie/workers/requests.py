@@ -47,6 +47,7 @@ _ROWS: Final = {"encode": "dense", "score": "score", "extract": "logits", "infer
 _MAX_KEPT_HEADER_BYTES: Final = 2048
 """A longer header, that of a long list of labels, is read each time; headers are kept by the thousand."""
 _PAIR_OUTPUTS: Final = ("logits",)
+_NO_BYTES: Final = memoryview(b"")
 
 
 class Link(Protocol):
@@ -148,7 +149,7 @@ class Request:
         self.ended = False
         self._lease: Lease | None = None
         self._layout: ReplyLayout | None = None
-        self._payload = memoryview(b"")
+        self._payload = _NO_BYTES
 
     @property
     def is_cancelled(self) -> bool:
@@ -273,8 +274,9 @@ class Request:
     def _end(self, kind: int, lease: Lease | None, length: int) -> None:
         self.ended = True
         self._lease = None
-        self._payload = memoryview(b"")
-        self._let_go()
+        self._payload = _NO_BYTES
+        if self.ragged is not None:
+            self.ragged.close()
         failpoints.reach("worker.before_reply")
         self.link.reply(kind, self.request_id, lease, length)
 

@@ -199,7 +199,7 @@ def plan_step(state: State, budget: Budget, now_ns: int) -> Step | None:
         chosen = _choose_alike(live, budget.max_items, _max_alike_tokens(state, budget, model))
     else:
         chosen = _choose(live, budget, now_ns) if live else []
-    return Step(model, chosen, sum(item.num_tokens for item in chosen), expired, refused)
+    return Step(model, chosen, sum([item.num_tokens for item in chosen]), expired, refused)
 
 
 def _choose(live: list[Waiting], budget: Budget, now_ns: int) -> list[Waiting]:
@@ -207,7 +207,7 @@ def _choose(live: list[Waiting], budget: Budget, now_ns: int) -> list[Waiting]:
     if head.alone:
         return _fill([item for item in live if item.request is head.request], budget)
     together = [item for item in live if not item.alone]
-    if len(together) <= budget.max_items and sum(item.num_tokens for item in together) <= budget.max_tokens:
+    if len(together) <= budget.max_items and sum([item.num_tokens for item in together]) <= budget.max_tokens:
         return together
     overdue_ns = now_ns - budget.max_age_ns
     overdue = [item for item in together if item.arrival_ns < overdue_ns]

@@ -94,7 +94,7 @@ class KeptTensors:
 
     def put(self, outputs: tuple[OutputTensor, ...]) -> None:
         """Keep all outputs, without a copy. Raises BadRequest for a reply that is too large, Overloaded for too many."""
-        nbytes = sum(output.data.nbytes for output in outputs)
+        nbytes = sum([output.data.nbytes for output in outputs])
         if nbytes > self._max_reply_bytes:
             raise BadRequest(
                 f"The reply would hold {nbytes} bytes of tensors, over max_reply_bytes ({self._max_reply_bytes})"

@@ -12,6 +12,7 @@ import re
 import struct
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -21,7 +22,7 @@ from sie.cards import AdapterSpec, ModelCard
 from sie.catalog.stub import adapted_text, count_stub_tokens
 from sie.errors import Internal
 from sie.extraction import Classification, DetectedObject, Entity, Extraction, ExtractTask
-from sie.headers import TensorForm
+from sie.headers import TensorForm, TensorTask
 from sie.workers.runners import ImageItem, StepOutputs, Want
 from sie.workers.runners.stub_faults import StubFaults
 from sie.workers.tensors import OutputTensor, TensorInputs
@@ -133,14 +134,15 @@ class StubRunner:
 
 
 def _identity(request: TensorInputs) -> tuple[OutputTensor, ...]:
-    found = {
-        form.name.replace("INPUT", "OUTPUT"): (form, data)
-        for form, data in zip(request.task.inputs, request.data, strict=True)
-    }
-    return tuple([
-        OutputTensor(TensorForm(name, found[name][0].datatype, found[name][0].shape), found[name][1])
-        for name in request.task.outputs or found
-    ])  # fmt: skip
+    return tuple([OutputTensor(form, request.data[index]) for form, index in _outputs_of(request.task)])
+
+
+@lru_cache(maxsize=256)
+def _outputs_of(task: TensorTask) -> list[tuple[TensorForm, int]]:
+    """Return each output, and the number of the input whose bytes it has."""
+    found = {form.name.replace("INPUT", "OUTPUT"): (form, index) for index, form in enumerate(task.inputs)}
+    wanted = [(name, *found[name]) for name in task.outputs or found]
+    return [(TensorForm(name, form.datatype, form.shape), index) for name, form, index in wanted]
 
 
 def _bytes_of(item: ImageItem) -> bytes:
