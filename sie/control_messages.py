@@ -310,7 +310,7 @@ class Pong(msgspec.Struct, tag=True, frozen=True):
 
 
 class Silence(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to supervisor: the event loop may stand still for so long from now; pings wait."""
+    """Child to supervisor: its loop may stand still for so long from now, and is no hang then; 0: that is over."""
 
     seconds: int
 

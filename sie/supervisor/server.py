@@ -205,6 +205,8 @@ class Supervisor:
                 child.pong_s = max(child.pong_s, time.monotonic())  # an announced silence still lies ahead
             case control_messages.Silence(seconds):
                 child.pong_s = time.monotonic() + seconds
+                if child.role == "worker":
+                    self._watch.excuse(child.slot, child.pong_s)
             case control_messages.Quarantine():
                 # The one that asks comes last: it answers its client when it hears this.
                 self._crew.send_all(sorted(self._crew.frontends, key=lambda frontend: frontend is child), message)
