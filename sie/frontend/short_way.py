@@ -63,7 +63,6 @@ class ShortWay:
         self._border = border
         self._process = process
         self._begins = begins
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def take(self, exchange: Exchange) -> None:
         """Serve a request whose body is there; one whose body is late, too, with a task that waits for it."""
@@ -85,8 +84,8 @@ class ShortWay:
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run what needs a task; the event loop itself keeps none alive."""
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._process.requests.add(task)
+        task.add_done_callback(self._process.requests.discard)
 
     def _submit(self, exchange: Exchange, begin: Begin) -> None:
         route = exchange.route

@@ -49,7 +49,7 @@ class Desk:
     def __init__(self, begin: Begin | None = None, access: Access | None = None) -> None:
         self.access = access
         self.answers: asyncio.Queue[Response | Exception | str] = asyncio.Queue()
-        process = cast("Any", SimpleNamespace(access=access))
+        process = cast("Any", SimpleNamespace(access=access, requests=set()))
         self.short_way = ShortWay(self, process, {ENCODE: begin} if begin is not None else {})
 
     async def serve(self, exchange: Exchange) -> None:
