@@ -19,28 +19,28 @@ from sie import control, control_messages, failpoints, process
 from sie.control import Channel, ChannelClosedError
 from sie.control_messages import Launch, Models
 from sie.errors import BadRequest, SieError, Unavailable
-from sie.frontend.access import open_access
-from sie.frontend.access_log import AccessLog
+from sie.frontend.access.gate import open_access
 from sie.frontend.adapters import AdapterTable
 from sie.frontend.admin import ModelAdmin
 from sie.frontend.attaching import Attaching
-from sie.frontend.body import BodyReader, body_limits
 from sie.frontend.client_watch import ClientWatch
-from sie.frontend.cors import Cors
 from sie.frontend.encode import Encoder
 from sie.frontend.engine import ShmEngine
-from sie.frontend.extract import Extractor
-from sie.frontend.generation_metrics import GenerationMetrics
-from sie.frontend.image_reader import ImageReader
-from sie.frontend.infer import Tensors
+from sie.frontend.extraction.extract import Extractor
+from sie.frontend.http.body import BodyReader, body_limits
+from sie.frontend.http.cors import Cors
+from sie.frontend.inputs.image_reader import ImageReader
 from sie.frontend.leaving import Leaving
-from sie.frontend.metrics import FrontendMetrics, merge
 from sie.frontend.models import ModelTable
 from sie.frontend.score import Scorer
-from sie.frontend.status import StatusInputs, build_status, encode_frame, server_facts
-from sie.frontend.status_hub import StatusHub
-from sie.frontend.tensor_images import TensorImages
-from sie.frontend.text_tensors import TextTensors
+from sie.frontend.telemetry.access_log import AccessLog
+from sie.frontend.telemetry.generation import GenerationMetrics
+from sie.frontend.telemetry.metrics import FrontendMetrics, merge
+from sie.frontend.telemetry.status import StatusInputs, build_status, encode_frame, server_facts
+from sie.frontend.telemetry.status_hub import StatusHub
+from sie.frontend.tensors.images import TensorImages
+from sie.frontend.tensors.infer import Tensors
+from sie.frontend.tensors.texts import TextTensors
 from sie.logs import get_logger, set_level
 from sie.settings import Settings
 from sie.shm.large import LargeBudget
@@ -49,7 +49,7 @@ from sie.shm.space import OutboundSpace
 
 if TYPE_CHECKING:
     from sie.frontend.generation.start import Generator
-    from sie.frontend.tracing import RequestTracing
+    from sie.frontend.telemetry.tracing import RequestTracing
 
 Headers = list[tuple[str, str]]
 Recorder = Callable[[Any, int, Headers, SieError | None], Headers]
@@ -349,7 +349,7 @@ def _start_tracing(settings: Settings, launch: Launch) -> RequestTracing | None:
     """Return what writes traces; OpenTelemetry is imported only when they are wanted."""
     if not settings.tracing.enabled:
         return None
-    from sie.frontend.tracing import RequestTracing
+    from sie.frontend.telemetry.tracing import RequestTracing
 
     return RequestTracing(settings.tracing, launch.slot)
 
