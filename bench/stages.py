@@ -11,7 +11,8 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Final, Literal, NamedTuple
+from types import SimpleNamespace
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,14 +21,23 @@ from bench.shm import open_ring
 from sie.catalog.cards import make_card
 from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec, parse_model_spec
-from sie.frontend.dialects.kserve import decode_infer, encode_infer
+from sie.frontend.dialects.kserve import InferCall, decode_infer, encode_infer
 from sie.frontend.dialects.sie import decode_encode, encode_reply, resolve_encode
+from sie.frontend.http.known_infer import (
+    Basis,
+    KnownAnswer,
+    KnownInfer,
+    KnownInfers,
+    learn_answer,
+    places_in,
+    read_answer,
+)
 from sie.frontend.inputs.tokenize import Tokenizer, encode_stub_text
 from sie.frontend.request_layout import lay_out, lay_out_text
 from sie.frontend.telemetry.metrics import FrontendMetrics
-from sie.headers import WorkHeader
+from sie.headers import TensorForm, TensorReplyHeader, WorkHeader
 from sie.limits import Limits
-from sie.shm.extent import split_extent, write_extent, write_parts
+from sie.shm.extent import begin_extent, extent_bytes, plan_arrays, split_extent, write_extent, write_parts
 from sie.shm.large import LargeBudget
 from sie.shm.layout import SUBMIT
 from sie.shm.pages import CounterPage
@@ -137,6 +147,32 @@ def _tensor_stages() -> Iterator[Stage]:
             model="identity", outputs=[msgspec.structs.replace(tensor, name="OUTPUT0")], timing=Timing()
         )
         yield Stage("tensors", f"encode {name} reply", partial(encode_infer, decode(), reply, rule))
+    yield from _known_stages(head, values.tobytes(), decode())
+
+
+def _known_stages(head: bytes, data: bytes, call: InferCall) -> Iterator[Stage]:
+    """What takes the place of decoding and encoding for a binary request whose like was seen."""
+    knowns, body, length, models, limits = KnownInfers(), head + data, str(len(head)), object(), Limits()
+    places = places_in(body, length, call)
+    assert places is not None
+    nobody: Any = None
+    knowns.learn("identity", length, body, Basis(models, limits), KnownInfer(nobody, nobody, nobody, call, places, {}))
+    form = TensorForm("OUTPUT0", "FP32", (_NUM_VALUES,))
+    plan = plan_arrays([("times", "<i8", (3,)), ("0", "|u1", (len(data),))])
+    header = msgspec.msgpack.encode(TensorReplyHeader(plan.refs, (form,)))
+    view = memoryview(bytearray(extent_bytes(len(header), plan.nbytes)))
+    begin_extent(view, header)
+    raw: Any = SimpleNamespace(view=view, release=lambda: None)
+    answers: dict[bytes, KnownAnswer] = {}
+    learn_answer(answers, header, bytes(150 + len(data)), 150)
+
+    def find() -> object:
+        found = knowns.find("identity", length, body, models, limits)
+        assert found is not None
+        return [memoryview(body)[place] for place in found.places]
+
+    yield Stage("tensors", "know a binary request again", find)
+    yield Stage("tensors", "know its reply again", partial(read_answer, answers, raw))
 
 
 def _ring_stages() -> Iterator[Stage]:
