@@ -88,7 +88,7 @@ class KnownInfers:
         """Keep what was found out about a request, to be found by the same words."""
         old = self._basis
         is_same = old is not None and old.models is basis.models and old.limits is basis.limits
-        if not is_same or len(self._known) >= _MAX_KNOWN:
+        if not is_same or max(len(self._known), len(self._splits)) >= _MAX_KNOWN:
             self._known.clear()
             self._splits.clear()
             self._basis = basis

@@ -81,6 +81,13 @@ class TestRequests:
         assert knowns.find("m", LENGTH, bodies[-1], *BASIS) is not None
         assert sum(knowns.find("m", LENGTH, body, *BASIS) is not None for body in bodies) <= 256
 
+    def test_nor_by_writing_one_length_in_many_ways(self):
+        knowns = KnownInfers()
+        lengths = ["0" * zeros + str(len(HEAD)) for zeros in range(1000)]
+        for length in lengths:
+            knowns.learn("m", length, HEAD + TAIL, BASIS, known_one())
+        assert sum(knowns.find("m", length, HEAD + TAIL, *BASIS) is not None for length in lengths) <= 256
+
     def test_elements_lie_back_to_back_behind_the_json(self):
         assert places_in(HEAD + TAIL, LENGTH, call_of(6, 0, 2)) == (slice(13, 19), slice(19, 19), slice(19, 21))
 
