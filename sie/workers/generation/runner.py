@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import numpy as np
@@ -19,9 +22,10 @@ from sie.workers.generation.attention import PagedCache
 from sie.workers.generation.compiled_decoder import CompiledDecoder
 from sie.workers.generation.embedding import Embedder
 from sie.workers.generation.gathered import GatheredStep
-from sie.workers.generation.grammar import GrammarCompiler
+from sie.workers.generation.grammar import GrammarCompiler, GrammarMatcher
 from sie.workers.generation.graphs import Answers, DecodeGraphs, try_record
 from sie.workers.generation.layout import StepLayout, lay_out
+from sie.workers.generation.masks import FindHidden, MaskThread, find_hidden
 from sie.workers.generation.sampling import choose
 from sie.workers.generation.varlen import MixedStep, can_attend
 from sie.workers.generation.weights import PackedLinear
@@ -49,6 +53,7 @@ class TextGenerator:
         self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._grammars = GrammarCompiler(card)
+        self._masks = MaskThread()
         self._graphs: DecodeGraphs | None = None
         self.decoder: CompiledDecoder | None = None
         """What runs the steps of a model that has a compiled form."""
@@ -61,15 +66,28 @@ class TextGenerator:
     def run_step(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> list[tuple[Chosen, ...]]:
         """Return what each slot's draws chose (`GenerateRunner`).
 
-        Raises BadRequest for an id outside the vocabulary, NonFinite when a draw's logits are.
+        Raises BadRequest for an id outside the vocabulary and a grammar that allows nothing, NonFinite when a draw's
+        logits are.
         """
         drawing = [slot for slot in slots if slot.draws]
         draws: list[Draw] = [draw for slot in drawing for draw in slot.draws]
         rows = [row for row, slot in enumerate(drawing) for _ in slot.draws]
-        with torch.inference_mode():
+        with torch.inference_mode(), self._hiding(draws) as hidden:
             answers = self._run(slots, copies)
-            chosen = iter(choose(answers.logits, rows, draws, answers.best) if draws else ())
+            chosen = iter(choose(answers.logits, rows, draws, answers.best, hidden) if draws else ())
         return [tuple(next(chosen) for _ in slot.draws) for slot in slots]
+
+    def _hiding(self, draws: Sequence[Draw]) -> AbstractContextManager[FindHidden | None]:
+        """Return what finds what the grammars of a step hide, begun at once where a core has nothing else to do.
+
+        Where each core has its part of the forward pass, whose parts wait for each other, a thread beside it makes a step
+        longer than the masks take behind it.
+        """
+        if all(draw.matcher is None for draw in draws):
+            return nullcontext()
+        find = functools.partial(find_hidden, draws, self._vocab_size, GrammarMatcher.fill_masks)
+        is_spare = self._cache.device.type != "cpu" or torch.get_num_threads() < len(os.sched_getaffinity(0))
+        return self._masks.beside(find) if is_spare else nullcontext(find)
 
     @torch.inference_mode()
     def run_logits(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> Tensor:

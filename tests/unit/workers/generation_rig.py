@@ -304,8 +304,8 @@ class EngineRig:
             eos_token_ids=self.runner.card.generate.eos_token_ids, is_alone=is_alone,
         )  # fmt: skip
         self.engine.add(job)
-        matchers = [self.runner.compile_grammar(asked.grammar_kind, asked.grammar)] if asked.grammar else []
-        self.engine.start(job, matchers)
+        first = self.runner.compile_grammar(asked.grammar_kind, asked.grammar) if asked.grammar else None
+        self.engine.start(job, [first.fork() for _ in range(asked.num_choices)] if first is not None else [])
         return link.answers[request.request_id]
 
     def step(self, times: int = 1) -> None:
