@@ -217,6 +217,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     texts: list[str] | None = None
     """Prompts without a template, each with its own n choices; choice i of prompt p is number p * n + i."""
     token_lists: list[list[int]] | None = None
+    suffix: str = ""
+    """Of texts: what stands behind the gap that each choice fills."""
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True

@@ -70,13 +70,12 @@ def decode_completions(body: bytes, content_type: str | None, limits: Limits) ->
         request.max_tokens = _DEFAULT_MAX_TOKENS
     if not request.max_tokens and not call.echo:
         raise wrong("max_tokens", "must be at least 1, but beside 'echo'")
-    if call.suffix:
-        raise wrong("suffix", "is not served: no model fills a gap")
     if call.tools:
         raise wrong("tools", "are served on /v1/chat/completions")
     request.logprobs = None if call.logprobs is None or call.logprobs is False else int(call.logprobs)
     request.prompt_logprobs = request.logprobs if call.echo else None
     num_prompts = _read_prompt(call.prompt, request)
+    request.suffix = _read_suffix(call, request)
     if num_prompts > limits.max_items:
         raise wrong("prompt", f"must hold at most max_items ({limits.max_items}) prompts, not {num_prompts}")
     num_choices, has_logprobs = num_prompts * request.num_choices, request.logprobs is not None
@@ -98,6 +97,18 @@ def _read_best_of(best_of: int | None, request: GenerateRequest) -> int:
         request.num_choices += num_hidden
         request.logprobs = request.logprobs or 0
     return num_hidden
+
+
+def _read_suffix(call: CompletionsBody, request: GenerateRequest) -> str:
+    """Return what stands behind a gap. Raises BadRequest beside what a prompt with a gap has not."""
+    if call.suffix:
+        if request.texts is None:
+            raise wrong("suffix", "needs a prompt that is text: token ids may hold their own marks")
+        if request.prompt_logprobs is not None:
+            raise wrong("suffix", "beside 'echo' has no 'logprobs': the prompt is written around the gap")
+        if request.truncate_prompt:
+            raise wrong("suffix", "and 'truncate_sequence' cannot both be given")
+    return call.suffix or ""
 
 
 def _read_prompt(prompt: str | list[Any], request: GenerateRequest) -> int:

@@ -17,6 +17,7 @@ from sie.control_messages import ModelEntry
 from sie.errors import BadRequest
 from sie.frontend.engine import ShmEngine
 from sie.frontend.generation.constraints import constrain, schema_bytes
+from sie.frontend.generation.fill_in import GapMarks, gap_ids, require_marks
 from sie.frontend.generation.formats import choose_parser
 from sie.frontend.generation.prompt import chat_ids, check_ids, fit, render_chat
 from sie.frontend.generation.prompt_reader import PromptReader
@@ -66,13 +67,16 @@ class Generator:
         rule = generate_rule(entry.card)
         check_request(request, self._settings)
         vocabulary = await self.vocabulary(entry)
-        prompts, prompt_end = await self._prompts(request, rule, vocabulary)
+        marks = require_marks(vocabulary, entry.card.id) if request.suffix else None
+        prompts, prompt_end = await self._prompts(request, rule, vocabulary, marks)
         context = min(rule.context_length, self._settings.max_context_tokens or rule.context_length)
         fitted = [fit(ids, request.max_tokens, context, truncate=request.truncate_prompt) for ids in prompts]
         grammar = None
         if request.grammar is not None or request.tools:
             grammar = await asyncio.get_running_loop().run_in_executor(self._grammars, constrain, request, rule)
         task = plan_task(request, rule, vocabulary.size, salt, grammar)
+        if marks is not None and not request.ignore_eos:
+            task = msgspec.structs.replace(task, stop_token_ids=marks.ends)
         news = asyncio.Event()
         new_readers = _readers(request, rule, vocabulary, [ids for ids, _ in fitted], prompt_end)
         parts: list[Part] = []
@@ -116,7 +120,7 @@ class Generator:
         return vocabulary
 
     async def _prompts(
-        self, request: GenerateRequest, rule: GenerateRule, vocabulary: Vocabulary
+        self, request: GenerateRequest, rule: GenerateRule, vocabulary: Vocabulary, marks: GapMarks | None = None
     ) -> tuple[list[list[int]], str]:
         """Return the tokens of each prompt, and the text that a chat's ends with."""
         if request.token_lists is not None:
@@ -124,8 +128,8 @@ class Generator:
                 check_ids(ids, vocabulary.size, "prompt")
             return request.token_lists, ""
         if request.texts is not None:
-            encode = functools.partial(_encode_texts, vocabulary, request.texts)
-            is_large = is_long(request.texts, LONG_TEXT_BYTES)
+            encode = functools.partial(_encode_texts, vocabulary, request.texts, request.suffix, marks)
+            is_large = is_long([*request.texts, request.suffix], LONG_TEXT_BYTES)
             return (await self._on_thread(encode) if is_large else encode()), ""
         rendered = await run_limited(
             self._pool, self._settings.template_timeout_s, functools.partial(render_chat, request, rule)
@@ -222,7 +226,9 @@ def _echoes(
     ]
 
 
-def _encode_texts(vocabulary: Vocabulary, texts: Sequence[str]) -> list[list[int]]:
+def _encode_texts(vocabulary: Vocabulary, texts: Sequence[str], suffix: str, marks: GapMarks | None) -> list[list[int]]:
+    if marks is not None:
+        return [gap_ids(text, suffix, vocabulary, marks) for text in texts]
     return [vocabulary.encode(text, whole=True) for text in texts]
 
 

@@ -228,6 +228,22 @@ def test_a_worker_that_leaves_something_of_a_prompt_out_fails_the_request(pieces
 
 
 @on_bench
+async def test_a_gap_is_filled_where_the_tokenizer_has_marks_for_it(bench: Bench) -> None:
+    names = ("<|end|>", "<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+    rule = msgspec.structs.replace(RULE, special_texts=names)
+    card = generator(vocab_size=260, generate=rule)
+    bench.rig.entries["m"] = msgspec.structs.replace(bench.rig.entries["m"], card=card)
+    run = await bench.start(texts=["ab", "c"], suffix="yz")
+    prompts = [bench.worker.task(number)[2] for number in (0, 1)]
+    assert prompts == [[257, *b"ab", 258, *b"yz", 259], [257, *b"c", 258, *b"yz", 259]]
+    assert bench.worker.task()[1].stop_token_ids == (257, 258, 259)
+    run.give_up(ClientGone("left"))
+    run = await bench.start(texts=["ab"], suffix="yz", ignore_eos=True)
+    assert bench.worker.task(2)[1].stop_token_ids == ()
+    run.give_up(ClientGone("left"))
+
+
+@on_bench
 async def test_whole_answer_knows_where_its_calls_stood(bench: Bench) -> None:
     messages = [ChatMessage(role="user", content="x")]
     run = await bench.start(messages=messages, tools=(Tool(name="f"),))
