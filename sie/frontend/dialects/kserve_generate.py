@@ -12,8 +12,6 @@ from typing import Any, Final
 import msgspec
 
 from sie.errors import BadRequest, SieError
-from sie.frontend.body_limits import check_json, decode_typed
-from sie.frontend.dialects import kserve
 from sie.frontend.dialects.sampling import (
     Count,
     Penalty,
@@ -25,7 +23,9 @@ from sie.frontend.dialects.sampling import (
     Temperature,
     TopK,
 )
+from sie.frontend.dialects.tensor_parameters import EMPTY_FINAL_RESPONSE, checked_parameters
 from sie.frontend.dialects.text_fields import KEEP_ALIVE, data_line, read_stop
+from sie.frontend.http.body_limits import check_json, decode_typed
 from sie.generation import Ended, GenerateEvent, GenerateReply, GenerateRequest, Started, TextDelta
 from sie.limits import Limits
 from sie.tensors import TensorRule
@@ -99,7 +99,7 @@ def decode_text_input(
 def read_parameters(parameters: Mapping[str, Any] | None) -> GenerateParameters:
     """Return what a request's parameters say. Raises BadRequest for a wrong type or name."""
     given = parameters or {}
-    kserve.checked_parameters({name: value for name, value in given.items() if name != "stop"})
+    checked_parameters({name: value for name, value in given.items() if name != "stop"}, own=(EMPTY_FINAL_RESPONSE,))
     try:
         # Not strictly: gRPC has parameters for texts and whole numbers, so that a client sends a temperature as a text.
         return msgspec.convert(given, GenerateParameters, strict=False)
@@ -152,11 +152,11 @@ class TextOutputWriter:
         self._is_begun = False
 
     def write(self, events: Sequence[GenerateEvent]) -> bytes:
-        """See `sie.frontend.stream.EventWriter`."""
+        """See `sie.frontend.http.stream.EventWriter`."""
         return b"".join(map(self._write, events))
 
     def write_error(self, error: SieError) -> bytes:
-        """See `sie.frontend.stream.EventWriter`."""
+        """See `sie.frontend.http.stream.EventWriter`."""
         return data_line({"error": error.message})
 
     def _write(self, event: GenerateEvent) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from sie.errors import BadRequest
-from sie.frontend.body_limits import decode_typed
+from sie.frontend.http.body_limits import decode_typed
 
 TRACE: Final[dict[str, Any]] = {
     "trace_level": ["OFF"], "trace_rate": "1000", "trace_count": "-1", "log_frequency": "0", "trace_file": "",
@@ -45,10 +45,13 @@ def check_unchanged(given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name not in own:
             raise BadRequest(f"unknown setting '{name[:64]}'")
-        same = own[name]
-        texts = [same] if isinstance(same, str) else same
-        if value is not None and (type(value) is not type(same) or value != same) and value != texts:
+        if value is not None and not any(type(value) is type(same) and value == same for same in _forms(own[name])):
             raise BadRequest(f"setting '{name}' cannot be changed through this API; the server's own settings say it")
+
+
+def _forms(setting: Any) -> tuple[Any, ...]:
+    """Return how a setting may be written: a text may stand in a list, as over gRPC."""
+    return (setting, [setting]) if isinstance(setting, str) else (setting,)
 
 
 def settings_body(settings: Mapping[str, Any]) -> bytes:

@@ -1,0 +1,180 @@
+"""Owns the reading of a request body: its limits, its truncation, and how long it may stall.
+
+Granian bounds neither size nor time, and a body that its client cut short looks complete when it is iterated, so the
+length is compared with what was announced. Read through `BodyReader.read` only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Protocol
+
+from sie.errors import BadRequest, ClientGone, InputTooLong, SieError
+from sie.limits import Limits
+
+_WHOLE_BYTES = 256 * 1024
+"""Up to here a body of known length is taken in one call; larger ones chunk by chunk."""
+
+
+class Headers(Protocol):
+    """The part of Granian's header map that is used here."""
+
+    def get(self, name: str, /) -> str | None: ...
+
+
+class HttpProtocol(Protocol):
+    """The part of Granian's RSGI protocol that is used here."""
+
+    def __call__(self) -> Any: ...
+    def __aiter__(self) -> Any: ...
+
+
+class Body(Protocol):
+    """The part of Granian's future of a body that is used here."""
+
+    def done(self) -> bool: ...
+    def result(self) -> bytes: ...
+    def __await__(self) -> Any: ...
+
+
+def body_limits(limits: Limits) -> tuple[int, float, int]:
+    """Return what a `BodyReader` takes of the settings: most bytes, longest pause, slowest rate."""
+    return limits.max_body_bytes, limits.body_idle_timeout_s, limits.min_body_bytes_per_s
+
+
+class Reading:
+    """One body on its way: the task that waits for it, when it last moved, and how much of it is there.
+
+    A body that is taken in one call shows no progress: it has to be whole within the longest pause.
+    """
+
+    __slots__ = ("began_ns", "deadline_ns", "last_ns", "num_bytes", "task", "timed_out")
+
+    def __init__(self, task: asyncio.Task[Any], now_ns: int, deadline_ns: int) -> None:
+        self.task = task
+        self.began_ns = self.last_ns = now_ns
+        self.num_bytes = 0
+        self.deadline_ns = deadline_ns
+        self.timed_out = False
+
+
+class BodyReader:
+    """Reads bodies for one process and ends those that stall."""
+
+    def __init__(
+        self, max_body_bytes: int, idle_timeout_s: float, min_bytes_per_s: int = 0, setting: str = "max_body_bytes"
+    ) -> None:
+        """Setting is the name of the one that max_body_bytes comes from, for its refusals."""
+        self._setting = setting
+        self._readings: set[Reading] = set()
+        self._others: list[BodyReader] = []
+        self.reconfigure(max_body_bytes, idle_timeout_s, min_bytes_per_s)
+
+    def reconfigure(self, max_body_bytes: int, idle_timeout_s: float, min_bytes_per_s: int) -> None:
+        """Take over reloaded limits, for bodies on their way too."""
+        self._max_bytes = max_body_bytes
+        self._min_bytes_per_s = min_bytes_per_s
+        self._idle_ns = int(idle_timeout_s * 1e9)
+        self._idle_s = idle_timeout_s
+        for other in self._others:
+            other.reconfigure(other._max_bytes, idle_timeout_s, min_bytes_per_s)
+
+    def with_limit(self, section: object, setting: str) -> BodyReader:
+        """Return a reader whose limit is a setting of its own; this one ends what stalls there, too."""
+        other = BodyReader(getattr(section, setting), self._idle_s, self._min_bytes_per_s, setting)
+        other._readings = self._readings
+        self._others.append(other)
+        return other
+
+    def take(self, body: Body) -> bytes:
+        """Return a body that is there. Raises InputTooLong and ClientGone as `read` does."""
+        try:
+            data = body.result()
+        except RuntimeError as error:
+            raise _client_gone() from error
+        if len(data) > self._max_bytes:
+            raise self._too_long()
+        return data
+
+    async def read(self, headers: Headers, protocol: HttpProtocol, deadline_ns: int, body: Body | None = None) -> bytes:
+        """Return the whole body; one that was asked for already is on its way, and small.
+
+        Raises InputTooLong (413) over max_body_bytes, BadRequest for a malformed or cut body, SieError 408 when it
+        stalls for body_idle_timeout_s, is slower than min_body_bytes_per_s or is not there at the request's deadline,
+        ClientGone when the client left.
+        """
+        if body is not None and body.done():
+            return self.take(body)
+        length = self._announced(headers)
+        task = asyncio.current_task()
+        assert task is not None
+        reading = Reading(task, time.monotonic_ns(), deadline_ns)
+        self._readings.add(reading)
+        try:
+            if body is not None:
+                return await body
+            if length is not None and length <= _WHOLE_BYTES:
+                return await protocol()
+            return await self._read_chunks(reading, protocol, length)
+        except asyncio.CancelledError:
+            if not reading.timed_out:
+                raise
+            task.uncancel()
+            raise SieError(
+                f"the request body made no progress for {self._idle_s:g} s (body_idle_timeout_s), was slower than "
+                f"{self._min_bytes_per_s} bytes/s (min_body_bytes_per_s), or missed the deadline",
+                code="REQUEST_TIMEOUT",
+                http_status=408,
+            ) from None
+        except RuntimeError as error:  # Granian's ProtocolClosed: the client closed its connection
+            raise _client_gone() from error
+        finally:
+            self._readings.discard(reading)
+
+    def end_stalled(self, now_ns: int) -> None:
+        """Cancel the reads that made no progress for too long, or too little; called by the process's tick."""
+        for reading in self._readings:
+            if not reading.timed_out and self._is_overdue(reading, now_ns):
+                reading.timed_out = True
+                reading.task.cancel()
+
+    def _is_overdue(self, reading: Reading, now_ns: int) -> bool:
+        if now_ns - reading.last_ns > self._idle_ns or now_ns > reading.deadline_ns:
+            return True
+        elapsed_ns = now_ns - reading.began_ns  # judged after the longest pause that a body may begin with
+        return elapsed_ns > self._idle_ns and reading.num_bytes * 10**9 < self._min_bytes_per_s * elapsed_ns
+
+    def _announced(self, headers: Headers) -> int | None:
+        """Return Content-Length, or None for a chunked body, having refused what is too long or ambiguous."""
+        announced = headers.get("content-length")
+        if announced is None:
+            return None if headers.get("transfer-encoding") is not None else 0
+        if headers.get("transfer-encoding") is not None:
+            raise BadRequest("Content-Length and Transfer-Encoding cannot both be given")
+        if not announced.isascii() or not announced.isdigit():
+            raise BadRequest("Content-Length is not a number")
+        length = int(announced) if len(announced) < 20 else self._max_bytes + 1  # 2^64 has 20 digits
+        if length > self._max_bytes:
+            raise self._too_long()
+        return length
+
+    async def _read_chunks(self, reading: Reading, protocol: HttpProtocol, length: int | None) -> bytes:
+        body = bytearray()
+        async for chunk in protocol:
+            if chunk:
+                reading.last_ns = time.monotonic_ns()
+                body += chunk
+                reading.num_bytes = len(body)
+                if len(body) > self._max_bytes:
+                    raise self._too_long()
+        if length is not None and len(body) != length:
+            raise _client_gone()
+        return bytes(body)
+
+    def _too_long(self) -> InputTooLong:
+        return InputTooLong(f"The request body is over {self._setting} ({self._max_bytes})", http_status=413)
+
+
+def _client_gone() -> ClientGone:
+    return ClientGone("the client closed its connection before its body was whole")
