@@ -17,7 +17,8 @@ from tests.unit.workers.generation_rig import FAR_NS, EngineRig, Frontend, make_
 
 CLOSE = 2e-4
 """In float32, of sums over a few hundred numbers in another order."""
-FAMILIES = ("llama", "gemma3", "gpt2")
+FORMS = (("llama", "auto"), ("gemma3", "auto"), ("gpt2", "auto"), ("llama", "int8"), ("gemma3", "int8"))
+"""Families and their weights; of eight bits, a decoder is one compiled call where the machine has it."""
 
 
 def expected(runner, prompt, num_top):
@@ -49,9 +50,9 @@ def assert_right(answer, runner, prompt, num_top):
     assert (found.top_ids == ids)[apart].all()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_alone_and_in_parts_beside_others_is_judged_as_by_the_library(load_tiny, family):
-    runner, _ = load_tiny(family)
+@pytest.mark.parametrize(("family", "weights"), FORMS)
+def test_a_prompt_alone_and_in_parts_beside_others_is_judged_as_by_the_library(load_tiny, family, weights):
+    runner, _ = load_tiny(family, weights=weights)
     prompts = [random_prompt(length, seed) for seed, length in enumerate((37, 2, 1, 61, 12))]
     for max_prefill in (256, 7):
         rig = EngineRig(runner=runner, max_prefill_tokens=max_prefill, prompt_logits_bytes=4 * runner.vocab_size * 5)
