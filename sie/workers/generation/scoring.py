@@ -17,7 +17,7 @@ from sie.workers.generation import Scored, Slot
 from sie.workers.generation.prompt_scores import LEAST_LOGPROB
 
 _ROWS_AT_ONCE = 16
-"""In float32, beside the logits themselves: 16 MiB for a vocabulary of 262,144."""
+"""In float32, beside the logits themselves: 32 MiB for a vocabulary of 262,144."""
 
 
 def kept_tokens(slot: Slot) -> Sequence[int]:
@@ -56,13 +56,12 @@ def _score_rows(logits: Tensor, scored: Scored, start: int, end: int) -> None:
     """Score targets start to end - 1 by as many rows of logits (n, vocabulary)."""
     num_top = scored.top.shape[1]
     targets = move(torch.from_numpy(scored.targets[start:end].astype("int64")), logits.device)
-    values, ids = logits.max(-1, keepdim=True) if num_top == 1 else logits.topk(num_top, dim=-1)
-    total = logits.logsumexp(-1, keepdim=True)
-    found = torch.cat((logits.gather(1, targets[:, None]), values), 1).double() - total
+    logprobs = logits.log_softmax(-1)
+    values, ids = logprobs.max(-1, keepdim=True) if num_top == 1 else logprobs.topk(num_top, dim=-1)
     # A float64 holds each id and each float32: one copy.
-    rows = read(torch.cat((total.double(), found, ids.double()), 1)).numpy()
-    if not np.isfinite(rows[:, 0]).all():
+    rows = read(torch.cat([found.double() for found in (logprobs.gather(1, targets[:, None]), values, ids)], 1)).numpy()
+    if np.isnan(rows[:, 0]).any():  # one value that is not finite makes all of its row so
         raise NonFinite("the model's logits are not finite")
-    scored.own[start:end] = rows[:, 1].clip(LEAST_LOGPROB)
-    scored.top[start:end] = rows[:, 2 : 2 + num_top].clip(LEAST_LOGPROB)
-    scored.top_ids[start:end] = rows[:, 2 + num_top :]
+    scored.own[start:end] = rows[:, 0].clip(LEAST_LOGPROB)
+    scored.top[start:end] = rows[:, 1 : 1 + num_top].clip(LEAST_LOGPROB)
+    scored.top_ids[start:end] = rows[:, 1 + num_top :]

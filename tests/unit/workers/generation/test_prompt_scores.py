@@ -171,9 +171,10 @@ def test_logits_that_are_not_finite_cost_their_own_request():
     scored = Scored(0, targets, np.empty(2, np.float32), np.empty((2, 1), np.int32), np.empty((2, 1), np.float32))
     slots = [Slot(np.zeros(2, np.int32), 0, (0,), scored=scored)]
     logits = torch.zeros(2, 4)
-    logits[1, 3] = torch.nan
-    with pytest.raises(NonFinite):
-        score(logits, slots)
+    for value in (torch.nan, torch.inf):
+        logits[1, 3] = value
+        with pytest.raises(NonFinite):
+            score(logits, slots)
     logits[1, 3] = -torch.inf
     logits[1, 2] = -torch.inf
     score(logits, slots)
