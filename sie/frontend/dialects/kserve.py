@@ -90,6 +90,11 @@ class InferCall(msgspec.Struct, frozen=True, kw_only=True):
     wanted: tuple[Wanted, ...] = ()
     is_binary: bool = False
 
+    def without_inputs(self) -> InferCall:
+        """Return what is the same for all requests that differ in their elements alone."""
+        request = msgspec.structs.replace(self.request, inputs=[])
+        return InferCall(request=request, wanted=self.wanted, is_binary=self.is_binary)
+
 
 _BODY: Final = msgspec.json.Decoder(InferBody)
 _to_json: Final = msgspec.json.Encoder().encode

@@ -178,19 +178,20 @@ class KServe:
         with held as reply:
             exchange.timing = reply.timing
             answer, length = _encode(call, reply, rule)
-        return self._answered(exchange, call, answer, length)
+        return self.answered(exchange, call.request.model, answer, length)
 
     async def _answer_large(self, exchange: Exchange, call: InferCall, rule: TensorRule, held: HeldReply) -> Response:
         with held as reply:
             exchange.timing = reply.timing
             answer, length = await offload(self._pool, held.nbytes, _encode, call, reply, rule)
-        response = self._answered(exchange, call, answer, length)
+        response = self.answered(exchange, call.request.model, answer, length)
         return response if isinstance(response, Response) else await response
 
-    def _answered(
-        self, exchange: Exchange, call: InferCall, answer: bytes, length: int | None
+    def answered(
+        self, exchange: Exchange, model: str, answer: bytes, length: int | None
     ) -> Response | Awaitable[Response]:
-        self._process.metrics.record_last_inference(call.request.model)
+        """Return the response with an answer, length bytes of which are JSON, packed where its client wants that."""
+        self._process.metrics.record_last_inference(model)
         accepted = exchange.headers.get("accept-encoding")
         if accepted is None or len(answer) < MIN_BYTES:
             return Response(200, _headers(length), answer)
