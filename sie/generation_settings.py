@@ -49,6 +49,15 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_logprobs: Annotated[
         int, Meta(ge=0, le=256, description="Most likeliest tokens beside each chosen one; over it is 400.")
     ] = 20
+    prompt_logits_bytes: Annotated[
+        int,
+        Meta(
+            ge=MIB,
+            le=1 << 36,
+            description="Memory for a step's logits of prompts whose log probabilities are wanted (`echo` beside `logprobs`); "
+            "with less, such prompts are read in smaller parts.",
+        ),
+    ] = 64 * MIB
     max_stop_strings: Annotated[int, Meta(ge=0, le=1024, description="Most stop strings; over it is 400.")] = 16
     max_stop_chars: Annotated[
         int, Meta(ge=1, le=65536, description="Longest stop string, in characters; over it is 400.")

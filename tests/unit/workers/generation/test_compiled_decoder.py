@@ -15,7 +15,7 @@ from sie.native.decoder import can_decode
 from sie.workers.generation import Slot
 from sie.workers.generation.decoder_probe import relative_distance
 from sie.workers.generation.weights import dequantise
-from tests.generation_models import FAMILIES, Stream, generate, load, random_prompt, save, step
+from tests.generation_models import FAMILIES, Stream, answer_alone_and_mixed, generate, load, random_prompt, save, step
 
 COMPILED = (
     "llama", "mistral", "qwen2", "qwen2-sliding", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "granite", "olmo2",
@@ -39,28 +39,16 @@ def rounded(directory) -> torch.nn.Module:
     return model
 
 
-def scattered_blocks(number: int, count: int = 8) -> list[int]:
-    return [3 * i + number for i in np.random.default_rng(number).permutation(count)]
-
-
 @pytest.mark.parametrize("name", COMPILED)
 def test_tokens_alone_and_mixed_equal_the_library(name, load_tiny):
     runner, directory = load_tiny(name, weights="int8")
     assert runner.decoder is not None
     oracles = [generate(rounded(directory), prompt, NUM_TOKENS) for prompt in PROMPTS]
-    alone = [Stream(prompt, range(8)) for prompt in PROMPTS]
-    for stream in alone:
-        while len(stream.answer) < NUM_TOKENS:
-            step(runner, [stream])
-    mixed = [Stream(prompt, scattered_blocks(i)) for i, prompt in enumerate(PROMPTS)]
-    for num_running in (1, 2, 3, 3, 3, 3, 3):  # later prompts arrive while the first decodes, in parts of 7
-        step(runner, mixed[:num_running], most=7)
-    while min(len(stream.answer) for stream in mixed) < NUM_TOKENS:
-        step(runner, mixed)
-    for oracle, one, other in zip(oracles, alone, mixed, strict=True):
+    answers = answer_alone_and_mixed(runner, PROMPTS, NUM_TOKENS)
+    for oracle, (alone, mixed) in zip(oracles, answers, strict=True):
         assert min(oracle.gaps[:3]) > 1e-4, "nothing would be compared"
-        assert oracle.agrees(one.answer)
-        assert oracle.agrees(other.answer)
+        assert oracle.agrees(alone)
+        assert oracle.agrees(mixed)
 
 
 @pytest.mark.parametrize("name", OTHERS)
