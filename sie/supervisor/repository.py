@@ -101,6 +101,7 @@ class Repositories:
             if record.spec.tensor is not None and record.spec.tensor.name not in names:
                 self._book.release(record)  # it may still be on its way through the prepare helper
                 self._leaving.pop(record.spec.tensor.name, None)
+                self._loads.call_off(record.spec.id)
                 self._book.remove(record.spec.id)
                 self._crew.send_all(self._crew.workers, control_messages.Unload(record.spec.id))
         for model in found:
@@ -118,7 +119,8 @@ class Repositories:
         self._leaving[model.name] = before.keys() - kept
         for record in records:
             has_changed = before.get(record.spec.id, record.spec) != record.spec
-            self._loads.manage("reload" if has_changed and record.wanted else "load", record.spec.id)
+            has_failed = record.is_stale and record.error is not None  # what is loaded is from before
+            self._loads.manage("reload" if (has_changed or has_failed) and record.wanted else "load", record.spec.id)
         self._retire()
 
     def _retire(self) -> None:
