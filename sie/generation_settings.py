@@ -38,8 +38,8 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 64
     max_prefill_tokens: Annotated[
         int,
-        Meta(ge=0, le=1 << 20, description="Most prompt tokens in a step beside running choices; 0 takes 256 on a CPU "
-             "and 4096 on a GPU."),
+        Meta(ge=0, le=1 << 20, description="Most prompt tokens in a step beside running choices; 0 takes 256 on a CPU, "
+             "512 while none is running there, and 4096 on a GPU."),
     ] = 0  # fmt: skip
     max_context_tokens: Annotated[
         int,

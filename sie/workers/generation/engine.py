@@ -35,6 +35,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_sequences: int
     max_prefill_tokens: int
+    max_lone_prefill_tokens: int = 0
+    """Of a step in which no choice decodes; 0: as many as in others."""
     max_context_tokens: int = 0
     """0: the card's own."""
     max_prefills: int = 1024
@@ -174,7 +176,7 @@ class Engine:
         """
         now = now_ns()
         plan = self.planner.plan(
-            _capped(self.limits.max_prefill_tokens, self._prefill_ceiling, now),
+            _capped(self._max_prefill_tokens(), self._prefill_ceiling, now),
             _capped(self.limits.max_sequences, self._sequence_ceiling, now),
         )
         if plan is None:
@@ -193,6 +195,12 @@ class Engine:
                     self._apply(part, result, now)
         self.send()
         return size
+
+    def _max_prefill_tokens(self) -> int:
+        """Return the most tokens of prompts that the next step may have."""
+        lone = self.limits.max_lone_prefill_tokens
+        is_lone = lone and not any(sequence.num_left == 1 for sequence in self.planner.running)
+        return lone if is_lone else self.limits.max_prefill_tokens
 
     def _apply(self, part: Part, result: tuple[Chosen, ...] | SieError, now_ns: int) -> None:
         sequence, job = part.sequence, part.sequence.job

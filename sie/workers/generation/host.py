@@ -29,6 +29,8 @@ from sie.workers.telemetry import WorkerMetrics
 
 _CPU_PREFILL_TOKENS = 256
 """Takes a CPU about as long as a few steps of a stream, which it may delay."""
+_CPU_LONE_PREFILL_TOKENS = 512
+"""With no stream to delay: weights are read and unpacked for twice as many tokens."""
 _GPU_PREFILL_TOKENS = 4096
 _decoder = msgspec.msgpack.Decoder(GenerateTask)
 
@@ -56,6 +58,9 @@ class Generators:
             max_sequences=generation.max_sequences,
             max_prefill_tokens=generation.max_prefill_tokens
             or (_CPU_PREFILL_TOKENS if device == "cpu" else _GPU_PREFILL_TOKENS),
+            max_lone_prefill_tokens=_CPU_LONE_PREFILL_TOKENS
+            if device == "cpu" and not generation.max_prefill_tokens
+            else 0,
             max_context_tokens=generation.max_context_tokens,
             # Those of a step are in their prompt or in the first step behind it.
             max_prefills=max(1, max_suspects // 2),

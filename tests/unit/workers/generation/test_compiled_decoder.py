@@ -108,6 +108,23 @@ def test_in_float32_both_ways_are_one_number(name, weights, load_tiny):
         torch.testing.assert_close(compiled, by_layer, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("num_beside", [0, 1, 20, 70])
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_parts_that_nothing_is_drawn_from_leave_their_keys_and_values(name, weights, num_beside, load_tiny):
+    runner, _ = load_tiny(name, weights=weights, max_sequences=100)
+    prompt = random_prompt(90, 5)
+    draws = Stream(prompt, range(12)).next_slot().draws
+    steps = []
+    for first, last in ((0, 40), (40, 89), (89, 90)):
+        beside = [Slot(prompt[i % 7 : i % 7 + 1], 0, [20 + i], draws) for i in range(num_beside)]
+        part = Slot(prompt[first:last], first, range(12), draws if last == 90 else ())
+        steps.append([*beside[:1], part, *beside[1:]])
+    for compiled, by_layer in logits_both_ways(runner, steps):
+        assert compiled.shape == by_layer.shape
+        torch.testing.assert_close(compiled, by_layer, atol=2e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("count", [2, 5, 8, 9, 16, 17, 70])
 def test_sequences_that_decode_together_give_what_each_gives_alone(count, load_tiny):
     runner, _ = load_tiny("gemma3", weights="int8", max_sequences=100)
