@@ -133,7 +133,7 @@ def sie_engine(args: argparse.Namespace) -> Encode:
     from sie import native
     from sie.catalog.directory import read_card
     from sie.catalog.spec import ModelSpec
-    from sie.frontend.tokenize import Tokenizer
+    from sie.frontend.inputs.tokenize import Tokenizer
     from sie.workers.loader import load_encoder
 
     torch.set_num_threads(args.threads)

@@ -22,9 +22,9 @@ from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec, parse_model_spec
 from sie.frontend.dialects.kserve import decode_infer, encode_infer
 from sie.frontend.dialects.sie import decode_encode, encode_reply, resolve_encode
-from sie.frontend.metrics import FrontendMetrics
+from sie.frontend.inputs.tokenize import Tokenizer, encode_stub_text
 from sie.frontend.request_layout import lay_out, lay_out_text
-from sie.frontend.tokenize import Tokenizer, encode_stub_text
+from sie.frontend.telemetry.metrics import FrontendMetrics
 from sie.headers import WorkHeader
 from sie.limits import Limits
 from sie.shm.extent import split_extent, write_extent, write_parts

@@ -323,8 +323,12 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
     """Supervisor to child: accept nothing new; finish what was accepted."""
 
 
+class Finish(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to frontend: you no longer listen; go when nothing is in flight, as the signal says that comes with it."""
+
+
 Message = (
     Hello | Configure | Attach | Ready | LoadModel | Load | Unload | ModelReport | Models | WorkerDown | Quarantine
-    | PeerFault | Spilled | Touch | Ping | Pong | Silence | Retire | Drain | Manage | Managed | MemoryReport | MemoryShort
+    | PeerFault | Spilled | Touch | Ping | Pong | Silence | Retire | Drain | Finish | Manage | Managed | MemoryReport | MemoryShort
     | WantAdapter | LoadAdapter | UnloadAdapter | AdapterReport | ManageRepository | Keys | Certificates
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Owns the typed values of tensor inference: what a model takes and gives, a request, its reply.
 
-The contract between the tensor dialects and `sie.frontend.infer`: a dialect turns bytes into a `TensorRequest` and a
+The contract between the tensor dialects and `sie.frontend.tensors.infer`: a dialect turns bytes into a `TensorRequest` and a
 `TensorReply` into bytes. Imports nothing of ours but the times of a reply; holds no behaviour beyond construction.
 """
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from sie.control_messages import ModelEntry
 from sie.errors import DeadlineExceeded, SieError
+from sie.frontend.generation.token_stream import read_frame
 from sie.frontend.links import Pending, Reply, WorkerLink, read_error
-from sie.frontend.token_stream import read_frame
 from sie.shm.layout import ERROR, REPLY, TOKENS, Descriptor, ProtocolError
 
 _RATE_WEIGHT = 0.2

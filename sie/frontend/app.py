@@ -15,32 +15,33 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from sie.errors import ClientGone, Internal, SieError
-from sie.frontend import dashboard, envelopes, openapi, routes
-from sie.frontend.access import CHALLENGE, Access
-from sie.frontend.access_log import id_headers, request_id_of
+from sie.frontend import dashboard, openapi
+from sie.frontend.access.gate import CHALLENGE, Access
 from sie.frontend.admin import check_admin
-from sie.frontend.counting import count_exchange
 from sie.frontend.dialects import negotiate
-from sie.frontend.encode_begin import EncodeBegin
-from sie.frontend.envelopes import Response
-from sie.frontend.html import page_headers
-from sie.frontend.infer_begin import InferBegin
+from sie.frontend.http import envelopes, routes
+from sie.frontend.http.encode_begin import EncodeBegin
+from sie.frontend.http.envelopes import Response
+from sie.frontend.http.html import page_headers
+from sie.frontend.http.infer_begin import InferBegin
+from sie.frontend.http.intake import Intake, Scheduler
+from sie.frontend.http.routes import ENCODE, INFER
+from sie.frontend.http.short_way import ShortWay
+from sie.frontend.http.stream import STREAM_HEADERS, Streamed, send_stream
 from sie.frontend.inference import Exchange, Inference
-from sie.frontend.intake import Intake, Scheduler
-from sie.frontend.kserve import KServe, TextCall
-from sie.frontend.metrics import CONTENT_TYPE, render
 from sie.frontend.model_cards import list_body, show_model
 from sie.frontend.openapi import page as docs
 from sie.frontend.process import FrontendProcess
-from sie.frontend.routes import ENCODE, INFER
-from sie.frontend.short_way import ShortWay
-from sie.frontend.stream import STREAM_HEADERS, Streamed, send_stream
+from sie.frontend.telemetry.access_log import id_headers, request_id_of
+from sie.frontend.telemetry.counting import count_exchange
+from sie.frontend.telemetry.metrics import CONTENT_TYPE, render
+from sie.frontend.tensors.kserve import KServe, TextCall
 from sie.logs import get_logger
 from sie.process import calm_collector
 
 if TYPE_CHECKING:
-    from sie.frontend.generate import TextRoutes
-    from sie.frontend.trtis import Trtis
+    from sie.frontend.generation.handlers import TextRoutes
+    from sie.frontend.tensors.trtis import Trtis
 
 _log = get_logger(__name__)
 _JSON: Final = ("content-type", "application/json")
@@ -207,7 +208,7 @@ class App:
         if self._trtis is None:
             pool = self._inference.pool
             module = await asyncio.get_running_loop().run_in_executor(
-                pool, importlib.import_module, "sie.frontend.trtis"
+                pool, importlib.import_module, "sie.frontend.tensors.trtis"
             )
             self._trtis = cast("Trtis", module.Trtis(self._process, self._kserve, pool))
         return self._trtis
@@ -223,7 +224,7 @@ class App:
         process = self._process
         if self._texts is None:
             module = await asyncio.get_running_loop().run_in_executor(
-                self._inference.pool, importlib.import_module, "sie.frontend.generate"
+                self._inference.pool, importlib.import_module, "sie.frontend.generation.handlers"
             )
             self._texts = cast("TextRoutes", module.TextRoutes(process, self._inference.pool))
         exchange.request_id = request_id_of(exchange.headers)

@@ -12,10 +12,10 @@ import numpy as np
 
 from sie.cards import ModelCard
 from sie.errors import BadRequest
-from sie.frontend.options import token_limit
-from sie.frontend.pairs import Arrays
-from sie.frontend.prompts import apply_prompt
-from sie.frontend.tokenize import Tokenizer
+from sie.frontend.inputs.options import token_limit
+from sie.frontend.inputs.pairs import Arrays
+from sie.frontend.inputs.prompts import apply_prompt
+from sie.frontend.inputs.tokenize import Tokenizer
 from sie.types import ScoreRequest
 
 Compared = tuple[tuple[str, float], ...]

@@ -20,15 +20,15 @@ from sie.control_messages import ModelEntry
 from sie.errors import BadRequest
 from sie.frontend.adapters import requested_adapter
 from sie.frontend.engine import ShmEngine
-from sie.frontend.image_reader import ImageReader
+from sie.frontend.inputs.image_reader import ImageReader
+from sie.frontend.inputs.mixed import mix_items
+from sie.frontend.inputs.options import shorter_expansion, token_limit
+from sie.frontend.inputs.prompts import apply_prompt, check_prompted, count_prompted
+from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, encode_stub_text, encode_stub_texts, is_long
 from sie.frontend.links import Pending
-from sie.frontend.mixed import mix_items
 from sie.frontend.models import ModelTable
-from sie.frontend.options import shorter_expansion, token_limit
-from sie.frontend.prompts import apply_prompt, check_prompted, count_prompted
 from sie.frontend.replies import count_items
 from sie.frontend.request_layout import lay_out_text
-from sie.frontend.tokenize import LONG_TEXT_BYTES, Tokenizer, encode_stub_text, encode_stub_texts, is_long
 from sie.headers import WorkHeader
 from sie.limits import Limits
 from sie.types import EncodeRequest

@@ -22,11 +22,11 @@ from sie.errors import ClientGone, Overloaded, SieError, Unavailable, WorkerLost
 from sie.frontend import admission
 from sie.frontend.adapters import is_coming, loading, workers_with
 from sie.frontend.answers import Answers, end, overdue
+from sie.frontend.generation.token_stream import TokenStream
 from sie.frontend.links import Pending, WorkerLink
 from sie.frontend.placement import choose_worker
 from sie.frontend.quarantine import QuarantinedInputs, poison
 from sie.frontend.request_layout import RequestLayout, lay_out, lay_out_once
-from sie.frontend.token_stream import TokenStream
 from sie.headers import WorkHeader
 from sie.limits import Limits
 from sie.logs import get_logger

@@ -13,13 +13,13 @@ from typing import Any, Final
 
 from sie.control_messages import ModelEntry
 from sie.errors import BadRequest, Unavailable
-from sie.frontend import routes
+from sie.frontend.access.key_use import KeyHolder
 from sie.frontend.adapters import requested_adapter
-from sie.frontend.body import Body, BodyReader
 from sie.frontend.dialects import extract, negotiate, openai, rerank, score, sie
-from sie.frontend.envelopes import Response
-from sie.frontend.extract import read_extractions
-from sie.frontend.key_use import KeyHolder
+from sie.frontend.extraction.extract import read_extractions
+from sie.frontend.http import routes
+from sie.frontend.http.body import Body, BodyReader
+from sie.frontend.http.envelopes import Response
 from sie.frontend.links import Reply
 from sie.frontend.offload import LARGE_BYTES
 from sie.frontend.process import FrontendProcess
@@ -48,7 +48,7 @@ class Exchange:
         self.protocol = protocol
         self.began_ns = began_ns
         self.body: Body | None = None
-        """The body on its way, for a request whose body was asked for before its handler began (`sie.frontend.intake`)."""
+        """The body on its way, for a request whose body was asked for before its handler began (`sie.frontend.http.intake`)."""
         self.deadline_ns = 0
         self.decoded_ns = 0
         self.route: routes.Route | None = None

@@ -11,8 +11,8 @@ import msgspec
 
 from sie import failpoints
 from sie.errors import Internal, SieError, WireError, from_wire
+from sie.frontend.generation.token_stream import TokenStream
 from sie.frontend.quarantine import digest_of
-from sie.frontend.token_stream import TokenStream
 from sie.shm.attach import Attachment
 from sie.shm.extent import read_extent
 from sie.shm.layout import SUBMIT, ProtocolError

@@ -22,8 +22,8 @@ from sie.control_messages import ModelEntry, Models, WorkerEntry
 from sie.errors import ModelLoadFailed, SieError, Unavailable, from_wire, without_paths
 from sie.frontend.dialects import models as models_dialect
 from sie.frontend.dialects.openai import DEFAULT_MODEL
-from sie.frontend.options import gives, is_own_entry
-from sie.frontend.tokenize import Tokenizer
+from sie.frontend.inputs.options import gives, is_own_entry
+from sie.frontend.inputs.tokenize import Tokenizer
 from sie.logs import get_logger
 
 _log = get_logger(__name__)

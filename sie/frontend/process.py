@@ -10,7 +10,6 @@ import contextlib
 import functools
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,38 +19,37 @@ from sie import control, control_messages, failpoints, process
 from sie.control import Channel, ChannelClosedError
 from sie.control_messages import Launch, Models
 from sie.errors import BadRequest, SieError, Unavailable
-from sie.frontend.access import open_access
-from sie.frontend.access_log import AccessLog
+from sie.frontend.access.gate import open_access
 from sie.frontend.adapters import AdapterTable
 from sie.frontend.admin import ModelAdmin
-from sie.frontend.body import BodyReader, body_limits
+from sie.frontend.attaching import Attaching
 from sie.frontend.client_watch import ClientWatch
-from sie.frontend.cors import Cors
-from sie.frontend.descriptors import DescriptorLimit
 from sie.frontend.encode import Encoder
 from sie.frontend.engine import ShmEngine
-from sie.frontend.extract import Extractor
-from sie.frontend.generation_metrics import GenerationMetrics
-from sie.frontend.image_reader import ImageReader
-from sie.frontend.infer import Tensors
-from sie.frontend.metrics import FrontendMetrics, merge
+from sie.frontend.extraction.extract import Extractor
+from sie.frontend.http.body import BodyReader, body_limits
+from sie.frontend.http.cors import Cors
+from sie.frontend.inputs.image_reader import ImageReader
+from sie.frontend.leaving import Leaving
 from sie.frontend.models import ModelTable
 from sie.frontend.score import Scorer
-from sie.frontend.status import StatusInputs, build_status, encode_frame, server_facts
-from sie.frontend.status_hub import StatusHub
-from sie.frontend.tensor_images import TensorImages
-from sie.frontend.text_tensors import TextTensors
+from sie.frontend.telemetry.access_log import AccessLog
+from sie.frontend.telemetry.generation import GenerationMetrics
+from sie.frontend.telemetry.metrics import FrontendMetrics, merge
+from sie.frontend.telemetry.status import StatusInputs, build_status, encode_frame, server_facts
+from sie.frontend.telemetry.status_hub import StatusHub
+from sie.frontend.tensors.images import TensorImages
+from sie.frontend.tensors.infer import Tensors
+from sie.frontend.tensors.texts import TextTensors
 from sie.logs import get_logger, set_level
 from sie.settings import Settings
-from sie.shm.attach import Attachment, PendingAttachment
 from sie.shm.large import LargeBudget
-from sie.shm.layout import ProtocolError
 from sie.shm.pages import CounterPage
 from sie.shm.space import OutboundSpace
 
 if TYPE_CHECKING:
     from sie.frontend.generation.start import Generator
-    from sie.frontend.tracing import RequestTracing
+    from sie.frontend.telemetry.tracing import RequestTracing
 
 Headers = list[tuple[str, str]]
 Recorder = Callable[[Any, int, Headers, SieError | None], Headers]
@@ -60,7 +58,6 @@ Recorder = Callable[[Any, int, Headers, SieError | None], Headers]
 _log = get_logger(__name__)
 _CONFIGURE_TIMEOUT_S: Final = 10.0
 _TICK_S: Final = 0.02
-_CHECK_S: Final = 1.0
 _MAX_TOUCH_S: Final = 5.0
 _MS_PER_DAY: Final = 86_400_000
 
@@ -121,8 +118,14 @@ class FrontendProcess:
         self._facts = server_facts(settings, launch)
         self._asked_load: dict[str, float] = {}
         self._derive(settings)
+        self.requests: set[asyncio.Task[None]] = set()
+        """What answers requests, where that takes a task."""
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._attaching: dict[int, tuple[int, PendingAttachment]] = {}
+        self._leaving = Leaving(
+            lambda: not (self.requests or self.engine.num_pending), self._turn_away, settings.server.drain_timeout_s,
+            in_granian=launch.protocol == "http",
+        )  # fmt: skip
+        self._attaching = Attaching(loop, self._space, settings.memory.ring_capacity, self.engine.attach)
 
     @functools.cached_property
     def generator(self) -> Generator:
@@ -209,7 +212,14 @@ class FrontendProcess:
     def _spawn(self, work: Any) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_spawned_end)
+
+    def _on_spawned_end(self, task: asyncio.Task[Any]) -> None:
+        """Let go of a task; without what failed here a process has no deadlines, or never serves, so it ends as well."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.critical("a task of this process failed; ending it", exc_info=error)
+            os._exit(1)
 
     def _send(self, message: control_messages.Message) -> None:
         with contextlib.suppress(ChannelClosedError):  # its end of file ends this process from `_on_control`
@@ -237,9 +247,9 @@ class FrontendProcess:
                 self.engine.place_held()
                 self.engine.fail_held()
             case control_messages.Attach(slot, generation):
-                self._attach(slot, generation, fds)
+                self._attaching.begin(slot, generation, fds)
             case control_messages.WorkerDown(slot, generation, suspects):
-                self._end_attaching(generation)
+                self._attaching.end(generation)
                 self.engine.bury(slot, generation, suspects)
                 self.engine.place_held()
             case control_messages.Quarantine(digest):
@@ -255,46 +265,20 @@ class FrontendProcess:
             case control_messages.Certificates():
                 self.certificates = message
             case control_messages.Retire():
-                self.closes_connections = True
-                self.status.close()
+                self._turn_away()
             case control_messages.Drain():
-                self.is_draining = self.closes_connections = True
+                self.is_draining = True
                 self.models.announce()
-                self.status.close()
+                self._turn_away()
+            case control_messages.Finish():
+                self._leaving.begin()
             case _:
                 _log.warning("unexpected control message %s", type(message).__name__)
 
-    def _attach(self, slot: int, generation: int, fds: list[int]) -> None:
-        """Send our offer and go on; the worker answers when its step is done."""
-        try:
-            pending = PendingAttachment(
-                socket.socket(fileno=fds[0]), fds[1], generation, self._space, self.settings.memory.ring_capacity
-            )
-        except OSError as error:
-            _log.warning("worker-%d cannot be attached: %s", slot, error)
-            return
-        self._attaching[generation] = (slot, pending)
-        self._loop.add_reader(pending.sock_fd, self._finish_attach, generation)
-
-    def _finish_attach(self, generation: int) -> None:
-        slot, pending = self._attaching[generation]
-        try:
-            attachment: Attachment | None = pending.try_finish()
-        except (OSError, ProtocolError) as error:
-            _log.warning("worker-%d did not attach: %s", slot, error)
-            self._loop.remove_reader(pending.sock_fd)
-            del self._attaching[generation]
-            return
-        if attachment is not None:
-            self._loop.remove_reader(pending.sock_fd)
-            del self._attaching[generation]
-            self.engine.attach(slot, attachment)
-
-    def _end_attaching(self, generation: int) -> None:
-        found = self._attaching.pop(generation, None)
-        if found is not None:
-            self._loop.remove_reader(found[1].sock_fd)
-            found[1].close()
+    def _turn_away(self) -> None:
+        """Have clients connect anew, to somebody else."""
+        self.closes_connections = True
+        self.status.close()
 
     async def _say_ready(self) -> None:
         """Tell the supervisor once our listener answers; a server opens it at about the time the loop starts."""
@@ -312,9 +296,7 @@ class FrontendProcess:
 
     async def _run_clock(self) -> None:
         """Every tick: deadlines, stalled bodies, clients that left, event-loop lag; and now and then the rest."""
-        touched_s = checked_s = time.monotonic()
-        # Granian's child asks its parent, which owns the listener; the gRPC process is its own.
-        descriptors = DescriptorLimit(os.getppid() if self._launch.protocol == "http" else os.getpid())
+        touched_s = time.monotonic()
         while True:
             due_s = time.monotonic() + _TICK_S
             await asyncio.sleep(_TICK_S)
@@ -324,9 +306,7 @@ class FrontendProcess:
             self.engine.expire(now_ns)
             self.bodies.end_stalled(now_ns)
             self._clients.tick(now_ns)
-            if now_ns / 1e9 - checked_s >= _CHECK_S:
-                checked_s = now_ns / 1e9
-                descriptors.check()
+            self._leaving.tick(now_ns / 1e9)
             if now_ns / 1e9 - touched_s >= self._touch_s:
                 touched_s = now_ns / 1e9
                 if used := self.models.take_used():
@@ -369,7 +349,7 @@ def _start_tracing(settings: Settings, launch: Launch) -> RequestTracing | None:
     """Return what writes traces; OpenTelemetry is imported only when they are wanted."""
     if not settings.tracing.enabled:
         return None
-    from sie.frontend.tracing import RequestTracing
+    from sie.frontend.telemetry.tracing import RequestTracing
 
     return RequestTracing(settings.tracing, launch.slot)
 

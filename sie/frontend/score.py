@@ -19,13 +19,13 @@ from sie.control_messages import ModelEntry
 from sie.errors import BadRequest, Internal
 from sie.frontend.comparisons import comparison_arrays
 from sie.frontend.engine import ShmEngine
+from sie.frontend.inputs.options import shorter_expansion
+from sie.frontend.inputs.pairs import Arrays, pair_arrays
+from sie.frontend.inputs.prompts import check_prompted, count_prompted
+from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
 from sie.frontend.links import Pending, Reply
 from sie.frontend.models import ModelTable
-from sie.frontend.options import shorter_expansion
-from sie.frontend.pairs import Arrays, pair_arrays
-from sie.frontend.prompts import check_prompted, count_prompted
 from sie.frontend.replies import timing_of
-from sie.frontend.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
 from sie.headers import ReplyHeader, WorkHeader
 from sie.limits import Limits
 from sie.shm.extent import array_view, read_extent

@@ -106,6 +106,7 @@ class Renewal:
         frontend.is_retired = True
         self._crew.send(frontend, control_messages.Retire())
         await asyncio.sleep(_LINGER_S)
+        self._crew.send(frontend, control_messages.Finish())
         frontend.finish()
         await self._crew.until_gone([frontend], self._timeouts_s()[1])
         if frontend.process is not None:

@@ -382,6 +382,7 @@ class Supervisor:
         self._crew.send_all(frontends, control_messages.Drain())
         await asyncio.sleep(_CLOSE_AFTER_S)
         self._place.stop_listening()
+        self._crew.send_all(frontends, control_messages.Finish())
         for frontend in frontends:
             frontend.finish()
         await self._crew.until_gone(frontends, self._settings.server.drain_timeout_s)

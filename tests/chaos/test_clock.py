@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from websockets.sync.client import connect as connect_ws
 
-from tests.chaos.cluster import MODEL, cluster
+from tests.chaos.cluster import cluster
 from tests.chaos.history import open_loop, quantile
 from tests.chaos.ledger import SEED, Row, pick
 from tests.process.harness import Server, eventually
@@ -53,7 +53,8 @@ def frame(server: Server) -> dict[str, Any]:
 def test_f35_a_wall_clock_that_is_set_changes_no_deadline(row: Row, tmp_path: Path):
     clock = WallClock(tmp_path)
     num_seen, offsets_s = 0, [HOUR_S, -HOUR_S, 0] * pick(2, 20)
-    flags = ("--request-timeout-s", "5", "--watchdog-s", "1", "--tick-timeout-s", "1", "--lazy-model", "lazy=stub:")
+    flags = ("--request-timeout-s", "5", "--watchdog-s", "1", "--tick-timeout-s", "1", "--lazy-model", "lazy=stub:",
+             "--model", "slow=stub:latency_ms=60000")  # fmt: skip
     with cluster(*flags, stub="latency_ms=20", env=clock.env) as server:
         before, began_s = sorted(server.pids()), time.monotonic()
         uptime_s = frame(server)["server"]["uptime_seconds"]
@@ -65,7 +66,7 @@ def test_f35_a_wall_clock_that_is_set_changes_no_deadline(row: Row, tmp_path: Pa
         clock.set(-HOUR_S)
         assert encode(server.port, "lazy", ["x"]).code() == "MODEL_LOADING"
         eventually(lambda: encode(server.port, "lazy", ["x"]).status == 200, "a load after the clock was set", 20.0)
-        late = encode(server.port, MODEL, ["x"], {"x-sie-timeout-ms": "1"})
+        late = encode(server.port, "slow", ["x"], {"x-sie-timeout-ms": "200"})
         off_s = frame(server)["server"]["uptime_seconds"] - uptime_s - (time.monotonic() - began_s)
         after = sorted(server.pids())
     row.equals("times that the clock was set", len(offsets_s), pick(6, 60))

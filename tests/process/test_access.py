@@ -12,7 +12,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection
 from websockets.sync.client import connect as connect_websocket
 
-from sie.frontend.routes import ROUTES, WEBSOCKETS
+from sie.frontend.http.routes import ROUTES, WEBSOCKETS
 from tests.process.harness import EX_CONFIG, Server, eventually, run_to_end, start_server
 from tests.process.keys import ADMIN, BOTH, INFER, METRICS, bearer, entry, write_keys
 from tests.process.notify_socket import ServiceManager

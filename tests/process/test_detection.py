@@ -21,7 +21,7 @@ from sie_sdk.client.errors import InputTooLongError
 from tests.process.harness import Server, start_server
 from tests.process.wire import MSGPACK, Client, Response, get, post_json, wait_no_extents
 from tests.unit.detection_checkpoints import PROCESSORS, save_detector
-from tests.unit.frontend.test_images import encoded, noise, png_claiming
+from tests.unit.frontend.inputs.test_images import encoded, noise, png_claiming
 
 LABELS = ["Cat", "remote control", "sofa"]
 PIXELS = 1 << 20

@@ -26,7 +26,7 @@ from sie_sdk.client import RequestError
 from tests.process.harness import Server, start_server
 from tests.process.wire import MSGPACK, Client, Response, dense_rows, post_json, wait_no_extents
 from tests.unit.dual_checkpoints import save_dual_encoder
-from tests.unit.frontend.test_images import encoded, noise, png_claiming
+from tests.unit.frontend.inputs.test_images import encoded, noise, png_claiming
 
 TEXTS = ["w1 w2 w3", "w4 w5"]
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-3}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import http.client
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import numpy as np
 
 from tests.process.harness import eventually, start_server
@@ -29,6 +31,27 @@ def test_an_idle_connection_does_not_delay_the_stop():
         began_s = time.monotonic()
         server.stop()
         assert time.monotonic() - began_s < 5
+
+
+def test_an_answer_that_is_read_slowly_is_not_cut_by_a_stop():
+    """Its last byte leaves long after the server's last work for it."""
+    with start_server("--model", "stub/wide=stub:dense=65536") as server, connect(server.port) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
+        body = msgspec.msgpack.encode({"items": [{"text": f"text {n}"} for n in range(60)]})
+        sock.sendall(raw_request("/v1/encode/stub/wide", body, {"content-type": "application/msgpack"}))
+        assert sock.recv(1, socket.MSG_PEEK) == b"H"
+        server.process.send_signal(signal.SIGTERM)
+        server.log_line("SIGTERM")
+        parsed = http.client.HTTPResponse(sock, method="POST")
+        parsed.begin()
+        num_left = num_bytes = int(parsed.headers["content-length"])
+        began_s = time.monotonic()
+        while num_left and (piece := parsed.read(num_bytes // 50)):
+            num_left -= len(piece)
+            time.sleep(0.1)  # the pace of this client
+        assert num_left == 0
+        assert time.monotonic() - began_s > 4
+        server.stop()
 
 
 def test_accepted_requests_are_answered_and_new_ones_refused():

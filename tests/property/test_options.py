@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sie.cards import ModelCard
 from sie.errors import BadRequest
-from sie.frontend.options import merge_options
+from sie.frontend.inputs.options import merge_options
 
 OUTPUTS = ("dense", "sparse", "multivector")
 OPTIONS = st.fixed_dictionaries(

@@ -9,7 +9,7 @@ import pytest
 
 from sie import errors
 from sie.catalog.options import REFUSED
-from sie.frontend.routes import ROUTES, WEBSOCKETS
+from sie.frontend.http.routes import ROUTES, WEBSOCKETS
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS.joinpath("sie-api.md").read_text(encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from importlib import resources
 
-from sie.frontend.html import page_headers
+from sie.frontend.http.html import page_headers
 
 
 @functools.cache

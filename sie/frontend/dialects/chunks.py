@@ -28,7 +28,7 @@ class ChunkWriter(ABC):
         self._head = shown.head(kind, model)
 
     def write(self, events: Sequence[GenerateEvent]) -> bytes:
-        """See `sie.frontend.stream.EventWriter`."""
+        """See `sie.frontend.http.stream.EventWriter`."""
         usage = events[-1].usage if isinstance(events[-1], Ended) else None
         last = max((number for number, event in enumerate(events) if isinstance(event, Finished)), default=-1)
         parts: list[bytes] = []
@@ -41,7 +41,7 @@ class ChunkWriter(ABC):
         return b"".join(parts)
 
     def write_error(self, error: SieError) -> bytes:
-        """See `sie.frontend.stream.EventWriter`."""
+        """See `sie.frontend.http.stream.EventWriter`."""
         return error_events(error)
 
     @abstractmethod

@@ -13,11 +13,11 @@ from sie.cards import ModelCard
 from sie.catalog.options import LENGTHS
 from sie.errors import BadRequest, InputTooLong
 from sie.extraction import Entity, Extraction, ExtractRule, ExtractTask, LabelGroup, LabelledExample
-from sie.frontend.body_limits import check_json, children_of, decode_free_form, decode_typed
 from sie.frontend.dialects.arrays import pack
 from sie.frontend.dialects.sie import Item, check_count, check_items, check_media, find_non_text, read_media
-from sie.frontend.extract import check_task
-from sie.frontend.options import merge_options, refuse_adapter
+from sie.frontend.extraction.extract import check_task
+from sie.frontend.http.body_limits import check_json, children_of, decode_free_form, decode_typed
+from sie.frontend.inputs.options import merge_options, refuse_adapter
 from sie.limits import Limits
 from sie.types import ExtractReply, ExtractRequest
 

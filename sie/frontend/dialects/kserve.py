@@ -1,7 +1,7 @@
 """Owns the KServe v2 REST wire of inference: a body and its binary tail to a typed request, a reply to bytes.
 
 Pure. The route has found the model before the body is read, so a request is judged against its rule at once where its
-form depends on it (a raw body). Whether names, types and shapes are the model's is for `sie.frontend.tensor_checks`.
+form depends on it (a raw body). Whether names, types and shapes are the model's is for `sie.frontend.tensors.checks`.
 Source: Open Inference Protocol v2 and its binary tensor data extension; where OpenVINO Model Server and Triton differ,
 docs/tensors.md says what is done.
 """
@@ -18,9 +18,9 @@ import msgspec
 from msgspec import Meta
 
 from sie.errors import BadRequest
-from sie.frontend.body_limits import check_json, decode_typed
 from sie.frontend.dialects.tensor_json import elements_from_json, elements_to_json, images_from_json
-from sie.frontend.image_inputs import image_form
+from sie.frontend.http.body_limits import check_json, decode_typed
+from sie.frontend.tensors.image_inputs import image_form
 from sie.limits import Limits
 from sie.tensor_bytes import frame_elements
 from sie.tensors import ITEM_BYTES, MAX_RANK, Tensor, TensorReply, TensorRequest, TensorRule

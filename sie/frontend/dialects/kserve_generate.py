@@ -12,7 +12,6 @@ from typing import Any, Final
 import msgspec
 
 from sie.errors import BadRequest, SieError
-from sie.frontend.body_limits import check_json, decode_typed
 from sie.frontend.dialects import kserve
 from sie.frontend.dialects.sampling import (
     Count,
@@ -26,6 +25,7 @@ from sie.frontend.dialects.sampling import (
     TopK,
 )
 from sie.frontend.dialects.text_fields import KEEP_ALIVE, data_line, read_stop
+from sie.frontend.http.body_limits import check_json, decode_typed
 from sie.generation import Ended, GenerateEvent, GenerateReply, GenerateRequest, Started, TextDelta
 from sie.limits import Limits
 from sie.tensors import TensorRule
@@ -152,11 +152,11 @@ class TextOutputWriter:
         self._is_begun = False
 
     def write(self, events: Sequence[GenerateEvent]) -> bytes:
-        """See `sie.frontend.stream.EventWriter`."""
+        """See `sie.frontend.http.stream.EventWriter`."""
         return b"".join(map(self._write, events))
 
     def write_error(self, error: SieError) -> bytes:
-        """See `sie.frontend.stream.EventWriter`."""
+        """See `sie.frontend.http.stream.EventWriter`."""
         return data_line({"error": error.message})
 
     def _write(self, event: GenerateEvent) -> bytes:

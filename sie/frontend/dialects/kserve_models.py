@@ -14,8 +14,8 @@ import msgspec
 from sie import __version__
 from sie.cards import ModelState
 from sie.errors import BadRequest
-from sie.frontend.body_limits import decode_typed
-from sie.frontend.tensor_states import Figures, VersionState
+from sie.frontend.http.body_limits import decode_typed
+from sie.frontend.tensors.states import Figures, VersionState
 from sie.tensors import TensorRule, TensorSpec
 
 EXTENSIONS: Final = ("classification", "model_repository", "schedule_policy", "model_configuration", "binary_tensor_data", "parameters",

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from sie.errors import BadRequest
-from sie.frontend.body_limits import decode_typed
+from sie.frontend.http.body_limits import decode_typed
 
 TRACE: Final[dict[str, Any]] = {
     "trace_level": ["OFF"], "trace_rate": "1000", "trace_count": "-1", "log_frequency": "0", "trace_file": "",

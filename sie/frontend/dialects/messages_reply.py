@@ -131,11 +131,11 @@ class MessageWriter:
         self._finished: Finished | None = None
 
     def write(self, events: Sequence[GenerateEvent]) -> bytes:
-        """See `sie.frontend.stream.EventWriter`."""
+        """See `sie.frontend.http.stream.EventWriter`."""
         return b"".join(part for event in events for part in self._write(event))
 
     def write_error(self, error: SieError) -> bytes:
-        """See `sie.frontend.stream.EventWriter`."""
+        """See `sie.frontend.http.stream.EventWriter`."""
         return _event("error", error=_error_object(error))
 
     def _write(self, event: GenerateEvent) -> list[bytes]:

@@ -13,10 +13,10 @@ import msgspec
 from msgspec import Meta
 
 from sie.errors import SieError
-from sie.frontend.body_limits import check_json, decode_typed
 from sie.frontend.dialects.chat import logprob_object
 from sie.frontend.dialects.sampling import Bias, Count, Number, Penalty, Seed, StopTexts, Temperature
 from sie.frontend.dialects.text_fields import DONE, KEEP_ALIVE, data_line, read_bias, read_stop, wrong
+from sie.frontend.http.body_limits import check_json, decode_typed
 from sie.generation import (
     Ended,
     Finished,
@@ -164,11 +164,11 @@ class GenerateWriter:
         self._reason = "stop"
 
     def write(self, events: Sequence[GenerateEvent]) -> bytes:
-        """See `sie.frontend.stream.EventWriter`."""
+        """See `sie.frontend.http.stream.EventWriter`."""
         return b"".join(map(self._write, events))
 
     def write_error(self, error: SieError) -> bytes:
-        """See `sie.frontend.stream.EventWriter`."""
+        """See `sie.frontend.http.stream.EventWriter`."""
         fault = {"code": error.code, "message": error.message, "param": error.extras.get("param")}
         if error.retry_after_s is not None:
             fault["retry_after_s"] = error.retry_after_s

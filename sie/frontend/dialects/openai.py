@@ -16,8 +16,8 @@ import pybase64
 
 from sie.cards import ModelCard
 from sie.errors import BadRequest, InputTooLong, SieError
-from sie.frontend.body_limits import check_json, decode_typed
-from sie.frontend.options import gives, merge_options
+from sie.frontend.http.body_limits import check_json, decode_typed
+from sie.frontend.inputs.options import gives, merge_options
 from sie.limits import Limits
 from sie.types import EncodeReply, EncodeRequest
 

@@ -11,10 +11,10 @@ import msgspec
 
 from sie.cards import ModelCard
 from sie.errors import BadRequest, InputTooLong
-from sie.frontend.body_limits import check_json, decode_free_form, decode_typed
 from sie.frontend.comparisons import resolve_compared
 from sie.frontend.dialects.openai import DEFAULT_MODEL
-from sie.frontend.options import merge_options, refuse_adapter
+from sie.frontend.http.body_limits import check_json, decode_free_form, decode_typed
+from sie.frontend.inputs.options import merge_options, refuse_adapter
 from sie.frontend.score import resolve_score
 from sie.limits import Limits
 from sie.types import ScoreReply, ScoreRequest

@@ -285,11 +285,11 @@ class ResponseWriter:
         self._record = record
 
     def write(self, events: Sequence[GenerateEvent]) -> bytes:  # the protocol's
-        """See `sie.frontend.stream.EventWriter`."""
+        """See `sie.frontend.http.stream.EventWriter`."""
         return self._record.take_stream()
 
     def write_error(self, error: SieError) -> bytes:
-        """See `sie.frontend.stream.EventWriter`."""
+        """See `sie.frontend.http.stream.EventWriter`."""
         self._record.fail(error)
         return self._record.take_stream()
 

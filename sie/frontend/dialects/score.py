@@ -11,11 +11,11 @@ import msgspec
 
 from sie.cards import ModelCard
 from sie.frontend import score
-from sie.frontend.body_limits import check_json, decode_free_form, decode_typed
 from sie.frontend.comparisons import resolve_compared
 from sie.frontend.dialects.arrays import pack
 from sie.frontend.dialects.sie import Item, check_count, check_items, find_non_text
-from sie.frontend.options import merge_options, refuse_adapter
+from sie.frontend.http.body_limits import check_json, decode_free_form, decode_typed
+from sie.frontend.inputs.options import merge_options, refuse_adapter
 from sie.limits import Limits
 from sie.types import ScoreReply, ScoreRequest
 

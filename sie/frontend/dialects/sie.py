@@ -19,10 +19,10 @@ import numpy as np
 from sie.cards import ModelCard
 from sie.catalog.options import OUTPUT_TYPES
 from sie.errors import BadRequest, InputTooLong, NotFound, SieError
-from sie.frontend.body_limits import check_json, decode_free_form, decode_typed
 from sie.frontend.dialects import outputs
 from sie.frontend.dialects.arrays import array_header, pack
-from sie.frontend.options import merge_options
+from sie.frontend.http.body_limits import check_json, decode_free_form, decode_typed
+from sie.frontend.inputs.options import merge_options
 from sie.limits import Limits
 from sie.types import OUTPUT_DTYPES, EncodeReply, EncodeRequest, MediaItems, Timing
 

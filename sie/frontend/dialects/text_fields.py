@@ -17,10 +17,10 @@ import msgspec
 from msgspec import Meta
 
 from sie.errors import BadRequest, NotFound, SieError
-from sie.frontend.body_limits import check_json
 from sie.frontend.dialects import openai
 from sie.frontend.dialects.agent_fields import AgentFields, refuse_agent_fields
 from sie.frontend.dialects.sampling import Bias, Count, Penalty, RepetitionPenalty, Seed, Share, Temperature, TopK
+from sie.frontend.http.body_limits import check_json
 from sie.generation import GenerateRequest, GenerateUsage, Grammar, GrammarKind
 from sie.limits import Limits
 

@@ -17,7 +17,7 @@ import msgspec
 from google.protobuf import text_format
 
 from sie.errors import BadRequest
-from sie.frontend.classification import RankedClass
+from sie.frontend.tensors.classification import RankedClass
 from sie.proto import message_class
 from sie.tensors import ITEM_BYTES, MAX_RANK, Tensor, TensorRequest, TensorRule, TensorSpec
 

@@ -26,7 +26,7 @@ from sie.errors import (
     Unavailable,
 )
 from sie.frontend.dialects.trtis import one_line
-from sie.frontend.tensor_states import Figures
+from sie.frontend.tensors.states import Figures
 from sie.proto import message_class
 from sie.tensors import TensorRule
 

@@ -10,8 +10,8 @@ from typing import Final, Protocol
 from sie.errors import Internal, SieError
 from sie.frontend.engine import ShmEngine
 from sie.frontend.generation.reader import Reader
+from sie.frontend.generation.token_stream import TokenStream
 from sie.frontend.links import Pending
-from sie.frontend.token_stream import TokenStream
 from sie.generation import (
     ChoiceReply,
     Ended,

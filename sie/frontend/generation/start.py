@@ -22,10 +22,10 @@ from sie.frontend.generation.prompt import chat_ids, check_ids, fit, render_chat
 from sie.frontend.generation.reader import Reader
 from sie.frontend.generation.run import Part, Run, TokenMeter
 from sie.frontend.generation.templates import run_limited
+from sie.frontend.generation.token_stream import StreamTimes, TokenStream
 from sie.frontend.generation.vocabulary import FileVocabulary, StubVocabulary, Vocabulary
+from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
 from sie.frontend.models import ModelTable
-from sie.frontend.token_stream import StreamTimes, TokenStream
-from sie.frontend.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
 from sie.generation import GenerateRequest, GenerateRule, GenerateTask, Grammar, Sampling
 from sie.generation_settings import Generation
 from sie.headers import WorkHeader

@@ -1,6 +1,6 @@
 """Owns one row for each route: what it is for, what it takes, what it answers and how it can fail.
 
-The rows stand in the order of the document and are keyed by the template of `sie.frontend.routes`; tests hold that no
+The rows stand in the order of the document and are keyed by the template of `sie.frontend.http.routes`; tests hold that no
 route is without one.
 """
 

@@ -1,6 +1,6 @@
 """Serves `inference.GRPCInferenceService`: what each of its methods asks of models, repositories and counters.
 
-Source: KServe v2 sheet, section 13. What HTTP serves under the same names is `sie.frontend.kserve`.
+Source: KServe v2 sheet, section 13. What HTTP serves under the same names is `sie.frontend.tensors.kserve`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from sie.frontend.dialects.kserve import InferCall
 from sie.frontend.dialects.kserve_grpc import InferMessage
 from sie.frontend.dialects.kserve_models import EXTENSIONS, index_entries, model_metadata, refused_parameter, statistics
 from sie.frontend.inference import Exchange
-from sie.frontend.kserve import KServe, check_known, ranked, unsupported
 from sie.frontend.offload import LARGE_BYTES, offload
 from sie.frontend.process import FrontendProcess
 from sie.frontend.rpc.codes import details
 from sie.frontend.rpc.service import Watched
-from sie.frontend.tensor_figures import read_figures
-from sie.frontend.tensor_states import rule_of
-from sie.frontend.tensor_table import is_servable
+from sie.frontend.tensors.figures import read_figures
+from sie.frontend.tensors.kserve import KServe, check_known, ranked, unsupported
+from sie.frontend.tensors.states import rule_of
+from sie.frontend.tensors.table import is_servable
 from sie.proto import message_class
 from sie.tensors import TensorReply, TensorRule
 

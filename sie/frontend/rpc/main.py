@@ -12,7 +12,6 @@ import uvloop
 
 from sie import process
 from sie.control_messages import Launch
-from sie.frontend.kserve import KServe
 from sie.frontend.process import FrontendProcess, connect
 from sie.frontend.rpc.health import Health
 from sie.frontend.rpc.kserve import KServeGrpc
@@ -22,7 +21,8 @@ from sie.frontend.rpc.reflection import Reflection
 from sie.frontend.rpc.service import Dialect, Service
 from sie.frontend.rpc.tls import tls_context
 from sie.frontend.rpc.trtis import TrtisGrpc
-from sie.frontend.trtis import Trtis
+from sie.frontend.tensors.kserve import KServe
+from sie.frontend.tensors.trtis import Trtis
 from sie.logs import configure
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from sie.frontend.routes import Need, Route
+from sie.frontend.http.routes import Need, Route
 
 KSERVE: Final = "inference.GRPCInferenceService"
 TRTIS: Final = "nvidia.inferenceserver.GRPCService"

@@ -14,9 +14,8 @@ from typing import Any, Final, Protocol
 
 from sie.errors import ClientGone, InputTooLong, Internal, SieError
 from sie.frontend.admin import check_admin
-from sie.frontend.compression import decompress
-from sie.frontend.counting import count_exchange
 from sie.frontend.dialects.protobuf_wire import parse
+from sie.frontend.http.compression import decompress
 from sie.frontend.inference import Exchange
 from sie.frontend.links import Pending
 from sie.frontend.offload import offload
@@ -26,6 +25,7 @@ from sie.frontend.rpc.codes import details, status_code
 from sie.frontend.rpc.messages import Message
 from sie.frontend.rpc.methods import BY_PATH, UNKNOWN, Method
 from sie.frontend.rpc.streams import Streams
+from sie.frontend.telemetry.counting import count_exchange
 from sie.logs import get_logger
 from sie.proto import message_class
 from sie.settings import Settings

@@ -1,6 +1,6 @@
 """Serves `nvidia.inferenceserver.GRPCService`, the v1 API: failures are told in its replies, with gRPC's status OK.
 
-Source: TRTIS v1 sheet, section 7. What HTTP serves is `sie.frontend.trtis`.
+Source: TRTIS v1 sheet, section 7. What HTTP serves is `sie.frontend.tensors.trtis`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from sie.frontend.inference import Exchange
 from sie.frontend.offload import offload
 from sie.frontend.process import FrontendProcess
 from sie.frontend.rpc.service import Watched
-from sie.frontend.tensor_states import rule_of
-from sie.frontend.trtis import Trtis, answered
+from sie.frontend.tensors.states import rule_of
+from sie.frontend.tensors.trtis import Trtis, answered
 from sie.proto import message_class
 from sie.tensors import TensorReply, TensorRule
 

@@ -20,7 +20,7 @@ from sie.catalog.profiles import (
 )
 from sie.catalog.spec import ModelSpec, parse_model_spec
 from sie.errors import BadRequest, ModelLoadFailed
-from sie.frontend.prompts import apply_prompt
+from sie.frontend.inputs.prompts import apply_prompt
 
 E5_TASK = "Given a web search query, retrieve relevant passages that answer the query"
 BGE = "Represent this sentence for searching relevant passages: "

@@ -13,7 +13,7 @@ from tokenizers import models, pre_tokenizers, processors
 from sie.cards import LateInteraction, ModelCard, ScoreRule
 from sie.errors import BadRequest
 from sie.frontend.comparisons import comparison_arrays, resolve_compared
-from sie.frontend.tokenize import Tokenizer
+from sie.frontend.inputs.tokenize import Tokenizer
 from sie.types import ScoreRequest
 
 WORDS = ["<s>", "</s>", "<unk>", "[Q]", "[D]", *(f"w{i}" for i in range(50))]

@@ -21,7 +21,7 @@ from sie.catalog.stub import stub_card
 from sie.control_messages import ModelEntry
 from sie.errors import BadRequest, Internal
 from sie.frontend.encode import Encoder
-from sie.frontend.image_reader import ImageReader
+from sie.frontend.inputs.image_reader import ImageReader
 from sie.frontend.links import Reply
 from sie.frontend.models import ModelTable
 from sie.frontend.replies import read_reply

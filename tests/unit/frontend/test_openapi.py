@@ -12,9 +12,9 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from sie import errors
 from sie.catalog import options
 from sie.errors import ClientGone, SieError
-from sie.frontend import routes
 from sie.frontend.dialects import openai
-from sie.frontend.html import page_headers
+from sie.frontend.http import routes
+from sie.frontend.http.html import page_headers
 from sie.frontend.openapi import document, document_json, page, schemas
 from sie.limits import Limits
 

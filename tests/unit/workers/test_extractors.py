@@ -22,9 +22,9 @@ from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
 from sie.errors import BadRequest, InputTooLong
 from sie.extraction import Extraction, ExtractTask
-from sie.frontend.extract_pairs import PairReading
-from sie.frontend.extract_tokens import TokenReading
-from sie.frontend.tokenize import Tokenizer
+from sie.frontend.extraction.pairs import PairReading
+from sie.frontend.extraction.tokens import TokenReading
+from sie.frontend.inputs.tokenize import Tokenizer
 from sie.limits import Limits
 from sie.workers.loader import load_extractor
 from sie.workers.runners import Pair

@@ -20,10 +20,10 @@ from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
 from sie.errors import BadRequest, InputTooLong, ModelLoadFailed
 from sie.extraction import Extraction, ExtractTask, LabelGroup, LabelledExample
-from sie.frontend import extract_gliclass
-from sie.frontend.extract_gliclass import LabelReading
-from sie.frontend.extract_gliner import WindowReading
-from sie.frontend.tokenize import Tokenizer
+from sie.frontend.extraction import gliclass
+from sie.frontend.extraction.gliclass import LabelReading
+from sie.frontend.extraction.gliner import WindowReading
+from sie.frontend.inputs.tokenize import Tokenizer
 from sie.limits import Limits
 from sie.workers.libraries import load_gliclass, load_gliner
 from tests.gli_models import GLINER_VARIANTS, WORDS, change_json, save_gliclass, save_gliner
@@ -58,7 +58,7 @@ class Served:
         rule: Any = self.card.extract
         if self.is_gliner:
             return WindowReading(rule, task, self.tokenizer, self.limits)
-        extract_gliclass.check_task(rule, task)
+        gliclass.check_task(rule, task)
         return LabelReading(rule, task, self.tokenizer, self.limits)
 
     def extract(self, texts: Sequence[str], task: ExtractTask) -> list[Extraction]:

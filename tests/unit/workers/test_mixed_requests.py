@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from sie.cards import ImageRule
-from sie.frontend.image_reader import ReadImages
-from sie.frontend.mixed import mix_items
+from sie.frontend.inputs.image_reader import ReadImages
+from sie.frontend.inputs.mixed import mix_items
 from sie.shm.layout import ProtocolError
 from sie.workers.runners import ImageItem, SearchedImage
 from tests.unit.workers.test_requests import MemoryLink, extent_of, request_of

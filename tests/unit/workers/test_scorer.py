@@ -19,8 +19,8 @@ from sie.catalog.directory import read_card
 from sie.catalog.prepare import Request, prepare
 from sie.catalog.spec import ModelSpec
 from sie.errors import BadRequest, InputTooLong, ModelLoadFailed
-from sie.frontend.pairs import pair_arrays
-from sie.frontend.tokenize import Tokenizer
+from sie.frontend.inputs.pairs import pair_arrays
+from sie.frontend.inputs.tokenize import Tokenizer
 from sie.workers.loader import load_scorer
 from sie.workers.runners import Pair
 from sie.workers.runners.score import ScoreRunner

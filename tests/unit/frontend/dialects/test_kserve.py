@@ -11,8 +11,8 @@ import pytest
 import tritonclient.http as triton
 
 from sie.errors import BadRequest
-from sie.frontend.classification import as_class_tensor
 from sie.frontend.dialects.kserve import InferCall, decode_infer, encode_infer
+from sie.frontend.tensors.classification import as_class_tensor
 from sie.limits import Limits
 from sie.tensor_bytes import frame_elements, split_elements
 from sie.tensors import Tensor, TensorReply, TensorRule, TensorSpec

@@ -7,7 +7,6 @@ import pytest
 from google.protobuf import text_format
 
 from sie.errors import BadRequest, DeadlineExceeded, Internal, NotFound, Overloaded, SieError
-from sie.frontend.classification import RankedClass
 from sie.frontend.dialects.trtis import (
     Answered,
     InferHead,
@@ -27,7 +26,8 @@ from sie.frontend.dialects.trtis_status import (
     status_line,
     status_of,
 )
-from sie.frontend.tensor_states import Figures
+from sie.frontend.tensors.classification import RankedClass
+from sie.frontend.tensors.states import Figures
 from sie.proto import message_class
 from sie.tensor_bytes import frame_elements
 from sie.tensors import Tensor, TensorRule, TensorSpec

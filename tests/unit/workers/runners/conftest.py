@@ -11,8 +11,8 @@ import pytest
 
 from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
-from sie.frontend.prompts import apply_prompt
-from sie.frontend.tokenize import Tokenizer
+from sie.frontend.inputs.prompts import apply_prompt
+from sie.frontend.inputs.tokenize import Tokenizer
 from sie.headers import WorkHeader
 from sie.workers.loader import load_encoder
 

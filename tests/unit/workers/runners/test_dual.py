@@ -19,8 +19,8 @@ from sie.cards import ModelCard
 from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
 from sie.errors import BadRequest, InputTooLong, Internal
-from sie.frontend.images import prepare_image
-from sie.frontend.tokenize import Tokenizer
+from sie.frontend.inputs.images import prepare_image
+from sie.frontend.inputs.tokenize import Tokenizer
 from sie.workers import attention
 from sie.workers.loader import load_dual_encoder
 from sie.workers.runners import ImageItem

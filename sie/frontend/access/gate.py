@@ -1,0 +1,210 @@
+"""Owns who may do what where there are API keys: the key in a request, its scopes, its limits, and watch tickets.
+
+There is no `Access` at all on a server without keys. One that has not heard of its keys yet lets nobody in. What is
+kept of a key is its SHA-256, so the time of a look-up tells nothing about a key: who times it learns bits of a digest
+that he cannot find another key for. Reads no clock but the one it is given.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+from sie import settings
+from sie.api_keys import digest_of
+from sie.control_messages import Keys
+from sie.errors import Forbidden, RateLimited, SieError, Unauthorized
+from sie.frontend.access.key_use import KeyHolder
+from sie.frontend.http.routes import Need
+from sie.shm.pages import CounterPage
+
+CHALLENGE: Final = ("www-authenticate", 'Bearer realm="sie"')
+"""The header of every 401. Source: RFC 6750, section 3."""
+SUBPROTOCOL_PREFIX: Final = "sie.bearer."
+TICKET_S: Final = 30
+
+_MAX_KEY_CHARS: Final = 512
+_NOBODY: Final = bytes(32)
+
+Headers = Mapping[str, str] | Any
+HeaderList = list[tuple[str, str]]
+
+
+class Exchange(Protocol):
+    """What is read of a request, and noted of it."""
+
+    headers: Any
+    holder: KeyHolder | None
+
+
+class Access:
+    """Checks the requests of one frontend process.
+
+    pages are the counter pages, our own first: they share the limits out among frontends. count_failure is told the
+    reason of each refusal.
+    """
+
+    def __init__(
+        self,
+        pages: Sequence[CounterPage],
+        count_failure: Callable[[str], None],
+        *,
+        are_metrics_open: bool = False,
+        now_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._pages = pages
+        self._count_failure = count_failure
+        self._are_metrics_open = are_metrics_open
+        self._now_ns = now_ns
+        self._by_digest: dict[bytes, KeyHolder] = {}
+        self._by_name: dict[str, KeyHolder] = {}
+        self._secret = b""
+        self.problem = ""
+        """Why the file of keys was not taken over when it last changed."""
+
+    def replace(self, told: Keys) -> None:
+        """Let these keys in and no others; what those of the same names have used of their limits stays used."""
+        keys = told.keys
+        now_ns, old = self._now_ns(), self._by_name
+        self._by_name = {key.name: old.get(key.name) or KeyHolder(key, self._pages, now_ns) for key in keys}
+        for key in keys:
+            self._by_name[key.name].take_over(key, now_ns)
+        self._by_digest = {holder.key.digest: holder for holder in self._by_name.values()}
+        self._secret = told.secret
+        self.problem = told.problem
+
+    def identify(self, headers: Headers, need: Need) -> KeyHolder | None:
+        """Return whose request this is; None where no key is asked for.
+
+        Raises Unauthorized without a known key, Forbidden when its scopes lack `need`.
+        """
+        if self._is_open(need):
+            return None
+        holder = self._find(_presented(headers))
+        self._check_scope(holder, need)
+        return holder
+
+    def admit(self, exchange: Exchange, need: Need) -> None:
+        """Note whose request this is, if a key is asked for, and let it in. Raises as `identify` and `begin` do."""
+        exchange.holder = holder = self.identify(exchange.headers, need)
+        if holder is not None:
+            self.begin(holder)
+
+    def begin(self, holder: KeyHolder) -> None:
+        """Let a request of this key in; the caller says `holder.end()` when it is over. Raises RateLimited."""
+        if holder.is_limited:
+            self._check_limits(holder)
+        holder.begin()
+
+    def record(self, exchange: Exchange, _status: int, headers: HeaderList, _error: SieError | None) -> HeaderList:
+        """Add to an answer what is left of its key's rate. Source: OpenAI's API reference, rate limits."""
+        holder = exchange.holder
+        if holder is None or holder.bucket is None:
+            return headers
+        bucket, now_ns = holder.bucket, self._now_ns()
+        return [
+            *headers,
+            ("x-ratelimit-limit-requests", str(bucket.per_minute)),
+            ("x-ratelimit-remaining-requests", str(bucket.remaining(now_ns))),
+            ("x-ratelimit-reset-requests", f"{math.ceil(bucket.full_in_s(now_ns))}s"),
+        ]
+
+    def _check_limits(self, holder: KeyHolder) -> None:
+        now_ns, key = self._now_ns(), holder.key
+        if key.max_concurrent is not None and holder.count_running(now_ns) >= key.max_concurrent:
+            text = f"API key '{key.name}' has as many requests running as its max_concurrent ({key.max_concurrent})"
+            raise self._refused("concurrency", RateLimited(text, retry_after_s=1))
+        if holder.bucket is not None and not holder.try_take(now_ns):
+            text = f"API key '{key.name}' is over its requests_per_minute ({key.requests_per_minute})"
+            wait_s = max(1, math.ceil(holder.bucket.wait_s(now_ns)))
+            raise self._refused("rate", RateLimited(text, retry_after_s=wait_s))
+
+    # --- websockets -----------------------------------------------------------------------------------------------
+
+    def admit_watcher(self, headers: Headers, query: str, need: Need) -> Callable[[], bool]:
+        """Return what tells, at any time, whether this websocket may go on: a key may be taken away meanwhile.
+
+        The key stands in a header, or in the subprotocol `sie.bearer.KEY` where a client can set no header; a browser,
+        which wants its subprotocol confirmed, brings a ticket (`?ticket=`). Raises as `identify` does; limits do not apply.
+        """
+        if self._is_open(need):
+            return lambda: True
+        ticket = _query_value(query, "ticket")
+        holder = self._redeem(ticket) if ticket else self._find(_presented(headers) or _subprotocol_key(headers))
+        self._check_scope(holder, need)
+        key = holder.key
+        return lambda: (now := self._by_name.get(key.name)) is not None and now.key == key
+
+    def make_ticket(self, holder: KeyHolder | None) -> str:
+        """Return a text that opens one or more websockets within TICKET_S in the name of a key; empty without one."""
+        if holder is None:
+            return ""
+        until_s = self._now_ns() // 1_000_000_000 + TICKET_S
+        claim = f"{until_s}.{holder.key.name}"
+        return f"{self._sign(claim)}.{claim}"
+
+    def _redeem(self, ticket: str) -> KeyHolder:
+        signature, _, claim = ticket.partition(".")
+        until_s, _, name = claim.partition(".")
+        is_ours = self._secret != b"" and hmac.compare_digest(signature.encode(), self._sign(claim).encode())
+        holder = self._by_name.get(name)
+        if not is_ours or holder is None or int(until_s) * 1_000_000_000 < self._now_ns():
+            raise self._refused("unknown", Unauthorized("The ticket is not valid, or not any more"))
+        return holder
+
+    def _sign(self, claim: str) -> str:
+        return hmac.new(self._secret, claim.encode(), "sha256").hexdigest()
+
+    # --- keys -----------------------------------------------------------------------------------------------------
+
+    def _is_open(self, need: Need) -> bool:
+        return need == "open" or (need == "metrics" and self._are_metrics_open)
+
+    def _find(self, key: str | None) -> KeyHolder:
+        if not key:
+            raise self._refused(
+                "missing", Unauthorized("An API key is needed: `Authorization: Bearer KEY` or `x-api-key`")
+            )
+        digest = digest_of(key) if len(key) <= _MAX_KEY_CHARS else _NOBODY
+        holder = self._by_digest.get(digest)
+        if not hmac.compare_digest(digest, _NOBODY if holder is None else holder.key.digest) or holder is None:
+            raise self._refused("unknown", Unauthorized("The API key is not known"))
+        return holder
+
+    def _check_scope(self, holder: KeyHolder, need: Need) -> None:
+        if need not in holder.key.scopes and need != "any":
+            raise self._refused("scope", Forbidden(f"API key '{holder.key.name}' lacks the scope '{need}'"))
+
+    def _refused(self, reason: str, error: SieError) -> SieError:
+        self._count_failure(reason)
+        return error
+
+
+def open_access(
+    access: settings.Access, pages: Sequence[CounterPage], count_failure: Callable[[str], None]
+) -> Access | None:
+    """Return who may do what, or None where nobody is asked for a key."""
+    return Access(pages, count_failure, are_metrics_open=access.open_metrics) if access.api_keys else None
+
+
+def _presented(headers: Headers) -> str | None:
+    """Return the key in a request's headers; `Authorization` counts first, unless it is of another scheme."""
+    authorization = headers.get("authorization")
+    if authorization is not None and authorization[:7].lower() == "bearer ":
+        return authorization[7:].strip()
+    return headers.get("x-api-key")
+
+
+def _subprotocol_key(headers: Headers) -> str | None:
+    offered = headers.get("sec-websocket-protocol") or ""
+    for word in offered.split(","):
+        if word.strip().startswith(SUBPROTOCOL_PREFIX):
+            return word.strip()[len(SUBPROTOCOL_PREFIX) :]
+    return None
+
+
+def _query_value(query: str, name: str) -> str:
+    return next((pair.partition("=")[2] for pair in query.split("&") if pair.startswith(f"{name}=")), "")

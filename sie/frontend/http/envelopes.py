@@ -1,0 +1,81 @@
+"""Owns the shape that a failure takes in each dialect: status, headers and body. Pure.
+
+The app's border adds what all dialects share: `Retry-After`, the challenge of a 401, the end of a connection.
+Source: design of the shared port; each dialect's own file has its body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from sie.errors import BadRequest, NotFound, SieError
+from sie.frontend.dialects import kserve, messages_reply, openai, sie, text_fields
+from sie.frontend.dialects import models as models_dialect
+from sie.frontend.http.routes import Route, methods_of
+
+Headers = list[tuple[str, str]]
+JSON: Final = ("content-type", "application/json")
+
+
+class Response(NamedTuple):
+    """What is sent."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+def failure(envelope: str, error: SieError) -> Response:
+    """Return the answer to a failed request of a route with this envelope."""
+    return _FAILURES[envelope](error)
+
+
+def _openai(error: SieError) -> Response:
+    body = models_dialect.model_not_found_body(error) if isinstance(error, NotFound) else openai.error_body(error)
+    return Response(error.http_status, [JSON], body)
+
+
+def _models(error: SieError) -> Response:
+    return Response(error.http_status, [JSON], models_dialect.error_body(error, openai.error_object(error)))
+
+
+def _trtis(error: SieError) -> Response:
+    from sie.frontend.dialects.trtis_status import failure  # imports protobuf, which few servers need
+
+    return Response(*failure(error))
+
+
+_FAILURES: Final[dict[str, Callable[[SieError], Response]]] = {
+    "sie": lambda error: Response(error.http_status, [JSON], sie.error_body(error)),
+    "openai": _openai,
+    "models": _models,
+    "text": lambda error: Response(error.http_status, [JSON], text_fields.error_body(error)),
+    "anthropic": lambda error: Response(messages_reply.error_status(error), [JSON], messages_reply.error_body(error)),
+    "kserve": lambda error: Response(error.http_status, [JSON], kserve.error_body(error.message)),
+    "trtis": _trtis,
+}
+
+
+def unknown_path(path: str) -> Response:
+    """Return the answer to a path that is no route: that of the dialect whose paths begin so."""
+    if path.startswith("/v2/") or path == "/v2":
+        return Response(404, [JSON], kserve.error_body("Not Found"))
+    if path.startswith("/v1/messages/"):
+        return failure("anthropic", NotFound("Not Found"))
+    if path.startswith("/api/") or path == "/api":
+        return Response(400, [], b"")  # the v1 API has no 404
+    return Response(404, [JSON], sie.not_found_body())
+
+
+def wrong_method(route: Route) -> Response:
+    """Return the answer to a method that is not the route's."""
+    methods = methods_of(route)
+    allow = ("allow", methods)
+    if route.envelope == "trtis":
+        return Response(405, [allow], b"")
+    if route.envelope in ("text", "anthropic"):
+        refusal = BadRequest(f"The method of {route.template} is {methods}", http_status=405)
+        return Response(405, [JSON, allow], failure(route.envelope, refusal).body)
+    body = kserve.error_body("Method Not Allowed") if route.envelope == "kserve" else sie.method_not_allowed_body()
+    return Response(405, [JSON, allow], body)

@@ -1,0 +1,105 @@
+"""Owns how a query and its documents become the arrays of a score request, for each way in which models read pairs."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sie.cards import ModelCard, PairTemplate
+from sie.catalog.stub import BYTES_PER_TOKEN, count_stub_tokens
+from sie.frontend.inputs.options import token_limit
+from sie.frontend.inputs.prompts import apply_pair_prompt
+from sie.frontend.inputs.tokenize import Tokenizer, bounds_of, pack_ids, unicode_error
+
+Arrays = list[tuple[str, NDArray[Any]]]
+
+_PLACEHOLDER: Final = re.compile(r"\{(query|document|instruction)\}")
+_LENGTH: Final = struct.Struct("<I")
+
+
+def pair_arrays(
+    card: ModelCard,
+    tokenizer: Tokenizer | None,
+    query: str,
+    documents: Sequence[str],
+    instruction: str | None,
+    *,
+    options: dict[str, Any] | None = None,
+) -> Arrays:
+    """Return a score request's arrays, the items' bounds first; tokenizer is None for a model that reads text.
+
+    `prompts.apply_pair_prompt` says what stands around the texts. Raises BadRequest for a text that is not valid
+    Unicode, and as that does. Source: SIE API reference, sections 11 and 19.
+    """
+    options = options or {}
+    query, documents, instruction = apply_pair_prompt(card, query, documents, options, instruction)
+    max_tokens = token_limit(options, is_query=False)
+    template = card.score.template if card.score is not None else None
+    if tokenizer is not None and template is not None:
+        token_ids, cu_seqlens = _fill_template(
+            tokenizer, template, query, documents, instruction=instruction, max_tokens=max_tokens
+        )
+        return [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]
+    if tokenizer is None:
+        return _stub_arrays(card, query, documents, max_tokens)
+    token_ids, cu_seqlens, token_types = tokenizer.encode_pairs(query, documents, max_tokens)
+    arrays: Arrays = [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]
+    return arrays if token_types is None else [*arrays, ("token_types", token_types)]
+
+
+def _fill_template(
+    tokenizer: Tokenizer,
+    template: PairTemplate,
+    query: str,
+    documents: Sequence[str],
+    *,
+    instruction: str | None,
+    max_tokens: int | None,
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Tokenise a template's parts one by one; what is too long is cut from the end of the part with the document.
+
+    A query in a part of its own is held to three quarters of the limit, so that there is room for a document.
+    """
+    parts = template.parts
+    if instruction and template.instructed_parts is not None:
+        parts = template.instructed_parts
+    values = {"query": query, "instruction": template.default_instruction if instruction is None else instruction}
+    place = next(index for index, part in enumerate(parts) if "{document}" in part)
+    limit = min((n for n in (tokenizer.card.max_sequence_length, max_tokens) if n is not None), default=None)
+    fixed = tokenizer.encode_plain([_fill(part, values) for part in parts if "{document}" not in part])
+    if limit is not None:
+        fixed = [ids[: limit * 3 // 4] for ids in fixed]
+    before = [token for ids in fixed[:place] for token in ids]
+    after = [token for ids in fixed[place:] for token in ids]
+    filled = [_fill(parts[place], {**values, "document": document}) for document in documents]
+    room = None if limit is None else max(0, limit - len(before) - len(after))
+    return pack_ids([[*before, *ids[:room], *after] for ids in tokenizer.encode_plain(filled)])
+
+
+def _fill(part: str, values: dict[str, str]) -> str:
+    """Put values into a part in one pass, so that a value's own braces stay as they are."""
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], part)
+
+
+def _stub_arrays(card: ModelCard, query: str, documents: Sequence[str], max_tokens: int | None) -> Arrays:
+    """Return pairs as a stub reads them; `WorkHeader` says how."""
+    assert card.stub is not None
+    try:
+        head = query.encode()
+        encoded = [document.encode() for document in documents]
+    except UnicodeEncodeError as exc:
+        raise unicode_error((query, *documents), exc) from None
+    head = _LENGTH.pack(len(head)) + head
+    end = None if max_tokens is None else _LENGTH.size + max_tokens * BYTES_PER_TOKEN
+    pairs = [(head + document)[:end] for document in encoded]
+    costs = (count_stub_tokens(len(pair) - _LENGTH.size, card.stub.max_tokens) for pair in pairs)
+    return [
+        ("cu_seqlens", bounds_of(costs, len(pairs))),
+        ("text", np.frombuffer(b"".join(pairs), np.uint8)),
+        ("text_offsets", bounds_of(map(len, pairs), len(pairs))),
+    ]

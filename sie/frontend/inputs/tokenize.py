@@ -1,0 +1,339 @@
+"""Owns text to token ids, and the checks of token ids that a client made itself.
+
+Truncation is silent, at the model's maximum, as sentence-transformers does it. Special tokens in a text are parsed,
+also as sentence-transformers does it. Arrays are NumPy int32, contiguous: `token_ids` (t,) holds the sequences back to
+back, `cu_seqlens` (n + 1,) their bounds, first 0, last t.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
+from typing import NamedTuple
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from sie.cards import ModelCard
+from sie.catalog.stub import BYTES_PER_TOKEN, count_stub_tokens
+from sie.errors import BadRequest, Internal, SieError
+
+Int32Array = NDArray[np.int32]
+BytesArray = NDArray[np.uint8]
+
+LONG_TEXT_BYTES = 8192
+"""From here tokenising takes over about 2 ms, and leaves the event loop (`is_long`)."""
+_MAX_UTF8_BYTES = 4
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_SPACES = re.compile(r"\s+")
+
+
+class _Reader(NamedTuple):
+    """How texts of one role, queries or documents, are read."""
+
+    tokenizer: tokenizers.Tokenizer
+    limit: int | None
+    prefix: str = ""
+    add_special_tokens: bool = True
+
+    def room(self, max_tokens: int | None, *, pair: bool = False) -> int | None:
+        """Return how many tokens a shorter limit leaves beside the special ones; None when it is not shorter.
+
+        Raises BadRequest when it leaves none.
+        """
+        if max_tokens is None or (self.limit is not None and max_tokens >= self.limit):
+            return None
+        num_special = self.tokenizer.num_special_tokens_to_add(pair) if self.add_special_tokens else 0
+        if max_tokens <= num_special:
+            raise BadRequest(
+                f"A limit of {max_tokens} tokens leaves no room beside the {num_special} special ones "
+                "(options 'max_seq_length', 'query_max_length')"
+            )
+        return max_tokens - num_special
+
+
+class Tokenizer:
+    """Turn texts into the token ids of one model. Safe to use from several threads at once."""
+
+    def __init__(self, card: ModelCard, tokenizer: tokenizers.Tokenizer) -> None:
+        self.card = card
+        self.vocab_size = card.vocab_size or tokenizer.get_vocab_size()
+        self._document = self._query = _Reader(tokenizer, card.max_sequence_length)
+        self._is_plain = not (card.strip or card.lowercase or card.drop_punctuation)
+        self._filler = _filler_of(card, tokenizer)
+        self._wants_types = card.score is not None and card.score.token_types
+
+    @classmethod
+    def load(cls, card: ModelCard) -> Tokenizer:
+        """Read the card's tokenizer files.
+
+        The files' own truncation and padding are replaced: MiniLM's says to pad every text to 128 tokens.
+        Raises Internal when one cannot be read; the message names the model, never a path.
+        """
+        late, static = card.late, card.static_queries
+        if late is None:
+            # An extractor's texts are cut into windows, or beside their label, by `sie.frontend.extraction`.
+            # A prompt to generate from is refused when it is too long, or loses its oldest tokens.
+            limit = card.max_sequence_length if card.extract is None and card.generate is None else None
+            tokenizer = cls(card, _open(card, card.tokenizer_file, limit))
+        else:
+            document = _open_late(card, late.document_length, late.document_prefix)
+            tokenizer = cls(card, document.tokenizer)
+            tokenizer._document = document
+            tokenizer._query = _open_late(card, late.query_length, late.query_prefix)
+        if static is not None:
+            query = _open(card, static.tokenizer_file, static.max_length)
+            tokenizer._query = _Reader(query, static.max_length, add_special_tokens=False)
+        return tokenizer
+
+    @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The library's tokenizer, for what needs more than token ids; not to be changed."""
+        return self._document.tokenizer
+
+    def encode_texts(
+        self, texts: Sequence[str], is_query: bool = False, max_tokens: int | None = None
+    ) -> tuple[Int32Array, Int32Array]:
+        """Return (token_ids, cu_seqlens), special tokens included unless a table of weights reads the ids.
+
+        is_query matters only to a model that reads queries in a way of their own; max_tokens only lowers the model's
+        limit. Raises BadRequest for a text that is not valid Unicode, and for a limit without room for a text.
+        """
+        reader = self._query if is_query else self._document
+        tokenizer, _, prefix, add_special_tokens = reader
+        if not self._is_plain:
+            texts = [self._clean(text) for text in texts]
+        if prefix:
+            texts = [prefix + text for text in texts]
+        try:
+            if max_tokens is not None and (room := reader.room(max_tokens)) is not None:
+                return pack_ids(self._filled(_encode_short(reader, texts, room)))
+            # The batch call, for one text, too: it keeps no offsets, which are a sixth of the work, and lets other threads
+            # run. It starts no threads of its own where TOKENIZERS_PARALLELISM is false, as in a frontend.
+            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        except TypeError as exc:
+            raise unicode_error(texts, exc) from None
+        if len(encodings) == 1 and self._filler is None:
+            ids = encodings[0].ids
+            return np.array(ids, np.int32), np.array((0, len(ids)), np.int32)
+        return pack_ids(self._filled([encoding.ids for encoding in encodings]))
+
+    def encode_pairs(
+        self, query: str, documents: Sequence[str], max_tokens: int | None = None
+    ) -> tuple[Int32Array, Int32Array, BytesArray | None]:
+        """Return (token_ids, cu_seqlens, token_types) of the query with each document, as the tokenizer joins two texts.
+
+        A pair that is too long loses tokens of the longer text first. token_types (t,) uint8 is None for a model that
+        reads none. max_tokens and errors as in `encode_texts`.
+        """
+        room = self._document.room(max_tokens, pair=True)
+        if not self._is_plain:
+            query, documents = self._clean(query), [self._clean(document) for document in documents]
+        try:
+            if room is None:
+                encodings = self._document.tokenizer.encode_batch_fast([(query, document) for document in documents])
+            else:
+                encodings = _pair_short(self._document.tokenizer, query, documents, room)
+        except TypeError as exc:
+            raise unicode_error((query, *documents), exc) from None
+        token_ids, cu_seqlens = pack_ids([encoding.ids for encoding in encodings])
+        if not self._wants_types:
+            return token_ids, cu_seqlens, None
+        types = chain.from_iterable(encoding.type_ids for encoding in encodings)
+        return token_ids, cu_seqlens, np.fromiter(types, np.uint8, len(token_ids))
+
+    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return each text's token ids without special tokens. Raises BadRequest as `encode_texts` does."""
+        try:
+            return [
+                encoding.ids for encoding in self._document.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            ]
+        except TypeError as exc:
+            raise unicode_error(texts, exc) from None
+
+    def check_token_ids(
+        self, token_lists: Sequence[Sequence[int]], max_tokens: int | None = None
+    ) -> tuple[Int32Array, Int32Array]:
+        """Return (token_ids, cu_seqlens) of token arrays that a client made, cut at the lower of max_tokens and the
+        model's maximum.
+
+        The ids are used as they are: no special token is added. Raises BadRequest for an empty array and for an id
+        outside the vocabulary.
+        """
+        limit = min((n for n in (self.card.max_sequence_length, max_tokens) if n is not None), default=None)
+        rows = [ids if limit is None else ids[:limit] for ids in token_lists]
+        for index, ids in enumerate(token_lists):
+            if not ids:
+                raise BadRequest(f"Token array {index} must not be empty")
+            if min(ids) < 0 or max(ids) >= self.vocab_size:
+                raise BadRequest(f"Token array {index} holds an id outside the vocabulary [0, {self.vocab_size})")
+        return pack_ids(self._filled(rows))
+
+    def _filled(self, rows: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Return token ids filled up to the one length that the card asks for, if it does."""
+        filler, padding = self._filler, self.card.padding
+        if filler is None or padding is None:
+            return rows
+        if padding.side == "left":
+            return [[*filler[len(row) :], *row] for row in rows]
+        return [[*row, *filler[len(row) :]] for row in rows]
+
+    def _clean(self, text: str) -> str:
+        """Return the text as the model's tokenizer class hands it on.
+
+        Source of drop_punctuation: transformers 5.23 models/siglip/tokenization_siglip.py (canonicalize_text).
+        """
+        if self.card.drop_punctuation:
+            text = _SPACES.sub(" ", text.translate(_NO_PUNCTUATION))
+        text = text.strip() if self.card.strip else text
+        return text.lower() if self.card.lowercase else text
+
+
+def _open(card: ModelCard, path: str, limit: int | None) -> tokenizers.Tokenizer:
+    """Return the tokenizer of a file that neither pads nor has a limit but this."""
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(path)
+    except Exception as exc:  # the library raises bare Exception for a missing and for a malformed file
+        raise Internal(f"Model '{card.id}' has no readable tokenizer") from exc
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    if limit is not None:
+        tokenizer.enable_truncation(limit)  # pyright: ignore[reportUnknownMemberType]  # untyped
+    return tokenizer
+
+
+def _filler_of(card: ModelCard, tokenizer: tokenizers.Tokenizer) -> list[int] | None:
+    """Return a text of nothing but padding, for a card that asks for it. Raises Internal for an unknown token."""
+    padding = card.padding
+    if padding is None:
+        return None
+    token_id = tokenizer.token_to_id(padding.token)
+    if token_id is None:
+        raise Internal(f"Model '{card.id}' has a tokenizer that does not know its padding token {padding.token!r}")
+    return [token_id] * padding.length
+
+
+def _open_late(card: ModelCard, length: int | None, prefix: str) -> _Reader:
+    limit = length or card.max_sequence_length
+    return _Reader(_with_marker(_open(card, card.tokenizer_file, limit), prefix), limit, prefix)
+
+
+def _encode_short(reader: _Reader, texts: Sequence[str], room: int) -> list[list[int]]:
+    """Return each text's ids with at most room tokens beside the special ones.
+
+    A tokenizer's own limit belongs to all who use it, so these are cut between the two halves of its work.
+    """
+    tokenizer = reader.tokenizer
+    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    for encoding in encodings:
+        encoding.truncate(room)
+    return [tokenizer.post_process(encoding, None, reader.add_special_tokens).ids for encoding in encodings]
+
+
+def _pair_short(
+    tokenizer: tokenizers.Tokenizer, query: str, documents: Sequence[str], room: int
+) -> list[tokenizers.Encoding]:
+    """Return the encodings of pairs with at most room tokens beside the special ones, cut as the library does it.
+
+    Source: tokenizers 0.22, `truncate_encodings` with LongestFirst.
+    """
+    pairs: list[tokenizers.Encoding] = []
+    whole_query, *encoded = tokenizer.encode_batch_fast([query, *documents], add_special_tokens=False)
+    for document in encoded:
+        head = tokenizers.Encoding.merge([whole_query], growing_offsets=False)  # a copy: `truncate` is in place
+        shorter, longer = sorted((len(head), len(document)))
+        longer = min(longer, max(shorter, room - shorter))
+        if shorter + longer > room:
+            shorter, longer = room // 2, room - room // 2
+        is_head_longer = len(head) > len(document)
+        head.truncate(longer if is_head_longer else shorter)
+        document.truncate(shorter if is_head_longer else longer)
+        pairs.append(tokenizer.post_process(head, document))
+    return pairs
+
+
+def _with_marker(tokenizer: tokenizers.Tokenizer, prefix: str) -> tokenizers.Tokenizer:
+    """Make a tokenizer take the marker in a prefix for one token, if its vocabulary has it.
+
+    `[unused0] ` would fall into pieces, and `[Q] ` not be found behind a lowercasing normaliser. A marker that the
+    vocabulary does not know stays ordinary text. Source: sentence_transformers 6.2 multi_vector_encoder/model.py.
+    """
+    words = prefix.split(None, 1)
+    for marker in (prefix, words[0]) if words else ():
+        if tokenizer.token_to_id(marker) is None:
+            continue
+        if tokenizer.encode(marker, add_special_tokens=False).tokens != [marker]:
+            token = tokenizers.AddedToken(marker, normalized=False, special=True)
+            tokenizer.add_special_tokens([token])  # pyright: ignore[reportUnknownMemberType]  # untyped
+        break
+    return tokenizer
+
+
+def encode_stub_texts(
+    card: ModelCard, texts: Sequence[str], max_tokens: int | None = None
+) -> tuple[BytesArray, Int32Array, Int32Array]:
+    """Return (text, text_offsets, cu_seqlens) for a stub model, which reads text and not tokens.
+
+    text (bytes,) uint8 is the UTF-8 of all texts back to back and text_offsets (n + 1,) int32 bounds each;
+    cu_seqlens (n + 1,) int32 bounds their costs. max_tokens cuts what is longer. Raises BadRequest when the card is no stub or a text is not valid
+    Unicode.
+    """
+    if card.stub is None:
+        raise BadRequest(f"Model '{card.id}' is not a stub")
+    try:
+        encoded = [text.encode() for text in texts]
+    except UnicodeEncodeError as exc:
+        raise unicode_error(texts, exc) from None
+    if max_tokens is not None:
+        encoded = [part[: max_tokens * BYTES_PER_TOKEN] for part in encoded]
+    sizes = [len(part) for part in encoded]
+    costs = (count_stub_tokens(size, card.stub.max_tokens) for size in sizes)
+    return np.frombuffer(b"".join(encoded), np.uint8), bounds_of(sizes, len(texts)), bounds_of(costs, len(texts))
+
+
+def encode_stub_text(card: ModelCard, texts: Sequence[str]) -> tuple[bytes, int]:
+    """Return the UTF-8 of one text for a stub model, and its cost in tokens. Raises as `encode_stub_texts`."""
+    if card.stub is None:
+        raise BadRequest(f"Model '{card.id}' is not a stub")
+    try:
+        encoded = texts[0].encode()
+    except UnicodeEncodeError as exc:
+        raise unicode_error(texts, exc) from None
+    return encoded, count_stub_tokens(len(encoded), card.stub.max_tokens)
+
+
+def is_long(texts: Sequence[str], threshold_bytes: int) -> bool:
+    """Tell whether tokenising should leave the event loop: whether the texts may exceed threshold_bytes of UTF-8.
+
+    Exact for ASCII; other texts are encoded only when their length in characters leaves it open.
+    """
+    num_chars = sum(map(len, texts))
+    if num_chars > threshold_bytes:
+        return True
+    if num_chars * _MAX_UTF8_BYTES <= threshold_bytes:
+        return False
+    return sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts) > threshold_bytes
+
+
+def pack_ids(rows: Sequence[Sequence[int]]) -> tuple[Int32Array, Int32Array]:
+    """Return (token_ids, cu_seqlens) of sequences that are token ids already."""
+    cu_seqlens = bounds_of(map(len, rows), len(rows))
+    return np.fromiter(chain.from_iterable(rows), np.int32, int(cu_seqlens[-1])), cu_seqlens
+
+
+def bounds_of(sizes: Iterable[int], count: int) -> Int32Array:
+    """Return the (count + 1,) int32 bounds of pieces that lie back to back."""
+    return np.fromiter(accumulate(sizes, initial=0), np.int32, count + 1)
+
+
+def unicode_error(texts: Sequence[str], cause: Exception) -> SieError:
+    """Say which text holds a lone surrogate; a tokenizer that failed for another reason is our own fault."""
+    for index, text in enumerate(texts):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return BadRequest(f"Text {index} is not valid Unicode: it holds a lone surrogate")
+    return Internal(f"The tokenizer failed: {type(cause).__name__}")

@@ -1,0 +1,1 @@
+"""Owns OpenAI's responses: made, streamed, kept, and found again."""

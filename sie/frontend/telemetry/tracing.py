@@ -1,0 +1,194 @@
+"""Owns what a request looks like to a tracing system: one span for it and one for each phase, sent over OTLP.
+
+Nothing is measured for a trace: when a request has ended, its spans are written from the times that it has anyway. This
+module imports OpenTelemetry (`sie[otel]`) and is imported only where tracing is on. Sources: W3C Trace Context; SIE API
+reference, section 13; OpenTelemetry's semantic conventions for HTTP and RPC.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from typing import Any, Final, NamedTuple, Protocol
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from sie import __version__
+from sie.errors import SieError
+from sie.frontend.http.routes import Route
+from sie.setting_sections import Tracing
+from sie.types import Timing
+
+Headers = list[tuple[str, str]]
+_EXPORTER_LOG: Final = "opentelemetry.exporter.otlp.proto.grpc.exporter"
+_EXPORT_TIMEOUT_S: Final = 5.0
+_EXPORT_EVERY_MS: Final = 1000
+_MAX_WAITING_SPANS: Final = 16_384
+_CLOSE_TIMEOUT_S: Final = 2.0
+_COMPLAIN_EVERY_S: Final = 60.0
+_MIN_LOAD_NS: Final = 1_000_000
+"""From here the time between decoding and tokenising is a phase of its own: the request waited for its model."""
+
+
+class Exchange(Protocol):
+    """What is read of a request that ends. Times are CLOCK_MONOTONIC."""
+
+    scope: Any
+    headers: Any
+    began_ns: int
+    decoded_ns: int
+    route: Route | None
+    known_model: str
+    body_bytes: int
+    timing: Timing | None
+
+
+class Phase(NamedTuple):
+    """One part of a request's time, in nanoseconds of CLOCK_MONOTONIC."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+
+
+def phases_of(exchange: Exchange, now_ns: int) -> list[Phase]:
+    """Return the phases that a request went through, in order and without overlap; one that failed has the first ones.
+
+    decode: from its headers to the typed request; load: until its model was there; tokenise; queue: until its first
+    step; infer: until its reply was read, other requests' steps in between included; encode: to the response's bytes.
+    """
+    began_ns, decoded_ns, timing = exchange.began_ns, exchange.decoded_ns, exchange.timing
+    if not decoded_ns:
+        return [Phase("decode", began_ns, now_ns)]
+    phases = [Phase("decode", began_ns, decoded_ns)]
+    if timing is None:
+        return phases
+    tokenise_ns = max(decoded_ns, timing.submitted_ns - int(timing.tokenization_ms * 1e6))
+    started_ns = timing.submitted_ns + int(timing.queue_ms * 1e6)
+    read_ns = max(started_ns, began_ns + int(timing.total_ms * 1e6))
+    if tokenise_ns - decoded_ns >= _MIN_LOAD_NS:
+        phases.append(Phase("load", decoded_ns, tokenise_ns))
+    return [
+        *phases,
+        Phase("tokenise", tokenise_ns, timing.submitted_ns),
+        Phase("queue", timing.submitted_ns, started_ns),
+        Phase("infer", started_ns, read_ns),
+        Phase("encode", read_ns, now_ns),
+    ]
+
+
+class RequestTracing:
+    """The traces of one frontend process."""
+
+    def __init__(self, settings: Tracing, slot: int) -> None:
+        exporter = OTLPSpanExporter(settings.endpoint, timeout=_EXPORT_TIMEOUT_S)
+        logging.getLogger(_EXPORTER_LOG).addFilter(_RarelyFilter())
+        resource = Resource.create(
+            {"service.version": __version__, "service.instance.id": f"{socket.gethostname()}/frontend-{slot}"}
+        )
+        if str(resource.attributes["service.name"]).startswith("unknown_service"):  # OTEL_SERVICE_NAME says nothing
+            resource = resource.merge(Resource({"service.name": "sie"}))
+        sampler = ParentBasedTraceIdRatio(settings.share)
+        self._provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(
+            BatchSpanProcessor(exporter, max_queue_size=_MAX_WAITING_SPANS, schedule_delay_millis=_EXPORT_EVERY_MS)
+        )
+        self._tracer = self._provider.get_tracer("sie", __version__)
+        self._propagator = TraceContextTextMapPropagator()
+
+    def record(self, exchange: Exchange, status: int, headers: Headers, error: SieError | None) -> Headers:
+        """Write the trace of an inference request that ends; return its headers, with the trace's id if it is recorded.
+
+        A valid `traceparent` is continued and decides whether to record; without one the share of the settings does.
+        """
+        route = exchange.route
+        if route is None or not route.endpoint:
+            return headers
+        now_ns = time.monotonic_ns()
+        to_unix_ns = time.time_ns() - now_ns
+        span = self._tracer.start_span(
+            _name(exchange, route),
+            self._parent(exchange.headers),
+            SpanKind.SERVER,
+            start_time=exchange.began_ns + to_unix_ns,
+        )
+        if not span.is_recording():
+            return headers
+        span.set_attributes(_attributes(exchange, route, status))
+        if error is not None:
+            span.set_attribute("error.type", error.code)
+            if status >= 500:
+                span.set_status(StatusCode.ERROR, error.message)
+        context = set_span_in_context(span, Context())
+        for phase in phases_of(exchange, now_ns):
+            child = self._tracer.start_span(phase.name, context, start_time=phase.start_ns + to_unix_ns)
+            child.end(phase.end_ns + to_unix_ns)
+        span.end(now_ns + to_unix_ns)
+        own = span.get_span_context()
+        trace_id = f"{own.trace_id:032x}"
+        return [*headers, ("x-trace-id", trace_id), ("traceparent", f"00-{trace_id}-{own.span_id:016x}-01")]
+
+    def close(self) -> None:
+        """Send what waits, for up to 2 s: a collector that does not answer must not hold the process."""
+        sender = threading.Thread(target=self._provider.shutdown, daemon=True)
+        sender.start()
+        sender.join(_CLOSE_TIMEOUT_S)
+
+    def _parent(self, headers: Any) -> Context:
+        traceparent = headers.get("traceparent")
+        if traceparent is None:
+            return Context()
+        carrier = {"traceparent": traceparent, "tracestate": headers.get("tracestate") or ""}
+        return self._propagator.extract(carrier, Context())
+
+
+def _is_grpc(exchange: Exchange) -> bool:
+    return exchange.scope.proto == "grpc"
+
+
+def _name(exchange: Exchange, route: Route) -> str:
+    return route.template[1:] if _is_grpc(exchange) else f"{exchange.scope.method} {route.template}"
+
+
+def _protocol_attributes(exchange: Exchange, route: Route, status: int) -> dict[str, str | int | float]:
+    if _is_grpc(exchange):
+        service, _, method = route.template[1:].partition("/")
+        return {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method}
+    return {
+        "http.request.method": exchange.scope.method,
+        "http.route": route.template,
+        "http.response.status_code": status,
+        "http.request.body.size": exchange.body_bytes,
+    }
+
+
+def _attributes(exchange: Exchange, route: Route, status: int) -> dict[str, str | int | float]:
+    attributes = {**_protocol_attributes(exchange, route, status), "sie.endpoint": route.endpoint}
+    if exchange.known_model:
+        attributes["sie.model"] = exchange.known_model
+    if exchange.timing is not None:
+        attributes["sie.inference_ms"] = exchange.timing.inference_ms
+    return attributes
+
+
+class _RarelyFilter(logging.Filter):
+    """Let one record a minute pass: the exporter complains at every attempt while its collector is away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next_s = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.created < self._next_s:
+            return False
+        self._next_s = record.created + _COMPLAIN_EVERY_S
+        return True

@@ -1,0 +1,74 @@
+"""Owns loading and unloading models of a repository from one frontend process, for whichever tensor dialect is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from sie.control_messages import ManageRepository, ModelEntry
+from sie.errors import DeadlineExceeded, ModelLoadFailed
+from sie.frontend.admin import ModelAdmin
+from sie.frontend.models import ModelTable
+from sie.frontend.tensors.table import TensorTable
+
+_MOVING = frozenset(("loading", "unloading"))
+
+
+class RepositoryAdmin:
+    """The models of the repositories, as an administrator handles them. Who may ask is for the caller to check."""
+
+    def __init__(self, tensors: TensorTable, models: ModelTable, admin: ModelAdmin) -> None:
+        self._tensors = tensors
+        self._models = models
+        self._admin = admin
+
+    async def load(self, name: str, deadline_ns: int) -> None:
+        """Read a model anew, load the versions that its policy names, and return when all of them have settled.
+
+        A version that is loaded and whose files have not changed is left alone. Raises Unavailable unless
+        repository_control is explicit, BadRequest for a name that is not in the repository, ModelLoadFailed (400) for
+        a version that did not load, and DeadlineExceeded.
+        """
+        await self._admin.ask(lambda number: ManageRepository(number, "load", name), deadline_ns)
+        await self._settled(name, deadline_ns)
+        reason = self._tensors.reason(name)
+        if reason:
+            raise ModelLoadFailed(f"failed to load '{name}', {reason}", http_status=400)
+        for version, entry in self._tensors.versions(name).items():
+            if entry.state == "failed" and entry.error is not None:
+                raise ModelLoadFailed(
+                    f"load failed for model '{name}': version {version} is at UNAVAILABLE state: {entry.error.message}",
+                    http_status=400,
+                )
+
+    async def unload(self, name: str, deadline_ns: int) -> None:
+        """Unload all versions of a model, and return when that has begun; an unknown name is left alone.
+
+        Raises Unavailable unless repository_control is explicit.
+        """
+        await self._admin.ask(lambda number: ManageRepository(number, "unload", name), deadline_ns)
+
+    async def reload(self, deadline_ns: int) -> None:
+        """Read all repositories anew, whatever repository_control says, and return when all of it has settled.
+
+        What is gone is unloaded, what has changed is loaded again; what is new is loaded unless control is explicit.
+        """
+        await self._admin.ask(lambda number: ManageRepository(number, "reload"), deadline_ns)
+        for name in self._tensors.names:
+            await self._settled(name, deadline_ns)
+
+    async def _settled(self, name: str, deadline_ns: int) -> None:
+        """Wait until no version of a model of a repository is on its way."""
+        left_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
+        try:
+            async with asyncio.timeout(left_s):
+                while any(map(_is_moving, self._tensors.versions(name).values())):
+                    await self._models.wait_changed()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"Model '{name}' was not there at the request's deadline; it goes on loading"
+            ) from None
+
+
+def _is_moving(entry: ModelEntry) -> bool:
+    return entry.card.kind == "tensor" and entry.state in _MOVING

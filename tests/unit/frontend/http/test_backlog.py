@@ -1,0 +1,95 @@
+"""How much a client has not taken, measured on real connections of this process."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from sie.frontend.http.backlog import Backlog, _parse
+
+LIMIT = 1 << 20
+Pair = tuple[socket.socket, socket.socket, str]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """Yield the server's end, the client's, which takes little by itself, and the client's address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(listener.getsockname())
+        ours, _ = listener.accept()
+        with ours:
+            ours.setblocking(False)
+            host, port = client.getsockname()
+            yield ours, client, f"{host}:{port}"
+
+
+def send(ours: socket.socket, nbytes: int) -> None:
+    """Give the kernel what it takes; Granian would keep the rest."""
+    try:
+        while nbytes > 0:
+            nbytes -= ours.send(bytes(min(nbytes, 65536)))
+    except BlockingIOError:
+        pass
+
+
+def take(client: socket.socket, nbytes: int) -> None:
+    client.settimeout(5)
+    while nbytes > 0:
+        nbytes -= len(client.recv(min(nbytes, 65536)))
+
+
+def test_client_that_takes_nothing_is_over_the_limit_and_cut(pair: Pair) -> None:
+    ours, client, address = pair
+    backlog = Backlog(address, LIMIT)
+    handed = 0
+    while not backlog.add(65536):
+        send(ours, 65536)
+        handed += 65536
+        assert handed < 3 * LIMIT
+    assert LIMIT // 2 <= handed <= 2 * LIMIT
+    backlog.cut()
+    with pytest.raises(OSError):
+        ours.send(b"more")
+    client.settimeout(5)
+    while client.recv(65536):
+        pass  # what the kernel had; then the end
+
+
+def test_client_that_takes_all_may_be_sent_any_amount(pair: Pair) -> None:
+    ours, client, address = pair
+    backlog = Backlog(address, LIMIT)
+    for _ in range(200):
+        send(ours, 16384)
+        take(client, 16384)
+        assert not backlog.add(16384)
+
+
+def test_small_answers_ask_the_kernel_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    backlog = Backlog(pair[2], LIMIT)
+    monkeypatch.setattr(Backlog, "_ask", None)
+    assert not any(backlog.add(1000) for _ in range(500))
+
+
+def test_address_that_is_none_is_never_over(pair: Pair) -> None:
+    for address in ("", "unix:/run/x", "127.0.0.1:1"):
+        backlog = Backlog(address, LIMIT)
+        assert not any(backlog.add(LIMIT) for _ in range(5))
+        backlog.cut()
+    assert pair[0].fileno() >= 0
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [
+        ("127.0.0.1:80", ("127.0.0.1", 80)),
+        ("[::1]:80", ("::1", 80)),
+        ("::ffff:10.0.0.1:80", ("10.0.0.1", 80)),
+        ("localhost", None),
+        ("", None),
+    ],
+)
+def test_addresses(text: str, parsed: tuple[str, int] | None) -> None:
+    assert _parse(text) == parsed

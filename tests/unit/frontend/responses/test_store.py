@@ -1,0 +1,195 @@
+"""The file of responses: whose they are, how long they stay, who made them, and what becomes of a file that is none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sie.errors import Unavailable
+from sie.frontend.responses import store
+from sie.frontend.responses.store import Kept, ResponseFile, ResponseStore, StoreLimits, is_running, process_name
+
+LIMITS = StoreLimits(max_responses=100, max_bytes=1 << 30, max_age_s=1000.0)
+
+
+class Clock:
+    now_s = 1e9
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def kept(name: str, status: str = "completed", **fields: bytes) -> Kept:
+    body = json.dumps({"id": name, "status": status, "error": None}).encode()
+    return Kept(id=name, status=status, **{"body": body, **fields})
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def file(tmp_path: Path, clock: Clock) -> Iterator[ResponseFile]:
+    opened = ResponseFile(tmp_path, LIMITS, clock)
+    yield opened
+    opened.close()
+
+
+def test_response_is_its_owner_s_alone(file: ResponseFile) -> None:
+    file.add("ann", kept("r", input=b"[1]", history=b"[0]"))
+    found = file.get("r", "ann")
+    assert found is not None
+    assert (found.status, found.input, found.history) == ("completed", b"[1]", b"[0]")
+    for other in ("bob", ""):
+        assert file.get("r", other) is None
+        assert file.cancel("r", other) is None
+        assert not file.delete("r", other)
+    assert file.delete("r", "ann")
+    assert file.get("r", "ann") is None
+
+
+def test_another_process_s_handle_sees_it(file: ResponseFile, tmp_path: Path) -> None:
+    other = ResponseFile(tmp_path, LIMITS, Clock())
+    file.add("", kept("r", "in_progress"))
+    cancelled = other.cancel("r", "")
+    assert cancelled is not None
+    assert json.loads(cancelled.body)["status"] == cancelled.status == "cancelled"
+    assert file.stopped(["r"]) == ["r"]
+    assert not file.update("r", "completed", b"{}"), "what was cancelled stays so"
+    assert file.update("r", "cancelled", b'{"part":1}'), "but its maker may say how far it came"
+    again = other.cancel("r", "")
+    assert again is not None
+    assert (again.status, again.body) == ("cancelled", b'{"part":1}')
+    other.close()
+
+
+def test_cancel_leaves_what_has_ended(file: ResponseFile) -> None:
+    file.add("", kept("r", "in_progress"))
+    assert file.stopped(["r"]) == []
+    assert file.update("r", "completed", b'{"x":1}')
+    found = file.cancel("r", "")
+    assert found is not None
+    assert (found.status, found.body) == ("completed", b'{"x":1}')
+    file.delete("r", "")
+    assert file.stopped(["r"]) == ["r"]
+
+
+def test_work_of_a_process_that_is_gone_has_failed(file: ResponseFile, tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from sie.frontend.responses.store import *;"
+        f"ResponseFile(Path({str(tmp_path)!r}), StoreLimits(9, 1 << 30, 1e12), lambda: 1e9)"
+        ".add('', Kept(id='r', status='in_progress', body=b'{\"status\":\"in_progress\"}'))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    file.add("", kept("mine", "queued"))
+    for _ in range(2):
+        found = file.get("r", "")
+        assert found is not None
+        body = json.loads(found.body)
+        assert (found.status, body["status"], body["error"]["code"]) == ("failed", "failed", "server_error")
+    mine = file.get("mine", "")
+    assert mine is not None
+    assert mine.status == "queued"
+
+
+def test_process_name_is_of_one_process() -> None:
+    own = process_name(os.getpid())
+    assert is_running(own)
+    assert own != process_name(os.getppid())
+    assert not is_running(own + "0")
+    assert not is_running("")
+    assert process_name(2**22 + 1) == ""
+
+
+def test_process_that_only_waits_to_be_reaped_does_not_run() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert child.stdin is not None
+    name = process_name(child.pid)
+    assert is_running(name)
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not is_running(name)
+    child.wait(10)
+
+
+@pytest.mark.parametrize("max_responses", [1, 3])
+def test_oldest_go_first(tmp_path: Path, clock: Clock, max_responses: int) -> None:
+    file = ResponseFile(tmp_path, StoreLimits(max_responses, 1 << 30, 1e6), clock)
+    for number in range(6):
+        file.add("", kept(f"r{number}"))
+    there = [number for number in range(6) if file.get(f"r{number}", "") is not None]
+    assert there == list(range(6))[-max_responses:]
+    file.close()
+
+
+def test_bytes_are_limited(tmp_path: Path, clock: Clock) -> None:
+    file = ResponseFile(tmp_path, StoreLimits(10, 3000, 1e6), clock)
+    for number in range(5):
+        file.add("", kept(f"r{number}", input=b"x" * 1000))
+    assert [file.get(f"r{number}", "") is not None for number in range(5)] == [False, False, False, True, True]
+    file.close()
+
+
+def test_age_is_limited(file: ResponseFile, clock: Clock) -> None:
+    file.add("", kept("r"))
+    clock.now_s += LIMITS.max_age_s - 1
+    assert file.get("r", "") is not None
+    clock.now_s += 2
+    assert file.get("r", "") is None
+
+
+def test_responses_outlive_the_process(tmp_path: Path, clock: Clock) -> None:
+    first = ResponseFile(tmp_path, LIMITS, clock)
+    first.add("", kept("r"))
+    first.close()
+    second = ResponseFile(tmp_path, LIMITS, clock)
+    assert second.get("r", "") is not None
+    assert (tmp_path / "responses.db").stat().st_mode & 0o077 == 0
+    second.close()
+
+
+def break_bytes(path: Path) -> None:
+    path.write_bytes(b"no database" * 1000)
+
+
+def break_version(path: Path) -> None:
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA user_version = 99")
+    db.close()
+
+
+def break_schema(path: Path) -> None:
+    db = sqlite3.connect(path)
+    db.execute(f"PRAGMA user_version = {store._SCHEMA_VERSION}")
+    db.close()
+
+
+@pytest.mark.parametrize("damage", [break_bytes, break_version, break_schema])
+def test_file_that_cannot_be_used_is_set_aside(tmp_path: Path, clock: Clock, damage) -> None:
+    path = tmp_path / "responses.db"
+    damage(path)
+    before = path.read_bytes()
+    file = ResponseFile(tmp_path, LIMITS, clock)
+    file.add("", kept("r"))
+    assert file.get("r", "") is not None
+    (aside,) = tmp_path.glob("responses.db.*")
+    assert len(aside.read_bytes()) == len(before)
+    file.close()
+
+
+def test_directory_that_cannot_be_written_is_unavailable(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    kept = ResponseStore(str(blocked / "state"), LIMITS)
+    with pytest.raises(Unavailable) as caught:
+        asyncio.run(kept.do(lambda file: file.get("r", "")))
+    assert str(tmp_path) not in caught.value.message

@@ -1,0 +1,128 @@
+"""Loads and unloads as a dialect asks for them. The supervisor is a list of what it heard."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from sie.cards import ModelCard
+from sie.control_messages import ManageRepository, ModelEntry, Models
+from sie.errors import DeadlineExceeded, Internal, ModelLoadFailed, SieError, Unavailable, to_wire
+from sie.frontend.admin import ModelAdmin
+from sie.frontend.models import ModelTable
+from sie.frontend.tensors.repository import RepositoryAdmin
+from sie.frontend.tensors.table import TensorTable
+from sie.tensors import TensorRule
+
+
+class Office:
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+        self.models = ModelTable(ThreadPoolExecutor(1), lambda _: None)
+        self.admin = ModelAdmin(self.models, self.heard.append)
+        self.repository = RepositoryAdmin(TensorTable(self.models), self.models, self.admin)
+
+    def know(self, **states: Any) -> None:
+        """Hear of the versions of model `m`, as v1='loaded', and of its reason for having none."""
+        entries = [entry(name.removeprefix("v"), state) for name, state in states.items()]
+        self.models.update(Models(tuple(entries), ready=True))
+
+    async def begin(self, work: Any) -> asyncio.Task[Any]:
+        """Start a call and return when the supervisor has heard of it."""
+        task = asyncio.ensure_future(work)
+        await asyncio.sleep(0)
+        assert self.heard
+        return task
+
+
+def entry(version: str, state: Any) -> ModelEntry:
+    rule = TensorRule(name="m", version=version if version != "none" else "", platform="", inputs=(), outputs=())
+    card = ModelCard(id=f"m/versions/{version}", kind="tensor", tensor=rule)
+    error = to_wire(Internal(f"version {version} is broken")) if state == "failed" else None
+    return ModelEntry(card=card, state=state, error=error)
+
+
+def soon(timeout_s: float = 5.0) -> int:
+    return time.monotonic_ns() + int(timeout_s * 1e9)
+
+
+def in_office(test: Callable[[Office], Any]) -> Callable[[], None]:
+    async def main() -> None:
+        await test(Office())
+
+    def run() -> None:
+        asyncio.run(main())
+
+    return run
+
+
+@in_office
+async def test_a_load_ends_when_every_version_has_settled(office: Office):
+    task = await office.begin(office.repository.load("m", soon()))
+    assert office.heard == [ManageRepository(1, "load", "m")]
+    office.know(v1="loading", v2="loaded")
+    office.admin.on_begun(1)
+    await asyncio.sleep(0.01)
+    assert not task.done()
+    office.know(v1="loaded", v2="loaded")
+    await task
+
+
+@in_office
+async def test_a_version_that_did_not_load_is_told(office: Office):
+    task = await office.begin(office.repository.load("m", soon()))
+    office.know(v1="loaded", v2="failed")
+    office.admin.on_begun(1)
+    with pytest.raises(ModelLoadFailed) as error:
+        await task
+    assert error.value.http_status == 400
+    assert error.value.message == ("load failed for model 'm': version 2 is at UNAVAILABLE state: version 2 is broken")
+
+
+@in_office
+async def test_a_model_without_a_version_says_why(office: Office):
+    task = await office.begin(office.repository.load("m", soon()))
+    office.know(none="failed")
+    office.admin.on_begun(1)
+    with pytest.raises(ModelLoadFailed, match="failed to load 'm', version none is broken"):
+        await task
+
+
+@in_office
+async def test_what_the_supervisor_refuses_is_passed_on(office: Office):
+    for call in (office.repository.load, office.repository.unload):
+        office.heard.clear()
+        task = await office.begin(call("m", soon()))
+        office.admin.on_begun(office.heard[0].number, to_wire(Unavailable("not allowed", code="NOT_ALLOWED")))
+        with pytest.raises(Unavailable, match="not allowed"):
+            await task
+
+
+@in_office
+async def test_nothing_waits_for_ever(office: Office):
+    task = await office.begin(office.repository.unload("m", soon(0.01)))
+    with pytest.raises(SieError, match="did not answer in time"):
+        await task
+    office.heard.clear()
+    task = await office.begin(office.repository.load("m", soon(0.02)))
+    office.know(v1="loading")
+    office.admin.on_begun(2)
+    with pytest.raises(DeadlineExceeded, match="it goes on loading"):
+        await task
+
+
+@in_office
+async def test_a_reload_waits_for_all_models(office: Office):
+    task = await office.begin(office.repository.reload(soon()))
+    assert office.heard == [ManageRepository(1, "reload")]
+    office.know(v1="unloading")
+    office.admin.on_begun(1)
+    await asyncio.sleep(0.01)
+    assert not task.done()
+    office.know()
+    await task
