@@ -97,7 +97,7 @@ def test_sums_of_the_largest_products_do_not_saturate() -> None:
     model = MODELS["bert, relu"]()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if name.endswith("intermediate.dense.weight") or name.endswith("output.dense.weight"):
+            if name.endswith(("intermediate.dense.weight", "output.dense.weight")):
                 weight.fill_(0.5)
             if name.endswith("intermediate.dense.bias"):
                 weight.fill_(2.0)
@@ -160,7 +160,9 @@ def test_without_kernels_torch_gives_the_same_and_the_log_says_so(
 
 
 @needs_kernels
-def test_real_weights_stay_near_and_take_less_memory(minilm_directory: Path, tokenize: Any) -> None:
+def test_real_weights_stay_near_and_take_less_memory(
+    minilm_directory: Path, tokenize: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     texts = [
         "A man is eating food.",
         "The weather in Oslo was cold, and it rained all day. " * 8,
@@ -172,10 +174,24 @@ def test_real_weights_stay_near_and_take_less_memory(minilm_directory: Path, tok
     ids = tokenize(exact.card, texts)
     expected = exact.run_tokens(ids)
     found = runners["int8"].run_tokens(ids)
+    assert "no compiled kernels" not in caplog.text
     assert _cosines(found, expected).min() > MIN_COSINE
     assert runners["int8"].memory_bytes < 0.8 * runners["auto"].memory_bytes
-    for row, item in zip(found, ids, strict=True):
+    for row, item in zip(found, ids, strict=True):  # to the bit, in every batch
         np.testing.assert_array_equal(runners["int8"].run_tokens([item])[0], row)
+
+
+@needs_kernels
+def test_real_weights_give_the_same_without_kernels(minilm_directory: Path, tokenize: Any) -> None:
+    compiled = _load(minilm_directory)
+    ids = tokenize(compiled.card, ["A man is eating food.", "Water boils at 100 degrees Celsius at sea level."])
+    expected = compiled.run_tokens(ids)
+    native.allow(allowed=False)
+    try:
+        found = _load(minilm_directory).run_tokens(ids)
+    finally:
+        native.allow(allowed=True)
+    assert _cosines(found, expected).min() > MIN_COSINE
 
 
 @pytest.mark.parametrize("name", OTHERS.keys() - {"an activation of its own", "a head of odd width"})
