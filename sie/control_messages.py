@@ -118,6 +118,30 @@ class Unload(msgspec.Struct, tag=True, frozen=True):
     model: str
 
 
+class Stage(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to worker: load this beside the model of the same id, which goes on serving; answered by `Staged`.
+
+    What stands takes the model's place with a `Load` of the same card, after the model's `Unload`.
+    """
+
+    number: int
+    card: ModelCard
+
+
+class Unstage(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to worker: let go what was staged for this model, or is about to be."""
+
+    model: str
+
+
+class Staged(msgspec.Struct, tag=True, frozen=True):
+    """Worker to supervisor, with the number of a `Stage`: it stands, or there is the reason why not."""
+
+    number: int
+    model: str
+    error: WireError | None = None
+
+
 class ModelReport(msgspec.Struct, tag=True, frozen=True):
     """Worker to supervisor: a model changed state here, or its load moved on."""
 
@@ -217,7 +241,8 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One model as every frontend sees it.
 
     recovering: it was loaded, its workers died, and they are being restarted; its requests wait. reloading: it was
-    loaded and is being loaded anew, on request; its requests wait, too, and are read by the new one. dismissed: it was
+    loaded and is being loaded anew, on request; while it is not there, its requests wait, too, and are read by the new
+    one. is_outdated: its files changed, could not be loaded (error), and it serves what was loaded before. dismissed: it was
     unloaded on request. is_read: whether the
     card says what the model is; one that is still on the hub has hardly more than its id.
     """
@@ -227,6 +252,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     is_read: bool = True
     recovering: bool = False
     reloading: bool = False
+    is_outdated: bool = False
     dismissed: bool = False
     preload: bool = False
     """Whether readiness waits for it."""
@@ -310,7 +336,7 @@ class Pong(msgspec.Struct, tag=True, frozen=True):
 
 
 class Silence(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to supervisor: the event loop may stand still for so long from now; pings wait."""
+    """Child to supervisor: its loop may stand still for so long from now, and is no hang then; 0: that is over."""
 
     seconds: int
 
@@ -331,4 +357,5 @@ Message = (
     Hello | Configure | Attach | Ready | LoadModel | Load | Unload | ModelReport | Models | WorkerDown | Quarantine
     | PeerFault | Spilled | Touch | Ping | Pong | Silence | Retire | Drain | Finish | Manage | Managed | MemoryReport | MemoryShort
     | WantAdapter | LoadAdapter | UnloadAdapter | AdapterReport | ManageRepository | Keys | Certificates
+    | Stage | Unstage | Staged
 )  # fmt: skip

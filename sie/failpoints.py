@@ -6,6 +6,7 @@ The points are compiled in, named in `POINTS`, and do nothing until `arm` is cal
 
 from __future__ import annotations
 
+import ctypes
 import difflib
 import os
 import re
@@ -24,13 +25,14 @@ POINTS: Final[dict[str, str]] = {
     "worker.mid_write": "a row of a reply was written, others perhaps not",
     "worker.before_reply": "a reply lies whole in shared memory, its descriptor was not pushed",
     "worker.after_reply": "the descriptor of a reply was pushed",
+    "load.tokenizer": "a load in a worker is about to read a tokenizer, the supervisor was told if that may take long",
 }
-FAILPOINT_FORM: Final = "POINT=kill|stop|spin|raise|exit:STATUS|sleep:MILLISECONDS|leak:KIB[@COUNT]"
+FAILPOINT_FORM: Final = "POINT=kill|stop|spin|raise|exit:STATUS|sleep:MILLISECONDS|hold:MILLISECONDS|leak:KIB[@COUNT]"
 
 _TEXT: Final = re.compile(
     r"(?P<point>[a-z_.]+)=(?P<action>[a-z]+)(:(?P<argument>[0-9]{1,6}))?(@(?P<count>[0-9]{1,9}))?"
 )
-_WITH_ARGUMENT: Final = frozenset({"exit", "leak", "sleep"})
+_WITH_ARGUMENT: Final = frozenset({"exit", "hold", "leak", "sleep"})
 
 Action = Callable[[], None]
 
@@ -108,6 +110,12 @@ def _leak(_point: str, kib: int) -> Action:
     return lambda: kept.append(os.urandom(kib << 10))  # not zeros, which might never take a page
 
 
+def _hold(_point: str, milliseconds: int) -> Action:
+    """Sleep with the interpreter lock, so that no other thread turns either."""
+    library = ctypes.PyDLL(None)
+    return lambda: library.usleep(milliseconds * 1000)
+
+
 _ACTIONS: Final[dict[str, Callable[[str, int], Action]]] = {
     "kill": _signal(signal.SIGKILL),
     "stop": _signal(signal.SIGSTOP),
@@ -115,5 +123,6 @@ _ACTIONS: Final[dict[str, Callable[[str, int], Action]]] = {
     "raise": _raise,
     "leak": _leak,
     "exit": lambda _point, status: lambda: os._exit(status),
+    "hold": _hold,
     "sleep": lambda _point, milliseconds: lambda: time.sleep(milliseconds / 1e3),
 }

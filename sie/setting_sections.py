@@ -334,6 +334,8 @@ class Testing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tuple[str, ...],
         Meta(
             description="Point at which to break a process; repeatable; refused without `test`.",
-            extra={"form": "POINT=kill|stop|spin|raise|exit:STATUS|sleep:MILLISECONDS|leak:KIB[@COUNT]"},
+            extra={
+                "form": "POINT=kill|stop|spin|raise|exit:STATUS|sleep:MILLISECONDS|hold:MILLISECONDS|leak:KIB[@COUNT]"
+            },
         ),
     ] = ()

@@ -133,7 +133,7 @@ class ModelAdmin:
         """Wait until the model is neither loading nor unloading."""
         try:
             async with asyncio.timeout(_left_s(deadline_ns)):
-                while (entry := self._models.hosted(model)) is not None and entry.state in _MOVING:
+                while (entry := self._models.hosted(model)) is not None and (entry.state in _MOVING or entry.reloading):
                     await self._models.wait_changed()
         except TimeoutError:
             return
@@ -164,7 +164,7 @@ def _status(asked: str, entry: ModelEntry, *, is_asked: bool) -> ModelStatus:
     status = "reloading" if is_reloading else _STATUS.get(entry.state, entry.state)
     answer: dict[str, Any] = {"model_id": asked, "status": status}
     http_status = 202 if is_asked and entry.state in _MOVING else 200
-    if entry.state == "failed" and entry.error is not None:
+    if (entry.state == "failed" or entry.is_outdated) and entry.error is not None:
         answer["error"] = entry.error.message
         if is_asked:
             http_status = entry.error.http_status

@@ -12,7 +12,6 @@ import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,10 +24,9 @@ from sie.frontend.dialects.openai import DEFAULT_MODEL
 from sie.frontend.inputs.options import gives, is_own_entry
 from sie.frontend.inputs.tokenize import Tokenizer
 from sie.logs import get_logger
+from sie.silence import seconds_to_read
 
 _log = get_logger(__name__)
-_LARGE_TOKENIZER_MIB = 4
-_LONGEST_SILENCE_S = 60
 _ASK_AGAIN_S = 1.0
 """Time after which a load is asked for again."""
 
@@ -218,14 +216,9 @@ class ModelTable:
         return known[1]
 
     def _excuse_silence(self, path: str) -> None:
-        """Say that the event loop is about to stand still: reading a large tokenizer holds the interpreter lock.
-
-        1.4 s of processor time for 262,144 tokens in 32 MiB; on a busy host it takes several times as long.
-        """
-        with contextlib.suppress(OSError):  # who reads it says what is wrong with it
-            mib = Path(path).stat().st_size >> 20
-            if mib >= _LARGE_TOKENIZER_MIB:
-                self.on_silence(min(mib, _LONGEST_SILENCE_S))
+        """Say that the event loop is about to stand still: reading a large tokenizer holds the interpreter lock."""
+        if seconds := seconds_to_read(path):
+            self.on_silence(seconds)
 
 
 def model_info(entry: ModelEntry, created_s: int) -> dict[str, Any]:

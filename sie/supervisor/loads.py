@@ -20,6 +20,7 @@ from sie.supervisor.evictions import Memory
 from sie.supervisor.models import ModelBook, Record
 from sie.supervisor.prepare import Preparer, failed
 from sie.supervisor.room import Rooms
+from sie.supervisor.successions import Successions
 
 _log = get_logger(__name__)
 _SHOWN_STATES: Final[dict[ChildState, Literal["starting", "ready", "lost", "dead"]]] = {
@@ -62,6 +63,9 @@ class Loads:
         """Say whom to tell, and why the server would not be ready apart from its models."""
         self._crew = crew
         self._rooms = Rooms(self._settings, [worker.place.device for worker in crew.workers])
+        self._successions = Successions(
+            crew, self._preparer, self._spawn, on_standing=self._reload, on_failed=self._keep
+        )
         self._not_ready_reason = not_ready_reason
         self._on_first_ready = on_first_ready
 
@@ -131,7 +135,9 @@ class Loads:
         for record in self._book.records.values():
             if record.card is None or not record.wanted or record.waits_for_room or record.preparing:
                 continue
-            if record.error is None or now_s >= record.retry_at_s:  # else it would fail here again, and perhaps kill
+            if record.is_stale:  # its files are others than those that were loaded
+                self._renew(record)
+            elif record.error is None or now_s >= record.retry_at_s:  # else it would fail here again, and perhaps kill
                 self._send_load(record, record.card, [child])
 
     def want(self, model: str) -> None:
@@ -146,18 +152,46 @@ class Loads:
         record = self._book.records.get(model)
         if record is None:
             return
-        now_s = time.monotonic()
         _log.info("%s is asked to %s", model, action)
         if action == "load":
             self.load(record)
         elif action == "unload":
+            self.call_off(model)
             self._book.dismiss(record)
             self._crew.send_all(self._crew.workers, control_messages.Unload(model))
-        elif self._book.reload(record, now_s):
-            self._crew.send_all(self._crew.workers, control_messages.Unload(model))
+        elif record.spec.tensor is not None and self._book.renew(record, time.monotonic()):
+            self._successions.begin(record)
+        else:
+            self.call_off(model)
+            self._reload(record)
+        self.broadcast()
+
+    def call_off(self, model: str) -> None:
+        """Give up what is loaded beside a model, if anything is."""
+        self._successions.call_off(model)
+
+    def _renew(self, record: Record) -> None:
+        """Load a model whose files are others by now: beside what serves elsewhere, if something does."""
+        if self._successions.is_under_way(record.spec.id):
+            return  # and when that stands, every worker is told
+        if self._book.renew(record, time.monotonic()):
+            self._successions.begin(record)
+        else:
+            self._load(record)
+
+    def _reload(self, record: Record) -> None:
+        """Have a model go everywhere, and then come back."""
+        if self._book.reload(record, time.monotonic()):
+            self._crew.send_all(self._crew.workers, control_messages.Unload(record.spec.id))
         else:
             self._reload_due()
         self.broadcast()
+
+    def _keep(self, record: Record, error: WireError) -> None:
+        """Leave a model as it was loaded."""
+        self._refuse(record, error)
+        if record.loaded_on:
+            _log.warning("%s goes on as it was loaded before", record.spec.id)
 
     def load(self, record: Record) -> None:
         """Load a model, unless that has begun: earlier failures do not count."""
@@ -184,6 +218,20 @@ class Loads:
             self._progress.fail(report.model, report.error.message)
         self._on_settled()
         self.broadcast()
+
+    def hear(
+        self,
+        worker: Child,
+        message: control_messages.MemoryReport | control_messages.MemoryShort | control_messages.Staged,
+    ) -> None:
+        """Take a worker's word on its memory, or on what it was to load beside a model."""
+        match message:
+            case control_messages.MemoryReport(total_bytes, available_bytes):
+                self.take_memory(worker, Memory(total_bytes, available_bytes))
+            case control_messages.MemoryShort(model):
+                self.relieve(worker, model)
+            case control_messages.Staged():
+                self._successions.on_staged(worker, message)
 
     def take_memory(self, worker: Child, memory: Memory) -> None:
         """Take a worker's measurement: start the loads that now have room, and make some where too little is left."""
@@ -215,6 +263,7 @@ class Loads:
     def forget_worker(self, slot: int, *, blame: bool) -> None:
         """Drop what a dead worker had loaded; blame: the death may be the doing of a load."""
         self._book.forget_worker(slot, time.monotonic(), blame=blame)
+        self._successions.forget_worker(slot, blame=blame)
 
     def tick(self, now_s: float) -> None:
         """Do what is due: retries, loads that take too long, models that nobody uses."""
@@ -232,6 +281,7 @@ class Loads:
             self.broadcast()
 
     def _end_overdue(self, now_s: float) -> None:
+        self._successions.end_overdue(self._timeout_s, now_s)
         overdue = self._book.overdue(self._timeout_s, now_s)
         for record in {id(record): record for record, _ in overdue}.values():
             reason = f"not loaded within load_timeout_s ({self._timeout_s:g} s)"
@@ -283,6 +333,8 @@ class Loads:
 
     def _load(self, record: Record) -> None:
         """Send a model to the workers: after it was prepared, and when there is room."""
+        if record.is_stale and (card := self._successions.take(record.spec.id)) is not None:
+            record.card, record.is_stale = card, False
         if record.card is None or record.is_stale:
             if not record.preparing:
                 record.preparing = True

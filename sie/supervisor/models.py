@@ -56,6 +56,11 @@ class Record(msgspec.Struct):
     last_used_s: float = 0.0
     loading_since_s: dict[int, float] = {}
 
+    @property
+    def loaded_on(self) -> tuple[int, ...]:
+        """The slots of the workers that have it, ascending."""
+        return tuple(sorted(slot for slot, report in self.reports.items() if report.state == "loaded"))
+
     def is_on(self, slot: int) -> bool:
         """Tell whether a worker has it, or is about to."""
         report = self.reports.get(slot)
@@ -122,10 +127,19 @@ class ModelBook:
         record.is_stale = record.spec.directory is not None
         record.last_used_s = now_s
         self._forgive(record)
-        record.reloading = record.reloading or bool(_loaded_on(record))
+        record.reloading = record.reloading or bool(record.loaded_on)
         self.release(record)
         record.reloads = True
         return _is_moving(record)
+
+    def renew(self, record: Record, now_s: float) -> bool:
+        """Note a reload by a successor that is loaded beside the model; False where there is nothing to go on serving."""
+        if not (record.wanted and record.loaded_on):
+            return False
+        record.is_stale = record.reloading = True
+        record.last_used_s = now_s
+        self._forgive(record)
+        return True
 
     def due_reloads(self) -> list[Record]:
         """Return the models that have gone everywhere and are to be loaded again; now wanted."""
@@ -214,7 +228,7 @@ class ModelBook:
         cooldown_s = min(base_s * 2 ** (record.num_attempts - 1), _MAX_RETRY_S)
         record.retry_at_s = float("inf") if permanent else now_s + cooldown_s
         record.preparing = record.waits_for_room = record.reloading = False
-        if not _loaded_on(record):
+        if not record.loaded_on:
             record.wanted = record.was_loaded = False
 
     def forget_worker(self, slot: int, now_s: float, *, blame: bool) -> None:
@@ -240,7 +254,7 @@ class ModelBook:
             for record in self.records.values()
             if record.wanted
             and not record.is_pinned
-            and _loaded_on(record)
+            and record.loaded_on
             and not _is_loading(record)
             and now_s - record.last_used_s > idle_s
         ]
@@ -260,16 +274,12 @@ class ModelBook:
             name
             for name, record in self.records.items()
             if record.preload
-            and not (record.dismissed or _loaded_on(record) or (record.may_fail and record.num_attempts))
+            and not (record.dismissed or record.loaded_on or (record.may_fail and record.num_attempts))
         ]
 
     def entries(self) -> tuple[ModelEntry, ...]:
         """Return all models as frontends see them."""
         return tuple(_entry(record) for record in self.records.values())
-
-
-def _loaded_on(record: Record) -> tuple[int, ...]:
-    return tuple(sorted(slot for slot, report in record.reports.items() if report.state == "loaded"))
 
 
 def _is_moving(record: Record) -> bool:
@@ -281,7 +291,7 @@ def _is_loading(record: Record) -> bool:
 
 
 def _entry(record: Record) -> ModelEntry:
-    workers = _loaded_on(record)
+    workers = record.loaded_on
     reports = list(record.reports.values())
     return ModelEntry(
         card=record.card or _unread_card(record.spec),
@@ -289,6 +299,7 @@ def _entry(record: Record) -> ModelEntry:
         is_read=record.card is not None,
         recovering=record.wanted and record.was_loaded and not workers,
         reloading=record.reloading,
+        is_outdated=bool(workers) and record.wanted and record.is_stale and record.error is not None,
         dismissed=record.dismissed,
         preload=record.preload,
         workers=workers,

@@ -80,7 +80,8 @@ class Repositories:
         self._loads.broadcast()
 
     async def _load(self, child: Child, message: control_messages.ManageRepository) -> None:
-        found = await self._preparer.find_models(self._directories, message.name) if self._directories else []
+        is_asked_for = self._directories and message.name  # an empty name would mean all models
+        found = await self._preparer.find_models(self._directories, message.name) if is_asked_for else []
         if isinstance(found, WireError):
             self._answer(child, message, found)
         elif not found:
@@ -101,6 +102,7 @@ class Repositories:
             if record.spec.tensor is not None and record.spec.tensor.name not in names:
                 self._book.release(record)  # it may still be on its way through the prepare helper
                 self._leaving.pop(record.spec.tensor.name, None)
+                self._loads.call_off(record.spec.id)
                 self._book.remove(record.spec.id)
                 self._crew.send_all(self._crew.workers, control_messages.Unload(record.spec.id))
         for model in found:
@@ -118,7 +120,8 @@ class Repositories:
         self._leaving[model.name] = before.keys() - kept
         for record in records:
             has_changed = before.get(record.spec.id, record.spec) != record.spec
-            self._loads.manage("reload" if has_changed and record.wanted else "load", record.spec.id)
+            has_failed = record.is_stale and record.error is not None  # what is loaded is from before
+            self._loads.manage("reload" if (has_changed or has_failed) and record.wanted else "load", record.spec.id)
         self._retire()
 
     def _retire(self) -> None:
@@ -166,12 +169,12 @@ class Repositories:
         """The model has versions now."""
         self._book.records.pop(TensorSource(repository="", name=model.name, version="").hosted_id, None)
 
-    def _records(self, name: str = "") -> list[Record]:
-        """Return the records of one model's versions, or of all models."""
+    def _records(self, name: str | None = None) -> list[Record]:
+        """Return the records of one model's versions, or of all models; a client's empty name is no model's."""
         return [
             record
             for record in self._book.records.values()
-            if record.spec.tensor is not None and name in ("", record.spec.tensor.name)
+            if record.spec.tensor is not None and name in (None, record.spec.tensor.name)
         ]
 
     def _answer(self, child: Child, message: control_messages.ManageRepository, error: WireError | None = None) -> None:

@@ -28,7 +28,6 @@ from sie.supervisor.certificates import CertificateFiles
 from sie.supervisor.children import Child
 from sie.supervisor.crew import Crew
 from sie.supervisor.devices import WorkerSlot
-from sie.supervisor.evictions import Memory
 from sie.supervisor.key_file import POLL_S, KeyFileWatch
 from sie.supervisor.listen import Place
 from sie.supervisor.loads import Loads, Models
@@ -192,10 +191,8 @@ class Supervisor:
                 self._crew.send(child, control_messages.Managed(number))
             case control_messages.ManageRepository():
                 self._repositories.manage(child, message)
-            case control_messages.MemoryReport(total_bytes, available_bytes):
-                self._loads.take_memory(child, Memory(total_bytes, available_bytes))
-            case control_messages.MemoryShort(model):
-                self._loads.relieve(child, model)
+            case control_messages.MemoryReport() | control_messages.MemoryShort() | control_messages.Staged():
+                self._loads.hear(child, message)
             case control_messages.PeerFault():
                 self._crew.end_peer(child, message.slot)
             case control_messages.Touch(models, adapters):
@@ -205,6 +202,8 @@ class Supervisor:
                 child.pong_s = max(child.pong_s, time.monotonic())  # an announced silence still lies ahead
             case control_messages.Silence(seconds):
                 child.pong_s = time.monotonic() + seconds
+                if child.role == "worker":
+                    self._watch.excuse(child.slot, child.pong_s)
             case control_messages.Quarantine():
                 # The one that asks comes last: it answers its client when it hears this.
                 self._crew.send_all(sorted(self._crew.frontends, key=lambda frontend: frontend is child), message)

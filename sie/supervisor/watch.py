@@ -1,8 +1,8 @@
 """Judges who hangs and whose fault a death was. Pure but for one kernel counter, read when a worker dies.
 
 Hung means: now > started + allowed + watchdog, from what the worker publishes before each step, and five times a second
-between steps; `allowed` grows with the step's size. Intervals in which the supervisor's own tick came late are
-forgiven, so a starved machine kills nobody.
+between steps; `allowed` grows with the step's size. What a worker announced as a silence (`sie.workers.silence`) counts
+from its end. Intervals in which the supervisor's own tick came late are forgiven, so a starved machine kills nobody.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ class Watch:
         self._forgiven_s: dict[int, tuple[int, float]] = {}  # by slot: since when, how many seconds
         self._aborted_s: dict[int, float] = {}
         self._over_s: dict[int, float] = {}  # by slot: for how long it is over its allowance, as last judged
+        self._excused_s: dict[int, float] = {}  # by slot: until when it said that it may stand still
         self._num_oom_kills = count_oom_kills()
+
+    def excuse(self, slot: int, until_s: float) -> None:
+        """Note that a worker may stand still until then; the last word on it counts."""
+        self._excused_s[slot] = until_s
 
     def tick(self, now_s: float) -> float:
         """Note a tick; return by how many seconds it came late, when that is so much that nobody's silence counts."""
@@ -47,7 +52,10 @@ class Watch:
         started_ns, forgiven_s = self._forgiven_s.get(slot, (0, 0.0))
         forgiven_s = late_s + (forgiven_s if started_ns == status.started_ns else 0.0)
         self._forgiven_s[slot] = (status.started_ns, forgiven_s)
-        over_s = now_s - (status.started_ns + status.allowed_ns) / 1e9 - forgiven_s
+        excused_s = self._excused_s.get(slot, 0.0)
+        if excused_s > now_s - late_s:  # it lay ahead when the late interval began
+            excused_s = self._excused_s[slot] = excused_s + late_s
+        over_s = now_s - max((status.started_ns + status.allowed_ns) / 1e9 + forgiven_s, excused_s)
         self._over_s[slot] = over_s
         if over_s <= self.watchdog_s:
             return "fine"
@@ -77,6 +85,7 @@ class Watch:
         self._aborted_s.pop(slot, None)
         self._over_s.pop(slot, None)
         self._forgiven_s.pop(slot, None)
+        self._excused_s.pop(slot, None)
 
 
 def count_oom_kills() -> int:

@@ -1,5 +1,7 @@
 """Owns the models of one worker: loads them on a thread beside the step loop, one at a time, and lets them go.
 
+A model whose files changed may have a successor staged beside it: loaded, and in use from the next `Load` of its card.
+
 The loop never waits for a load. A finished one waits in a queue and rings an eventfd; `collect` takes it over in the
 loop's own thread, so a model's state changes only between steps.
 """
@@ -11,11 +13,12 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
 from sie.cards import ModelCard, ModelState
-from sie.control_messages import ModelReport
+from sie.control_messages import Load, ModelReport, Stage, Staged, Unload, Unstage
 from sie.errors import Internal, SieError, WireError, to_wire
 from sie.logs import get_logger
 from sie.workers.faults import DeviceLostError, is_out_of_memory, is_sticky
@@ -40,21 +43,62 @@ class Hosted(msgspec.Struct):
     is_dismissed: bool = False
 
 
+class _Ended(NamedTuple):
+    """A load that has ended, with one of the two. card is the very object that the load began with."""
+
+    card: ModelCard
+    runner: Runner | None = None
+    error: WireError | None = None
+
+
 class Host:
     """All models of this worker. Everything but the load itself happens in the loop's thread."""
 
-    def __init__(self, device: str, build: Build, send_report: Callable[[ModelReport], None]) -> None:
+    def __init__(self, device: str, build: Build, send_report: Callable[[ModelReport | Staged], None]) -> None:
         self.device = device
         self._build = build
         self._send = send_report
         self._wanted: deque[ModelCard] = deque()
-        self._is_loading = False
-        self._news: queue.SimpleQueue[ModelReport | DeviceLostError | tuple[ModelCard, Runner]] = queue.SimpleQueue()
+        self._current: ModelCard | None = None
+        """What the load's thread is at."""
+        self._staging: dict[str, Stage] = {}
+        self._staged: dict[str, _Ended] = {}
+        self._news: queue.SimpleQueue[ModelReport | DeviceLostError | _Ended] = queue.SimpleQueue()
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.models: dict[str, Hosted] = {}
 
+    def apply(self, message: Load | Unload | Stage | Unstage) -> None:
+        """Do what the supervisor says."""
+        match message:
+            case Load(card):
+                self.load(card)
+            case Unload(model):
+                self.start_unload(model)
+            case Stage():
+                self.stage(message)
+            case Unstage(model):
+                self.unstage(model)
+
+    def stage(self, message: Stage) -> None:
+        """Start loading a successor of a model, in place of an earlier one; `Staged` says what became of it."""
+        self.unstage(message.card.id)
+        self._staging[message.card.id] = message
+        self._wanted.append(message.card)
+        self._start_next()
+
+    def unstage(self, model: str) -> None:
+        """Let go what is staged for a model; a load that goes on is let go when it ends."""
+        message = self._staging.pop(model, None)
+        if message is not None:
+            self._wanted = deque(card for card in self._wanted if card is not message.card)
+        if self._staged.pop(model, None) is not None:
+            free_model()
+
     def load(self, card: ModelCard) -> None:
-        """Start loading a model, unless it is loading or loaded; one that is not freed yet stays instead."""
+        """Start loading a model, unless it is loading or loaded; one that is not freed yet stays instead.
+
+        What was staged with the same card is there at once.
+        """
         hosted = self.models.get(card.id)
         if hosted is not None:
             hosted.is_dismissed = False
@@ -64,6 +108,10 @@ class Host:
             return
         self.models[card.id] = Hosted(card, "loading")
         self._send(ModelReport(card.id, "loading", self.device))
+        staged = self._staged.pop(card.id, None)
+        if staged is not None and staged.card == card:
+            self._tell(staged._replace(card=card))
+            return
         self._wanted.append(card)
         self._start_next()
 
@@ -82,8 +130,8 @@ class Host:
             return
         if hosted.state == "loaded":
             self._begin_unload(hosted)
-        elif hosted.card in self._wanted:
-            self._wanted.remove(hosted.card)
+        elif any(card is hosted.card for card in self._wanted):
+            self._wanted = deque(card for card in self._wanted if card is not hosted.card)
             del self.models[model]
             self._send(ModelReport(model, "available", self.device))
         else:
@@ -115,22 +163,45 @@ class Host:
             if isinstance(news, DeviceLostError):
                 raise news
             if isinstance(news, ModelReport):
-                if news.state == "failed":
-                    self.models.pop(news.model, None)
-                    self._is_loading = False
-                self._send(news)
+                hosted = self.models.get(news.model)
+                if hosted is not None and hosted.state == "loading":  # else what loads is a successor
+                    self._send(news)
                 continue
-            self._is_loading = False
-            card, runner = news
-            was_dismissed = self.models[card.id].is_dismissed
-            hosted = self.models[card.id] = Hosted(card, "loaded", runner)
-            if was_dismissed:
-                self._begin_unload(hosted)
-                continue
-            loaded.append(hosted)
-            self._send_loaded(hosted)
+            if news.card is self._current:
+                self._current = None
+            hosted = self._take_over(news)
+            if hosted is not None:
+                loaded.append(hosted)
         self._start_next()
         return loaded
+
+    def _take_over(self, ended: _Ended) -> Hosted | None:
+        """Take over the end of a load; return the model that now takes work, if there is one."""
+        model = ended.card.id
+        hosted = self.models.get(model)
+        if hosted is None or hosted.card is not ended.card:
+            self._take_over_staged(ended)
+        elif ended.runner is None:
+            del self.models[model]
+            self._send(ModelReport(model, "failed", self.device, error=ended.error))
+        else:
+            was_dismissed = hosted.is_dismissed
+            hosted = self.models[model] = Hosted(ended.card, "loaded", ended.runner)
+            if not was_dismissed:
+                self._send_loaded(hosted)
+                return hosted
+            self._begin_unload(hosted)
+        return None
+
+    def _take_over_staged(self, ended: _Ended) -> None:
+        message = self._staging.get(ended.card.id)
+        if message is None or message.card is not ended.card:  # it was called off while it loaded
+            free_model()
+            return
+        del self._staging[ended.card.id]
+        if ended.runner is not None:
+            self._staged[ended.card.id] = ended
+        self._send(Staged(message.number, ended.card.id, ended.error))
 
     def _send_loaded(self, hosted: Hosted) -> None:
         assert hosted.runner is not None
@@ -143,14 +214,13 @@ class Host:
         A thread that stayed would keep its OpenMP team: with more threads than cores libgomp stops to spin, and every
         step of the loop's own thread took twice as long.
         """
-        if self._wanted and not self._is_loading:
-            self._is_loading = True
-            card = self._wanted.popleft()
+        if self._wanted and self._current is None:
+            card = self._current = self._wanted.popleft()
             try:
                 threading.Thread(target=self._load, args=(card,), name="load", daemon=True).start()
             except RuntimeError as error:  # a limit on threads
                 _log.error("loading %s failed: %s", card.id, error)
-                self._tell(ModelReport(card.id, "failed", self.device, error=_load_error(card, error)))
+                self._tell(_Ended(card, error=_load_error(card, error)))
 
     def _load(self, card: ModelCard) -> None:
         self._progress(card, 0.0, "starting")
@@ -161,14 +231,14 @@ class Host:
             if is_sticky(error):
                 self._tell(DeviceLostError(str(error)))
                 return
-            self._tell(ModelReport(card.id, "failed", self.device, error=_load_error(card, error)))
+            self._tell(_Ended(card, error=_load_error(card, error)))
         else:
-            self._tell((card, runner))
+            self._tell(_Ended(card, runner))
 
     def _progress(self, card: ModelCard, fraction: float, text: str) -> None:
         self._tell(ModelReport(card.id, "loading", self.device, progress=fraction, detail=text))
 
-    def _tell(self, news: ModelReport | DeviceLostError | tuple[ModelCard, Runner]) -> None:
+    def _tell(self, news: ModelReport | DeviceLostError | _Ended) -> None:
         self._news.put(news)
         os.eventfd_write(self.event_fd, 1)
 

@@ -32,6 +32,7 @@ from sie.logs import get_logger
 from sie.workers.device import DtypeSetting, choose_dtype, resolve_device
 from sie.workers.runners.gliclass import GliclassRunner
 from sie.workers.runners.gliner import GlinerRunner
+from sie.workers.silence import reading
 
 _log = get_logger(__name__)
 _INSTALL = {
@@ -59,7 +60,7 @@ def load_gliner(
     device, dtype = resolve_device(device_name), choose_dtype(dtype_setting, resolve_device(device_name))
     library = _import(card, "gliner")
     on_progress(0.1, "reading weights")
-    with _faults(card):
+    with _faults(card), reading(str(Path(card.directory, "tokenizer.json"))):
         model = _build_gliner(card, library)
         _read_weights(card, model.model)
     model.eval().requires_grad_(requires_grad=False)

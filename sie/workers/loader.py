@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -53,6 +52,7 @@ from sie.workers.runners.owl import FLOAT32_HEADS, OwlRunner, build_owl_runner
 from sie.workers.runners.score import ScoreModel, ScoreRunner
 from sie.workers.runners.splade import LanguageHead, LexicalHead, SparseHead, SpladeHead, StaticTable, take_head
 from sie.workers.runners.tokens import QueryExpansion, TokenHead
+from sie.workers.silence import read_tokenizer
 
 Progress = Callable[[float, str], None]
 """Takes the fraction that is done, 0 to 1, and what is being done."""
@@ -102,7 +102,7 @@ def _build_heads(card: ModelCard, language_head: LanguageHead | None, device: to
             sparse = LexicalHead(card.sparse, _special_ids(card), device)
     expansion = None
     if card.late is not None and card.late.expand_to:
-        expansion = QueryExpansion(card.id, card.late, Tokenizer.from_file(card.tokenizer_file))
+        expansion = QueryExpansion(card.id, card.late, read_tokenizer(card.tokenizer_file))
     return Heads(
         dense=Head(card.id, card.pipeline, device) if "dense" in card.outputs else None,
         sparse=sparse,
@@ -115,7 +115,7 @@ def _build_heads(card: ModelCard, language_head: LanguageHead | None, device: to
 def _special_ids(card: ModelCard) -> list[int]:
     """Return the ids that have no lexical weight: begin, end, padding and unknown, as far as there are any."""
     names = ("bos_token", "cls_token", "eos_token", "sep_token", "pad_token", "unk_token")
-    tokenizer = Tokenizer.from_file(card.tokenizer_file)
+    tokenizer = read_tokenizer(card.tokenizer_file)
     settings = open_checkpoint(card.id, card.directory).read_object("tokenizer_config.json")
     tokens = (settings.get(name) for name in names)
     ids = (tokenizer.token_to_id(token["content"] if isinstance(token, dict) else token) for token in tokens if token)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from sie import control_messages, failpoints
 from sie.cards import ModelCard
 from sie.control import Channel, ChannelClosedError
+from sie.control_messages import Load, Stage, Unload, Unstage
 from sie.errors import BadRequest, Internal, SieError, Unavailable
 from sie.logs import get_logger, set_level
 from sie.process import calm_collector
@@ -178,10 +179,8 @@ class Loop:
                 case control_messages.Attach():
                     self._leave(message.peer_slot)
                     self._joining.add(message, fds)
-                case control_messages.Load(card):
-                    self._host.load(card)
-                case control_messages.Unload(model):
-                    self._host.start_unload(model)
+                case Load() | Unload() | Stage() | Unstage():
+                    self._host.apply(message)
                 case control_messages.Configure(settings):
                     set_level(settings.server.log_level)  # nothing else here changes while the worker runs
                 case control_messages.LoadAdapter() | control_messages.UnloadAdapter():

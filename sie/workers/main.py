@@ -14,13 +14,14 @@ import msgspec
 from sie import control, failpoints, native, process
 from sie.cards import ModelCard
 from sie.control import ChannelClosedError
-from sie.control_messages import Configure, Launch, Ready
+from sie.control_messages import Configure, Launch, Ready, Silence
 from sie.extraction import Detection, Gliclass, Gliner
 from sie.logs import configure, get_logger
 from sie.settings import Settings
 from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.pages import CounterPage
+from sie.workers import silence
 from sie.workers.ceilings import ceiling_after_kill
 from sie.workers.faults import EXIT_STATUS, DeviceLostError
 from sie.workers.hosting import Host
@@ -72,6 +73,7 @@ def main() -> int:
         read_memory=lambda: measure(launch.device),
         ceiling=ceiling_after_kill(launch.max_step_tokens, time.monotonic_ns()),
     )
+    silence.tell(lambda seconds: channel.send(Silence(seconds)))
     channel.send(Ready())
     try:
         loop.run()
@@ -130,14 +132,15 @@ def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callabl
             return _load_tensor_model(card, launch, settings, progress)
         if isinstance(card.extract, Gliner | Gliclass):
             return _load_library_model(card, launch, settings, progress)
-        from sie.workers.loader import (  # imports torch
-            load_detector,
-            load_dual_encoder,
-            load_encoder,
-            load_extractor,
-            load_generator,
-            load_scorer,
-        )
+        with silence.importing():
+            from sie.workers.loader import (  # imports torch
+                load_detector,
+                load_dual_encoder,
+                load_encoder,
+                load_extractor,
+                load_generator,
+                load_scorer,
+            )
 
         if card.kind == "generator":
             return load_generator(card, launch.device, settings.models.dtype, settings.generation, progress)
@@ -159,7 +162,8 @@ def _load_tensor_model(
     card: ModelCard, launch: Launch, settings: Settings, progress: Callable[[float, str], None]
 ) -> Runner:
     if card.tensor is not None and card.tensor.platform == "pytorch_exported":
-        from sie.workers.runners.exported import load_exported  # imports torch
+        with silence.importing():
+            from sie.workers.runners.exported import load_exported  # imports torch
 
         return load_exported(card, launch.device, progress)
     from sie.workers.runners.onnx import load_onnx  # imports onnxruntime, not torch
@@ -171,7 +175,8 @@ def _load_tensor_model(
 def _load_library_model(
     card: ModelCard, launch: Launch, settings: Settings, progress: Callable[[float, str], None]
 ) -> Runner:
-    from sie.workers.libraries import load_gliclass, load_gliner  # imports torch
+    with silence.importing():
+        from sie.workers.libraries import load_gliclass, load_gliner  # imports torch
 
     dtype = settings.models.dtype
     if isinstance(card.extract, Gliclass):

@@ -76,7 +76,8 @@ def _save_colbert(directory: Path) -> Path:
     return directory
 
 
-def _save_m3(directory: Path) -> Path:
+def save_m3(directory: Path) -> Path:
+    """Write a tiny model of the bge-m3 kind with random weights; a worker reads its tokenizer, too."""
     _save_encoder(directory, kind="xlm-roberta")
     save_file({"weight": torch.randn(1, 16) / 10, "bias": torch.ones(1)}, directory / "sparse_linear.safetensors")
     save_file({"weight": torch.randn(WIDTH, 16), "bias": torch.randn(WIDTH)}, directory / "colbert_linear.safetensors")
@@ -92,7 +93,7 @@ def colbert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(colbert: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with start_server(
         "--model", f"tiny/colbert={colbert}",
-        "--model", f"tiny/m3={_save_m3(tmp_path_factory.mktemp('m3'))}",
+        "--model", f"tiny/m3={save_m3(tmp_path_factory.mktemp('m3'))}",
         "--dtype", "float32",
         "--max-step-items", "7", "--max-step-tokens", "60",
     ) as running:  # fmt: skip

@@ -5,6 +5,9 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
+import time
+from itertools import pairwise
 
 import pytest
 
@@ -59,3 +62,14 @@ def test_a_process_ends_as_it_was_told(action, status):
 def test_what_cannot_be_read_is_refused_with_the_reason(text, reason):
     with pytest.raises(BadRequest, match=reason):
         failpoints.parse(text)
+
+
+def test_a_hold_stops_every_thread_of_the_process():
+    failpoints.arm(["load.tokenizer=hold:300"])
+    holding = threading.Thread(target=failpoints.reach, args=["load.tokenizer"])
+    turns_s = [time.monotonic()]
+    holding.start()
+    while holding.is_alive():
+        turns_s.append(time.monotonic())
+    turns_s.append(time.monotonic())
+    assert max(after - before for before, after in pairwise(turns_s)) >= 0.3

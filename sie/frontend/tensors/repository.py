@@ -27,7 +27,7 @@ class RepositoryAdmin:
 
         A version that is loaded and whose files have not changed is left alone. Raises Unavailable unless
         repository_control is explicit, BadRequest for a name that is not in the repository, ModelLoadFailed (400) for
-        a version that did not load, and DeadlineExceeded.
+        a version that did not load, or not anew so that it is what it was, and DeadlineExceeded.
         """
         await self._admin.ask(lambda number: ManageRepository(number, "load", name), deadline_ns)
         await self._settled(name, deadline_ns)
@@ -35,7 +35,7 @@ class RepositoryAdmin:
         if reason:
             raise ModelLoadFailed(f"failed to load '{name}', {reason}", http_status=400)
         for version, entry in self._tensors.versions(name).items():
-            if entry.state == "failed" and entry.error is not None:
+            if (entry.state == "failed" or entry.is_outdated) and entry.error is not None:
                 raise ModelLoadFailed(
                     f"load failed for model '{name}': version {version} is at UNAVAILABLE state: {entry.error.message}",
                     http_status=400,
@@ -71,4 +71,4 @@ class RepositoryAdmin:
 
 
 def _is_moving(entry: ModelEntry) -> bool:
-    return entry.card.kind == "tensor" and entry.state in _MOVING
+    return entry.card.kind == "tensor" and (entry.state in _MOVING or entry.reloading)

@@ -17,6 +17,7 @@ from sie.cards import ModelCard
 from sie.errors import BadRequest, Internal
 from sie.generation import JSON_SPACE
 from sie.workers.generation import Matcher
+from sie.workers.silence import reading
 
 _FORMS: dict[str, Any] = {
     "json_schema": partial(LLMatcher.grammar_from_json_schema, defaults={"whitespace_pattern": JSON_SPACE}),
@@ -104,10 +105,11 @@ def _read_tokenizer(card: ModelCard, vocab_size: int) -> LLTokenizer:
     rule = card.generate
     assert rule is not None
     ends = list(rule.eos_token_ids) or None
-    try:
-        return LLTokenizer(card.tokenizer_file, n_vocab=vocab_size, eos_token=ends)
-    except ValueError:  # it may have tokens that the model has not
+    with reading(card.tokenizer_file):
         try:
-            return LLTokenizer(card.tokenizer_file, eos_token=ends)
-        except ValueError as error:
-            raise BadRequest(f"model '{card.id}' cannot follow a grammar: {error}") from error
+            return LLTokenizer(card.tokenizer_file, n_vocab=vocab_size, eos_token=ends)
+        except ValueError:  # it may have tokens that the model has not
+            try:
+                return LLTokenizer(card.tokenizer_file, eos_token=ends)
+            except ValueError as error:
+                raise BadRequest(f"model '{card.id}' cannot follow a grammar: {error}") from error

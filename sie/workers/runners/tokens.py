@@ -21,6 +21,7 @@ from sie.catalog.files import refuse
 from sie.workers.batch import PackedBatch
 from sie.workers.device import move, read
 from sie.workers.runners.head import build_layers
+from sie.workers.silence import read_tokenizer
 
 
 class QueryExpansion:
@@ -95,7 +96,7 @@ def _skipped_ids(card: ModelCard) -> list[int]:
     assert card.late is not None
     if not card.late.skipped_words:
         return []
-    tokenizer = Tokenizer.from_file(card.tokenizer_file)
+    tokenizer = read_tokenizer(card.tokenizer_file)
     ids = (tokenizer.token_to_id(word) for word in card.late.skipped_words)
     return [token_id for token_id in ids if token_id is not None]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +83,22 @@ class Office:
             self.report(model_id, "loaded")
         self.crew.take()
 
+    def staged(self, model_id: str, reason: str = "", *, slots: tuple[int, ...] = (0, 1)) -> None:
+        """Let these workers answer the latest `Stage` of a model."""
+        number = max(
+            message.number for _, message in self.heard
+            if isinstance(message, control_messages.Stage) and message.card.id == model_id
+        )  # fmt: skip
+        error = to_wire(Internal(reason, extras={"error_class": "CONFIG"})) if reason else None
+        for slot in slots:
+            self.loads.hear(self.crew.workers[slot], control_messages.Staged(number, model_id, error))
+
+    def entry(self, model_id: str) -> control_messages.ModelEntry:
+        return next(entry for entry in self.book.entries() if entry.card.id == model_id)
+
+    def directory(self, model_id: str) -> str:
+        return self.entry(model_id).card.directory
+
     @property
     def states(self) -> dict[str, str]:
         return {entry.card.id: entry.state for entry in self.book.entries()}
@@ -90,6 +107,10 @@ class Office:
 def _short(message: Any) -> Any:
     if isinstance(message, control_messages.Load):
         return ("load", message.card.id)
+    if isinstance(message, control_messages.Stage):
+        return ("stage", message.card.id)
+    if isinstance(message, control_messages.Unstage):
+        return ("unstage", message.model)
     return ("unload", message.model)
 
 
@@ -201,19 +222,31 @@ async def test_a_load_of_an_unknown_model_says_so(office: Office):
 
 
 @in_office(control="explicit")
+async def test_an_empty_name_is_no_models(office: Office):
+    await office.settle()
+    await office.manage("load", "a")
+    office.loaded("a/versions/1")
+    assert await office.manage("load", "") == []
+    assert office.error == "failed to load '', failed to poll from model repository"
+    assert (await office.manage("unload", ""), office.error) == ([], "")
+    assert office.states["a/versions/1"] == "loaded"
+
+
+@in_office(control="explicit")
 async def test_a_load_reads_the_model_anew(office: Office):
     await office.settle()
     await office.manage("load", "b")
     office.loaded("b/versions/1", "b/versions/2")
     office.found = [model("b", "2", "3", stamp="new")]
     told = await office.manage("load", "b")
-    assert sorted(told) == [("load", "b/versions/3"), ("unload", "b/versions/2")]
+    assert sorted(told) == [("load", "b/versions/3"), ("stage", "b/versions/2")]
+    assert office.directory("b/versions/2").count("new") == 0
+    office.staged("b/versions/2")
+    assert await office.settle() == [("unload", "b/versions/2")]
     office.report("b/versions/2", "available")
     office.loads.tick(0.0)
     assert await office.settle() == [("load", "b/versions/2")]
-    card = office.book.records["b/versions/2"].card
-    assert card is not None
-    assert "new" in card.directory
+    assert "new" in office.directory("b/versions/2")
     office.report("b/versions/3", "loaded")
     assert await office.settle() == []  # version 1 answers until all of the others can
     office.report("b/versions/2", "loaded")
@@ -288,3 +321,159 @@ async def test_a_model_that_had_no_version_is_mended(office: Office):
     office.found = [model("e")]
     assert await office.manage("load", "e") == [("load", "e/versions/1")]
     assert list(office.states) == ["e/versions/1"]
+
+
+A = "a/versions/1"
+
+
+async def replaced(office: Office) -> list[Any]:
+    """Have `a` loaded, and replace its files in place; return what workers were told."""
+    await office.settle()
+    await office.manage("load", "a")
+    office.loaded(A)
+    office.found = [model("a", stamp="new")]
+    return await office.manage("load", "a")
+
+
+def is_as_it_was(office: Office) -> bool:
+    entry = office.entry(A)
+    return (entry.state, entry.workers, "new" in entry.card.directory) == ("loaded", (0, 1), False)
+
+
+@in_office(control="explicit")
+async def test_a_successor_is_staged_beside_what_serves_and_then_takes_its_place(office: Office):
+    assert await replaced(office) == [("stage", A)]
+    assert is_as_it_was(office)
+    assert office.entry(A).reloading
+    office.staged(A, slots=(0,))
+    staged = office.heard
+    assert await office.settle() == []
+    assert is_as_it_was(office)
+    office.heard = staged
+    office.staged(A, slots=(1,))
+    assert await office.settle() == [("unload", A)]
+    office.report(A, "available")
+    office.loads.tick(0.0)
+    assert await office.settle() == [("load", A)]
+    office.loaded(A)
+    entry = office.entry(A)
+    assert (entry.state, entry.reloading, entry.is_outdated, entry.error) == ("loaded", False, False, None)
+    assert "new" in entry.card.directory
+
+
+@in_office(control="explicit")
+async def test_a_successor_that_cannot_be_prepared_leaves_the_model_as_it_is(office: Office):
+    await office.settle()
+    await office.manage("load", "a")
+    office.loaded(A)
+    office.found, office.broken = [model("a", stamp="new")], {A}
+    assert await office.manage("load", "a") == []
+    assert is_as_it_was(office)
+    entry = office.entry(A)
+    assert entry.error is not None
+    assert (entry.is_outdated, entry.reloading, entry.error.message) == (True, False, f"{A} is broken")
+
+
+@in_office(control="explicit")
+async def test_a_successor_that_one_worker_cannot_load_leaves_the_model_as_it_is_everywhere(office: Office):
+    await replaced(office)
+    staged = office.heard
+    office.staged(A, slots=(0,))
+    office.staged(A, "no memory", slots=(1,))
+    assert await office.settle() == [("unstage", A)]
+    assert is_as_it_was(office)
+    assert office.entry(A).is_outdated
+    office.heard = staged
+    office.staged(A)  # of the one that was given up
+    assert await office.settle() == []
+    assert await office.manage("load", "a") == [("stage", A)]  # unchanged, and tried again
+    office.staged(A)
+    assert await office.settle() == [("unload", A)]
+
+
+@in_office(control="explicit")
+async def test_a_newer_file_calls_off_what_is_staged(office: Office):
+    await replaced(office)
+    first = office.heard
+    office.found = [model("a", stamp="newer")]
+    assert await office.manage("load", "a") == [("unstage", A), ("stage", A)]
+    second, office.heard = office.heard, first
+    office.staged(A)
+    assert await office.settle() == []
+    office.heard = second
+    office.staged(A)
+    assert await office.settle() == [("unload", A)]
+
+
+@in_office(control="explicit")
+async def test_an_unload_calls_off_what_is_staged(office: Office):
+    await replaced(office)
+    assert await office.manage("unload", "a") == [("unstage", A), ("unload", A)]
+    office.report(A, "available")
+    assert office.states[A] == "available"
+    assert not office.entry(A).reloading
+
+
+@in_office()
+async def test_what_is_gone_from_its_repository_is_not_staged_on(office: Office):
+    await office.settle()
+    office.loaded(A)
+    office.found = [model("a", stamp="new")]
+    assert ("stage", A) in await office.manage("reload", "")
+    office.found = []
+    told = await office.manage("reload", "")
+    assert ("unstage", A) in told
+    assert ("unload", A) in told
+    assert A not in office.states
+
+
+@in_office(control="explicit")
+async def test_a_successor_that_kills_a_worker_is_given_up(office: Office):
+    await replaced(office)
+    office.staged(A, slots=(1,))
+    office.loads.forget_worker(0, blame=True)
+    assert await office.settle() == [("unstage", A)]
+    entry = office.entry(A)
+    assert (entry.state, entry.workers, entry.is_outdated) == ("loaded", (1,), True)
+
+
+@in_office(control="explicit")
+async def test_a_worker_killed_from_outside_does_not_hold_up_a_successor(office: Office):
+    await replaced(office)
+    office.staged(A, slots=(1,))
+    office.loads.forget_worker(0, blame=False)
+    assert await office.settle() == [("unload", A)]
+
+
+@in_office(control="explicit")
+async def test_a_worker_that_starts_while_the_files_are_bad_does_not_load_them_as_what_they_were(office: Office):
+    await office.settle()
+    await office.manage("load", "a")
+    office.loaded(A)
+    office.found, office.broken = [model("a", stamp="new")], {A}
+    await office.manage("load", "a")
+    office.loads.forget_worker(0, blame=False)
+    office.loads.greet(office.crew.workers[0])
+    assert await office.settle() == []
+    assert office.entry(A).workers == (1,)
+    office.loads.forget_worker(1, blame=False)  # nobody has it any more, and the files are what they are
+    office.loads.greet(office.crew.workers[1])
+    assert await office.settle() == []
+    entry = office.entry(A)
+    assert entry.error is not None
+    assert (entry.state, entry.recovering, entry.error.message) == ("failed", False, f"{A} is broken")
+
+
+@in_office(control="explicit")
+async def test_a_successor_that_takes_too_long_is_given_up_with_its_worker(office: Office):
+    killed: list[int] = []
+    for worker in office.crew.workers:
+        worker.kill = lambda slot=worker.slot: killed.append(slot)  # type: ignore[method-assign]
+    await replaced(office)
+    office.staged(A, slots=(1,))
+    office.loads.tick(time.monotonic() + 800.0)
+    assert killed == []
+    office.loads.tick(time.monotonic() + 1000.0)
+    assert killed == [0]
+    assert ("unstage", A) in await office.settle()
+    assert office.entry(A).is_outdated

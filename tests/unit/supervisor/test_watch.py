@@ -43,6 +43,37 @@ def test_larger_step_may_take_longer(judge):
     assert judge.judge_worker(0, step(100, allowed_s=20), 130.1, 0.0) == "abort"
 
 
+def test_a_silence_that_was_announced_counts_from_its_end(judge):
+    judge.excuse(0, 130.0)
+    assert judge.judge_worker(0, step(100), 139.9, 0.0) == "fine"
+    assert judge.judge_worker(1, step(100), 139.9, 0.0) == "abort"
+    assert judge.judge_worker(0, step(100), 140.1, 0.0) == "abort"
+
+
+def test_a_silence_that_ended_early_excuses_no_longer(judge):
+    judge.excuse(0, 160.0)
+    assert judge.judge_worker(0, step(100), 120.0, 0.0) == "fine"
+    judge.excuse(0, 120.0)
+    assert judge.judge_worker(0, step(100), 129.9, 0.0) == "fine"
+    assert judge.judge_worker(0, step(100), 130.1, 0.0) == "abort"
+
+
+def test_a_late_supervisor_lengthens_an_announced_silence_that_lies_ahead_and_no_other(judge):
+    judge.excuse(0, 130.0)
+    judge.excuse(1, 105.0)
+    assert judge.judge_worker(0, step(100), 120.0, 10.0) == "fine"
+    assert judge.judge_worker(0, step(115, seq=2), 149.9, 0.0) == "fine"
+    assert judge.judge_worker(0, step(115, seq=2), 150.1, 0.0) == "abort"
+    assert judge.judge_worker(1, step(100), 116.0, 10.0) == "fine"
+    assert judge.judge_worker(1, step(106, seq=2), 117.1, 0.0) == "abort"
+
+
+def test_an_announced_silence_is_that_of_one_process(judge):
+    judge.excuse(0, 200.0)
+    judge.forget(0)
+    assert judge.judge_worker(0, step(100), 111.1, 0.0) == "abort"
+
+
 def test_worker_whose_loop_has_not_turned_yet_is_not_judged(judge):
     assert judge.judge_worker(0, InflightStatus(0, 0, 0, "idle", []), 1e6, 0.0) == "fine"
 

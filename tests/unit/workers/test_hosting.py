@@ -8,10 +8,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from sie.cards import ModelCard
-from sie.control_messages import ModelReport
+from sie.control_messages import ModelReport, Stage, Staged
 from sie.errors import ModelLoadFailed
 from sie.process import calm_collector
 from sie.workers.hosting import Host
@@ -30,14 +31,31 @@ class Hosting:
 
     def __init__(self) -> None:
         self.reports: list[ModelReport] = []
+        self.staged: list[Staged] = []
         self.built: list[str] = []
         self.build: Callable[[ModelCard, Callable[[float, str], None]], Any] = lambda _card, _progress: Runner()
-        self.host = Host("cpu", self._build, self.reports.append)
+        self.host = Host("cpu", self._build, self._send)
 
     def _build(self, card: ModelCard, progress: Callable[[float, str], None]) -> Any:
         self.built.append(card.id)
         assert threading.current_thread() is not threading.main_thread()
         return self.build(card, progress)
+
+    def _send(self, message: ModelReport | Staged) -> None:
+        (self.staged if isinstance(message, Staged) else self.reports).append(message)  # type: ignore[arg-type]
+
+    def stage(self, number: int, model: str = "m") -> ModelCard:
+        """Stage a successor of a model with a card of its own."""
+        card = ModelCard(id=model, kind="encoder", directory=f"successor {number}")
+        self.host.stage(Stage(number, card))
+        return card
+
+    def collect_staged(self) -> Staged:
+        """Take over news until a successor stands or has failed."""
+        while not self.staged:
+            assert select.select([self.host.event_fd], [], [], DEADLINE_S)[0], "not staged in time"
+            self.host.collect()
+        return self.staged.pop()
 
     def load(self, model: str) -> None:
         self.host.load(ModelCard(id=model, kind="encoder"))
@@ -244,3 +262,74 @@ def test_unloaded_model_is_freed_though_it_holds_itself_and_was_frozen(hosting):
     finally:
         gc.unfreeze()
         gc.set_threshold(700, 10, 10)
+
+
+def test_a_successor_is_staged_while_the_model_serves_and_is_there_at_once_when_it_is_loaded(hosting):
+    hosting.load("m")
+    hosting.collect_until("loaded")
+    before = hosting.host.runner("m")
+    card = hosting.stage(7)
+    assert hosting.collect_staged() == Staged(7, "m")
+    assert hosting.host.runner("m") is before
+    assert hosting.states == ["loading", "loaded"]
+    hosting.host.start_unload("m")
+    hosting.host.finish_unload("m")
+    hosting.reports.clear()
+    hosting.host.load(msgspec.structs.replace(card))
+    hosting.collect_until("loaded")
+    assert hosting.built == ["m", "m"]
+    assert hosting.host.runner("m") not in (None, before)
+    assert hosting.host.models["m"].card == card
+
+
+def test_a_successor_that_cannot_be_built_leaves_the_model(hosting):
+    hosting.load("m")
+    hosting.collect_until("loaded")
+
+    def build(_card, _progress):
+        raise ModelLoadFailed("no such layer")
+
+    hosting.build = build
+    hosting.stage(7)
+    staged = hosting.collect_staged()
+    assert (staged.number, staged.error.message) == (7, "no such layer")
+    assert hosting.host.runner("m") is not None
+    assert hosting.states == ["loading", "loaded"]
+
+
+def test_a_successor_that_is_called_off_while_it_is_built_is_let_go(hosting):
+    hosting.load("m")
+    hosting.collect_until("loaded")
+    may_end = threading.Event()
+    built: list[weakref.ref[Runner]] = []
+
+    def build(_card, progress):
+        progress(0.5, "half")
+        assert may_end.wait(DEADLINE_S)
+        runner = Runner()
+        built.append(weakref.ref(runner))
+        return runner
+
+    hosting.build = build
+    hosting.stage(1)
+    hosting.stage(2)
+    hosting.host.unstage("m")
+    hosting.load("n")
+    may_end.set()
+    hosting.collect_until("loaded")
+    while hosting.host.runner("n") is None:
+        assert select.select([hosting.host.event_fd], [], [], DEADLINE_S)[0], "not loaded in time"
+        hosting.host.collect()
+    assert hosting.staged == []
+    assert hosting.built == ["m", "m", "n"]
+    assert [report.model for report in hosting.reports if report.progress is not None and report.progress] == ["n"]
+    gc.collect()
+    assert built[0]() is None
+
+
+def test_another_card_than_that_of_the_successor_is_loaded_from_its_files(hosting):
+    hosting.stage(1)
+    hosting.collect_staged()
+    hosting.load("m")
+    hosting.collect_until("loaded")
+    assert hosting.built == ["m", "m"]
