@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from sie.shm.space import InboundSpace, OutboundSpace
 from tests.chaos.cluster import DENSE, MODEL, Leaks, cluster, logged
 from tests.chaos.history import open_loop, quantile
 from tests.chaos.ledger import SEED, Row, pick
-from tests.process.harness import count_fds, eventually
+from tests.process.harness import count_fds, eventually, free_port
 from tests.process.wire import connect, dense_rows, encode, get, stub_rows
 
 SEGMENT_BYTES = 1 << 20
@@ -180,11 +179,6 @@ def test_f54_a_log_that_nobody_reads_stops_nothing(row: Row):
     assert b"log lines were dropped" in said, said[:500]
     row.at_most("slowest answer after a worker's death", max(took_s), 2.0, "s")
     row.equals("exit status after SIGTERM", status, 0)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
 
 
 def kill_workers_of(supervisor: int) -> None:
