@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from sie.errors import ClientGone, Internal, SieError
+from sie.errors import BadRequest, ClientGone, Internal, SieError
 from sie.frontend import dashboard, openapi
 from sie.frontend.access.gate import CHALLENGE, Access
 from sie.frontend.admin import check_admin
@@ -349,7 +349,10 @@ class App:
         """Answer with an error in the shape of the route's dialect."""
         envelope = exchange.route.envelope if exchange.route is not None else "sie"
         if isinstance(error, ClientGone):
-            exchange.protocol.response_empty(500, [])  # to nobody; Granian would complain of an answer that never came
+            # To nobody mostly, but Granian would complain of an answer that never came, and a client that closed only
+            # its own direction, in the middle of its body, reads it.
+            _, headers, body = envelopes.failure(envelope, BadRequest(error.message))
+            exchange.protocol.response_bytes(400, [*headers, _CLOSE], body)
             for record in self._process.recorders:
                 record(exchange, error.http_status, [], error)
             count_exchange(self._process.metrics, exchange, error.http_status, error)

@@ -28,7 +28,7 @@ from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, encode_stub
 from sie.frontend.links import Pending
 from sie.frontend.models import ModelTable
 from sie.frontend.replies import count_items
-from sie.frontend.request_layout import lay_out_text
+from sie.frontend.request_layout import EncodeWords, lay_out_text
 from sie.headers import WorkHeader
 from sie.limits import Limits
 from sie.types import EncodeRequest
@@ -80,7 +80,7 @@ class Encoder:
         began_ns = time.monotonic_ns()
         texts = request.texts
         if texts is not None and len(texts) == 1 and not request.options and not request.instruction:
-            return self._try_start_text(entry, request, texts, deadline_ns, began_ns)
+            return self.try_start_text(entry, self.words_of(entry, request), texts, deadline_ns, began_ns)
         header = self._header(entry, request)
         arrays = self._try_prepare(entry, request)
         if arrays is None:
@@ -89,16 +89,20 @@ class Encoder:
         took_ns = time.monotonic_ns() - began_ns
         return self._engine.submit(header, arrays, num_tokens, deadline_ns), took_ns
 
-    def _try_start_text(
-        self, entry: ModelEntry, request: EncodeRequest, texts: list[str], deadline_ns: int, began_ns: int
-    ) -> tuple[Pending, int] | None:
-        """Do as `try_start` for a request of one text without options; most are. The same bytes as by NumPy, for less."""
+    def words_of(self, entry: ModelEntry, request: EncodeRequest) -> EncodeWords:
+        """Return what a request of one text without options asks for. Raises BadRequest for a row that is too large."""
         card, output_types = entry.card, request.output_types or _DENSE_ONLY
         output_dtype, width = request.output_dtype or "float32", request.dimensions
-        words = card.id, output_dtype, _wants_normalize(request, entry), width, output_types
         self._check_reply_bytes(1, width, output_types, output_dtype, card)
+        return card.id, output_dtype, _wants_normalize(request, entry), width, output_types
+
+    def try_start_text(
+        self, entry: ModelEntry, words: EncodeWords, texts: list[str], deadline_ns: int, began_ns: int
+    ) -> tuple[Pending, int] | None:
+        """Submit one text with what `words_of` gave: the same bytes as by NumPy, for less. None as `try_start`."""
+        card = entry.card
         if card.prompts or card.default_prompt:
-            texts = apply_prompt(card, texts, request.options, None, is_query=False)
+            texts = apply_prompt(card, texts, {}, None, is_query=False)
         if card.tokenizer_file:
             tokenizer = self._models.ready_tokenizer(entry)
             if tokenizer is None or is_long(texts, LONG_TEXT_BYTES):

@@ -197,16 +197,16 @@ class ShmEngine:
     def _choose(self, pending: Pending) -> WorkerLink | None:
         """Return the worker for a new request, or None when it has to wait for one that is being restarted."""
         candidates = self._candidates(pending)
-        if not candidates:
+        link = choose_worker(candidates)
+        if link is None:
             return None
-        most = self._max_per_link
-        slot = choose_worker([(link.slot, link.outstanding_tokens) for link in candidates if len(link.pending) < most])
-        if slot is None:
-            raise self._overloaded("the ring is full")
-        link = self._links[slot]
-        admission.check_queue(
-            link.outstanding_tokens, pending.num_tokens, self._limits.max_queued_tokens, self.tokens_per_s
-        )
+        if len(link.pending) >= self._max_per_link:
+            link = choose_worker(filter(self._has_room, candidates))
+            if link is None:
+                raise self._overloaded("the ring is full")
+        max_tokens = self._limits.max_queued_tokens
+        if link.outstanding_tokens + pending.num_tokens > max_tokens:
+            admission.check_queue(link.outstanding_tokens, pending.num_tokens, max_tokens, self.tokens_per_s)
         return link
 
     def _try_submit(self, link: WorkerLink, pending: Pending) -> bool:
@@ -225,9 +225,9 @@ class ShmEngine:
     def _candidates(self, pending: Pending) -> list[WorkerLink]:
         if pending.num_strikes >= _MAX_STRIKES:
             return []
-        entry = self._find_model(pending.model)
+        entry, links = self._find_model(pending.model), self._links
         workers = entry.workers if entry is not None and not pending.adapter else workers_with(entry, pending.adapter)
-        return [link for slot in workers if (link := self._links.get(slot)) is not None]
+        return [links[slot] for slot in workers if slot in links]
 
     def _has_room(self, link: WorkerLink) -> bool:
         return len(link.pending) < self._max_per_link
@@ -293,10 +293,9 @@ class ShmEngine:
     def place_held(self) -> None:
         """Give waiting requests to workers that have their model now; call when models or workers changed."""
         for pending in list(self._held.values()):
-            candidates = [link for link in self._candidates(pending) if self._has_room(link)]
-            slot = choose_worker((link.slot, link.outstanding_tokens) for link in candidates)
+            link = choose_worker(filter(self._has_room, self._candidates(pending)))
             with contextlib.suppress(Overloaded):  # it goes on waiting
-                if slot is not None and self._try_submit(self._links[slot], pending):
+                if link is not None and self._try_submit(link, pending):
                     del self._held[pending.request_id]
 
     def fail_held(self) -> None:

@@ -32,6 +32,7 @@ Headers = list[tuple[str, str]]
 Answer = tuple[Headers, bytes]
 """Headers and body of a 200."""
 _JSON: Final = ("content-type", "application/json")
+_NO_BYTES: Final = memoryview(b"")
 _LEAST_SHOWN_MS: Final = 0.005
 """Anything less is 0.00 in a header."""
 
@@ -127,18 +128,19 @@ class Inference:
             answer = sie.encode_reply(reply, wants_msgpack)
         finally:
             _let_go(reply, raw)
-        return Response(200, self._encode_headers(reply, wants_msgpack), answer)
+        return Response(200, self.encode_headers(reply.timing, wants_msgpack), answer)
 
     async def _encoded_on_thread(self, reply: EncodeReply, raw: Reply) -> Response:
         try:
             answer = await self._on_thread(sie.encode_reply, reply, False)
         finally:
             _let_go(reply, raw)
-        return Response(200, self._encode_headers(reply, wants_msgpack=False), answer)
+        return Response(200, self.encode_headers(reply.timing, wants_msgpack=False), answer)
 
-    def _encode_headers(self, reply: EncodeReply, wants_msgpack: bool) -> Headers:
+    def encode_headers(self, timing: Timing, wants_msgpack: bool) -> Headers:
+        """Return the headers of an answer to an encode request."""
         content_type = ("content-type", negotiate.content_type(wants_msgpack))
-        return [content_type, *_timing_headers(reply.timing), *self._identity]
+        return [content_type, *_timing_headers(timing), *self._identity]
 
     async def score(self, exchange: Exchange) -> Answer:
         """Answer `/v1/score/{model}`."""
@@ -217,7 +219,9 @@ class Inference:
         is_openai = exchange.route is not None and exchange.route.envelope == "openai"
         exchange.waits = is_openai or process.settings.models.wait_for_load
         exchange.deadline_ns = exchange.began_ns + process.timeout_ns(headers.get("x-sie-timeout-ms"))
-        process.check_machine_profile(headers.get("x-sie-machine-profile"))
+        profile = headers.get("x-sie-machine-profile")
+        if profile is not None:
+            process.check_machine_profile(profile)
         remote = headers.get("x-sie-remote")
         if remote is not None and remote != "forbid":
             raise BadRequest("Header 'X-SIE-Remote' must be 'forbid'")
@@ -337,7 +341,7 @@ def read(
 
 def _let_go(reply: EncodeReply, raw: Reply) -> None:
     """Give a reply's extent back; no view of it is left."""
-    reply.values, reply.sparse, reply.multivector = memoryview(b""), None, None
+    reply.values, reply.sparse, reply.multivector = _NO_BYTES, None, None
     raw.release()
 
 

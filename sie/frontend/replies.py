@@ -11,7 +11,7 @@ import struct
 import time
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,10 +22,12 @@ from sie.errors import Internal
 from sie.frontend.links import Reply
 from sie.headers import ArrayRef, ReplyHeader
 from sie.shm.extent import DTYPES, array_view, read_extent
-from sie.shm.layout import PROLOGUE, PROLOGUE_BYTES, ProtocolError, round_up
+from sie.shm.layout import PROLOGUE, PROLOGUE_BYTES, ProtocolError
 from sie.types import EncodeReply, EncodeRequest, SparseRows, Timing, TokenRows
 
 _TIMES: Final = struct.Struct("<3q")
+TIMES_BYTES: Final = _TIMES.size
+"""So long are the times that a reply's payload begins with."""
 _DENSE_ONLY: Final = ("dense",)
 _decoder: Final = msgspec.msgpack.Decoder(ReplyHeader)
 
@@ -39,17 +41,18 @@ def read_reply(
     """
     try:
         if not request.output_types or request.output_types == _DENSE_ONLY:
-            answer, times = _read_dense(reply.view, entry, request)
+            rows, times = _read_dense(reply.view)
+            answer = _answer(entry, request, reply, timing_of(reply, times, began_ns, tokenization_ns), rows)
         else:
-            answer, times = _read_outputs(reply.view, entry, request)
+            answer = _answer(entry, request, reply, _NO_TIME, _Rows(count_items(request), _NO_BYTES, "<f4", 0))
+            times = _read_outputs(reply.view, entry, request, answer)
+            answer.timing = timing_of(reply, times, began_ns, tokenization_ns)
     except (ProtocolError, msgspec.MsgspecError, UnicodeDecodeError, struct.error) as error:
         raise Internal("the worker's reply could not be read") from error
     if answer.num_items != count_items(request):
         raise Internal("the worker's reply has another shape than the request")
-    answer.input_tokens = reply.num_tokens - request.image_tokens
     if request.images is not None:
         answer.num_images = sum(map(len, request.images.values()))
-    answer.timing = timing_of(reply, times, began_ns, tokenization_ns)
     return answer
 
 
@@ -91,18 +94,36 @@ def count_items(request: EncodeRequest) -> int:
     return len(request.texts if request.texts is not None else request.token_lists or ())
 
 
-def _read_dense(
-    view: memoryview, entry: ModelEntry, request: EncodeRequest
-) -> tuple[EncodeReply, tuple[int, int, int]]:
-    header_bytes: int = PROLOGUE.unpack_from(view)[1]
-    payload = round_up(PROLOGUE_BYTES + header_bytes)
-    code, num_items, width, offset, nbytes = _rows_of(bytes(view[PROLOGUE_BYTES : PROLOGUE_BYTES + header_bytes]))
-    rows = view[payload + offset : payload + offset + nbytes]
+def place_of_row(header: bytes) -> slice:
+    """Return where the dense rows of a reply with this header lie in its payload. Raises ProtocolError."""
+    _, _, _, offset, nbytes = _rows_of(header)
+    return slice(offset, offset + nbytes)
+
+
+def read_times(payload: memoryview) -> tuple[int, int, int]:
+    """Return a reply's times, for `timing_of`; payload has at least TIMES_BYTES."""
+    return _TIMES.unpack_from(payload)
+
+
+class _Rows(NamedTuple):
+    """Dense rows: how many, their bytes, dtype code and width."""
+
+    num_items: int
+    values: memoryview
+    dtype: str
+    width: int
+
+
+def _read_dense(view: memoryview) -> tuple[_Rows, tuple[int, int, int]]:
+    """Return the rows and the times of a reply that has nothing else."""
+    end: int = PROLOGUE_BYTES + PROLOGUE.unpack_from(view)[1]
+    payload = (end + 63) & ~63
+    code, num_items, width, offset, nbytes = _rows_of(bytes(view[PROLOGUE_BYTES:end]))
+    start = payload + offset
+    rows = view[start : start + nbytes]
     if len(rows) != nbytes:
         raise ProtocolError("rows beyond the end of a reply")
-    answer = _empty(entry, request, num_items)
-    answer.values, answer.dtype, answer.width = rows, code, width
-    return answer, _TIMES.unpack_from(view, payload)
+    return _Rows(num_items, rows, code, width), _TIMES.unpack_from(view, payload)
 
 
 @lru_cache(maxsize=4096)
@@ -120,13 +141,12 @@ def _rows_of(header: bytes) -> tuple[str, int, int, int, int]:
 
 
 def _read_outputs(
-    view: memoryview, entry: ModelEntry, request: EncodeRequest
-) -> tuple[EncodeReply, tuple[int, int, int]]:
-    """Read a reply with several outputs, or one of unknown size; each has its own header."""
+    view: memoryview, entry: ModelEntry, request: EncodeRequest, answer: EncodeReply
+) -> tuple[int, int, int]:
+    """Read a reply with several outputs, or one of unknown size, into an answer; each has its own header. Returns its times."""
     header, payload = read_extent(view, _decoder)
     refs = {ref.name: ref for ref in header.arrays}
-    num_items, dims = count_items(request), entry.card.dims
-    answer = _empty(entry, request, num_items)
+    num_items, dims = answer.num_items, entry.card.dims
     for output in request.output_types or ():
         if output == "dense":
             ref = _ref(refs, "dense", 2)
@@ -145,7 +165,7 @@ def _read_outputs(
             ref = _ref(refs, "multivector", 2)
             offsets = _offsets(payload, refs, "multivector_offsets", num_items, ref.shape[0])
             answer.multivector = TokenRows(dims[output], ref.dtype, ref.shape[1], offsets, _bytes_of(payload, ref))
-    return answer, _TIMES.unpack_from(payload, _ref(refs, "times", 1).offset)
+    return _TIMES.unpack_from(payload, _ref(refs, "times", 1).offset)
 
 
 def _ref(refs: dict[str, ArrayRef], name: str, num_dimensions: int) -> ArrayRef:
@@ -172,18 +192,19 @@ def _offsets(payload: memoryview, refs: dict[str, ArrayRef], name: str, num_item
     return offsets
 
 
-def _empty(entry: ModelEntry, request: EncodeRequest, num_items: int) -> EncodeReply:
+def _answer(entry: ModelEntry, request: EncodeRequest, reply: Reply, timing: Timing, rows: _Rows) -> EncodeReply:
+    num_items, values, dtype, width = rows
     return EncodeReply(
         model=request.model,
         ids=request.ids,
         num_items=num_items,
-        values=_NO_BYTES,
-        dtype="<f4",
-        width=0,
+        values=values,
+        dtype=dtype,
+        width=width,
         dims=request.dimensions or entry.card.dims.get("dense", 0),
         output_dtype=request.output_dtype or "float32",
-        input_tokens=0,
-        timing=_NO_TIME,
+        input_tokens=reply.num_tokens - request.image_tokens,
+        timing=timing,
     )
 
 

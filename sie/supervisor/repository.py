@@ -80,7 +80,8 @@ class Repositories:
         self._loads.broadcast()
 
     async def _load(self, child: Child, message: control_messages.ManageRepository) -> None:
-        found = await self._preparer.find_models(self._directories, message.name) if self._directories else []
+        is_asked_for = self._directories and message.name  # an empty name would mean all models
+        found = await self._preparer.find_models(self._directories, message.name) if is_asked_for else []
         if isinstance(found, WireError):
             self._answer(child, message, found)
         elif not found:
@@ -168,12 +169,12 @@ class Repositories:
         """The model has versions now."""
         self._book.records.pop(TensorSource(repository="", name=model.name, version="").hosted_id, None)
 
-    def _records(self, name: str = "") -> list[Record]:
-        """Return the records of one model's versions, or of all models."""
+    def _records(self, name: str | None = None) -> list[Record]:
+        """Return the records of one model's versions, or of all models; a client's empty name is no model's."""
         return [
             record
             for record in self._book.records.values()
-            if record.spec.tensor is not None and name in ("", record.spec.tensor.name)
+            if record.spec.tensor is not None and name in (None, record.spec.tensor.name)
         ]
 
     def _answer(self, child: Child, message: control_messages.ManageRepository, error: WireError | None = None) -> None:

@@ -59,6 +59,34 @@ def tell(response: Response) -> tuple[int, str]:
     return response.status, response.json()["detail"]["message"]
 
 
+def test_requests_for_one_text_get_the_same_each_time_whatever_came_between(server: Server):
+    """The second and third go a way that the first made shorter; those between are none of its kind."""
+    plain = {"items": [{"text": "again"}]}
+    between = [
+        ({"items": [{"text": "again", "id": "i"}]}, "stub/all"),
+        ({"items": [{"text": "again"}], "params": {"output_dtype": "int8"}}, "stub/all"),
+        (plain, "stub/all:sparse"),
+        ({"items": [{"text": "again"}, {"text": "x"}]}, "stub/all"),
+        (plain, "stub/absent"),
+    ]
+    first: dict[str, Any] = {}
+    for value, model in [(plain, "stub/all"), *between, (plain, "stub/all"), (plain, "stub/all")]:
+        for accept in (MSGPACK, JSON):
+            response = post(server, f"/v1/encode/{model}", msgpack.packb(value), content_type=MSGPACK, accept=accept)
+            if model == "stub/absent":
+                assert response.status == 404
+                continue
+            assert response.status == 200
+            read = response.json() if accept == JSON else msgpack.unpackb(response.body, raw=True)
+            timing = read.pop("timing" if accept == JSON else b"timing")
+            assert min(time for time in timing.values() if time is not None) >= 0
+            assert set(response.headers) >= {"x-queue-time", "x-tokenization-time", "x-inference-time", "x-total-time"}
+            if value is plain and model == "stub/all":
+                assert read == first.setdefault(accept, read)
+    faulty = post(server, "/v1/encode/stub/all", b"[]", content_type=JSON)
+    assert faulty.status == 400
+
+
 # --- formats ----------------------------------------------------------------------------------------------------------
 
 

@@ -309,6 +309,23 @@ def test_outputs_are_those_asked_for(server: Server):
     )
 
 
+def test_requests_that_differ_in_their_elements_alone_get_their_own(server: Server):
+    """Each goes a way that the first, and the second one's answer, made shorter; a body that lies goes the long one."""
+    wanted = {"outputs": [{"name": "y", "parameters": {"binary_data": True}}], "id": "again"}
+    text = json.dumps({"inputs": [X | {"parameters": {"binary_data_size": 8}}]} | wanted).encode()
+    headers = {"inference-header-content-length": str(len(text))}
+    heads: set[bytes] = set()
+    for number in range(5):
+        data = np.array([number, -number], np.float32).tobytes()
+        response = infer(server, "batched", text + data, headers)
+        length = int(response.headers["inference-header-content-length"])
+        assert (response.status, response.body[length:]) == (200, data)
+        heads.add(response.body[:length])
+        assert "batched" in error(infer(server, "batched", text + data[number + 1 :], headers))
+        assert error(infer(server, "batched", text + data, headers | {"x-sie-timeout-ms": "soon"}))
+    assert [json.loads(head)["id"] for head in heads] == ["again"]
+
+
 def test_a_raw_body_is_a_tensor(server: Server):
     response = infer(server, "batched", ROWS[:1].tobytes(), {"inference-header-content-length": "0"})
     assert response.body[int(response.headers["inference-header-content-length"]) :] == ROWS[:1].tobytes()

@@ -152,6 +152,23 @@ def test_every_failure_is_a_400_with_its_code(
 
 
 @pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        (NEW.replace("3", "9"), "id: 7"), (NEW + ' output { name: "y" }', "id: 7"), (NEW + " cls {", ""),
+        (NEW.replace('"y"', '"y" cls { }'), "id: 7"), (NEW.replace('"x"', '"x" shared_memory { name: "r" }'), "id: 7"),
+        (OLD.replace("3", "9"), ""), ("batch_size: 1 id: 18446744073709551615", "id: 18446744073709551615"),
+    ],
+)  # fmt: skip
+def test_a_failed_request_is_told_its_id_whatever_is_wrong_with_it(server: Server, header: str, expected: str):
+    response = call(server, "/api/infer/m", header, ROWS.tobytes())
+    assert (response.status, status_of(response).code) == (400, 5)
+    assert (response.headers["nv-inferresponse"], response.headers["content-type"]) == (
+        expected,
+        "application/octet-stream",
+    )
+
+
+@pytest.mark.parametrize(
     ("method", "path", "expected"),
     [
         ("GET", "/api/infer/m", 405), ("POST", "/api/status", 405), ("GET", "/api/nothing", 400), ("POST", "/api/infer/m/x", 400),

@@ -19,6 +19,13 @@ from msgspec import Meta
 
 from sie.errors import BadRequest
 from sie.frontend.dialects.tensor_json import elements_from_json, elements_to_json, images_from_json
+from sie.frontend.dialects.tensor_parameters import (
+    check_sequence,
+    checked_parameters,
+    checked_priority,
+    flag,
+    unsigned,
+)
 from sie.frontend.http.body_limits import check_json, decode_typed
 from sie.frontend.tensors.image_inputs import image_form
 from sie.limits import Limits
@@ -82,6 +89,11 @@ class InferCall(msgspec.Struct, frozen=True, kw_only=True):
     request: TensorRequest
     wanted: tuple[Wanted, ...] = ()
     is_binary: bool = False
+
+    def without_inputs(self) -> InferCall:
+        """Return what is the same for all requests that differ in their elements alone."""
+        request = msgspec.structs.replace(self.request, inputs=[])
+        return InferCall(request=request, wanted=self.wanted, is_binary=self.is_binary)
 
 
 _BODY: Final = msgspec.json.Decoder(InferBody)
@@ -147,6 +159,7 @@ def _parse_head(text: bytes, max_depth: int, max_values: int) -> _Head:
     check_json(text, max_depth, max_values + _MAX_TENSORS, max_values + _MAX_TENSORS)
     parsed = decode_typed(_BODY, text)
     parameters = checked_parameters(parsed.parameters)
+    check_sequence(parameters)
     is_binary = flag(parameters, "binary_data_output")
     wanted = _wanted(parsed.outputs or (), is_binary=is_binary)
     return _Head(
@@ -259,16 +272,16 @@ def _raw_tensor(body: memoryview, rule: TensorRule) -> Tensor:
         )
     (spec,) = rule.inputs
     shape = [1 if i == 0 and rule.max_batch_size else size for i, size in enumerate(spec.shape)]
-    if spec.datatype == "BYTES":
-        if any(size not in (1, -1) for size in shape):
-            raise BadRequest(f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1]")
-        return Tensor(spec.name, "BYTES", (1,) * len(shape), memoryview(frame_elements([bytes(body)])))
     variable = [i for i, size in enumerate(shape) if size < 0]
     if len(variable) > 1:
         raise BadRequest(
             f"The shape of the raw input '{spec.name}' can not be deduced because there are more than one variable-sized "
             "dimension"
         )
+    if spec.datatype == "BYTES":
+        if any(size != 1 for size in shape):
+            raise BadRequest(f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1]")
+        return Tensor(spec.name, "BYTES", (1,) * len(shape), memoryview(frame_elements([bytes(body)])))
     known = prod(size for size in shape if size >= 0) * ITEM_BYTES[spec.datatype]
     if variable:
         shape[variable[0]] = len(body) // known if known else 0
@@ -292,44 +305,6 @@ def _wanted(outputs: Sequence[InferOutput], *, is_binary: bool) -> tuple[Wanted,
         num_classes = unsigned(parameters, "classification")
         wanted.setdefault(output.name, Wanted(output.name, binary, num_classes))
     return tuple(wanted.values())
-
-
-def checked_parameters(parameters: _Parameters) -> dict[str, Any]:
-    """Return parameters whose types and names are allowed. Raises BadRequest."""
-    for name, value in (parameters or {}).items():
-        if not isinstance(value, bool | int | float | str):
-            raise BadRequest(f"parameter '{name}' has invalid type. It should be either 'int', 'bool', or 'string'.")
-        if name.startswith("triton_") and name != "triton_enable_empty_final_response":
-            raise BadRequest(f"parameter '{name}' starts with 'triton_', which is reserved")
-    return parameters or {}
-
-
-def flag(parameters: dict[str, Any], name: str, *, default: bool = False) -> bool:
-    """Return a parameter that is a flag. Raises BadRequest."""
-    value = parameters.get(name, default)
-    if not isinstance(value, bool):
-        raise BadRequest(f"parameter '{name}' must be a bool")
-    return value
-
-
-def unsigned(parameters: dict[str, Any], name: str) -> int:
-    """Return a parameter that is a number, 0 without it. Raises BadRequest."""
-    value = parameters.get(name, 0)
-    if type(value) is not int or not 0 <= value < _SIZE_LIMIT:
-        raise BadRequest(f"parameter '{name}' must be an integer that is not negative")
-    return value
-
-
-def checked_priority(priority: int, rule: TensorRule) -> int:
-    """Return a request's priority, 0 for the model's own. Raises BadRequest for one that the model does not have.
-
-    A model without priorities takes any, and treats all alike.
-    """
-    if 0 < rule.num_priorities < priority:
-        raise BadRequest(
-            f"parameter 'priority' is {priority}, and model '{rule.name}' has {rule.num_priorities} levels"
-        )
-    return priority
 
 
 def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule) -> tuple[bytes, int | None]:

@@ -12,7 +12,6 @@ from typing import Any, Final
 import msgspec
 
 from sie.errors import BadRequest, SieError
-from sie.frontend.dialects import kserve
 from sie.frontend.dialects.sampling import (
     Count,
     Penalty,
@@ -24,6 +23,7 @@ from sie.frontend.dialects.sampling import (
     Temperature,
     TopK,
 )
+from sie.frontend.dialects.tensor_parameters import EMPTY_FINAL_RESPONSE, checked_parameters
 from sie.frontend.dialects.text_fields import KEEP_ALIVE, data_line, read_stop
 from sie.frontend.http.body_limits import check_json, decode_typed
 from sie.generation import Ended, GenerateEvent, GenerateReply, GenerateRequest, Started, TextDelta
@@ -99,7 +99,7 @@ def decode_text_input(
 def read_parameters(parameters: Mapping[str, Any] | None) -> GenerateParameters:
     """Return what a request's parameters say. Raises BadRequest for a wrong type or name."""
     given = parameters or {}
-    kserve.checked_parameters({name: value for name, value in given.items() if name != "stop"})
+    checked_parameters({name: value for name, value in given.items() if name != "stop"}, own=(EMPTY_FINAL_RESPONSE,))
     try:
         # Not strictly: gRPC has parameters for texts and whole numbers, so that a client sends a temperature as a text.
         return msgspec.convert(given, GenerateParameters, strict=False)

@@ -14,13 +14,20 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from sie.errors import BadRequest
-from sie.frontend.dialects.kserve import InferCall, Wanted, checked_parameters, checked_priority, flag, unsigned
+from sie.frontend.dialects.kserve import InferCall, Wanted
 from sie.frontend.dialects.protobuf_wire import append_bytes, cut_views, parse
+from sie.frontend.dialects.tensor_parameters import (
+    EMPTY_FINAL_RESPONSE,
+    check_sequence,
+    checked_parameters,
+    checked_priority,
+    flag,
+    unsigned,
+)
 from sie.proto import message_class
 from sie.tensor_bytes import frame_elements
 from sie.tensors import DATATYPES, Tensor, TensorReply, TensorRequest, TensorRule
 
-EMPTY_FINAL_RESPONSE: Final = "triton_enable_empty_final_response"
 FINAL_RESPONSE: Final = "triton_final_response"
 _RAW_INPUTS: Final = 7
 _RAW_OUTPUTS: Final = 6
@@ -106,6 +113,7 @@ def _form_of(message: Any) -> _Form:
     if len(message.inputs) > _MAX_TENSORS or len(message.outputs) > _MAX_TENSORS:
         raise BadRequest(f"a request has at most {_MAX_TENSORS} inputs and as many outputs")
     parameters = _parameters(message.parameters)
+    check_sequence(parameters)
     flag(parameters, EMPTY_FINAL_RESPONSE)
     wanted = _wanted(message.outputs)
     for item in message.inputs:
@@ -202,7 +210,7 @@ def _parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
         if choice is None:
             raise BadRequest(f"parameter '{name}' has no value")
         found[name] = getattr(parameter, choice)
-    return checked_parameters(found)
+    return checked_parameters(found, own=(EMPTY_FINAL_RESPONSE,))
 
 
 def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule, *, is_final: bool = False) -> bytes:

@@ -33,7 +33,7 @@ class _IndexBody(msgspec.Struct):
 
 
 class _ManageBody(msgspec.Struct):
-    parameters: dict[Annotated[str, msgspec.Meta(max_length=256)], msgspec.Raw] = {}
+    parameters: dict[Annotated[str, msgspec.Meta(max_length=256)], Any] = {}
 
 
 _INDEX: Final = msgspec.json.Decoder(_IndexBody)
@@ -87,21 +87,25 @@ def index_entries(states: Iterable[VersionState], *, only_ready: bool) -> list[d
     return entries
 
 
-def check_manage(body: bytes) -> None:
-    """Raise BadRequest for the body of a load or unload that asks for what is not done here.
+def check_manage(body: bytes, action: str) -> None:
+    """Raise BadRequest for the body of a load or unload, which action is, that asks for what is not done here."""
+    parameters = decode_typed(_MANAGE, body).parameters if body else {}
+    check_manage_parameters(parameters, action)
+
+
+def check_manage_parameters(parameters: Mapping[str, Any], action: str) -> None:
+    """Raise BadRequest for a parameter that a load or an unload does not have.
 
     A configuration or files sent along would be a second way to put models on the host.
     """
-    parameters = decode_typed(_MANAGE, body).parameters if body else {}
     for name, value in parameters.items():
-        if name == "unload_dependents":
-            decode_typed(msgspec.json.Decoder(bool), bytes(value))
-        else:
-            raise refused_parameter(name)
+        if action != "unload" or name != "unload_dependents":
+            raise _refused_parameter(name)
+        if not isinstance(value, bool):
+            raise BadRequest(f"parameter '{name}' must be a bool")
 
 
-def refused_parameter(name: str) -> BadRequest:
-    """Return the error of a load or unload with this parameter."""
+def _refused_parameter(name: str) -> BadRequest:
     if name == "config" or name.startswith("file:"):
         return BadRequest(f"parameter '{name}' is not supported: models come from the directory model_repository alone")
     return BadRequest(f"unrecognized parameter '{name}'")

@@ -45,10 +45,13 @@ def check_unchanged(given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name not in own:
             raise BadRequest(f"unknown setting '{name[:64]}'")
-        same = own[name]
-        texts = [same] if isinstance(same, str) else same
-        if value is not None and (type(value) is not type(same) or value != same) and value != texts:
+        if value is not None and not any(type(value) is type(same) and value == same for same in _forms(own[name])):
             raise BadRequest(f"setting '{name}' cannot be changed through this API; the server's own settings say it")
+
+
+def _forms(setting: Any) -> tuple[Any, ...]:
+    """Return how a setting may be written: a text may stand in a list, as over gRPC."""
+    return (setting, [setting]) if isinstance(setting, str) else (setting,)
 
 
 def settings_body(settings: Mapping[str, Any]) -> bytes:

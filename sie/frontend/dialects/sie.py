@@ -79,14 +79,36 @@ def decode_encode(body: bytes, msgpack: bool, model: str, limits: Limits) -> Enc
     Unknown fields are ignored, except in `audio`. Raises BadRequest (InputTooLong for limits) with the path of the
     fault in its text.
     """
+    call = read_encode(body, msgpack, limits)
+    text = bare_text(call, len(body), limits)
+    if text is not None:
+        return EncodeRequest(model=model, texts=[text])
+    return to_encode(call, msgpack, model, len(body), limits)
+
+
+def read_encode(body: bytes, msgpack: bool, limits: Limits) -> EncodeBody:
+    """Return what an encode body holds. Raises BadRequest as `decode_encode`."""
     if not msgpack:
         check_json(body, limits.max_depth)
-    call = decode_typed(_FROM_MSGPACK if msgpack else _FROM_JSON, body)
+    return decode_typed(_FROM_MSGPACK if msgpack else _FROM_JSON, body)
+
+
+def bare_text(call: EncodeBody, body_bytes: int, limits: Limits) -> str | None:
+    """Return the text of a request that is one text and nothing else, as most small ones: then there is nothing to check."""
     items = call.items
-    if len(items) == 1 and call.params is None and len(body) <= limits.max_item_text_bytes and _is_bare(items[0]):
-        return EncodeRequest(model=model, texts=[items[0].text])  # pyright: ignore[reportArgumentType]  # a bare item has one
+    if len(items) != 1 or call.params is not None or body_bytes > limits.max_item_text_bytes:
+        return None
+    (item,) = items
+    if item.id is not None or item.metadata is not _ABSENT:
+        return None
+    return None if item.images or item.audio or item.video or item.document else item.text
+
+
+def to_encode(call: EncodeBody, msgpack: bool, model: str, body_bytes: int, limits: Limits) -> EncodeRequest:
+    """Return the request in what `read_encode` gave. Raises as `decode_encode`."""
+    items = call.items
     check_count(items, limits.max_items)
-    check_items(items, msgpack, len(body), limits.max_item_text_bytes)
+    check_items(items, msgpack, body_bytes, limits.max_item_text_bytes)
     params = call.params or _NO_PARAMS
     non_text = find_non_text(items)
     media = None if non_text is None else read_media(items, limits)
@@ -104,11 +126,6 @@ def decode_encode(body: bytes, msgpack: bool, model: str, limits: Limits) -> Enc
         non_text_item=non_text,
         media=media,
     )  # fmt: skip
-
-
-def _is_bare(item: Item) -> bool:
-    """Tell whether an item is a text and nothing else, as in most small requests: then there is nothing to check."""
-    return item.id is None and item.metadata is _ABSENT and find_non_text((item,)) is None
 
 
 def read_media(items: Sequence[Item], limits: Limits) -> MediaItems:
@@ -267,7 +284,7 @@ def encode_reply(reply: EncodeReply, msgpack: bool) -> bytes:
     """
     if reply.sparse is None and reply.multivector is None:
         return _reply_msgpack(reply) if msgpack else _reply_json(reply)
-    tail = _tail(reply)
+    tail = _tail(reply.timing, reply.input_tokens, reply.num_images)
     if msgpack:
         parts = [_head(reply.model), *outputs.msgpack_items(reply), pack(tail)[1:]]
         return b"".join(parts)
@@ -288,8 +305,19 @@ def _reply_msgpack(reply: EncodeReply) -> bytes:
         for index, id_ in enumerate(reply.ids):
             own = _ONE_KEY if id_ is None else _ID_KEY + pack(id_)
             parts += (own, before, rows[index * row_bytes : (index + 1) * row_bytes])
-    parts.append(_tail_msgpack(reply))
+    parts.append(_tail_msgpack(reply.timing, reply.input_tokens, reply.num_images))
     return b"".join(parts)
+
+
+def before_row(reply: EncodeReply) -> bytes:
+    """Return the msgpack body of a reply of one item without an id, up to the bytes of its row."""
+    row = outputs.dense_prefix(reply.output_dtype, reply.dims, reply.dtype, reply.width, reply.values.nbytes)
+    return _head(reply.model) + array_header(1) + _ONE_KEY + row
+
+
+def with_row(before: bytes, row: memoryview, timing: Timing, input_tokens: int) -> bytes:
+    """Return what `encode_reply` does as msgpack, from what `before_row` gave and a row."""
+    return b"".join((before, row, _tail_msgpack(timing, input_tokens, 0)))
 
 
 _ONE_KEY = b"\x81"
@@ -301,17 +329,16 @@ _TIMES = (b"\xa6timing\x85\xa8total_ms\xcb", b"\xa8queue_ms\xcb", b"\xaftokeniza
 _pack_times = struct.Struct(">" + "".join(f"{len(key)}sd" for key in _TIMES)).pack
 
 
-def _tail_msgpack(reply: EncodeReply) -> bytes:
+def _tail_msgpack(timing: Timing, input_tokens: int, num_images: int) -> bytes:
     """Return the last two keys of a reply, without the header of a map of their own: they belong to the body's."""
-    timing = reply.timing
-    if reply.num_images or not timing.postprocessing_ms:
-        return pack(_tail(reply))[1:]
+    if num_images or not timing.postprocessing_ms:
+        return pack(_tail(timing, input_tokens, num_images))[1:]
     total, queue, tokenization, inference, postprocessing = _TIMES
     times = _pack_times(
         total, timing.total_ms, queue, timing.queue_ms, tokenization, timing.tokenization_ms, inference, timing.inference_ms,
         postprocessing, timing.postprocessing_ms,
     )  # fmt: skip
-    return times + _usage(reply.input_tokens)
+    return times + _usage(input_tokens)
 
 
 @lru_cache(maxsize=1024)
@@ -333,11 +360,10 @@ def _reply_json(reply: EncodeReply) -> bytes:
         dense = {"dense": {"dims": reply.dims, "dtype": dtype, "values": row}}
         items.append(dense if id_ is None else {"id": id_, **dense})
     head = _to_json({"model": reply.model, "items": items})
-    return head[:-1] + b"," + _to_json(_tail(reply))[1:]
+    return head[:-1] + b"," + _to_json(_tail(reply.timing, reply.input_tokens, reply.num_images))[1:]
 
 
-def _tail(reply: EncodeReply) -> _Tail:
-    timing: Timing = reply.timing
+def _tail(timing: Timing, input_tokens: int, num_images: int) -> _Tail:
     body = TimingBody(
         timing.total_ms,
         timing.queue_ms,
@@ -345,7 +371,7 @@ def _tail(reply: EncodeReply) -> _Tail:
         timing.inference_ms,
         timing.postprocessing_ms or None,
     )
-    return _Tail(body, _Usage(reply.input_tokens, reply.num_images))
+    return _Tail(body, _Usage(input_tokens, num_images))
 
 
 def error_body(error: SieError) -> bytes:

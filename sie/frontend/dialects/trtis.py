@@ -59,7 +59,10 @@ class InferHead(msgspec.Struct, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=256)  # a client sends the same one with every request
 def parse_infer_head(text: str) -> InferHead:
-    """Return the request that `NV-InferRequest` describes, in protobuf's text format. Raises BadRequest."""
+    """Return the request that `NV-InferRequest` describes, in protobuf's text format.
+
+    Raises BadRequest, with the request's id in its extras (`infer_id`) where the text could be read.
+    """
     if len(text) > _MAX_HEADER_CHARS:
         raise BadRequest(f"NV-InferRequest is over {_MAX_HEADER_CHARS} characters")
     message = message_class("trtis", f"{_PACKAGE}.InferRequestHeader")()
@@ -67,7 +70,11 @@ def parse_infer_head(text: str) -> InferHead:
         text_format.Parse(text, message)
     except (text_format.ParseError, UnicodeError, RecursionError) as error:
         raise BadRequest(f"unable to parse NV-InferRequest: {error}") from None
-    return head_of(message)
+    try:
+        return head_of(message)
+    except BadRequest as error:
+        error.extras["infer_id"] = message.id
+        raise
 
 
 def head_of(message: Any) -> InferHead:

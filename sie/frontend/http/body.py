@@ -177,4 +177,4 @@ class BodyReader:
 
 
 def _client_gone() -> ClientGone:
-    return ClientGone("the client left while its body was read")
+    return ClientGone("the client closed its connection before its body was whole")

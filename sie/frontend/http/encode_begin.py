@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable
 
 from sie.control_messages import ModelEntry
@@ -10,15 +11,17 @@ from sie.frontend.adapters import requested_adapter
 from sie.frontend.dialects import negotiate, sie
 from sie.frontend.http.envelopes import Response
 from sie.frontend.inference import Exchange, Inference, read
+from sie.frontend.known_encode import KnownText, KnownTexts, learn_row, read_row
 from sie.frontend.links import Pending, Reply
 from sie.frontend.process import FrontendProcess
+from sie.frontend.replies import timing_of
 from sie.types import EncodeRequest
 
 
 class EncodeWork:
     """A request that a worker has; `sie.frontend.http.short_way.Work`."""
 
-    __slots__ = ("_entry", "_exchange", "_inference", "_request", "_took_ns", "pending")
+    __slots__ = ("_exchange", "_inference", "_request", "_took_ns", "entry", "pending")
 
     def __init__(  # noqa: PLR0917  # one for each request: keywords cost
         self, inference: Inference, exchange: Exchange, entry: ModelEntry, request: EncodeRequest, took_ns: int,
@@ -26,19 +29,60 @@ class EncodeWork:
     ) -> None:  # fmt: skip
         self._inference = inference
         self._exchange = exchange
-        self._entry = entry
+        self.entry = entry
         self._request = request
         self._took_ns = took_ns
         self.pending = pending
 
     def answer(self, raw: Reply) -> Response | Awaitable[Response]:
-        reply = read(self._exchange, self._entry, self._request, self._took_ns, raw)
+        reply = read(self._exchange, self.entry, self._request, self._took_ns, raw)
         return self._inference.encoded(self._exchange, reply, raw)
 
     async def again(self, error: Unavailable) -> Response:
         exchange, inference = self._exchange, self._inference
-        entry = inference.models.reloaded(self._entry, error)
+        entry = inference.models.reloaded(self.entry, error)
         return Response(200, *await inference.encode_anew(exchange, entry, self._request))
+
+
+class TextWork:
+    """A request of one text, whose like is known; `sie.frontend.http.short_way.Work`."""
+
+    __slots__ = ("_exchange", "_inference", "_known", "_text", "_took_ns", "pending")
+
+    def __init__(  # noqa: PLR0917  # one for each request: keywords cost
+        self, inference: Inference, exchange: Exchange, known: KnownText, text: str, took_ns: int, pending: Pending
+    ) -> None:
+        self._inference = inference
+        self._exchange = exchange
+        self._known = known
+        self._text = text
+        self._took_ns = took_ns
+        self.pending = pending
+
+    def answer(self, raw: Reply) -> Response | Awaitable[Response]:
+        exchange = self._exchange
+        wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
+        found = read_row(self._known, raw) if wants_msgpack else None
+        if found is None:
+            return self._answer_anew(raw, wants_msgpack)
+        timing = exchange.timing = timing_of(raw, found.times, exchange.began_ns, self._took_ns)
+        exchange.num_items = 1
+        body = sie.with_row(found.before, found.row, timing, raw.num_tokens)
+        raw.release()
+        return Response(200, self._inference.encode_headers(timing, wants_msgpack=True), body)
+
+    def _answer_anew(self, raw: Reply, wants_msgpack: bool) -> Response | Awaitable[Response]:
+        """Return an answer that is not like one of before, and know it from now on if it is msgpack."""
+        inference, known = self._inference, self._known
+        reply = read(self._exchange, known.entry, known.request_of(self._text), self._took_ns, raw)
+        if wants_msgpack:
+            learn_row(known, raw, sie.before_row(reply))
+        return inference.encoded(self._exchange, reply, raw)
+
+    async def again(self, error: Unavailable) -> Response:
+        exchange, inference, known = self._exchange, self._inference, self._known
+        entry = inference.models.reloaded(known.entry, error)
+        return Response(200, *await inference.encode_anew(exchange, entry, known.request_of(self._text)))
 
 
 class EncodeBegin:
@@ -47,17 +91,46 @@ class EncodeBegin:
     def __init__(self, process: FrontendProcess, inference: Inference) -> None:
         self._process = process
         self._inference = inference
+        self._knowns = KnownTexts()
 
-    def __call__(self, exchange: Exchange) -> EncodeWork | None:
+    def __call__(self, exchange: Exchange) -> EncodeWork | TextWork | None:
         """Submit a request that waits for nothing but its reply; None: `Inference.encode` has to serve it.
 
         That is one for a model that is loaded, without an adapter, whose texts are read here and now.
         """
-        process, inference, headers = self._process, self._inference, exchange.headers
-        inference.check_headers(exchange)
+        process, limits = self._process, self._process.settings.limits
+        self._inference.check_headers(exchange)
         body = exchange.take_body(process.bodies)
-        is_msgpack = negotiate.is_msgpack(headers.get("content-type"))
-        request = sie.decode_encode(body, is_msgpack, exchange.model, process.settings.limits)
+        is_msgpack = negotiate.is_msgpack(exchange.headers.get("content-type"))
+        call = sie.read_encode(body, is_msgpack, limits)
+        text = sie.bare_text(call, len(body), limits)
+        if text is None:
+            return self._begin(exchange, sie.to_encode(call, is_msgpack, exchange.model, len(body), limits))
+        known = self._knowns.find(exchange.model, process.models.entries, limits)
+        if known is not None:
+            return self._begin_text(exchange, known, text)
+        request = EncodeRequest(model=exchange.model, texts=[text])
+        work = self._begin(exchange, request)
+        if work is not None:
+            words = process.encoder.words_of(work.entry, request)  # which was resolved in place
+            self._knowns.learn(process.models.entries, limits, work.entry, request, words)
+        return work
+
+    def _begin_text(self, exchange: Exchange, known: KnownText, text: str) -> TextWork | None:
+        process, entry = self._process, known.entry
+        began_ns = time.monotonic_ns()
+        exchange.known_model = entry.card.id
+        exchange.decoded_ns = began_ns
+        process.models.check_serving(entry)
+        started = process.encoder.try_start_text(entry, known.words, [text], exchange.deadline_ns, began_ns)
+        if started is None:
+            return None
+        pending, took_ns = started
+        process.watch_client(pending, exchange.protocol)
+        return TextWork(self._inference, exchange, known, text, took_ns, pending)
+
+    def _begin(self, exchange: Exchange, request: EncodeRequest) -> EncodeWork | None:
+        process, inference = self._process, self._inference
         entry = inference.find(exchange, exchange.model)
         if not (entry.is_read and entry.workers and entry.state == "loaded"):
             return None

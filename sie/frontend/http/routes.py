@@ -89,7 +89,7 @@ ROUTES: tuple[Route, ...] = (
     Route("/v2/repository/index", "POST", "index", "kserve"),
     Route("/v2/repository/models/{model}/load", "POST", "manage", "kserve", need="admin"),
     Route("/v2/repository/models/{model}/unload", "POST", "manage", "kserve", need="admin"),
-    Route("/v2/repository/{model}", "POST", "refuse_repository", "kserve"),
+    Route("/v2/repository/{model}", "POST", "named_repository", "kserve"),
     Route("/v2/systemsharedmemory/status", "GET", "shared_memory_status", "kserve"),
     Route("/v2/systemsharedmemory/unregister", "POST", "unregister", "kserve"),
     Route("/v2/systemsharedmemory/region/{model}", "POST", "region", "kserve", also="GET"),

@@ -89,7 +89,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     _v2("/v2/repository/index", "Every version of every model, with its state", _list("All of them."), (_BAD, _STALLED, _TOO_LARGE)),
     _v2("/v2/repository/models/{model}/load", "Load a model of a repository", _bare("It is loaded."), _CONTROL),
     _v2("/v2/repository/models/{model}/unload", "Unload a model of a repository", _bare("It has begun."), _CONTROL),
-    _v2("/v2/repository/{model}", "What names a repository, which is not supported", _bare("Never."), _REGION),
+    _v2("/v2/repository/{model}", "The index of one repository, which is that of all", _list("All of them."), _REGION),
     _v2("/v2/systemsharedmemory/status", "Regions of clients' shared memory", _list("Always empty.")),
     _v2("/v2/systemsharedmemory/unregister", "Forget all regions", _bare("There are none.")),
     _v2("/v2/systemsharedmemory/region/{model}", "Register or forget a region", _bare("There is none to forget."), _REGION),

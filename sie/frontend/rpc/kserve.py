@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -20,7 +20,13 @@ from sie.errors import BadRequest, NotFound, SieError
 from sie.frontend.dialects import kserve_grpc, kserve_settings
 from sie.frontend.dialects.kserve import InferCall
 from sie.frontend.dialects.kserve_grpc import InferMessage
-from sie.frontend.dialects.kserve_models import EXTENSIONS, index_entries, model_metadata, refused_parameter, statistics
+from sie.frontend.dialects.kserve_models import (
+    EXTENSIONS,
+    check_manage_parameters,
+    index_entries,
+    model_metadata,
+    statistics,
+)
 from sie.frontend.inference import Exchange
 from sie.frontend.offload import LARGE_BYTES, offload
 from sie.frontend.process import FrontendProcess
@@ -94,8 +100,8 @@ class KServeGrpc:
     async def model_statistics(self, exchange: Exchange, message: Any) -> bytes:
         """Answer `ModelStatistics`; without a name for every model, without a version for all of it."""
         table = self._tensors.table
+        _check_version(message.version)
         if message.name:
-            _check_version(message.version)
             entries = self._kserve.measured(message.name, message.version)
         else:
             entries = [entry for name in table.names for entry in table.versions(name).values()]
@@ -176,17 +182,14 @@ class KServeGrpc:
     async def load(self, exchange: Exchange, message: Any) -> bytes:
         """Answer `RepositoryModelLoad`, when the model has loaded."""
         _check_repository(message)
-        for name in message.parameters:
-            raise refused_parameter(name)
+        check_manage_parameters(_choices(message.parameters), "load")
         await self._tensors.repository.load(message.model_name, exchange.deadline_ns)
         return b""
 
     async def unload(self, exchange: Exchange, message: Any) -> bytes:
         """Answer `RepositoryModelUnload`."""
         _check_repository(message)
-        for name in message.parameters:
-            if name != "unload_dependents":
-                raise BadRequest(f"unrecognized parameter '{name}'")
+        check_manage_parameters(_choices(message.parameters), "unload")
         await self._tensors.repository.unload(message.model_name, exchange.deadline_ns)
         return b""
 
@@ -222,11 +225,7 @@ class KServeGrpc:
     async def log_settings(self, _exchange: Exchange, message: Any) -> bytes:
         """Answer `LogSettings`."""
         own = kserve_settings.log_settings(self._process.settings.server.log_level)
-        given: dict[str, Any] = {}
-        for name, setting in message.settings.items():
-            choice = setting.WhichOneof("parameter_choice")
-            given[name] = None if choice is None else getattr(setting, choice)
-        kserve_settings.check_unchanged(given, own)
+        kserve_settings.check_unchanged(_choices(message.settings), own)
         reply = message_class("kserve", "inference.LogSettingsResponse")()
         for name, value in own.items():
             field = (
@@ -243,6 +242,12 @@ class KServeGrpc:
 def _check_version(version: str) -> None:
     if version and not (version.isascii() and version.isdigit()):
         raise BadRequest(f"invalid model version '{version[:32]}': it must be a number")
+
+
+def _choices(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the value of each message of one choice; None where none is made."""
+    chosen = {name: value.WhichOneof("parameter_choice") for name, value in values.items()}
+    return {name: choice and getattr(values[name], choice) for name, choice in chosen.items()}
 
 
 def _check_repository(message: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Final, NamedTuple, TypeVar
@@ -66,7 +66,7 @@ class Tensors:
         self._texts = texts
         self._images = images
         self._pool = pool
-        self._plans: dict[_Form, _Plan] = {}
+        self._plans: dict[_Form, Plan] = {}
 
     async def infer(
         self, request: TensorRequest, *, began_ns: int, deadline_ns: int, owner: str,
@@ -82,8 +82,7 @@ class Tensors:
         entry = self.serving(request.model)
         rule = entry.card.tensor
         assert rule is not None
-        if request.timeout_us > 0 and not rule.queue_policies:
-            deadline_ns = min(deadline_ns, began_ns + request.timeout_us * 1000)
+        deadline_ns = deadline_of(rule, request, began_ns, deadline_ns)
         prepared_ns = 0
         if any(tensor.datatype == "BYTES" for tensor in request.inputs):
             start_ns = time.monotonic_ns()
@@ -104,17 +103,16 @@ class Tensors:
         raw: Reply = await pending.future
         return hold(raw, request.model, began_ns, prepared_ns)
 
-    def try_start(self, entry: ModelEntry, request: TensorRequest, began_ns: int, deadline_ns: int) -> Pending | None:
-        """Submit a request of a known form to a model that takes requests, as `infer` does; None for any other."""
+    def plain_plan_of(self, entry: ModelEntry, request: TensorRequest) -> Plan | None:
+        """Return the plan of a request of a known form with which nothing is left to do but `start`; None for any other."""
         rule = entry.card.tensor
-        if rule is None or (plan := self._plan_of(rule, request)) is None or not plan.is_plain:
-            return None
-        if request.timeout_us > 0 and not rule.queue_policies:
-            deadline_ns = min(deadline_ns, began_ns + request.timeout_us * 1000)
+        plan = self._plan_of(rule, request) if rule is not None else None
+        return plan if plan is not None and plan.is_plain else None
+
+    def start(self, entry: ModelEntry, plan: Plan, parts: Sequence[memoryview], deadline_ns: int) -> Pending:
+        """Submit a request by its plain plan, with the bytes of its inputs in parts. Raises as `infer`."""
         self._models.check_serving(entry)
-        return self._engine.submit_parts(
-            plan.layout, [tensor.data for tensor in request.inputs], plan.cost, deadline_ns
-        )
+        return self._engine.submit_parts(plan.layout, parts, plan.cost, deadline_ns)
 
     async def serve(self, name: str, version: str, deadline_ns: int, run: Callable[[ModelEntry], Awaitable[T]]) -> T:
         """Return what `run` makes of a version of a model; empty: the newest. Asks again where that was just reloaded.
@@ -176,7 +174,7 @@ class Tensors:
             return entry
         raise _refusal(entry, entry.card.tensor, self._models.loading_retry_after_s)
 
-    def _plan_of(self, rule: TensorRule, request: TensorRequest) -> _Plan | None:
+    def _plan_of(self, rule: TensorRule, request: TensorRequest) -> Plan | None:
         """Return what is known of requests of this form; None for a form that was not seen lately."""
         plan = self._plans.get(_form_of(rule, request))
         return plan if plan is not None and plan.rule is rule else None
@@ -191,7 +189,7 @@ class Tensors:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._pool, check_request, rule, request, max_strings)
 
-    def _learn(self, rule: TensorRule, request: TensorRequest) -> _Plan:
+    def _learn(self, rule: TensorRule, request: TensorRequest) -> Plan:
         """Return what requests of a form that was checked have in common, and keep it for the next one."""
         plan, form = _plan(rule, request), _form_of(rule, request)
         if len(self._plans) >= _MAX_PLANS:
@@ -200,7 +198,7 @@ class Tensors:
             self._plans[form] = plan
         return plan
 
-    async def _submit(self, plan: _Plan, request: TensorRequest, deadline_ns: int) -> Pending:
+    async def _submit(self, plan: Plan, request: TensorRequest, deadline_ns: int) -> Pending:
         inputs, layout = request.inputs, plan.layout
         if layout.nbytes < _LONG_BYTES:
             return self._engine.submit_parts(layout, [tensor.data for tensor in inputs], plan.cost, deadline_ns)
@@ -208,7 +206,7 @@ class Tensors:
         return await self._engine.submit_large(plan.header, arrays, plan.cost, deadline_ns)
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """What requests of one form have in common once one of them was checked: they differ in their elements alone."""
 
     rule: TensorRule
@@ -242,7 +240,7 @@ def _is_short(form: _Form) -> bool:
     return len(inputs) + len(outputs) <= _MAX_KEPT_TENSORS and sum(map(len, outputs)) <= _MAX_KEPT_NAMES
 
 
-def _plan(rule: TensorRule, request: TensorRequest) -> _Plan:
+def _plan(rule: TensorRule, request: TensorRequest) -> Plan:
     sizes = [len(tensor.data) for tensor in request.inputs]
     cost = 1 + sum(sizes) // _TOKEN_BYTES
     forms = tuple([TensorForm(tensor.name, tensor.datatype, tensor.shape) for tensor in request.inputs])
@@ -250,7 +248,14 @@ def _plan(rule: TensorRule, request: TensorRequest) -> _Plan:
     header = WorkHeader(request.model, "infer", 1, (), output_types=("tensors",), task=task)
     has_strings = any(tensor.datatype == "BYTES" for tensor in request.inputs)
     layout = lay_out_bytes(header, sizes)
-    return _Plan(rule, header, layout, cost, has_strings, not has_strings and layout.nbytes < _LONG_BYTES)
+    return Plan(rule, header, layout, cost, has_strings, not has_strings and layout.nbytes < _LONG_BYTES)
+
+
+def deadline_of(rule: TensorRule, request: TensorRequest, began_ns: int, deadline_ns: int) -> int:
+    """Return a request's deadline, which its own timeout may lower, unless that is for its model's queue to look at."""
+    if request.timeout_us > 0 and not rule.queue_policies:
+        return min(deadline_ns, began_ns + request.timeout_us * 1000)
+    return deadline_ns
 
 
 async def _is_set_by(event: asyncio.Event, deadline_ns: int) -> bool:
@@ -311,6 +316,15 @@ def read_tensors(reply: Reply, model: str, began_ns: int, prepared_ns: int) -> T
         raise Internal("the worker's reply could not be read") from error
     outputs = [Tensor(form.name, form.datatype, form.shape, payload[start:end]) for form, start, end in layout.places]
     return TensorReply(model=model, outputs=outputs, timing=timing_of(reply, times, began_ns, prepared_ns))
+
+
+def places_of(header: bytes) -> tuple[int, list[tuple[int, int]], int]:
+    """Return where in its payload a reply with this header has its times, and its tensors, and the bytes up to their end.
+
+    Raises ProtocolError.
+    """
+    layout = _reply_layout(header)
+    return layout.times_offset, [(start, end) for _, start, end in layout.places], layout.nbytes
 
 
 class _ReplyLayout(NamedTuple):

@@ -35,7 +35,8 @@ _BINARY: Final = ("content-type", "application/octet-stream")
 LENGTH_HEADER: Final = "inference-header-content-length"
 """Where the JSON of a request or an answer ends, when tensors follow it."""
 _REGION_METHODS: Final = {"status": "GET", "register": "POST", "unregister": "POST"}
-_OF_REPOSITORY: Final = re.compile(r"[^/]+/(index|models/.+/(load|unload))")
+_INDEX_OF_REPOSITORY: Final = re.compile(r"[^/]+/index")
+_OF_REPOSITORY: Final = re.compile(r"[^/]+/models/.+/(load|unload)")
 _GENERATE: Final = {"generate": "POST", "generate_stream": "POST"}
 METHODS: Final = {"infer": "POST", "": "GET", "ready": "GET", "config": "GET", "stats": "GET", **_GENERATE}
 """What may stand behind a model's name, and the method of each."""
@@ -177,19 +178,20 @@ class KServe:
         with held as reply:
             exchange.timing = reply.timing
             answer, length = _encode(call, reply, rule)
-        return self._answered(exchange, call, answer, length)
+        return self.answered(exchange, call.request.model, answer, length)
 
     async def _answer_large(self, exchange: Exchange, call: InferCall, rule: TensorRule, held: HeldReply) -> Response:
         with held as reply:
             exchange.timing = reply.timing
             answer, length = await offload(self._pool, held.nbytes, _encode, call, reply, rule)
-        response = self._answered(exchange, call, answer, length)
+        response = self.answered(exchange, call.request.model, answer, length)
         return response if isinstance(response, Response) else await response
 
-    def _answered(
-        self, exchange: Exchange, call: InferCall, answer: bytes, length: int | None
+    def answered(
+        self, exchange: Exchange, model: str, answer: bytes, length: int | None
     ) -> Response | Awaitable[Response]:
-        self._process.metrics.record_last_inference(call.request.model)
+        """Return the response with an answer, length bytes of which are JSON, packed where its client wants that."""
+        self._process.metrics.record_last_inference(model)
         accepted = exchange.headers.get("accept-encoding")
         if accepted is None or len(answer) < MIN_BYTES:
             return Response(200, _headers(length), answer)
@@ -234,7 +236,9 @@ class KServe:
         """Answer `POST /v2/repository/models/{model}/load` and `unload`; the app has seen to it who may."""
         assert exchange.route is not None
         name, action = exchange.model, exchange.route.template.rpartition("/")[2]
-        kserve_models.check_manage(await self._read_small(exchange))
+        body = await self._read_small(exchange)
+        check_json(body, self._process.settings.limits.max_depth)
+        kserve_models.check_manage(body, action)
         repository = self.tensors.repository
         if action == "load":
             await repository.load(name, exchange.deadline_ns)
@@ -276,8 +280,10 @@ class KServe:
             raise NotFound(f"Unable to find shared memory region: '{region}'")
         raise unsupported("shared memory is not supported by this server; send tensors as binary data")
 
-    async def refuse_repository(self, exchange: Exchange) -> Response:
-        """Refuse what names a repository, of which a client sees one."""
+    async def named_repository(self, exchange: Exchange) -> Response:
+        """Answer what names a repository, of which a client sees one: its index is that of all; all else is refused."""
+        if _INDEX_OF_REPOSITORY.fullmatch(exchange.model):
+            return await self.index(exchange)
         if _OF_REPOSITORY.fullmatch(exchange.model) is None:
             return Response(404, [JSON], kserve.error_body("Not Found"))
         raise unsupported("'repository_name' specification is not supported")
@@ -319,8 +325,12 @@ class KServe:
 
 
 def check_known(entry: ModelEntry) -> None:
-    """Raise NotFound for a version of a repository whose file has not been read: nothing is known of its tensors."""
-    if not entry.is_read:
+    """Raise NotFound for a version of a repository that was unloaded, or whose file has not been read.
+
+    Nothing is known of the tensors of the latter.
+    """
+    is_unloaded = entry.dismissed and entry.card.kind == "tensor" and not is_servable(entry)
+    if not entry.is_read or is_unloaded:
         rule = rule_of(entry)
         raise NotFound(f"Request for unknown model: '{rule.name}' version {rule.version} is not loaded")
 

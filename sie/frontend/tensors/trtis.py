@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final
 
 from sie.control_messages import ModelEntry
@@ -128,24 +129,26 @@ class Trtis:
         if path is None:
             return NO_ROUTE
         exchange.route = COUNTED["/api/infer/{model}"]
-        text = exchange.headers.get("nv-inferrequest")
-        if text is None and "nv-inferrequest" in exchange.headers:
-            raise BadRequest("unable to parse NV-InferRequest: it is not ASCII")
-        head = trtis.parse_infer_head(text or "")
+        head = None
         try:
+            head = self._head(exchange)
             exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
             await self.admit(exchange, path.name, path.version)
             body = await exchange.read_body(process.bodies)
-
-            async def run(entry: ModelEntry) -> Response:
-                return await self._run(exchange, entry, head, body)
-
+            run = partial(self._run, exchange, head, body)
             return await self._tensors.serve(path.name, path.version, exchange.deadline_ns, run)
         except SieError as error:
-            error.extras["infer_id"] = head.id
+            error.extras.setdefault("infer_id", head.id if head is not None else 0)
             raise
 
-    async def _run(self, exchange: Exchange, entry: ModelEntry, head: InferHead, body: bytes) -> Response:
+    def _head(self, exchange: Exchange) -> InferHead:
+        """Return what `NV-InferRequest` says. Raises BadRequest, with `infer_id` where that could be read."""
+        text = exchange.headers.get("nv-inferrequest")
+        if text is None and "nv-inferrequest" in exchange.headers:
+            raise BadRequest("unable to parse NV-InferRequest: it is not ASCII")
+        return trtis.parse_infer_head(text or "")
+
+    async def _run(self, exchange: Exchange, head: InferHead, body: bytes, entry: ModelEntry) -> Response:
         process, rule = self._process, rule_of(entry)
         exchange.known_model = entry.card.id
         request = trtis.decode_infer(head, memoryview(body), entry.card.id, rule)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from sie.frontend.placement import choose_worker
@@ -16,5 +18,6 @@ from sie.frontend.placement import choose_worker
     ],
 )
 def test_fewest_tokens_win_and_the_lowest_slot_of_equals(outstanding, slot):
-    assert choose_worker(outstanding) == slot
-    assert choose_worker(iter(reversed(outstanding))) == slot
+    workers = [SimpleNamespace(slot=number, outstanding_tokens=tokens) for number, tokens in outstanding]
+    for found in (choose_worker(workers), choose_worker(iter(reversed(workers)))):
+        assert (found.slot if found is not None else None) == slot

@@ -222,6 +222,17 @@ async def test_a_load_of_an_unknown_model_says_so(office: Office):
 
 
 @in_office(control="explicit")
+async def test_an_empty_name_is_no_models(office: Office):
+    await office.settle()
+    await office.manage("load", "a")
+    office.loaded("a/versions/1")
+    assert await office.manage("load", "") == []
+    assert office.error == "failed to load '', failed to poll from model repository"
+    assert (await office.manage("unload", ""), office.error) == ([], "")
+    assert office.states["a/versions/1"] == "loaded"
+
+
+@in_office(control="explicit")
 async def test_a_load_reads_the_model_anew(office: Office):
     await office.settle()
     await office.manage("load", "b")

@@ -118,6 +118,20 @@ def test_an_output_asked_for_twice_comes_once_and_its_own_word_wins():
     assert [(wanted.name, wanted.is_binary) for wanted in call.wanted] == [("Y", False), ("Z", True)]
 
 
+@pytest.mark.parametrize("sequence", [0, (1 << 64) - 1, "", "a"])
+def test_a_request_may_name_its_sequence_and_use_all_of_64_bits(sequence: int | str):
+    most = (1 << 64) - 1
+    parameters = {
+        "sequence_id": sequence,
+        "sequence_start": True,
+        "sequence_end": False,
+        "priority": most,
+        "timeout": most,
+    }
+    request = decode({"inputs": [an_input()], "parameters": parameters}).request
+    assert (request.priority, request.timeout_us) == (most, most)
+
+
 def test_unknown_members_are_ignored():
     assert decode({"model_name": "other", "inputs": [an_input(more=1)], "x": [{}]}).request.model == "m/versions/3"
 
@@ -153,6 +167,12 @@ def test_an_input_that_is_wrong_is_named(changes: dict[str, Any], message: str):
         ({"parameters": {"priority": "high"}}, "parameter 'priority'"),
         ({"parameters": {"binary_data_output": 1}}, "parameter 'binary_data_output' must be a bool"),
         ({"parameters": {"triton_x": 1}}, "parameter 'triton_x' starts with 'triton_'"),
+        ({"parameters": {"triton_enable_empty_final_response": True}}, "which is reserved"),
+        ({"parameters": {"sequence_id": -1}}, "parameter 'sequence_id' must be an integer that is not negative"),
+        ({"parameters": {"sequence_id": True}}, "parameter 'sequence_id'"),
+        ({"parameters": {"sequence_start": 1}}, "parameter 'sequence_start' must be a bool"),
+        ({"parameters": {"sequence_end": "true"}}, "parameter 'sequence_end' must be a bool"),
+        ({"parameters": {"timeout": 1 << 64}}, "parameter 'timeout'"),
         ({"outputs": [{"name": "Y", "parameters": {"classification": -1}}]}, "parameter 'classification'"),
         ({"outputs": [{"name": "Y", "parameters": {"shared_memory_region": "r"}}]}, "shared memory is not supported"),
     ],
@@ -226,7 +246,8 @@ def test_a_raw_body_of_bytes_is_one_element():
     [
         (raw_rule((2, 5)), "input byte size mismatch for input 'raw_input' for model 'm'. Expected 40, got 32"),
         (raw_rule((-1, 5)), "input byte size mismatch"), (raw_rule((-1, -1)), "more than one variable-sized dimension"),
-        (raw_rule((2,), "BYTES"), "must have input shape [1]"), (raw_rule((-1, 0)), "input byte size mismatch"),
+        (raw_rule((2,), "BYTES"), "must have input shape [1]"), (raw_rule((-1,), "BYTES"), "must have input shape [1]"),
+        (raw_rule((-1, -1), "BYTES"), "more than one variable-sized dimension"), (raw_rule((-1, 0)), "input byte size mismatch"),
         (TensorRule(name="m", version="1", platform="", inputs=RULE.inputs * 2, outputs=()), "got 2 inputs in 'm'"),
     ],
 )  # fmt: skip
@@ -271,7 +292,7 @@ def test_a_priority_is_one_that_the_model_has():
         return decode({"inputs": [an_input()], "parameters": {"priority": value}}, rule=rule).request.priority
 
     assert (priority(0, 3), priority(3, 3), priority(9, 0)) == (0, 3, 9)
-    for wrong, levels in ((4, 3), (-1, 3), (-1, 0), ("1", 3), (1.5, 3), (True, 3), (1 << 63, 0)):
+    for wrong, levels in ((4, 3), (-1, 3), (-1, 0), ("1", 3), (1.5, 3), (True, 3), (1 << 64, 0)):
         with pytest.raises(BadRequest, match="'priority'"):
             priority(wrong, levels)
 

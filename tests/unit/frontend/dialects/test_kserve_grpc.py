@@ -121,6 +121,8 @@ def with_parameter(message: Any, name: str, **value: Any) -> Any:
         (with_parameter(asking(raw=[b""]), "timeout", string_param="1"), "'timeout' must be an integer"),
         (with_parameter(asking(raw=[b""]), "empty"), "parameter 'empty' has no value"),
         (with_parameter(asking(raw=[b""]), "triton_x", bool_param=True), "reserved"),
+        (with_parameter(asking(raw=[b""]), "sequence_id", bool_param=True), "'sequence_id' must be an integer"),
+        (with_parameter(asking(raw=[b""]), "sequence_start", int64_param=1), "'sequence_start' must be a bool"),
         (with_parameter(asking(raw=[b""]), "shared_memory_region", string_param="r"), "shared memory is not supported"),
         (with_parameter(asking(fp32_contents=[1, 2]), "shared_memory_region", string_param="r"), "shared memory"),
         (REQUEST(outputs=[{"name": "y"}] * 1025), "at most 1024"),
