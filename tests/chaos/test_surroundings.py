@@ -218,7 +218,7 @@ def test_f55_watchers_and_scrapes_cost_little(row: Row):
     row.tell("watchers", len(watchers), "")
     row.at_most("processor for them, of one core", share * 100, 10, "%")
     row.equals("failed requests", len(load.history.failed()), 0)
-    row.at_most("p99 of requests", quantile(load.history.latencies_s(), 0.99) * 1e3, 100, "ms")
+    row.at_most("p99 of requests", quantile(load.history.latencies_s(), 0.99) * 1e3, 100, "ms", slack=15.0)
 
 
 def cpu_s(processes: list[psutil.Process]) -> float:
