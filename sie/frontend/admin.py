@@ -160,10 +160,11 @@ def _not_found(model: str) -> ModelStatus:
 
 def _status(asked: str, entry: ModelEntry, action: ManageAction | None) -> ModelStatus:
     """Return how a model is; action: what was to be done, so that what goes on is a 202 and a failure a 502."""
-    is_moving = entry.state in _MOVING or (action is not None and entry.reloading)
-    status = "reloading" if entry.reloading and is_moving else _STATUS.get(entry.state, entry.state)
+    serves_meanwhile = entry.state == "loaded" and action is None
+    is_reloading = entry.reloading and entry.state != "failed" and not serves_meanwhile
+    status = "reloading" if is_reloading else _STATUS.get(entry.state, entry.state)
     answer: dict[str, Any] = {"model_id": asked, "status": status}
-    http_status = 202 if action is not None and is_moving else 200
+    http_status = 202 if action is not None and (entry.state in _MOVING or entry.reloading) else 200
     if (entry.state == "failed" or entry.is_outdated) and entry.error is not None:
         answer["error"] = entry.error.message
         if action is not None and (entry.state == "failed" or action == "reload"):
