@@ -181,8 +181,10 @@ class FrontendProcess:
             raise Unavailable("The server is stopping", code="SHUTTING_DOWN", retry_after_s=1)
         self.engine.check_open()
 
-    def check_machine_profile(self, wanted: str) -> None:
+    def check_machine_profile(self, wanted: str | None) -> None:
         """Refuse a request that asks for another machine. Source: SIE API reference, section 12."""
+        if wanted is None:
+            return
         own = self.settings.server.machine_profile or self._gpu_type()
         if not own or wanted.lower() != own.lower():
             raise BadRequest(
