@@ -23,6 +23,7 @@ _WAYS: Final[tuple[Peer[Contender], ...]] = tuple(
     Peer(name, "sie", package, start_local, options)
     for name, package, options in (
         ("compiled bf16", "sie", ("sie", "bfloat16")),
+        ("compiled int8", "sie", ("sie", "bfloat16", "--weights", "int8")),
         ("packed by torch bf16", "sie", ("sie", "bfloat16", "--no-kernels")),
         ("sentence-transformers bf16", "sentence_transformers", ("sentence-transformers", "bfloat16")),
         ("compiled fp32", "sie", ("sie", "float32")),

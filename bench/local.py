@@ -131,14 +131,14 @@ def sie_engine(args: argparse.Namespace) -> Encode:
     import torch
 
     from sie import native
-    from sie.catalog.directory import read_card
+    from sie.catalog.cards import make_card
     from sie.catalog.spec import ModelSpec
     from sie.frontend.inputs.tokenize import Tokenizer
     from sie.workers.loader import load_encoder
 
     torch.set_num_threads(args.threads)
     native.allow(allowed=args.kernels)
-    card = read_card(ModelSpec(id="model", directory=args.model), args.model)
+    card = make_card(ModelSpec(id="model", directory=args.model, encoder_weights=args.weights), args.model)
     runner: Any = load_encoder(card, args.device, args.dtype, lambda _fraction, _text: None)
     tokenizer = Tokenizer.load(card)
     budget = _STEP_TOKENS.get(args.device, _GPU_STEP_TOKENS)
@@ -238,6 +238,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--kernels", action=argparse.BooleanOptionalAction, default=True, help="sie: the compiled ones")
+    parser.add_argument("--weights", choices=["auto", "int8"], default="auto", help="sie: of linear layers")
     return parser.parse_args()
 
 

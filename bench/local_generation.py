@@ -16,8 +16,8 @@ from bench.local_peers import load_llama_cpp, load_mistralrs
 from bench.questions import Answer, answer_questions
 from bench.timed_generation import Arguments, Prompts, answer_by_requests, answer_by_steps, make_prompts
 
-_STEP_TOKENS = 256
-"""What `max_prefill_tokens` is on a CPU by default."""
+_STEP_TOKENS = 512
+"""What a step takes of prompts on a CPU by default while nothing decodes."""
 
 
 class SieSteps:

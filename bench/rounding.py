@@ -1,6 +1,6 @@
-"""Measure what each format of weights costs a generating model in accuracy: its next tokens against float32's.
+"""Measure what each format of weights costs a model in accuracy, against float32: its next tokens, or its vectors.
 
-The text is read token by token, as it would be generated, and at each place the whole distribution is compared: the
+An encoder is measured by `bench.vectors`. For a generating model the text is read token by token, as it would be generated, and at each place the whole distribution is compared: the
 Kullback-Leibler divergence from float32's in nats, how often the likeliest token is the same, and the perplexity of the text.
 """
 
@@ -17,7 +17,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from bench.checkpoint import read_card
-from bench.report import facts, print_facts, print_table
+from bench.report import facts, print_facts, print_table, save
+from bench.vectors import encode, read_sentences
+from bench.vectors import losses as vector_losses
 from sie.cards import ModelCard
 from sie.generation import Sampling
 from sie.generation_settings import Generation
@@ -37,16 +39,37 @@ _BLOCK_TOKENS = 32
 
 @click.command()
 @click.argument("model", type=click.Path(exists=True, path_type=Path))
-@click.option("--weights", multiple=True, default=("bfloat16", "int8", "int4"), show_default=True)
-@click.option("--text", default=TEXT, help="What is read; by default some prose, a little code.")
-def main(model: Path, weights: tuple[str, ...], text: str) -> None:
+@click.option("--weights", multiple=True, help="Formats to measure; all that the model can have, else.")
+@click.option("--text", default=TEXT, help="What a generating model reads; by default some prose, a little code.")
+@click.option("--sentences", default=3000, show_default=True, help="Sentences for an encoder.")
+@click.option("--save", "is_saved", is_flag=True, help="Keep an encoder's figures in bench/results/.")
+def main(model: Path, *, weights: tuple[str, ...], text: str, sentences: int, is_saved: bool) -> None:
     """Measure the loss of rounded weights. MODEL: directory of a checkpoint, or a GGUF file."""
-    print_facts(facts("rounded weights", "token by token, each place's whole distribution against float32's"))
     with tempfile.TemporaryDirectory() as cache:
         card = read_card(model, cache)
-        ids = np.array(Tokenizer.from_file(card.tokenizer_file).encode(text).ids, np.int32)
-        exact = read(card, ids, "float32")
-        rows = [(name, *losses(exact, read(card, ids, name), ids)) for name in ("float32", *weights)]
+        if card.kind == "encoder":
+            _measure_vectors(card, weights or ("bfloat16", "int8"), sentences, is_saved=is_saved)
+        else:
+            _measure_tokens(card, weights or ("bfloat16", "int8", "int4"), text)
+
+
+def _measure_vectors(card: ModelCard, weights: tuple[str, ...], count: int, *, is_saved: bool) -> None:
+    texts = read_sentences(count)
+    known = facts("rounded weights", f"vectors of {len(texts)} sentences of packages' documentation against float32's")
+    print_facts(known)
+    exact = encode(card, "float32", texts)
+    found = {name: vector_losses(exact, encode(card, name, texts)) for name in weights}
+    columns = ("weights", "cosine, least", "1 %", "median", "rank correlation of all pairs", "nearest 10 kept")
+    print_table(columns, [(name, *(f"{value:.4f}" for value in each)) for name, each in found.items()])
+    if is_saved:
+        save("rounding", known, {name: each._asdict() for name, each in found.items()})
+
+
+def _measure_tokens(card: ModelCard, weights: tuple[str, ...], text: str) -> None:
+    print_facts(facts("rounded weights", "token by token, each place's whole distribution against float32's"))
+    ids = np.array(Tokenizer.from_file(card.tokenizer_file).encode(text).ids, np.int32)
+    exact = read(card, ids, "float32")
+    rows = [(name, *losses(exact, read(card, ids, name), ids)) for name in ("float32", *weights)]
     print_table(("weights", "KL, mean", "KL, 99 %", "same likeliest token", "perplexity"), rows)
 
 

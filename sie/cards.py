@@ -14,6 +14,8 @@ from sie.generation import GenerateRule
 from sie.tensors import TensorRule
 
 ModelState = Literal["available", "loading", "loaded", "unloading", "failed"]
+EncoderWeights = Literal["auto", "int8"]
+"""Format of an encoder's linear layers: what `dtype` gives, or eight bits."""
 
 
 class StubOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -164,6 +166,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int = 0
     num_weights: int = 0
     """Numbers in the checkpoint's safetensors, a fourth of its bytes for a model of tensors; 0 when that is not known."""
+    encoder_weights: EncoderWeights = "auto"
+    """As it is wanted; a load fails where it cannot be had."""
     tokenizer_file: str = ""
     """Absolute path of the `tokenizer.json` to use; empty when the worker takes text."""
     lowercase: bool = False

@@ -16,6 +16,9 @@ import msgspec
 MAX_CHOICES = 64
 """A request's choices can be stopped one by one, each by its bit in the extent."""
 
+MAX_PROMPT_LOGPROBS = 256
+"""Of a prompt's tokens, as many of the likeliest: what a worker keeps of each until it is sent."""
+
 JSON_SPACE = r"[ ]?|\r?\n[ \t]{0,40}"
 """What may stand between the parts of JSON that follows a schema, as a regular expression: a blank, or a line's end and an
 indent. Where there is no end to it, small models write nothing else until they have had all their tokens."""
@@ -80,7 +83,7 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
 class GenerateTask(msgspec.Struct, array_like=True, frozen=True):
     """What a request to generate asks of a worker, beside its prompt.
 
-    max_tokens is that of each choice. logprobs: None for none, else how many of the likeliest tokens come beside each
+    max_tokens is that of each choice; 0 only has the prompt read. logprobs: None for none, else how many of the likeliest tokens come beside each
     chosen one. stop_token_ids end a choice, and so does an end-of-text token unless ignore_eos; none of them is sent.
     salt: prompts share cached blocks only under an equal one. grammar, as grammar_kind says, binds every token
     of a choice; empty for none.
@@ -95,6 +98,8 @@ class GenerateTask(msgspec.Struct, array_like=True, frozen=True):
     salt: bytes = b""
     grammar_kind: str = ""
     grammar: str = ""
+    prompt_logprobs: int | None = None
+    """The same as logprobs of the prompt's own tokens."""
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
@@ -104,12 +109,25 @@ class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class PromptPiece(msgspec.Struct, array_like=True, frozen=True):
+    """Log probabilities of tokens of a prompt, from number `index` on, where 0 is the second token: the first has none.
+
+    Little-endian: own float32 (n,); of the likeliest at each place, best first, top_ids int32 (n, k) and top float32 (n, k).
+    """
+
+    index: int
+    own: bytes
+    top_ids: bytes = b""
+    top: bytes = b""
+
+
 class TokenRecord(msgspec.Struct, array_like=True, frozen=True):
     """The next tokens of one choice of one request.
 
     index is the number of tokens sent before these, so a reader can tell that nothing is missing. finish is empty
     while the choice goes on; a record with one is its last. num_cached: tokens of the prompt that were in the
-    prefix cache. logprobs has one entry for each token, where the task asks for them.
+    prefix cache. logprobs has one entry for each token, where the task asks for them. prompt: where it asks for those
+    of the prompt, records of the first choice have them in pieces, before anything else is told.
     """
 
     request_id: int
@@ -119,6 +137,7 @@ class TokenRecord(msgspec.Struct, array_like=True, frozen=True):
     finish: str = ""
     num_cached: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt: PromptPiece | None = None
 
 
 class TokenFrame(msgspec.Struct, array_like=True, frozen=True):
@@ -198,6 +217,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     texts: list[str] | None = None
     """Prompts without a template, each with its own n choices; choice i of prompt p is number p * n + i."""
     token_lists: list[list[int]] | None = None
+    suffix: str = ""
+    """Of texts: what stands behind the gap that each choice fills."""
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
@@ -217,7 +238,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     logit_bias: dict[int, float] = {}
     seed: int | None = None
     logprobs: int | None = None
-    """As in `GenerateTask`."""
+    prompt_logprobs: int | None = None
+    """Both as in `GenerateTask`."""
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     truncate_prompt: bool = False
@@ -242,6 +264,16 @@ class Started(msgspec.Struct, frozen=True):
 
     prompt_tokens: int
     cached_tokens: int
+
+
+class PromptScored(msgspec.Struct, frozen=True):
+    """The tokens of a prompt with their logprobs, where these are wanted; the first one's means nothing: it is 0.
+
+    Comes before all else of the prompt's choices.
+    """
+
+    prompt: int
+    tokens: tuple[LogprobText, ...]
 
 
 class TextDelta(msgspec.Struct, frozen=True):
@@ -292,7 +324,7 @@ class Ended(msgspec.Struct, frozen=True):
     usage: GenerateUsage
 
 
-GenerateEvent = Started | TextDelta | ReasoningDelta | ToolCallDelta | Finished | Ended
+GenerateEvent = Started | PromptScored | TextDelta | ReasoningDelta | ToolCallDelta | Finished | Ended
 
 
 class ChoiceReply(msgspec.Struct, kw_only=True):
@@ -314,3 +346,5 @@ class GenerateReply(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChoiceReply]
     usage: GenerateUsage
+    scored: list[tuple[LogprobText, ...]] = []
+    """Of each prompt its tokens, where their logprobs are wanted (`PromptScored`)."""

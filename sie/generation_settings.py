@@ -38,8 +38,8 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 64
     max_prefill_tokens: Annotated[
         int,
-        Meta(ge=0, le=1 << 20, description="Most prompt tokens in a step beside running choices; 0 takes 256 on a CPU "
-             "and 4096 on a GPU."),
+        Meta(ge=0, le=1 << 20, description="Most prompt tokens in a step beside running choices; 0 takes 256 on a CPU, "
+             "512 while none is running there, and 4096 on a GPU."),
     ] = 0  # fmt: skip
     max_context_tokens: Annotated[
         int,
@@ -49,6 +49,15 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_logprobs: Annotated[
         int, Meta(ge=0, le=256, description="Most likeliest tokens beside each chosen one; over it is 400.")
     ] = 20
+    prompt_logits_bytes: Annotated[
+        int,
+        Meta(
+            ge=MIB,
+            le=1 << 36,
+            description="Memory for a step's logits of prompts whose log probabilities are wanted (`echo` beside `logprobs`); "
+            "with less, such prompts are read in smaller parts.",
+        ),
+    ] = 64 * MIB
     max_stop_strings: Annotated[int, Meta(ge=0, le=1024, description="Most stop strings; over it is 400.")] = 16
     max_stop_chars: Annotated[
         int, Meta(ge=1, le=65536, description="Longest stop string, in characters; over it is 400.")

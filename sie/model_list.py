@@ -71,7 +71,11 @@ def check_models(loaded: Loaded) -> dict[str, tuple[ModelSpec, Start]]:
             raise SettingsError(
                 f"pinned_model (from {loaded.sources['pinned_model']}): {name!r} is none of the models served"
             )
-    return specs
+    weights = models.encoder_weights
+    return {
+        model_id: (msgspec.structs.replace(spec, default_encoder_weights=weights), start)
+        for model_id, (spec, start) in specs.items()
+    }
 
 
 def _add_from_file(loaded: Loaded, specs: dict[str, tuple[ModelSpec, Start]]) -> None:
@@ -88,7 +92,12 @@ def _add_from_file(loaded: Loaded, specs: dict[str, tuple[ModelSpec, Start]]) ->
         spec, start = specs.get(model_id) or (
             ModelSpec(id=model_id, directory=model.directory, revision=model.revision), own
         )  # fmt: skip
-        spec = msgspec.structs.replace(spec, max_sequence_length=model.max_sequence_length, profiles=profiles)
+        spec = msgspec.structs.replace(
+            spec,
+            max_sequence_length=model.max_sequence_length,
+            encoder_weights=model.encoder_weights,
+            profiles=profiles,
+        )
         specs[model_id] = (spec, start)
 
 
@@ -145,6 +154,8 @@ def render_table(rows: list[ModelRow]) -> str:
         if row is not None:
             entries = entry_ids(row.id, row.profiles) if row.profiles else ()
             lines += [f"  {entry}: {_shown(row.profiles, entry)}" for entry in entries]
+        if row is not None and row.card is not None and row.card.encoder_weights != "auto":
+            lines.append(f"  encoder_weights: {row.card.encoder_weights}")
         if row is not None and row.error:
             lines.append(f"  cannot be served: {row.error}")
         if row is not None and row.loras:

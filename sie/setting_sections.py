@@ -148,6 +148,13 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="Number format of the weights; auto is bfloat16 where the device computes in it."),
     ] = "auto"
+    encoder_weights: Annotated[
+        Literal["auto", "int8"],
+        Meta(
+            description="Format of the linear layers of encoders; auto takes what `dtype` gives, int8 is for those of the "
+            "BERT kind on a CPU: faster, and less exact (docs/models.md)."
+        ),
+    ] = "auto"
     cache_dir: Annotated[
         str, Meta(description="Converted tokenizers; empty takes systemd's, else the user's, cache directory.")
     ] = ""

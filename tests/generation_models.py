@@ -130,6 +130,27 @@ def step(runner: TextGenerator, streams: Sequence[Stream], most: int | None = No
         stream.tokens += [choice.token_id for choice in chosen]
 
 
+def scattered_blocks(number: int, count: int = 8) -> list[int]:
+    """Return the blocks of one of three sequences, out of order and between those of the others."""
+    return [3 * i + number for i in np.random.default_rng(number).permutation(count)]
+
+
+def answer_alone_and_mixed(
+    runner: TextGenerator, prompts: Sequence[Sequence[int]], num_tokens: int
+) -> list[tuple[list[int], list[int]]]:
+    """Return what three prompts are answered, at least so many tokens: each by itself, and in common steps."""
+    alone = [Stream(prompt, range(8)) for prompt in prompts]
+    for stream in alone:
+        while len(stream.answer) < num_tokens:
+            step(runner, [stream])
+    mixed = [Stream(prompt, scattered_blocks(i)) for i, prompt in enumerate(prompts)]
+    for num_running in (1, 2, 3, 3, 3, 3, 3):  # later prompts arrive while the first decodes, in parts of 7
+        step(runner, mixed[:num_running], most=7)
+    while min(len(stream.answer) for stream in mixed) < num_tokens:
+        step(runner, mixed)
+    return [(one.answer, other.answer) for one, other in zip(alone, mixed, strict=True)]
+
+
 class Oracle(NamedTuple):
     """What the library's own greedy `generate` answers, and how far its two best logits lie apart at each token."""
 

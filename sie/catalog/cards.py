@@ -10,6 +10,7 @@ from sie.catalog.files import refuse
 from sie.catalog.profiles import Options, known_profiles
 from sie.catalog.spec import ModelSpec
 from sie.catalog.stub import stub_card
+from sie.extraction import TokenClassification, ZeroShot
 
 
 def make_card(spec: ModelSpec, directory: str) -> ModelCard:
@@ -24,7 +25,17 @@ def complete_card(card: ModelCard, spec: ModelSpec) -> ModelCard:
     """Return the card of a model's files with what the spec, the catalogue and the operator add. Raises ModelLoadFailed."""
     if spec.max_sequence_length is not None:
         card = _shorten(card, spec.max_sequence_length)
+    if _has_encoder(card):
+        weights = spec.encoder_weights or spec.default_encoder_weights
+        card = msgspec.structs.replace(card, encoder_weights=weights)
+    elif spec.encoder_weights is not None:
+        raise refuse(card.id, f"encoder_weights is for encoders of texts and classifiers, not for a {card.kind}")
     return _with_profiles(card, spec)
+
+
+def _has_encoder(card: ModelCard) -> bool:
+    """Tell whether a model is a transformer that reads texts, alone or with a head of classes or scores."""
+    return card.kind in ("encoder", "cross-encoder") or isinstance(card.extract, TokenClassification | ZeroShot)
 
 
 def _shorten(card: ModelCard, limit: int) -> ModelCard:

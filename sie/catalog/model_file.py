@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from sie.cards import EncoderWeights
 from sie.catalog.profiles import Profile, Profiles, flatten, known_profiles
 from sie.catalog.spec import check_model_id, check_revision
 from sie.config_sources import did_you_mean, read_toml
@@ -32,6 +33,8 @@ class FileModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Whether it loads before the server is ready, and not when it is first asked for."""
     max_sequence_length: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Only lowers the checkpoint's own."""
+    encoder_weights: EncoderWeights | None = None
+    """None: what the setting of this name says."""
     profiles: dict[str, Any] = {}
 
 

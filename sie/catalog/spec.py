@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from sie.cards import AdapterSpec, StubOptions
+from sie.cards import AdapterSpec, EncoderWeights, StubOptions
 from sie.catalog.profiles import fold_default
 from sie.errors import BadRequest
 
@@ -68,7 +68,7 @@ class RepositoryModel(msgspec.Struct, frozen=True, kw_only=True):
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Where one served model comes from: a directory, a stub, a model repository, or (none set) the hub's `id`.
 
-    max_sequence_length and profiles are the operator's own, from the file that `sie.catalog.model_file` reads.
+    max_sequence_length, encoder_weights and profiles are the operator's own, from the file that `sie.catalog.model_file` reads.
     """
 
     id: str
@@ -76,6 +76,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     revision: str | None = None
     stub: StubOptions | None = None
     max_sequence_length: int | None = None
+    encoder_weights: EncoderWeights | None = None
+    default_encoder_weights: EncoderWeights = "auto"
+    """What holds for every encoder that has none of its own: the setting."""
     profiles: dict[str, dict[str, Any]] = {}
     tensor: TensorSource | None = None
 

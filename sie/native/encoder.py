@@ -17,6 +17,8 @@ from sie.native import Feature
 
 _PANEL = 32
 """Columns of a packed weight that lie side by side: `kPanel` in `src/encoder.h`."""
+_BYTE_INPUTS = 64
+"""What the inputs of a weight in bytes are filled up to: `kByteInputs` in `src/products_int8.h`."""
 ACTIVATIONS = {"gelu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "relu": 2, "silu": 3, "swish": 3}
 """By the name that a checkpoint's configuration has for it; the numbers are `SieActivation`."""
 
@@ -25,8 +27,7 @@ class Dense(ctypes.Structure):
     """Mirrors `SieDense`."""
 
     _fields_: ClassVar = [
-        ("panels", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("panels", "bias", "scales", "sums")),
         ("inputs", ctypes.c_int32),
         ("outputs", ctypes.c_int32),
     ]
@@ -84,6 +85,15 @@ def choose_level(*, is_bf16: bool, inputs: Iterable[int]) -> int | None:
     return 1 if native.has(Feature.AVX512_BF16) else None
 
 
+def choose_int8_level(*, is_bf16: bool) -> int | None:
+    """Return the `SieLevel` that encoders with weights of eight bits and all else in this format run at here, as above."""
+    if not is_bf16:
+        return 3 if native.has(Feature.AVX512_VNNI) else None
+    if native.has(Feature.AMX_INT8 | Feature.AVX512_BF16):
+        return 5
+    return 4 if native.has(Feature.AVX512_BF16) else None
+
+
 def pack_panels(weight: int, outputs: int, inputs: int, *, is_bf16: bool) -> NDArray[np.uint32]:
     """Return a copy of the weight at an address, (outputs, inputs) row by row, as `Dense.panels` wants it; 64-byte aligned."""
     words = inputs // 2 if is_bf16 else inputs
@@ -96,6 +106,21 @@ def pack_panels(weight: int, outputs: int, inputs: int, *, is_bf16: bool) -> NDA
         ctypes.c_void_p(panels.ctypes.data),
     )
     return panels
+
+
+def pack_bytes(numbers: NDArray[np.int8]) -> NDArray[np.uint32]:
+    """Return numbers (outputs, inputs) in the same order: a word is four of them, and inputs are filled up with zeros."""
+    outputs, inputs = numbers.shape
+    padded = np.pad(numbers, ((0, -outputs % _PANEL), (0, -inputs % _BYTE_INPUTS)))
+    words = padded.reshape(-1, _PANEL, padded.shape[1] // 4, 4).transpose(0, 2, 1, 3)
+    panels = empty_aligned(padded.nbytes)
+    panels.view(np.int8).reshape(words.shape)[:] = words
+    return panels.view(np.uint32)
+
+
+def pad_panels(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return a number for each output (outputs,), filled up with zeros to whole panels, as `Dense.scales` wants it."""
+    return np.pad(values, (0, -len(values) % _PANEL))
 
 
 def encoder_scratch_bytes(encoder: Encoder, num_tokens: int, longest: int, num_threads: int) -> int:

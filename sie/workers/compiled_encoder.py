@@ -22,14 +22,19 @@ from sie.native.encoder import (
     EncoderStep,
     Layer,
     Norm,
+    choose_int8_level,
     choose_level,
     empty_aligned,
     encoder_scratch_bytes,
+    pack_bytes,
     pack_panels,
+    pad_panels,
     run_encoder,
 )
 from sie.workers.batch import PackedBatch
+from sie.workers.rounded_linear import MAX_INPUTS, RoundedLinear
 
+Linear = nn.Linear | RoundedLinear
 _UNREAD = "pooler."
 
 
@@ -66,7 +71,7 @@ class _Parts(NamedTuple):
     positions: nn.Embedding
     types: nn.Embedding | None
     norm: nn.LayerNorm
-    layers: list[tuple[tuple[nn.Linear, ...], tuple[nn.LayerNorm, ...]]]
+    layers: list[tuple[tuple[Linear, ...], tuple[nn.LayerNorm, ...]]]
     """Query, key, value, out, up, down; the norm after attention, and after the block."""
 
 
@@ -126,19 +131,34 @@ class CompiledEncoder:
         run_encoder(self._record, step)
         return hidden
 
-    def _layer(self, linears: tuple[nn.Linear, ...], norms: tuple[nn.LayerNorm, ...]) -> Layer:
+    def _layer(self, linears: tuple[Linear, ...], norms: tuple[nn.LayerNorm, ...]) -> Layer:
         query, key, value, out, up, down = linears
         projections = self._linear(query, key, value)
         return Layer(projections, *map(self._linear, (out, up, down)), *map(self._norm, norms))
 
-    def _linear(self, *parts: nn.Linear) -> Dense:
+    def _linear(self, *parts: Linear) -> Dense:
         """Pack linear layers that read the same as one."""
-        weight = torch.cat([part.weight for part in parts])
+        rounded = [part for part in parts if isinstance(part, RoundedLinear)]
+        if rounded:
+            return self._rounded(rounded)
+        weight = torch.cat([part.weight for part in parts if isinstance(part, nn.Linear)])
         outputs, inputs = weight.shape
         panels = pack_panels(weight.data_ptr(), outputs, inputs, is_bf16=self._is_bf16)
         bias = self._floats(torch.cat([_bias(part) for part in parts]))
         self._keep(panels)
-        return Dense(panels.ctypes.data, bias, inputs, outputs)
+        return Dense(panels.ctypes.data, bias, None, None, inputs, outputs)
+
+    def _rounded(self, parts: list[RoundedLinear]) -> Dense:
+        panels = pack_bytes(torch.cat([part.numbers for part in parts]).numpy())
+        bias = self._floats(torch.cat([_bias(part) for part in parts]))
+        scales, sums = (
+            pad_panels(torch.cat(values).numpy())
+            for values in ([part.scales for part in parts], [part.sums for part in parts])
+        )
+        for array in (panels, scales, sums):
+            self._keep(array)
+        outputs = sum(part.out_features for part in parts)
+        return Dense(panels.ctypes.data, bias, scales.ctypes.data, sums.ctypes.data, parts[0].in_features, outputs)
 
     def _norm(self, norm: nn.LayerNorm) -> Norm:
         return Norm(self._floats(norm.weight), self._floats(norm.bias))
@@ -155,7 +175,7 @@ class CompiledEncoder:
 
 def compile_encoder(model: nn.Module) -> CompiledEncoder | None:
     """Return the compiled form of a model on the CPU, None when it has other parts than those, or the library cannot run it."""
-    parts = next((found for names in _FAMILIES if (found := _find_parts(model, names)) is not None), None)
+    parts = _parts_of(model)
     if parts is None or parts.words.weight.device.type != "cpu":
         return None
     config: Any = model.config
@@ -163,11 +183,29 @@ def compile_encoder(model: nn.Module) -> CompiledEncoder | None:
     dtype = parts.words.weight.dtype
     if activation is None or dtype not in (torch.bfloat16, torch.float32) or not _has_plain_shapes(model, parts):
         return None
-    inputs = {linear.in_features for layer, _ in parts.layers for linear in layer}
-    level = choose_level(is_bf16=dtype == torch.bfloat16, inputs=inputs)
+    level = _choose_level(parts, is_bf16=dtype == torch.bfloat16)
     if level is None:
         return None
     return CompiledEncoder(model, parts, activation, level)
+
+
+def find_linears(model: nn.Module) -> list[nn.Linear]:
+    """Return the linear layers of a model of one of the families, which are all that it has; none of any other model."""
+    parts = _parts_of(model)
+    linears = [] if parts is None else [linear for layer, _ in parts.layers for linear in layer]
+    return [linear for linear in linears if isinstance(linear, nn.Linear)]
+
+
+def _parts_of(model: nn.Module) -> _Parts | None:
+    return next((found for names in _FAMILIES if (found := _find_parts(model, names)) is not None), None)
+
+
+def _choose_level(parts: _Parts, *, is_bf16: bool) -> int | None:
+    linears = [linear for layer, _ in parts.layers for linear in layer]
+    inputs = {linear.in_features for linear in linears}
+    if isinstance(linears[0], RoundedLinear):
+        return choose_int8_level(is_bf16=is_bf16) if max(inputs) <= MAX_INPUTS else None
+    return choose_level(is_bf16=is_bf16, inputs=inputs)
 
 
 def _find_parts(model: nn.Module, names: _Names) -> _Parts | None:
@@ -217,7 +255,8 @@ def _has_plain_shapes(model: nn.Module, parts: _Parts) -> bool:
     norms = [parts.norm, *(norm for _, layer in parts.layers for norm in layer)]
     linears = [linear for layer, _ in parts.layers for linear in layer]
     modules = [*tables, *norms, *linears]
-    wanted = {nn.Embedding: tables, nn.LayerNorm: norms, nn.Linear: linears}
+    is_rounded = any(isinstance(linear, RoundedLinear) for linear in linears)
+    wanted = {nn.Embedding: tables, nn.LayerNorm: norms, RoundedLinear if is_rounded else nn.Linear: linears}
     is_plain = all(isinstance(module, kind) for kind, group in wanted.items() for module in group)
     return (
         is_plain
@@ -233,13 +272,13 @@ def _has_plain_shapes(model: nn.Module, parts: _Parts) -> bool:
     )
 
 
-def _fits(linears: tuple[nn.Linear, ...], width: int) -> bool:
-    *attention, up, down = linears
-    inner = up.out_features
-    is_square = all(linear.weight.shape == (width, width) for linear in attention)
-    return is_square and inner % 2 == 0 and up.weight.shape == (inner, width) and down.weight.shape == (width, inner)
+def _fits(linears: tuple[Linear, ...], width: int) -> bool:
+    *attention, up, down = ((linear.out_features, linear.in_features) for linear in linears)
+    inner = up[0]
+    is_square = all(shape == (width, width) for shape in attention)
+    return is_square and inner % 2 == 0 and up == (inner, width) and down == (width, inner)
 
 
-def _bias(linear: nn.Linear) -> Tensor:
+def _bias(linear: Linear) -> Tensor:
     bias: Tensor | None = linear.bias  # torch's annotation leaves None out
-    return linear.weight.new_zeros(linear.out_features) if bias is None else bias
+    return torch.zeros(linear.out_features) if bias is None else bias.float()

@@ -34,6 +34,7 @@ from sie.errors import BadRequest
 from sie.extraction import Detection, TokenClassification
 from sie.generation_settings import Generation
 from sie.workers.device import DtypeSetting, choose_dtype, resolve_device
+from sie.workers.encoder_formats import choose_encoder_format, round_encoder, warn_without_kernels
 from sie.workers.generation.formats import choose_format, join_and_pack
 from sie.workers.generation.fused import fuse_layers
 from sie.workers.generation.norms import compile_norms
@@ -64,11 +65,10 @@ def load_encoder(
     """Return an encoder that is ready for its first step. device_name as in `device.resolve_device`.
 
     Raises ModelLoadFailed, with `error_class` CONFIG for a checkpoint that can never be served and STORAGE for one
-    whose files are damaged or gone; BadRequest for a device or dtype that is not there.
+    whose files are damaged or gone; BadRequest for a device or dtype that is not there, or weights that it has not.
     """
     device = resolve_device(device_name)
-    dtype = choose_dtype(dtype_setting, device)
-    dtype_name = str(dtype).removeprefix("torch.")
+    form = choose_encoder_format(card.encoder_weights, dtype_setting, device)
     on_progress(0.1, "reading weights")
     language_head = None
     with _storage_faults(card):
@@ -77,17 +77,19 @@ def load_encoder(
         else:
             model = _read_model(card, text_encoder_class, unused="pooler.")
         heads = _build_heads(card, language_head, device)
-    on_progress(0.6, f"converting weights to {dtype_name} on {device}")
-    _convert(model, dtype, device)
+    on_progress(0.6, f"converting weights to {form.name} on {device}")
+    round_encoder(card.id, model, form)
+    _convert(model, form.dtype, device)
     if language_head is not None:
-        _convert(language_head.model, dtype, device)
+        _convert(language_head.model, form.dtype, device)
     on_progress(0.8, "comparing packed with single sequences")
     backbone = Backbone(model, device)
     execution = choose_execution(card.id, backbone)
+    warn_without_kernels(card.id, backbone)
     on_progress(1.0, "packed" if execution.packed else "in rectangles of equal length")
     if heads.dense is not None and card.outputs == ("dense",):
-        return EncodeRunner(card, backbone, heads.dense, execution, dtype_name)
-    return OutputsRunner(card, backbone, heads, execution, dtype_name)
+        return EncodeRunner(card, backbone, heads.dense, execution, form.name)
+    return OutputsRunner(card, backbone, heads, execution, form.name)
 
 
 def _build_heads(card: ModelCard, language_head: LanguageHead | None, device: torch.device) -> Heads:
@@ -125,19 +127,20 @@ def load_scorer(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, 
     rule = card.score
     assert rule is not None
     device = resolve_device(device_name)
-    dtype = choose_dtype(dtype_setting, device)
-    dtype_name = str(dtype).removeprefix("torch.")
+    form = choose_encoder_format(card.encoder_weights, dtype_setting, device)
     on_progress(0.1, "reading weights")
     with _storage_faults(card):
         model = _read_model(card, classifier_class if rule.true_token_id is None else causal_class)
     activation = build_activation(card.id, rule.activation)
-    on_progress(0.6, f"converting weights to {dtype_name} on {device}")
-    _convert(model, dtype, device)
+    on_progress(0.6, f"converting weights to {form.name} on {device}")
+    round_encoder(card.id, model, form)
+    _convert(model, form.dtype, device)
     on_progress(0.8, "comparing packed with single sequences")
     scorer = ScoreModel(model, device, rule)
     execution, view = choose_scoring(card.id, scorer)
+    warn_without_kernels(card.id, scorer.backbone)
     on_progress(1.0, "packed" if execution.packed else "in rectangles of equal length")
-    return ScoreRunner(card, scorer, activation, execution=execution, view=view, dtype=dtype_name)
+    return ScoreRunner(card, scorer, activation, execution=execution, view=view, dtype=form.name)
 
 
 def load_dual_encoder(
@@ -163,25 +166,26 @@ def load_extractor(
 ) -> TokenClassifyRunner | PairClassifyRunner:
     """Return a model that classifies tokens or pairs, ready for its first step. Arguments, errors: `load_encoder`."""
     device = resolve_device(device_name)
-    dtype = choose_dtype(dtype_setting, device)
-    dtype_name = str(dtype).removeprefix("torch.")
+    form = choose_encoder_format(card.encoder_weights, dtype_setting, device)
     is_tokens = isinstance(card.extract, TokenClassification)
     on_progress(0.1, "reading weights")
     with _storage_faults(card):
         model = _read_model(card, token_classifier_class if is_tokens else entailment_class)
-    on_progress(0.6, f"converting weights to {dtype_name} on {device}")
-    _convert(model, dtype, device)
+    on_progress(0.6, f"converting weights to {form.name} on {device}")
+    round_encoder(card.id, model, form)
+    _convert(model, form.dtype, device)
     on_progress(0.8, "comparing packed with single sequences")
     if is_tokens:
         tokens = TokenModel(model, device)
         execution, whole = choose_token_classification(card.id, tokens)
-        runner = TokenClassifyRunner(card, tokens, execution=execution, whole=whole, dtype=dtype_name)
+        runner = TokenClassifyRunner(card, tokens, execution=execution, whole=whole, dtype=form.name)
     else:
         pairs = ScoreModel(model, device, None)
         # An encoder and a decoder share nothing that could be packed, and the head reads only a sequence's own end.
         is_one = not model.config.is_encoder_decoder
         execution, view = choose_scoring(card.id, pairs) if is_one else (Execution(packed=False), "model")
-        runner = PairClassifyRunner(card, pairs, execution=execution, view=view, dtype=dtype_name)
+        runner = PairClassifyRunner(card, pairs, execution=execution, view=view, dtype=form.name)
+    warn_without_kernels(card.id, tokens.backbone if is_tokens else pairs.backbone)
     on_progress(1.0, "packed" if runner.execution.packed else "in rectangles of equal length")
     return runner
 

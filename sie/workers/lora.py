@@ -25,6 +25,7 @@ from sie.cards import AdapterSpec
 from sie.errors import Internal
 from sie.workers.batch import PackedBatch, pack_sequences
 from sie.workers.lora_files import read_lora
+from sie.workers.rounded_linear import RoundedLinear
 
 _NONE = -1
 _PROBE_LENGTHS = (5, 3)
@@ -124,7 +125,9 @@ class LoraAdapters:
         self._layers: dict[str, LoraLayer] = {}
         self._names: set[str] = set()
         self._linears = {
-            name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear | Conv1D | RoundedLinear)
         }
 
     def __bool__(self) -> bool:
@@ -145,7 +148,9 @@ class LoraAdapters:
         updates = read_lora(spec, {name: _shape(layer) for name, layer in self._linears.items()}, prefix)
         pairs: dict[str, LoraPair] = {}
         for name, (down, up) in updates.items():
-            weight = self._linears[name].weight
+            layer = self._linears[name]
+            # What a rounded layer computes in is the model's own format.
+            weight = next(self._model.parameters()) if isinstance(layer, RoundedLinear) else layer.weight
             pairs[name] = LoraPair(down.to(weight.device, weight.dtype), up.to(weight.device, weight.dtype))
         return pairs
 
@@ -184,8 +189,8 @@ class LoraAdapters:
                 raise ValueError("its values are not finite")
 
 
-def _shape(layer: nn.Linear | Conv1D) -> tuple[int, int]:
+def _shape(layer: nn.Linear | Conv1D | RoundedLinear) -> tuple[int, int]:
     """Return (inputs, outputs); a Conv1D keeps its weight transposed."""
-    if isinstance(layer, nn.Linear):
+    if not isinstance(layer, Conv1D):
         return layer.in_features, layer.out_features
     return layer.weight.shape[0], layer.weight.shape[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import socket
 import threading
 import time
@@ -153,6 +154,71 @@ def test_logprobs_have_the_shapes_of_both_routes(client: openai.OpenAI) -> None:
     assert text.logprobs.text_offset == [0, 1, 2]
 
 
+def judged(prompt: bytes) -> list[float | None]:
+    """Return what a stub says of a prompt's tokens: it expects the first one again."""
+    return [None, *(-math.log(2) * (1 + (byte - prompt[0]) % 257) for byte in prompt[1:])]
+
+
+@pytest.mark.parametrize("prompt", ["aé😀b", [97, 0xC3, 0xA9, 0xF0, 0x9F, 0x98, 0x80, 98]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echoed_prompt_has_logprobs(client: openai.OpenAI, prompt: Any, stream: bool) -> None:
+    asked = {"model": "m", "prompt": [prompt, prompt], "n": 2}
+    found = client.completions.create(**asked, max_tokens=2, echo=True, logprobs=1, stream=stream)  # type: ignore[call-overload]
+    texts, tokens = [""] * 4, [[] for _ in range(4)]
+    own, offsets, tops = ([[] for _ in range(4)] for _ in range(3))
+    for part in found if stream else [found]:
+        for choice in part.choices:
+            texts[choice.index] += choice.text
+            if choice.logprobs is not None:
+                tokens[choice.index] += choice.logprobs.tokens
+                own[choice.index] += choice.logprobs.token_logprobs
+                offsets[choice.index] += choice.logprobs.text_offset
+                tops[choice.index] += choice.logprobs.top_logprobs
+    raw = "aé😀b".encode()
+    for index in range(4):
+        answer = [raw, raw[1:] + raw[:1]][index % 2][:2]
+        assert texts[index] == (raw + answer).decode(errors="replace")
+        assert own[index][:8] == [None, *map(pytest.approx, judged(raw)[1:])]
+        assert (len(own[index]), len(tokens[index]), len(tops[index])) == (10, 10, 10)
+        assert [tokens[index][0], tokens[index][7]] == ["a", "b"]
+        assert offsets[index][:9] == [0, 1, 1, 2, 2, 2, 2, 3, 4]
+        assert tops[index][0] is None
+        assert all("a" in top for top in tops[index][1:8])
+
+
+def test_a_prompt_is_judged_without_an_answer(server: Server, client: openai.OpenAI) -> None:
+    def ask(**fields: Any) -> Any:
+        return client.completions.create(model="m", prompt="hello", max_tokens=0, echo=True, **fields)
+
+    found = ask(logprobs=1)
+    (choice,) = found.choices
+    assert (choice.text, choice.finish_reason) == ("hello", "length")
+    assert choice.logprobs.token_logprobs == [None, *map(pytest.approx, judged(b"hello")[1:])]
+    assert choice.logprobs.top_logprobs[1] == {"e": pytest.approx(judged(b"he")[1]), "h": pytest.approx(-math.log(2))}
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (5, 0)
+    assert found.usage.prompt_tokens_details.cached_tokens == 0
+    assert [(one.text, one.logprobs) for one in ask().choices] == [("hello", None)]
+    assert [one.logprobs.token_logprobs[1:] for one in ask(logprobs=0, n=2).choices] == [
+        choice.logprobs.token_logprobs[1:]
+    ] * 2
+    best = client.completions.create(model="m", prompt="hello", max_tokens=1, echo=True, logprobs=0, best_of=3).choices
+    assert [(one.text, len(one.logprobs.tokens)) for one in best] == [("helloh", 6)]
+    text, end = chunks(server, TEXTS, {"prompt": "hello", "max_tokens": 0, "echo": True, "logprobs": 0})
+    assert [one["choices"][0]["text"] for one in (text, end)] == ["hello", ""]
+    assert text["choices"][0]["logprobs"]["token_logprobs"] == [None, *map(pytest.approx, judged(b"hello")[1:])]
+    assert (end["choices"][0]["finish_reason"], end["usage"]["completion_tokens"]) == ("length", 0)
+    assert [one["choices"][0]["text"] for one in chunks(server, TEXTS, {"prompt": "hi", "max_tokens": 0, "echo": True})] == [
+        "hi", "",
+    ]  # fmt: skip
+
+
+def test_a_long_prompt_is_judged_as_a_whole(client: openai.OpenAI) -> None:
+    prompt = bytes(65 + i % 26 for i in range(4096))
+    found = client.completions.create(model="m", prompt=prompt.decode(), max_tokens=0, echo=True, logprobs=5).choices[0]
+    assert found.logprobs.token_logprobs[1:] == [pytest.approx(value) for value in judged(prompt)[1:]]
+    assert found.logprobs.text_offset == list(range(4096))
+
+
 def test_completions_take_every_form_of_prompt(client: openai.OpenAI) -> None:
     def texts(prompt: Any, **fields: Any) -> list[str]:
         return [c.text for c in client.completions.create(model="m", prompt=prompt, **fields).choices]
@@ -270,8 +336,11 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None]] = [
     (TEXTS, {"prompt": "a", "best_of": 1, "n": 2}, 400, "best_of"),
     (TEXTS, {"prompt": "a", "best_of": 17}, 400, "best_of"),
     (TEXTS, {"prompt": "x" * 5000}, 400, "prompt"),
-    (TEXTS, {"prompt": "a", "echo": True, "logprobs": 1}, 400, "echo"),
+    (TEXTS, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
+    (TEXTS, {"prompt": "a", "max_tokens": 0, "logprobs": 1}, 400, "max_tokens"),
+    (TEXTS, {"prompt": "a", "max_tokens": -1, "echo": True}, 400, "max_tokens"),
     (TEXTS, {"prompt": "a", "logprobs": 100}, 400, "logprobs"),
+    (TEXTS, {"prompt": "a", "echo": True, "logprobs": 100}, 400, "logprobs"),
     (TEXTS, {"prompt": "a", "grammar": {"type": "regex", "value": "("}}, 400, "grammar"),
     (TEXTS, {"prompt": "a", "model": "nope"}, 404, "model"),
     (TEXTS, {"prompt": "a", "model": "vectors"}, 400, "model"),

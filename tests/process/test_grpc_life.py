@@ -151,6 +151,19 @@ def test_an_administrator_loads_and_unloads(locked: Server):
         assert status(caught) == "INVALID_ARGUMENT"
 
 
+def test_no_name_and_an_unknown_kind_of_control_unload_nothing(locked: Server):
+    metadata = [("x-api-key", ADMIN)]
+    with connect(locked) as client, grpc.insecure_channel(f"127.0.0.1:{locked.grpc_port}") as channel:
+        client.load_model("m", headers=dict(metadata))
+        client.unload_model("", headers=dict(metadata))
+        control = channel.unary_unary("/nvidia.inferenceserver.GRPCService/ModelControl")
+        for code, asked in ((1, {}), (5, {"type": 1}), (5, {"model_name": "m", "type": 7})):
+            reply = control(v1("ModelControlRequest", **asked).SerializeToString(), timeout=30, metadata=metadata)
+            assert v1("ModelControlResponse").FromString(reply).request_status.code == code
+        found = client.get_model_repository_index(headers={"x-api-key": INFER}).models
+        assert [entry.state for entry in found if entry.name == "m"] == ["READY"]
+
+
 @needs_openssl
 def test_tls_is_as_on_http(pki: Path):  # noqa: F811  # the fixture
     def credentials(**shown: bytes) -> grpc.ChannelCredentials:

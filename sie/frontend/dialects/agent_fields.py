@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from sie.errors import BadRequest
+from sie.frontend.dialects.sampling import SamplingNumbers
 
 
-class AgentFields(msgspec.Struct, kw_only=True):
-    """What no route serves. A field that is null, false or empty asks for nothing."""
+class AgentFields(SamplingNumbers, kw_only=True):
+    """What no route serves, beside the sampling fields: a struct has one base with fields, so they stand in a row.
+
+    A field that is null, false or empty asks for nothing.
+    """
 
     files: Any = None
     session_id: Any = None
@@ -26,6 +28,7 @@ class AgentFields(msgspec.Struct, kw_only=True):
     web_search_options: Any = None
 
 
+_OWN = tuple(field for field in AgentFields.__struct_fields__ if field not in SamplingNumbers.__struct_fields__)
 AGENT_TOOLS = frozenset(
     {"code_interpreter", "web_search", "web_search_preview", "shell", "namespace", "file_search", "mcp"}
 )
@@ -34,14 +37,14 @@ AGENT_TOOLS = frozenset(
 
 def forget_agent_fields(body: AgentFields, *served: str) -> None:
     """Take out what is no field of a route, and so ignored there as every unknown field is; served are its own ones."""
-    for field in AgentFields.__struct_fields__:
+    for field in _OWN:
         if field not in served:
             setattr(body, field, None)
 
 
 def refuse_agent_fields(body: AgentFields) -> None:
     """Raise BadRequest for the first field by which the request asks the server to act."""
-    for field in AgentFields.__struct_fields__:
+    for field in _OWN:
         value = getattr(body, field)
         is_absent = value is None or value is False or (value != {} and isinstance(value, list | str) and not value)
         if not is_absent:

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from sie.frontend.dialects.agent_fields import forget_agent_fields
 from sie.frontend.dialects.chunks import ChunkWriter
+from sie.frontend.dialects.prompt_offsets import find_offsets
 from sie.frontend.dialects.sampling import Number
 from sie.frontend.dialects.text_fields import (
     Shown,
@@ -28,6 +29,7 @@ from sie.generation import (
     GenerateReply,
     GenerateRequest,
     LogprobText,
+    PromptScored,
     Started,
     TextDelta,
 )
@@ -46,6 +48,7 @@ class CompletionsBody(TextFields, kw_only=True):
     """The body of a request."""
 
     prompt: str | _Prompts
+    max_tokens: Number | None = None
     best_of: Number | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -65,14 +68,14 @@ def decode_completions(body: bytes, content_type: str | None, limits: Limits) ->
     request = read_text_fields(call)
     if call.max_tokens is None:
         request.max_tokens = _DEFAULT_MAX_TOKENS
-    if call.suffix:
-        raise wrong("suffix", "is not served: no model fills a gap")
+    if not request.max_tokens and not call.echo:
+        raise wrong("max_tokens", "must be at least 1, but beside 'echo'")
     if call.tools:
         raise wrong("tools", "are served on /v1/chat/completions")
     request.logprobs = None if call.logprobs is None or call.logprobs is False else int(call.logprobs)
-    if call.echo and request.logprobs is not None:
-        raise wrong("echo", "and 'logprobs' cannot both be given: a prompt's tokens have none")
+    request.prompt_logprobs = request.logprobs if call.echo else None
     num_prompts = _read_prompt(call.prompt, request)
+    request.suffix = _read_suffix(call, request)
     if num_prompts > limits.max_items:
         raise wrong("prompt", f"must hold at most max_items ({limits.max_items}) prompts, not {num_prompts}")
     num_choices, has_logprobs = num_prompts * request.num_choices, request.logprobs is not None
@@ -94,6 +97,18 @@ def _read_best_of(best_of: int | None, request: GenerateRequest) -> int:
         request.num_choices += num_hidden
         request.logprobs = request.logprobs or 0
     return num_hidden
+
+
+def _read_suffix(call: CompletionsBody, request: GenerateRequest) -> str:
+    """Return what stands behind a gap. Raises BadRequest beside what a prompt with a gap has not."""
+    if call.suffix:
+        if request.texts is None:
+            raise wrong("suffix", "needs a prompt that is text: token ids may hold their own marks")
+        if request.prompt_logprobs is not None:
+            raise wrong("suffix", "beside 'echo' has no 'logprobs': the prompt is written around the gap")
+        if request.truncate_prompt:
+            raise wrong("suffix", "and 'truncate_sequence' cannot both be given")
+    return call.suffix or ""
 
 
 def _read_prompt(prompt: str | list[Any], request: GenerateRequest) -> int:
@@ -120,15 +135,13 @@ def _read_prompt(prompt: str | list[Any], request: GenerateRequest) -> int:
 
 def encode_completions(reply: GenerateReply, shown: Shown, prompts: Sequence[str]) -> bytes:
     """Return the body of a whole answer; prompts are those to echo, if any."""
-    choices = [
-        _choice(
-            index,
-            _echoed(prompts, index, shown) + choice.text,
-            choice.reason,
-            Logprobs().take(choice.logprobs) if choice.logprobs and shown.has_logprobs else None,
-        )
-        for index, choice in enumerate(_best(reply.choices, shown))
-    ]
+    choices: list[dict[str, Any]] = []
+    for index, choice in enumerate(_best(reply.choices, shown)):
+        echo, logprobs = _echoed(prompts, index, shown), None
+        if shown.has_logprobs:
+            scored = reply.scored[_prompt_of(index, shown, len(reply.scored))] if reply.scored else ()
+            logprobs = Logprobs().whole(echo, scored, choice.logprobs)
+        choices.append(_choice(index, echo + choice.text, choice.reason, logprobs))
     head = shown.head("text_completion", reply.model)
     return _to_json({**head, "choices": choices, "usage": usage_object(reply.usage)})
 
@@ -154,10 +167,27 @@ def _mean_logprob(choice: ChoiceReply) -> float:
 
 
 class Logprobs:
-    """Writes logprobs in the shape of this route, whose offsets count characters from the answer's first."""
+    """Writes logprobs in the shape of this route, whose offsets count characters from the first that is shown."""
 
     def __init__(self) -> None:
         self._offset = 0
+
+    def whole(
+        self, prompt: str, scored: Sequence[LogprobText], logprobs: Sequence[LogprobText]
+    ) -> dict[str, Any] | None:
+        """Return all tokens of a choice, those of its prompt first where they are wanted; None where there are none."""
+        if not scored:
+            return self.take(logprobs) if logprobs else None
+        first, rest = self.take_prompt(prompt, scored), self.take(logprobs)
+        return {key: first[key] + rest[key] for key in first}
+
+    def take_prompt(self, prompt: str, scored: Sequence[LogprobText]) -> dict[str, Any]:
+        """Return the tokens of a prompt; nothing is known of the first one. Source: OpenAI API reference, completions."""
+        shown = self.take(scored)
+        shown["token_logprobs"][0] = shown["top_logprobs"][0] = None
+        shown["text_offset"] = find_offsets(prompt, [one.raw for one in scored])
+        self._offset = len(prompt)
+        return shown
 
     def take(self, logprobs: Sequence[LogprobText]) -> dict[str, Any]:
         """Return the next tokens."""
@@ -183,9 +213,16 @@ class CompletionsWriter(ChunkWriter):
 
     def _chunks(self, event: GenerateEvent) -> list[list[dict[str, Any]]]:
         match event:
-            case Started() if self._shown.echo:
+            case Started() if self._shown.echo and not self._shown.has_logprobs:
                 indices = range(self._shown.num_choices)
                 return [[_choice(index, _echoed(self._prompts, index, self._shown))] for index in indices]
+            case PromptScored(prompt, tokens):
+                text, size = self._prompts[prompt], self._shown.num_choices // len(self._prompts)
+                indices = range(prompt * size, (prompt + 1) * size)
+                return [
+                    [_choice(index, text, logprobs=self._logprobs[index].take_prompt(text, tokens))]
+                    for index in indices
+                ]
             case TextDelta(choice, text, logprobs):
                 shown = self._logprobs[choice].take(logprobs) if logprobs else None
                 return [[_choice(choice, text, logprobs=shown)]]
@@ -203,4 +240,8 @@ def _choice(
 
 def _echoed(prompts: Sequence[str], index: int, shown: Shown) -> str:
     """Return what stands before a choice's text: its prompt, where the request wants it back."""
-    return prompts[index // (shown.num_choices // len(prompts))] if shown.echo and prompts else ""
+    return prompts[_prompt_of(index, shown, len(prompts))] if shown.echo and prompts else ""
+
+
+def _prompt_of(index: int, shown: Shown, num_prompts: int) -> int:
+    return index // (shown.num_choices // num_prompts)

@@ -12,17 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from sie.errors import BadRequest, SieError
-from sie.frontend.dialects.sampling import (
-    Count,
-    Penalty,
-    RepetitionPenalty,
-    Seed,
-    Share,
-    StopText,
-    StopTexts,
-    Temperature,
-    TopK,
-)
+from sie.frontend.dialects.sampling import Count, SamplingNumbers, StopText, StopTexts, write_sampling
 from sie.frontend.dialects.tensor_parameters import EMPTY_FINAL_RESPONSE, checked_parameters
 from sie.frontend.dialects.text_fields import KEEP_ALIVE, data_line, read_stop
 from sie.frontend.http.body_limits import check_json, decode_typed
@@ -35,21 +25,12 @@ _DEFAULT_MAX_TOKENS: Final = 16
 _to_json: Final = msgspec.json.Encoder().encode
 
 
-class GenerateParameters(msgspec.Struct, kw_only=True):
+class GenerateParameters(SamplingNumbers, kw_only=True):
     """How a text is generated. None: not given."""
 
     stream: bool | None = None
     max_tokens: Count | None = None
     stop: StopText | StopTexts | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_k: TopK | None = None
-    min_p: Share | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    seed: Seed | None = None
-    ignore_eos: bool | None = None
     exclude_input_in_output: bool | None = None
 
 
@@ -114,22 +95,15 @@ def text_request(texts: list[str], given: GenerateParameters, *, is_stream: bool
     """
     if given.stream and not is_stream:
         raise BadRequest("parameter 'stream' is true, and there is one answer; /generate_stream has many")
-    return GenerateRequest(
+    request = GenerateRequest(
         model="",
         texts=texts,
         max_tokens=given.max_tokens or _DEFAULT_MAX_TOKENS,
-        temperature=given.temperature,
-        top_p=given.top_p,
-        top_k=given.top_k,
-        min_p=given.min_p,
-        presence_penalty=given.presence_penalty,
-        frequency_penalty=given.frequency_penalty,
-        repetition_penalty=given.repetition_penalty,
-        seed=given.seed,
         stop=read_stop(given.stop),
-        ignore_eos=bool(given.ignore_eos),
         stream=is_stream,
     )
+    write_sampling(given, request)
+    return request
 
 
 # --- writing --------------------------------------------------------------------------------------------------------

@@ -34,6 +34,8 @@ _RAW_OUTPUTS: Final = 6
 _INFER_RESPONSE: Final = 2
 _RESPONSE_ID: Final = 3
 _MAX_TENSORS: Final = 1024
+_WRAPPED: Final = 1 << 63
+"""Triton's C++ client writes the id of a sequence, which has no sign, as `int64_param`."""
 _MAX_KEPT_BYTES: Final = 2048
 """A longer request is read each time, whatever it shares with others; what is kept is kept by the hundred."""
 _MAX_KEPT_OUTPUTS: Final = 16
@@ -113,7 +115,7 @@ def _form_of(message: Any) -> _Form:
     if len(message.inputs) > _MAX_TENSORS or len(message.outputs) > _MAX_TENSORS:
         raise BadRequest(f"a request has at most {_MAX_TENSORS} inputs and as many outputs")
     parameters = _parameters(message.parameters)
-    check_sequence(parameters)
+    check_sequence(parameters, least_id=-_WRAPPED)
     flag(parameters, EMPTY_FINAL_RESPONSE)
     wanted = _wanted(message.outputs)
     for item in message.inputs:

@@ -22,6 +22,7 @@ from sie.generation import (
     GenerateEvent,
     GenerateReply,
     GenerateUsage,
+    PromptScored,
     ReasoningDelta,
     Started,
     TextDelta,
@@ -150,6 +151,8 @@ class MessageWriter:
                     "usage": usage,
                 }
                 return [_event("message_start", message=whole)]
+            case PromptScored():
+                return []
             case ReasoningDelta(_, text):
                 return self._delta(
                     "thinking", {"thinking": "", "signature": ""}, {"type": "thinking_delta", "thinking": text}

@@ -59,6 +59,7 @@ def model_info(
             if card.generate is not None
             else {}
         ),
+        **({"encoder_weights": card.encoder_weights} if card.encoder_weights != "auto" else {}),
         **({"loras": [{"id": name, "state": lora_state} for name, lora_state in loras.items()]} if loras else {}),
     }
 

@@ -22,6 +22,7 @@ from sie.generation import (
     GenerateEvent,
     GenerateUsage,
     LogprobText,
+    PromptScored,
     ReasoningDelta,
     Started,
     TextDelta,
@@ -162,6 +163,8 @@ class ResponseRecord:
         match event:
             case Started():
                 self._announce()
+            case PromptScored():
+                pass
             case ReasoningDelta(_, text):
                 self._add_text("reasoning", text)
             case TextDelta(_, text, logprobs):

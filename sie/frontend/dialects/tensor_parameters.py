@@ -30,10 +30,11 @@ def checked_parameters(parameters: dict[str, Any] | None, own: Container[str] = 
     return parameters or {}
 
 
-def check_sequence(parameters: dict[str, Any]) -> None:
+def check_sequence(parameters: dict[str, Any], *, least_id: int = 0) -> None:
     """Raise BadRequest unless what is said of a sequence has the right types; no model here is one of sequences."""
-    if not isinstance(parameters.get("sequence_id"), str):
-        unsigned(parameters, "sequence_id")
+    sequence = parameters.get("sequence_id", "")
+    if not isinstance(sequence, str) and not (type(sequence) is int and least_id <= sequence < _UNSIGNED_LIMIT):
+        raise BadRequest(f"parameter 'sequence_id' must be an integer from {least_id}, or a string")
     flag(parameters, "sequence_start")
     flag(parameters, "sequence_end")
 

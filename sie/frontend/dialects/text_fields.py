@@ -19,7 +19,7 @@ from msgspec import Meta
 from sie.errors import BadRequest, NotFound, SieError
 from sie.frontend.dialects import openai
 from sie.frontend.dialects.agent_fields import AgentFields, refuse_agent_fields
-from sie.frontend.dialects.sampling import Bias, Count, Penalty, RepetitionPenalty, Seed, Share, Temperature, TopK
+from sie.frontend.dialects.sampling import Bias, Count, Share, write_sampling
 from sie.frontend.http.body_limits import check_json
 from sie.generation import GenerateRequest, GenerateUsage, Grammar, GrammarKind
 from sie.limits import Limits
@@ -54,21 +54,12 @@ class StreamEnding(msgspec.Struct):
 
 
 class SamplingFields(AgentFields, kw_only=True):
-    """The fields that all routes have which generate text. None: not given."""
+    """The fields that OpenAI's and Anthropic's routes have. None: not given."""
 
     model: str | None = None
     max_tokens: Count | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_k: TopK | None = None
-    min_p: Share | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
     dry_multiplier: Share | None = None
     logit_bias: dict[str, Bias] | None = None
-    seed: Seed | None = None
-    ignore_eos: bool | None = None
     truncate_sequence: bool | None = None
     grammar: GrammarField | None = None
     adapter: Any = None
@@ -180,23 +171,16 @@ def read_sampling_fields(body: SamplingFields) -> GenerateRequest:
         raise wrong("dry_multiplier", "is not served; leave it out, or give 0")
     if body.adapter is not None:
         raise wrong("adapter", "is not served for generation")
-    return GenerateRequest(
+    request = GenerateRequest(
         model=body.model or openai.DEFAULT_MODEL,
         max_tokens=body.max_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
         logit_bias=read_bias(body.logit_bias or {}),
-        seed=body.seed,
-        ignore_eos=bool(body.ignore_eos),
         truncate_prompt=bool(body.truncate_sequence),
         grammar=read_grammar(body.grammar),
         stream=bool(body.stream),
     )
+    write_sampling(body, request)
+    return request
 
 
 def wants_usage(body: TextFields) -> bool:

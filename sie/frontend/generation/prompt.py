@@ -120,7 +120,7 @@ def fit(ids: list[int], max_tokens: int | None, context_length: int, *, truncate
     """Return the prompt and how many tokens each choice may have, within the context together.
 
     truncate: an overlong prompt loses its oldest tokens, so many that max_tokens fit, or a quarter of the context where
-    that is not given. Raises BadRequest for an empty prompt, and for one without room for a single token.
+    that is not given. Raises BadRequest for an empty prompt, and for one without room for a single token where one is wanted.
     """
     if not ids:
         raise BadRequest("The prompt is empty: it has no token", extras={"param": "prompt"})
@@ -128,7 +128,7 @@ def fit(ids: list[int], max_tokens: int | None, context_length: int, *, truncate
     if truncate and len(ids) + room > context_length:
         ids = ids[-max(1, context_length - room) :]
     left = context_length - len(ids)
-    if left < 1:
+    if left < (1 if max_tokens is None else min(1, max_tokens)):
         raise InputTooLong(
             f"This model's context is {context_length} tokens, and the prompt alone has {len(ids)}; shorten it, or set "
             "truncate_sequence",

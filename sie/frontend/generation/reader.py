@@ -6,10 +6,11 @@ record ─► token decoder ─► stop filter ─► parser ─► events, of o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, cast
 
 from sie.frontend.generation.parsers import OutputParser, ParserFactory, Piece, Reasoning, Text
+from sie.frontend.generation.prompt_reader import PromptReader
 from sie.frontend.generation.stops import StopFilter
 from sie.frontend.generation.vocabulary import Vocabulary
 from sie.generation import (
@@ -127,21 +128,32 @@ class ChoiceReader:
 
 
 class Reader:
-    """Reads the records of one prompt's choices; their events have numbers from first_number on."""
+    """Reads the records of one prompt's choices; their events have numbers from first_number on.
+
+    make_prompt: what reads its own tokens' logprobs, where these are wanted.
+    """
 
     def __init__(
         self, num_choices: int, vocabulary: Vocabulary, stops: Sequence[str], parsers: ParserFactory,
-        first_number: int = 0,
+        *, first_number: int = 0, make_prompt: Callable[[], PromptReader] | None = None,
     ) -> None:  # fmt: skip
         self.choices = [
             ChoiceReader(first_number + choice, vocabulary, stops, parsers()) for choice in range(num_choices)
         ]
         self.num_cached = 0
+        self._prompt = make_prompt() if make_prompt is not None else None
 
     def read(self, record: TokenRecord) -> list[GenerateEvent]:
-        """Return what a record, checked already, comes to."""
+        """Return what a record, checked already, comes to. Raises Internal where it is not what was asked for."""
         self.num_cached = max(self.num_cached, record.num_cached)
-        return self.choices[record.choice].read(record)
+        if self._prompt is None:
+            return self.choices[record.choice].read(record)
+        if record.prompt is not None:
+            self._prompt.read(record.prompt)
+            return []
+        scored = self._prompt.finish()
+        self._prompt = None
+        return [scored, *self.choices[record.choice].read(record)]
 
     @property
     def is_finished(self) -> bool:

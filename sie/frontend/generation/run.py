@@ -19,6 +19,8 @@ from sie.generation import (
     GenerateEvent,
     GenerateReply,
     GenerateUsage,
+    LogprobText,
+    PromptScored,
     ReasoningDelta,
     Started,
     TextDelta,
@@ -77,6 +79,7 @@ class Run:
         self._is_started = False
         self._error: SieError | None = None
         self._choices: dict[int, ChoiceReply] | None = None
+        self._scored: dict[int, tuple[LogprobText, ...]] = {}
         self._submitted_ns = min(part.pending.submitted_ns for part in parts)
 
     @property
@@ -110,10 +113,14 @@ class Run:
         self._choices = {choice.number: ChoiceReply() for part in self.parts for choice in part.reader.choices}
         while not self.is_over:
             for event in self._collect():
-                _add(self._choices, event)
+                if isinstance(event, PromptScored):
+                    self._scored[event.prompt] = event.tokens
+                else:
+                    _add(self._choices, event)
             if not self.is_over:
                 await self._news.wait()
-        return GenerateReply(model=self.model, choices=list(self._choices.values()), usage=self.usage())
+        scored = [self._scored[prompt] for prompt in sorted(self._scored)]
+        return GenerateReply(model=self.model, choices=list(self._choices.values()), usage=self.usage(), scored=scored)
 
     async def gather(self) -> list[GenerateEvent]:
         """Return all events of a request of one prompt. A worker's death on the way is made good. Raises what ended it."""
@@ -195,7 +202,8 @@ class Run:
             if part.stream.is_over and not reader.is_finished:
                 raise Internal("the worker ended an answer that it had not finished")
             return
-        self._measure(part)
+        if any(record.prompt is None for record in records):
+            self._measure(part)
         for record in records:
             choice = reader.choices[record.choice]
             events += reader.read(record)

@@ -17,8 +17,10 @@ from sie.control_messages import ModelEntry
 from sie.errors import BadRequest
 from sie.frontend.engine import ShmEngine
 from sie.frontend.generation.constraints import constrain, schema_bytes
+from sie.frontend.generation.fill_in import GapMarks, gap_ids, require_marks
 from sie.frontend.generation.formats import choose_parser
 from sie.frontend.generation.prompt import chat_ids, check_ids, fit, render_chat
+from sie.frontend.generation.prompt_reader import PromptReader
 from sie.frontend.generation.reader import Reader
 from sie.frontend.generation.run import Part, Run, TokenMeter
 from sie.frontend.generation.templates import run_limited
@@ -65,15 +67,18 @@ class Generator:
         rule = generate_rule(entry.card)
         check_request(request, self._settings)
         vocabulary = await self.vocabulary(entry)
-        prompts, prompt_end = await self._prompts(request, rule, vocabulary)
+        marks = require_marks(vocabulary, entry.card.id) if request.suffix else None
+        prompts, prompt_end = await self._prompts(request, rule, vocabulary, marks)
         context = min(rule.context_length, self._settings.max_context_tokens or rule.context_length)
         fitted = [fit(ids, request.max_tokens, context, truncate=request.truncate_prompt) for ids in prompts]
         grammar = None
         if request.grammar is not None or request.tools:
             grammar = await asyncio.get_running_loop().run_in_executor(self._grammars, constrain, request, rule)
         task = plan_task(request, rule, vocabulary.size, salt, grammar)
+        if marks is not None and not request.ignore_eos:
+            task = msgspec.structs.replace(task, stop_token_ids=marks.ends)
         news = asyncio.Event()
-        new_readers = _readers(request, rule, vocabulary, len(fitted), prompt_end)
+        new_readers = _readers(request, rule, vocabulary, [ids for ids, _ in fitted], prompt_end)
         parts: list[Part] = []
         try:
             for number, (ids, max_tokens) in enumerate(fitted):
@@ -89,8 +94,8 @@ class Generator:
             for part in parts:
                 self._engine.finish(part.pending)
             raise
-        texts = [vocabulary.decode(ids) for ids in prompts] if echoes and request.texts is None else request.texts
-        return Run(self._engine, entry.card.id, parts, news, meter=self._meter, prompts=(texts or ()) if echoes else ())
+        texts = _echoes(request, vocabulary, prompts, [ids for ids, _ in fitted]) if echoes else ()
+        return Run(self._engine, entry.card.id, parts, news, meter=self._meter, prompts=texts)
 
     async def prompt_ids(self, entry: ModelEntry, request: GenerateRequest) -> list[list[int]]:
         """Return the tokens of a request's prompts, for who only counts them. Raises as `start` does."""
@@ -115,7 +120,7 @@ class Generator:
         return vocabulary
 
     async def _prompts(
-        self, request: GenerateRequest, rule: GenerateRule, vocabulary: Vocabulary
+        self, request: GenerateRequest, rule: GenerateRule, vocabulary: Vocabulary, marks: GapMarks | None = None
     ) -> tuple[list[list[int]], str]:
         """Return the tokens of each prompt, and the text that a chat's ends with."""
         if request.token_lists is not None:
@@ -123,8 +128,8 @@ class Generator:
                 check_ids(ids, vocabulary.size, "prompt")
             return request.token_lists, ""
         if request.texts is not None:
-            encode = functools.partial(_encode_texts, vocabulary, request.texts)
-            is_large = is_long(request.texts, LONG_TEXT_BYTES)
+            encode = functools.partial(_encode_texts, vocabulary, request.texts, request.suffix, marks)
+            is_large = is_long([*request.texts, request.suffix], LONG_TEXT_BYTES)
             return (await self._on_thread(encode) if is_large else encode()), ""
         rendered = await run_limited(
             self._pool, self._settings.template_timeout_s, functools.partial(render_chat, request, rule)
@@ -186,6 +191,7 @@ def plan_task(
     return GenerateTask(
         0, request.num_choices, sampling, request.logprobs, (), request.ignore_eos, salt,
         grammar.kind if grammar is not None else "", grammar.value if grammar is not None else "",
+        request.prompt_logprobs,
     )  # fmt: skip
 
 
@@ -195,16 +201,34 @@ def _own_seed(sampling: Sampling, prompt: int) -> Sampling:
 
 
 def _readers(
-    request: GenerateRequest, rule: GenerateRule, vocabulary: Vocabulary, num_prompts: int, prompt_end: str
+    request: GenerateRequest, rule: GenerateRule, vocabulary: Vocabulary, prompts: Sequence[list[int]], prompt_end: str
 ) -> list[Callable[[], Reader]]:
     parsers, n = choose_parser(request, rule, prompt_end), request.num_choices
+    is_scored = request.prompt_logprobs is not None
     return [
-        functools.partial(Reader, n, vocabulary, request.stop, parsers, first_number=prompt * n)
-        for prompt in range(num_prompts)
+        functools.partial(
+            Reader, n, vocabulary, request.stop, parsers, first_number=prompt * n,
+            make_prompt=functools.partial(PromptReader, prompt, vocabulary, ids) if is_scored else None,
+        )
+        for prompt, ids in enumerate(prompts)
+    ]  # fmt: skip
+
+
+def _echoes(
+    request: GenerateRequest, vocabulary: Vocabulary, prompts: Sequence[list[int]], read: Sequence[list[int]]
+) -> list[str]:
+    """Return the texts of prompts: as they were given, or of the tokens where these were, or where not all are read."""
+    if request.texts is None:
+        return [vocabulary.decode(ids) for ids in prompts]
+    return [
+        text if len(ids) == len(own) else vocabulary.decode(own)
+        for text, ids, own in zip(request.texts, prompts, read, strict=True)
     ]
 
 
-def _encode_texts(vocabulary: Vocabulary, texts: Sequence[str]) -> list[list[int]]:
+def _encode_texts(vocabulary: Vocabulary, texts: Sequence[str], suffix: str, marks: GapMarks | None) -> list[list[int]]:
+    if marks is not None:
+        return [gap_ids(text, suffix, vocabulary, marks) for text in texts]
     return [vocabulary.encode(text, whole=True) for text in texts]
 
 

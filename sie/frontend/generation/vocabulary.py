@@ -63,6 +63,10 @@ class Vocabulary(Protocol):
         """Return what one token stands for; alone that may be no whole character."""
         ...
 
+    def token_id(self, name: str) -> int | None:
+        """Return the id of the token that the tokenizer calls so; None for none."""
+        ...
+
 
 class StubVocabulary:
     """Bytes, and the special tokens behind them in the order of the card's."""
@@ -108,6 +112,10 @@ class StubVocabulary:
             return bytes((token_id,))
         number = token_id - _NUM_BYTES
         return self._texts[number].encode() if number < len(self._texts) else b""
+
+    def token_id(self, name: str) -> int | None:
+        """See `Vocabulary`."""
+        return _NUM_BYTES + self._texts.index(name) if name in self._texts else None
 
 
 class FileVocabulary:
@@ -164,6 +172,11 @@ class FileVocabulary:
             return self._tokenizer.decode(shown, skip_special_tokens=not found)
 
         return TextDecoder(decode, self._byte_ids, skipped)
+
+    def token_id(self, name: str) -> int | None:
+        """See `Vocabulary`."""
+        found = self._tokenizer.token_to_id(name)
+        return found if found is not None and found < self.size else None
 
     def _ids(self, text: str, *, whole: bool) -> list[int]:
         try:

@@ -87,8 +87,8 @@ class ChatAnswer(_Reply):
 
 class CompletionLogprobs(_Reply):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

@@ -171,6 +171,7 @@ class ModelInfo(_Reply):
     status: Literal["loaded", "unloaded", "reloading"] | UnsetType = UNSET
     root: str | UnsetType = UNSET
     tools_available: bool | UnsetType = UNSET
+    encoder_weights: Literal["int8"] | UnsetType = UNSET
     loras: list[Lora] | UnsetType = UNSET
 
 

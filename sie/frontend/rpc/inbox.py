@@ -167,7 +167,8 @@ class Inbox:
         try:
             found = incoming.reader.feed(piece)
         except TooLarge as error:
-            text = f"Received message larger than max ({error.num_bytes} vs. {self._listener.max_message_bytes})"
+            most = self._listener.max_message_bytes
+            text = f"Received message larger than max ({error.num_bytes} vs. {most}, max_grpc_message_bytes)"
             call.finish(Status.RESOURCE_EXHAUSTED, text)
             return
         except BadPrefix:

@@ -25,6 +25,7 @@ from sie.proto import message_class
 from sie.tensors import TensorReply, TensorRule
 
 _STATUS_CODES: Final = (401, 403, 429)
+_UNLOAD: Final = 0
 _LOAD: Final = 1
 
 
@@ -80,6 +81,8 @@ class TrtisGrpc:
     async def control(self, exchange: Exchange, message: Any) -> bytes:
         """Answer `ModelControl`."""
         repository = self._tensors.repository
+        if message.type not in (_UNLOAD, _LOAD):
+            raise BadRequest(f"unknown model control type {message.type}")
         await (repository.load if message.type == _LOAD else repository.unload)(
             message.model_name, exchange.deadline_ns
         )

@@ -15,13 +15,19 @@ struct Attending {
     const SieDecoderLayer& layer;
     const SieDecoderStep& step;
     const Stored* query;  // (num_tokens, num_heads, head_width)
-    float* attended;      // the same shape
+    Rows rows;            // what comes of it, the same shape,
+    float* attended;      // or where those take no pieces, for them to be written from
 
     int group() const { return decoder.num_heads / decoder.num_key_heads; }
     int64_t token_values() const { return static_cast<int64_t>(decoder.num_key_heads) * decoder.head_width; }
     int64_t query_values() const { return static_cast<int64_t>(decoder.num_heads) * decoder.head_width; }
     const Stored* query_of(int64_t token, int head) const { return query + token * query_values() + head * decoder.head_width; }
-    float* attended_of(int64_t token, int head) const { return attended + token * query_values() + head * decoder.head_width; }
+    void store(int64_t token, int head, int column, Vec values) const {
+        const int64_t first = static_cast<int64_t>(head) * decoder.head_width + column;
+        const __mmask16 lanes = first_lanes(decoder.head_width - column);
+        if (rows.takes_pieces()) return rows.store(token, first, lanes, values);
+        _mm512_mask_storeu_ps(attended + token * query_values() + first, lanes, values);
+    }
 
     int64_t row_of(const SieSlot& slot, int64_t position) const {
         const int64_t block = step.blocks[slot.first_block + position / decoder.block_tokens];

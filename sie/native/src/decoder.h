@@ -52,7 +52,7 @@ struct SieDecoderStep {
     const int32_t* ids;     // in the vocabulary
     const int32_t* blocks;  // position p of a sequence is in its block p / block_tokens
     const SieSlot* slots;
-    const int32_t* kept;  // tokens whose logits are wanted
+    const int32_t* kept;  // tokens whose logits are wanted, ascending, each once
     float* logits;        // (num_kept, vocabulary)
     void* scratch;        // of decoder_scratch_bytes, 64-byte aligned
     int32_t num_tokens, num_slots, num_kept, num_threads;

@@ -1,6 +1,7 @@
 // The decoder of decoder.h: products, and between them what happens to each row.
 #pragma once
 #include <algorithm>
+#include <cstring>
 
 #include "decoder.h"
 #include "decoder_layout.h"
@@ -16,8 +17,8 @@ class Decoder {
     static constexpr int kRowsPerPiece = 8;
 
     const SieDecoder& decoder_;
-    const SieDecoderStep& step_;
     const DecoderLayout layout_;
+    SieDecoderStep step_;  // from the last layer's attention on that of the kept tokens alone
     const int width_;
     float *hidden_, *product_, *attended_;
     Stored* query_;
@@ -25,8 +26,8 @@ class Decoder {
   public:
     Decoder(const SieDecoder& decoder, const SieDecoderStep& step)
         : decoder_(decoder),
-          step_(step),
           layout_(decoder, step),
+          step_(step),
           width_(decoder.width),
           hidden_(at<float>(layout_.hidden)),
           product_(at<float>(layout_.product)),
@@ -34,13 +35,21 @@ class Decoder {
           query_(at<Stored>(layout_.query)) {}
 
     void run() {
-        for_rows(step_.num_tokens, [&](int64_t row) { embed(row); });
-        for (int i = 0; i < decoder_.num_layers; ++i) {
-            const SieDecoderLayer& layer = decoder_.layers[i];
-            attention(layer);
-            block(layer);
+        const SieDecoderLayer *layer = decoder_.layers, *last = layer + decoder_.num_layers - 1;
+        const Rows first = rows(layout_.input, layer->qkv);
+        for_rows(step_.num_tokens, [&](int64_t row) {
+            embed(row);
+            write(first, row, hidden(row), layer->before_attention);
+        });
+        for (; layer <= last; ++layer) {
+            project(*layer);
+            if (layer == last && step_.num_kept < step_.num_tokens) keep();
+            if (!step_.num_tokens) return;
+            attention(*layer);
+            const bool is_last = layer == last;
+            block(*layer, is_last ? decoder_.head : layer[1].qkv, is_last ? decoder_.last_norm : layer[1].before_attention);
         }
-        if (step_.num_kept) logits();
+        logits();
     }
 
   private:
@@ -61,16 +70,17 @@ class Decoder {
         });
     }
 
-    Rows rows(size_t offset, const SieMatrix& matrix, int64_t num_rows) const {
-        return {at<char>(offset), matrix.inputs, form_of(matrix.format, num_rows)};
+    // The input of a matrix for the step's tokens.
+    Rows rows(size_t offset, const SieMatrix& matrix) const {
+        return {at<char>(offset), matrix.inputs, form_of(matrix.format, step_.num_tokens)};
     }
 
-    // Calls done(row, pair, left, right) for the product of rows with a matrix.
+    // Calls done(row, pair, left, right) for the product of the step's tokens with a matrix.
     template <class Done>
-    void multiply(const SieMatrix& matrix, const Rows& rows, int64_t num_rows, bool is_gated, const Done& done) const {
+    void multiply(const SieMatrix& matrix, const Rows& rows, bool is_gated, const Done& done) const {
         // Threads unpack where each one's share of the scratch has the room for it.
         char* unpacked = at<char>(layout_.threads + layout_.unpacked);
-        multiply_pairs(Product{matrix, rows, num_rows, is_gated, step_.num_threads, unpacked, layout_.thread}, done);
+        multiply_pairs(Product{matrix, rows, step_.num_tokens, is_gated, step_.num_threads, unpacked, layout_.thread}, done);
     }
 
     void write(const Rows& to, int64_t row, const float* values, const float* weight) const {
@@ -86,19 +96,43 @@ class Decoder {
         }
     }
 
-    void attention(const SieDecoderLayer& layer) const {
-        const int64_t num_rows = step_.num_tokens, outputs = layer.qkv.outputs;
-        const Rows input = rows(layout_.input, layer.qkv, num_rows);
-        for_rows(num_rows, [&](int64_t row) { write(input, row, hidden(row), layer.before_attention); });
-        multiply(layer.qkv, input, num_rows, false, [&](int64_t row, int64_t pair, Vec left, Vec right) {
+    Attending attending(const SieDecoderLayer& layer) const {
+        return {decoder_, layer, step_, query_, rows(layout_.input, layer.out), attended_};
+    }
+
+    // Makes queries, and puts keys and values into their blocks.
+    void project(const SieDecoderLayer& layer) const {
+        const int64_t outputs = layer.qkv.outputs;
+        multiply(layer.qkv, rows(layout_.input, layer.qkv), false, [&](int64_t row, int64_t pair, Vec left, Vec right) {
             store_pair(product(row, outputs), outputs, pair, left, right);
         });
-        const Attending attending{decoder_, layer, step_, query_, attended_};
-        for_tokens([&](const SieSlot& slot, int64_t token, int64_t position) { turn(attending, slot, token, position); });
-        attend(attending);
-        const Rows attended = rows(layout_.input, layer.out, num_rows);
-        for_rows(num_rows, [&](int64_t row) { write(attended, row, attended_ + row * layer.out.inputs, nullptr); });
-        add(layer.out, attended, layer.after_attention);
+        const Attending by = attending(layer);
+        for_tokens([&](const SieSlot& slot, int64_t token, int64_t position) { turn(by, slot, token, position); });
+    }
+
+    // Makes the step one of the kept tokens, each a slot of its own: of the last layer nobody else needs more than keys
+    // and values.
+    void keep() {
+        SieSlot* slots = at<SieSlot>(layout_.kept);
+        const SieSlot* slot = step_.slots;
+        const int64_t query_values = static_cast<int64_t>(decoder_.num_heads) * decoder_.head_width;
+        for (int i = 0; i < step_.num_kept; ++i) {
+            const int64_t token = step_.kept[i];
+            while (token >= slot->first_token + slot->length) ++slot;
+            slots[i] = {slot->start + token - slot->first_token, 1, i, slot->first_block};
+            std::memmove(hidden(i), hidden(token), width_ * sizeof(float));
+            std::memmove(query_ + i * query_values, query_ + token * query_values, query_values * sizeof(Stored));
+        }
+        step_.slots = slots;
+        step_.num_slots = step_.num_tokens = step_.num_kept;
+    }
+
+    void attention(const SieDecoderLayer& layer) const {
+        const Attending by = attending(layer);
+        attend(by);
+        if (!by.rows.takes_pieces())
+            for_rows(step_.num_tokens, [&](int64_t row) { write(by.rows, row, attended_ + row * layer.out.inputs, nullptr); });
+        add(layer.out, by.rows, layer.after_attention, layer.up, layer.before_block);
     }
 
     // Calls run(slot, token, position) for all tokens.
@@ -184,21 +218,23 @@ class Decoder {
         });
     }
 
-    void block(const SieDecoderLayer& layer) const {
-        const int64_t num_rows = step_.num_tokens, inner = layer.down.inputs;
-        const Rows input = rows(layout_.input, layer.up, num_rows), to = rows(layout_.inner, layer.down, num_rows);
-        for_rows(num_rows, [&](int64_t row) { write(input, row, hidden(row), layer.before_block); });
+    void block(const SieDecoderLayer& layer, const SieMatrix& next, const float* before_next) const {
+        const int64_t inner = layer.down.inputs;
+        const Rows to = rows(layout_.inner, layer.down);
+        const bool is_gated = decoder_.is_gated, takes_pieces = to.takes_pieces();
+        const auto store = [&](int64_t row, int64_t first, Vec values) {  // whole tiles
+            if (takes_pieces) return to.store(row, first, 0xFFFF, values);
+            _mm512_storeu_ps(product(row, inner) + first, values);
+        };
         with_activation([&](auto activate) {
-            const bool is_gated = decoder_.is_gated;
-            multiply(layer.up, input, num_rows, is_gated, [&](int64_t row, int64_t pair, Vec left, Vec right) {
-                float* values = product(row, inner);
-                if (!is_gated) return store_pair(values, inner, pair, activate(left), activate(right));
-                const int64_t first = pair * kTileOutputs;
-                _mm512_storeu_ps(values + first, _mm512_mul_ps(activate(left), right));  // whole tiles
+            multiply(layer.up, rows(layout_.input, layer.up), is_gated, [&](int64_t row, int64_t pair, Vec left, Vec right) {
+                if (is_gated) return store(row, pair * kTileOutputs, _mm512_mul_ps(activate(left), right));
+                store(row, pair * kPairOutputs, activate(left));
+                if (pair * kPairOutputs + kTileOutputs < inner) store(row, pair * kPairOutputs + kTileOutputs, activate(right));
             });
         });
-        for_rows(num_rows, [&](int64_t row) { write(to, row, product(row, inner), nullptr); });
-        add(layer.down, to, layer.after_block);
+        if (!takes_pieces) for_rows(step_.num_tokens, [&](int64_t row) { write(to, row, product(row, inner), nullptr); });
+        add(layer.down, to, layer.after_block, next, before_next);
     }
 
     template <class F>
@@ -211,36 +247,27 @@ class Decoder {
         }
     }
 
-    // Adds a product to the hidden states, normalised before where there is a weight.
-    void add(const SieMatrix& matrix, const Rows& from, const float* weight) const {
-        const Vec scale = _mm512_set1_ps(decoder_.residual_scale);
-        multiply(matrix, from, step_.num_tokens, false, [&](int64_t row, int64_t pair, Vec left, Vec right) {
-            if (weight) return store_pair(product(row, width_), width_, pair, left, right);
-            float* to = hidden(row) + pair * kPairOutputs;
-            const int rest = static_cast<int>(width_ - pair * kPairOutputs);
-            add_to(to, first_lanes(rest), left, scale);
-            add_to(to + kTileOutputs, first_lanes(rest - kTileOutputs), right, scale);
+    // Adds a product to the hidden states, and writes them as the next one's input; each normalised before where there is
+    // a weight.
+    void add(const SieMatrix& matrix, const Rows& from, const float* weight, const SieMatrix& next, const float* before) const {
+        multiply(matrix, from, false, [&](int64_t row, int64_t pair, Vec left, Vec right) {
+            store_pair(product(row, width_), width_, pair, left, right);
         });
-        if (!weight) return;
+        const Rows to = rows(layout_.input, next);
         for_rows(step_.num_tokens, [&](int64_t row) {
-            normalise(product(row, width_), width_, weight, decoder_.epsilon);
-            for (int c = 0; c < width_; c += kLanes) {
-                const __mmask16 lanes = first_lanes(width_ - c);
-                add_to(hidden(row) + c, lanes, _mm512_maskz_loadu_ps(lanes, product(row, width_) + c), scale);
-            }
+            add_row(hidden(row), product(row, width_), width_, weight, decoder_.epsilon, decoder_.residual_scale);
+            write(to, row, hidden(row), before);
         });
     }
 
     void logits() const {
         const SieMatrix& head = decoder_.head;
-        const Rows input = rows(layout_.input, head, step_.num_kept);
-        for_rows(step_.num_kept, [&](int64_t row) { write(input, row, hidden(step_.kept[row]), decoder_.last_norm); });
         const Vec scale = _mm512_set1_ps(decoder_.logit_scale);
         const auto finish = [&](Vec sum) {
             const Vec scaled = _mm512_mul_ps(sum, scale);
             return decoder_.logit_cap > 0 ? capped(scaled, decoder_.logit_cap) : scaled;
         };
-        multiply(head, input, step_.num_kept, false, [&](int64_t row, int64_t pair, Vec left, Vec right) {
+        multiply(head, rows(layout_.input, head), false, [&](int64_t row, int64_t pair, Vec left, Vec right) {
             float* to = step_.logits + row * static_cast<int64_t>(head.outputs);
             store_pair(to, head.outputs, pair, finish(left), finish(right));
         });

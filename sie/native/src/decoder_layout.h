@@ -6,7 +6,8 @@
 
 namespace {
 
-constexpr int kPromptRows = 64;     // queries of one piece of a prompt's attention, heads times tokens
+constexpr int kPromptBlock = 12;    // queries of a prompt whose sums stay in registers
+constexpr int kPromptRows = 8 * kPromptBlock;  // those of one piece of its attention, heads times tokens
 constexpr int kPromptKeys = 256;    // keys that such a piece takes at a time
 constexpr int kSegmentKeys = 512;   // keys of a piece of one token's attention
 constexpr int kShortSlot = 2;       // tokens up to which a slot attends token by token
@@ -14,7 +15,7 @@ constexpr int kShortSlot = 2;       // tokens up to which a slot attends token b
 inline int64_t keys_seen(int64_t position, int64_t window) { return window && position >= window ? window : position + 1; }
 
 struct DecoderLayout {
-    size_t hidden, inner, input, product, query, attended, partials, threads;
+    size_t hidden, inner, input, product, query, attended, partials, kept, threads;
     size_t thread, unpacked;  // bytes of a thread; from where it unpacks
     size_t end;
 
@@ -44,9 +45,11 @@ struct DecoderLayout {
             at += (bytes + 63) / 64 * 64;
             return found;
         };
-        // A prompt's queries, keys and values in the order of products, scores, weights and sums.
+        // A prompt's keys and values in the order of products, scores, weights and sums; or a token's scores.
         const size_t group = heads / decoder.num_key_heads, prompt_rows = group > kPromptRows ? group : kPromptRows;
-        place(4 * kPromptKeys * head * 2 + prompt_rows * (kPromptKeys * 8 + head * 4 + 8) + 64);
+        const size_t of_prompt = 4 * kPromptKeys * head * 2 + kPromptBlock * kPromptKeys * 8 + prompt_rows * (head * 4 + 8) + 64;
+        const size_t of_token = 4 * group * kSegmentKeys;
+        place(of_prompt > of_token ? of_prompt : of_token);
         unpacked = place(widest);
         thread = at;
         at = 0;
@@ -56,20 +59,23 @@ struct DecoderLayout {
         product = place(4 * tokens * outputs);
         query = place(4 * tokens * heads * decoder.head_width);
         attended = place(4 * tokens * heads * decoder.head_width);
-        partials = place(4 * num_segments(decoder, step) * heads * (head + 2));
+        partials = place(4 * num_segments(step) * heads * (head + 2));
+        kept = place(step.num_kept * sizeof(SieSlot));
         threads = place(step.num_threads * thread);
         end = at;
     }
 
   private:
-    // Pieces of the longest attention, token by token.
-    static size_t num_segments(const SieDecoder&, const SieDecoderStep& step) {
-        size_t count = 0;
-        for (int i = 0; i < step.num_slots; ++i) {
+    // Segments of tokens that attend one by one: those of short slots, in the last layer those that are kept.
+    static size_t num_segments(const SieDecoderStep& step) {
+        const auto of_last = [](const SieSlot& slot) { return (slot.start + slot.length + kSegmentKeys - 1) / kSegmentKeys; };
+        size_t count = 0, of_kept = 0;
+        for (int i = 0, kept = 0; i < step.num_slots; ++i) {
             const SieSlot& slot = step.slots[i];
-            if (slot.length <= kShortSlot) count += slot.length * ((slot.start + slot.length + kSegmentKeys - 1) / kSegmentKeys);
+            if (slot.length <= kShortSlot) count += slot.length * of_last(slot);
+            for (; kept < step.num_kept && step.kept[kept] < slot.first_token + slot.length; ++kept) of_kept += of_last(slot);
         }
-        return count;
+        return count > of_kept ? count : of_kept;
     }
 };
 

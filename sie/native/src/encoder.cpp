@@ -22,7 +22,8 @@ SIE_EXPORT int64_t sie_encoder_scratch(const SieEncoder* encoder, int64_t num_to
 }
 
 SIE_EXPORT void sie_encode(const SieEncoder* encoder, const SieStep* step) {
-    constexpr decltype(&encode_f32_avx512) kLevels[] = {encode_f32_avx512, encode_bf16_avx512, encode_bf16_amx};
+    constexpr decltype(&encode_f32_avx512) kLevels[] = {encode_f32_avx512,      encode_bf16_avx512,      encode_bf16_amx,
+                                                        encode_int8_f32_avx512, encode_int8_bf16_avx512, encode_int8_bf16_amx};
     kLevels[encoder->level](*encoder, *step);
 }
 

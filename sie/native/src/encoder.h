@@ -10,9 +10,11 @@
 constexpr int kPanel = 32;  // columns of a packed weight that lie side by side
 
 // y = x w^T + b. panels: [outputs / 32][inputs, in words][32 words], zero behind the last column.
+// Of weights in bytes (products_int8.h) the words of a row are filled up with zeros to a multiple of 16.
 struct SieDense {
     const uint32_t* panels;
     const float* bias;
+    const float *scales, *sums;  // of bytes: each output's scale, and the sum of its weights; filled up to whole panels
     int32_t inputs, outputs;
 };
 
@@ -35,7 +37,8 @@ struct SieEncoder {
     int32_t level;   // SieLevel
 };
 
-enum SieLevel : int32_t { kLevelF32 = 0, kLevelBf16 = 1, kLevelAmx = 2 };
+// The last three multiply bytes, and compute the rest in the format of the first two.
+enum SieLevel : int32_t { kLevelF32 = 0, kLevelBf16 = 1, kLevelAmx = 2, kLevelInt8F32 = 3, kLevelInt8Bf16 = 4, kLevelInt8Amx = 5 };
 
 enum SieActivation : int32_t { kGelu = 0, kGeluTanh = 1, kRelu = 2, kSilu = 3 };
 

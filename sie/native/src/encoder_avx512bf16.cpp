@@ -1,11 +1,13 @@
-// bfloat16 on AVX-512 with its dot product.
+// bfloat16 on AVX-512 with its dot product, or with that of bytes.
 #ifdef __AVX512BF16__
 #include "encoder_kernel.h"
 #include "levels.h"
 #include "pooling_kernel.h"
+#include "products_int8.h"
 
 void attend_bf16_avx512(const SieAttention& shape, void* scratch) { attend<Bf16>(shape, scratch); }
 void encode_bf16_avx512(const SieEncoder& encoder, const SieStep& step) { encode<DotProducts<Bf16>>(encoder, step); }
+void encode_int8_bf16_avx512(const SieEncoder& encoder, const SieStep& step) { encode<Int8Products<Bf16>>(encoder, step); }
 
 void pack_bf16_avx512(const void* weight, int outputs, int inputs, uint32_t* panels) {
     pack_panels<Bf16>(static_cast<const uint16_t*>(weight), outputs, inputs, panels);

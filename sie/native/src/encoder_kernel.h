@@ -17,6 +17,7 @@ class Encoder {
     struct Room {
         Stored *block, *inner;
         float* sums;  // [row][width rounded up to a panel]
+        char* bytes;
     };
 
     const SieEncoder& encoder_;
@@ -45,8 +46,8 @@ class Encoder {
         for_blocks([&](int first, int rows, const Room& room) { embed(first, rows, room); });
         for (int i = 0; i < encoder_.num_layers; ++i) {
             const SieLayer& layer = encoder_.layers[i];
-            for_blocks([&](int first, int rows, const Room&) {
-                linear(layer.qkv, hidden_ + at(first, width_), rows, qkv_ + at(first, 3 * width_), [](Vec x) { return x; });
+            for_blocks([&](int first, int rows, const Room& room) {
+                linear(layer.qkv, hidden_ + at(first, width_), rows, qkv_ + at(first, 3 * width_), room, [](Vec x) { return x; });
             });
             attend_all();
             for_blocks([&](int first, int rows, const Room& room) { rest_of_layer(layer, first, rows, room); });
@@ -65,7 +66,7 @@ class Encoder {
         share(count, step_.num_threads, [&](int64_t block, int32_t thread) {
             char* own = base() + layout_.threads + thread * layout_.share;
             const Room room{reinterpret_cast<Stored*>(own + layout_.block), reinterpret_cast<Stored*>(own + layout_.inner),
-                            reinterpret_cast<float*>(own + layout_.sums)};
+                            reinterpret_cast<float*>(own + layout_.sums), own + layout_.bytes};
             const int first = block * block_rows_, rest = step_.num_tokens - first;
             run(first, rest < block_rows_ ? rest : block_rows_, room);
         });
@@ -103,17 +104,18 @@ class Encoder {
         Stored* hidden = hidden_ + at(first, width_);
         add_and_normalise(layer.out, attended_ + at(first, width_), rows, hidden, layer.after_attention, room.block, room);
         switch (encoder_.activation) {
-            case kGelu: linear(layer.up, room.block, rows, room.inner, [](Vec x) { return gelu(x); }); break;
-            case kGeluTanh: linear(layer.up, room.block, rows, room.inner, [](Vec x) { return gelu_tanh(x); }); break;
-            case kRelu: linear(layer.up, room.block, rows, room.inner, [](Vec x) { return _mm512_max_ps(_mm512_setzero_ps(), x); }); break;
-            default: linear(layer.up, room.block, rows, room.inner, [](Vec x) { return times_sigmoid(x, x); });
+            case kGelu: linear(layer.up, room.block, rows, room.inner, room, [](Vec x) { return gelu(x); }); break;
+            case kGeluTanh: linear(layer.up, room.block, rows, room.inner, room, [](Vec x) { return gelu_tanh(x); }); break;
+            case kRelu: linear(layer.up, room.block, rows, room.inner, room, [](Vec x) { return _mm512_max_ps(_mm512_setzero_ps(), x); }); break;
+            default: linear(layer.up, room.block, rows, room.inner, room, [](Vec x) { return times_sigmoid(x, x); });
         }
         add_and_normalise(layer.down, room.inner, rows, room.block, layer.after_block, hidden, room);
     }
 
     template <class Activation>
-    static void linear(const SieDense& linear, const Stored* from, int rows, Stored* to, Activation activate) {
-        multiply<Products>(linear, from, rows, [&](int first, int count, int column, const float* tile) {
+    static void linear(const SieDense& linear, const Stored* from, int rows, Stored* to, const Room& room,
+                       Activation activate) {
+        multiply<Products>(linear, from, rows, room.bytes, [&](int first, int count, int column, const float* tile) {
             for (int c = column; c < column + kPanel && c < linear.outputs; c += kLanes) {
                 const __mmask16 lanes = first_lanes(linear.outputs - c);
                 const Vec bias = _mm512_maskz_loadu_ps(lanes, linear.bias + c);
@@ -129,7 +131,7 @@ class Encoder {
     void add_and_normalise(const SieDense& linear, const Stored* from, int rows, const Stored* residual,
                            const SieNorm& norm, Stored* to, const Room& room) const {
         const size_t stride = sums_stride();
-        multiply<Products>(linear, from, rows, [&](int first, int count, int column, const float* tile) {
+        multiply<Products>(linear, from, rows, room.bytes, [&](int first, int count, int column, const float* tile) {
             for (int r = 0; r < count; ++r)
                 for (int c = 0; c < kPanel; c += kLanes)
                     _mm512_storeu_ps(room.sums + (first + r) * stride + column + c, _mm512_load_ps(tile + r * kPanel + c));

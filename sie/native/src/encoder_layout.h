@@ -11,7 +11,7 @@ constexpr int kBlockRows = 112;
 
 struct EncoderLayout {
     size_t qkv, attended;              // of all tokens
-    size_t block, inner, sums, share;  // of a thread, from the beginning of its share
+    size_t block, inner, sums, bytes, share;  // of a thread, from the beginning of its share
     size_t threads, attention, end;
 
     EncoderLayout(const SieEncoder& encoder, size_t tokens, size_t longest, size_t num_threads) {
@@ -25,6 +25,8 @@ struct EncoderLayout {
         block = place(4 * kBlockRows * width);
         inner = place(4 * kBlockRows * widest);
         sums = place(4 * kBlockRows * (width + kPanel));
+        // Rows in bytes (products_int8.h): as many as the widest has, rounded up, with 64 to part them and two numbers.
+        bytes = place(encoder.level < kLevelInt8F32 ? 0 : kBlockRows * ((width > widest ? width : widest) + 64 + 64 + 8) + 64);
         share = at;
         at = 0;
         qkv = place(4 * tokens * 3 * width);

@@ -11,9 +11,9 @@ constexpr int kMostAtOnce = DotProducts<Bf16>::kMaxRows;
 
 // Words of two weights of 16 outputs.
 inline __m512i word_of(Vec first, Vec second) {
-    const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(first));
-    const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(second));
-    return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+    alignas(64) static constexpr uint16_t kTurns[] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return _mm512_permutexvar_epi16(_mm512_load_si512(kTurns), (__m512i)_mm512_cvtne2ps_pbh(second, first));
 }
 
 // Writes a tile of integer weights as one of bf16.

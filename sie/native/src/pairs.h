@@ -45,9 +45,10 @@ void multiply_pair(const Product& product, int64_t pair, [[maybe_unused]] int32_
         const int words = static_cast<int>(product.rows.groups() * kGroupInputs / 2);
         const uint32_t* first = bf16_tile(product.matrix, product.tile(left), room);
         const uint32_t* second = has_right ? bf16_tile(product.matrix, product.tile(right), room + words * kLanes) : first;
-        const int64_t blocks = (num_rows + kMostAtOnce - 1) / kMostAtOnce, height = (num_rows + blocks - 1) / blocks;
-        for (int64_t row = 0; row < num_rows; row += height) {
-            const int count = static_cast<int>(num_rows - row < height ? num_rows - row : height);
+        const int64_t blocks = (num_rows + kMostAtOnce - 1) / kMostAtOnce;
+        for (int64_t block = 0; block < blocks; ++block) {
+            const int64_t row = num_rows * block / blocks;
+            const int count = static_cast<int>(num_rows * (block + 1) / blocks - row);
             const uint16_t* from = product.rows.halves(row);
             DotProducts<Bf16>::run_halves<kLanes>(count, from, product.rows.stride(), first, second, words, sums);
             with(row, count, sums);

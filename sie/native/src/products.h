@@ -19,11 +19,22 @@ void pack_panels(const typename T::Stored* weight, int outputs, int inputs, uint
             }
 }
 
+// Rows as they are stored, back to back: what is multiplied where nothing has to be done to them before.
+template <class Stored>
+struct StoredRows {
+    const Stored* rows;
+    size_t stride;
+
+    StoredRows(const SieDense& linear, const Stored* rows, int, char*) : rows(rows), stride(linear.inputs) {}
+    const Stored* at(int row) const { return rows + row * stride; }
+};
+
 // One tile by dot products: the sums of kRows rows and one panel stay in registers, 14 rows at most.
 template <class T>
 struct DotProducts {
     using Format = T;
     using Stored = typename T::Stored;
+    using Input = StoredRows<Stored>;
     static constexpr int kMaxRows = 14;
 
     // The two halves of a panel have a word of each column every kStep words.
@@ -53,11 +64,12 @@ struct DotProducts {
         }
     }
 
+    static int words(const SieDense& linear) { return linear.inputs / T::kPerWord; }
     static void prepare(int) {}
     static void finish() {}
 
-    static void run(int count, const Stored* rows, size_t stride, const uint32_t* panel, int words, float* to) {
-        run_halves<kPanel>(count, rows, stride, panel, panel + kLanes, words, to);
+    static void run(int count, const Input& rows, int first, const SieDense& linear, int, const uint32_t* panel, float* to) {
+        run_halves<kPanel>(count, rows.at(first), rows.stride, panel, panel + kLanes, words(linear), to);
     }
 
     template <int kStep>
@@ -73,18 +85,20 @@ struct DotProducts {
 
 // Runs a linear layer without its bias over num_rows rows; done(first, rows, column, tile) gets each finished tile,
 // [rows][32] float. All tiles have one height, and the last overlaps the one before it: done may see a row twice.
+// room is where the rows are brought into the form that is multiplied, if they have to be.
 template <class Products, class Done>
-void multiply(const SieDense& linear, const typename Products::Stored* rows, int num_rows, Done done) {
-    const int words = linear.inputs / Products::Format::kPerWord;
+void multiply(const SieDense& linear, const typename Products::Format::Stored* from, int num_rows, char* room, Done done) {
+    const typename Products::Input rows(linear, from, num_rows, room);
+    const size_t panel_words = static_cast<size_t>(Products::words(linear)) * kPanel;
     const int num_tiles = (num_rows + Products::kMaxRows - 1) / Products::kMaxRows;
     const int height = (num_rows + num_tiles - 1) / num_tiles;
     alignas(64) float sums[Products::kMaxRows * kPanel];
     const uint32_t* panel = linear.panels;
     Products::prepare(height);
-    for (int column = 0; column < linear.outputs; column += kPanel, panel += static_cast<size_t>(words) * kPanel)
+    for (int column = 0; column < linear.outputs; column += kPanel, panel += panel_words)
         for (int tile = 0; tile < num_tiles; ++tile) {
             const int first = tile + 1 < num_tiles ? tile * height : num_rows - height;
-            Products::run(height, rows + static_cast<size_t>(first) * linear.inputs, linear.inputs, panel, words, sums);
+            Products::run(height, rows, first, linear, column, panel, sums);
             done(first, height, column, sums);
         }
 }

@@ -8,16 +8,15 @@
 namespace {
 
 class PromptAttention {
-    static constexpr int kBlockRows = 12;  // queries whose sums stay in registers
-
     const Attending& a_;
     const SieSlot& slot_;
     const int key_head_, words_, columns_;  // words of a key; head_width in whole lanes
     const int64_t first_token_, first_position_;
     const int num_rows_;
     uint32_t *keys_, *values_;  // [tile of 16 keys][word][key]; [word of keys][column]
-    float *scores_, *sums_;     // [row][key]; [row][column]
-    Stored* weights_;           // [row][key]
+    float* scores_;             // [row of a block][key]
+    Stored* weights_;           // [row of a block][key]
+    float* sums_;               // [row][column]
     float *tops_, *totals_;     // [row]
 
   public:
@@ -34,8 +33,8 @@ class PromptAttention {
         keys_ = reinterpret_cast<uint32_t*>(room);
         values_ = keys_ + kPromptKeys * columns_;
         scores_ = reinterpret_cast<float*>(values_ + kPromptKeys * columns_);
-        weights_ = reinterpret_cast<Stored*>(scores_ + num_rows_ * kPromptKeys);
-        sums_ = reinterpret_cast<float*>(weights_ + num_rows_ * kPromptKeys);
+        weights_ = reinterpret_cast<Stored*>(scores_ + kPromptBlock * kPromptKeys);
+        sums_ = reinterpret_cast<float*>(weights_ + kPromptBlock * kPromptKeys);
         tops_ = sums_ + num_rows_ * columns_;
         totals_ = tops_ + num_rows_;
     }
@@ -50,13 +49,12 @@ class PromptAttention {
         for (int64_t begin = a_.lowest(first_position_); begin < end; begin += kPromptKeys) {
             const int count = static_cast<int>(end - begin < kPromptKeys ? end - begin : kPromptKeys);
             pack(begin, count);
-            for (int row = 0; row < num_rows_; row += kBlockRows) block(row, begin, count);
+            for (int row = 0; row < num_rows_; row += kPromptBlock) block(row, begin, count);
         }
         for (int r = 0; r < num_rows_; ++r)
             for (int c = 0; c < a_.decoder.head_width; c += kLanes) {
                 const Vec sum = _mm512_mul_ps(_mm512_loadu_ps(sums_ + r * columns_ + c), _mm512_set1_ps(1.0f / totals_[r]));
-                float* to = a_.attended_of(token_of(r), head_of(r)) + c;
-                _mm512_mask_storeu_ps(to, first_lanes(a_.decoder.head_width - c), sum);
+                a_.store(token_of(r), head_of(r), c, sum);
             }
     }
 
@@ -95,28 +93,32 @@ class PromptAttention {
 
     static int whole(int count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
-    // Goes on with queries row .. row + 12 over the packed keys.
+    // Goes on with a block of queries from a row on, over the packed keys.
     void block(int row, int64_t begin, int count) {
-        const int rows = num_rows_ - row < kBlockRows ? num_rows_ - row : kBlockRows, end = whole(count);
+        const int rows = num_rows_ - row < kPromptBlock ? num_rows_ - row : kPromptBlock;
+        const int64_t seen = position_of(row + rows - 1) + 1 - begin;
+        if (seen <= 0) return;
+        if (seen < count) count = static_cast<int>(seen);
+        const int end = whole(count);
         // Rows behind the last are the last again, so that every block has the same shape.
-        const Stored* queries[kBlockRows];
-        for (int r = 0; r < kBlockRows; ++r) {
+        const Stored* queries[kPromptBlock];
+        for (int r = 0; r < kPromptBlock; ++r) {
             const int own = row + (r < rows ? r : rows - 1);
             queries[r] = a_.query_of(token_of(own), head_of(own));
         }
         int tile = 0;
-        for (; tile + 2 * kLanes <= end; tile += 2 * kLanes) score<2>(queries, row, rows, tile);
-        if (tile < end) score<1>(queries, row, rows, tile);
-        float factors[kBlockRows];
-        for (int r = 0; r < rows; ++r) factors[r] = weigh(row + r, begin, count);
+        for (; tile + 2 * kLanes <= end; tile += 2 * kLanes) score<2>(queries, rows, tile);
+        if (tile < end) score<1>(queries, rows, tile);
+        float factors[kPromptBlock];
+        for (int r = 0; r < rows; ++r) factors[r] = weigh(row, r, begin, count);
         int column = 0;
         for (; column + 2 * kLanes <= columns_; column += 2 * kLanes) sum<2>(row, rows, column, end, factors);
         if (column < columns_) sum<1>(row, rows, column, end, factors);
     }
 
     template <int kTiles>
-    void score(const Stored* const (&queries)[kBlockRows], int row, int rows, int tile) {
-        Vec sums[kBlockRows][kTiles];
+    void score(const Stored* const (&queries)[kPromptBlock], int rows, int tile) {
+        Vec sums[kPromptBlock][kTiles];
         for (auto& each : sums)
             for (Vec& sum : each) sum = _mm512_setzero_ps();
         const uint32_t* from = keys_ + tile * words_;
@@ -124,20 +126,21 @@ class PromptAttention {
             __m512i keys[kTiles];
             for (int t = 0; t < kTiles; ++t) keys[t] = _mm512_loadu_si512(from + (t * words_ + word) * kLanes);
 #pragma GCC unroll 12
-            for (int r = 0; r < kBlockRows; ++r) {
+            for (int r = 0; r < kPromptBlock; ++r) {
                 const __m512i one = broadcast_word(queries[r] + word * Number::kPerWord);
                 for (int t = 0; t < kTiles; ++t) sums[r][t] = Number::dot(sums[r][t], one, keys[t]);
             }
         }
         for (int r = 0; r < rows; ++r)
             for (int t = 0; t < kTiles; ++t)
-                _mm512_storeu_ps(scores_ + (row + r) * kPromptKeys + tile + t * kLanes, a_.scaled(sums[r][t]));
+                _mm512_storeu_ps(scores_ + r * kPromptKeys + tile + t * kLanes, a_.scaled(sums[r][t]));
     }
 
-    // Writes the weights of one row; returns what its sums so far are to be multiplied with.
-    float weigh(int row, int64_t begin, int count) {
-        const float* scores = scores_ + row * kPromptKeys;
-        Stored* weights = weights_ + row * kPromptKeys;
+    // Writes the weights of a block's row r; returns what its sums so far are to be multiplied with.
+    float weigh(int first, int r, int64_t begin, int count) {
+        const int row = first + r;
+        const float* scores = scores_ + r * kPromptKeys;
+        Stored* weights = weights_ + r * kPromptKeys;
         const int64_t position = position_of(row), low = a_.lowest(position) - begin, high = position + 1 - begin;
         const int from = low < 0 ? 0 : static_cast<int>(low < count ? low : count);
         const int to = high < count ? static_cast<int>(high) : count;
@@ -161,12 +164,12 @@ class PromptAttention {
     }
 
     template <int kTiles>
-    void sum(int row, int rows, int column, int end, const float (&factors)[kBlockRows]) {
-        Vec sums[kBlockRows][kTiles];
-        const Stored* weights[kBlockRows];
-        for (int r = 0; r < kBlockRows; ++r) {
+    void sum(int row, int rows, int column, int end, const float (&factors)[kPromptBlock]) {
+        Vec sums[kPromptBlock][kTiles];
+        const Stored* weights[kPromptBlock];
+        for (int r = 0; r < kPromptBlock; ++r) {
             const int own = r < rows ? r : rows - 1;
-            weights[r] = weights_ + (row + own) * kPromptKeys;
+            weights[r] = weights_ + own * kPromptKeys;
             const float* so_far = sums_ + (row + own) * columns_ + column;
             for (int t = 0; t < kTiles; ++t)
                 sums[r][t] = _mm512_mul_ps(_mm512_loadu_ps(so_far + t * kLanes), _mm512_set1_ps(factors[own]));
@@ -176,7 +179,7 @@ class PromptAttention {
             __m512i values[kTiles];
             for (int t = 0; t < kTiles; ++t) values[t] = _mm512_loadu_si512(from + t * kLanes);
 #pragma GCC unroll 12
-            for (int r = 0; r < kBlockRows; ++r) {
+            for (int r = 0; r < kPromptBlock; ++r) {
                 const __m512i one = broadcast_word(weights[r] + word * Number::kPerWord);
                 for (int t = 0; t < kTiles; ++t) sums[r][t] = Number::dot(sums[r][t], one, values[t]);
             }

@@ -59,9 +59,15 @@ inline void narrow(Number::Stored* to, const float* from, int count) {
     }
 }
 
-// to += values times scale.
-inline void add_to(float* to, __mmask16 lanes, Vec values, Vec scale) {
-    _mm512_mask_storeu_ps(to, lanes, _mm512_fmadd_ps(values, scale, _mm512_maskz_loadu_ps(lanes, to)));
+// to += scale times values, normalised where there is a weight.
+inline void add_row(float* to, const float* values, int width, const float* weight, float epsilon, float scale) {
+    const Vec factor = _mm512_set1_ps(scale), root = weight ? inverse_root(values, width, epsilon) : factor;
+    for (int i = 0; i < width; i += kLanes) {
+        const __mmask16 lanes = first_lanes(width - i);
+        Vec some = _mm512_maskz_loadu_ps(lanes, values + i);
+        if (weight) some = _mm512_mul_ps(_mm512_mul_ps(some, root), _mm512_maskz_loadu_ps(lanes, weight + i));
+        _mm512_mask_storeu_ps(to + i, lanes, _mm512_fmadd_ps(some, factor, _mm512_maskz_loadu_ps(lanes, to + i)));
+    }
 }
 
 // Stores a pair of sums in a row of so many outputs.

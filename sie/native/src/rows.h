@@ -36,12 +36,17 @@ struct Rows {
     Form form;
 
     int64_t groups() const { return groups_of(inputs); }
-    char* at(int64_t row) const { return base + row * row_bytes(inputs); }
+    // From one row to the next, at most row_bytes. Those of halves are an odd number of lines apart: in a tile of rows that
+    // are a power of two apart, each would drive the others out of the first cache.
+    int64_t bytes_apart() const { return form == Form::kHalves ? (groups() | 1) * kGroupInputs * 2 : row_bytes(inputs); }
+    char* at(int64_t row) const { return base + row * bytes_apart(); }
     float* floats(int64_t row) const { return reinterpret_cast<float*>(at(row)); }
     uint16_t* halves(int64_t row) const { return reinterpret_cast<uint16_t*>(at(row)); }
     FixedGroup* fixed(int64_t row) const { return reinterpret_cast<FixedGroup*>(at(row)); }
     // Halves from one row to the next.
-    int64_t stride() const { return row_bytes(inputs) / 2; }
+    int64_t stride() const { return bytes_apart() / 2; }
+    // Whether a row can be stored piece by piece: not in groups, of which all values must be known.
+    bool takes_pieces() const { return form != Form::kFixed && inputs % kGroupInputs == 0; }
 
     // Writes a row: read(k, lanes) gives values k to k + 15, zero outside of the lanes.
     template <class Read>
@@ -54,6 +59,11 @@ struct Rows {
             const int64_t k = group * kGroupInputs;
             put(row, group, get(k), get(k + kLanes));
         }
+    }
+
+    // Stores values k to k + 15 of a row that takes pieces.
+    void store(int64_t row, int64_t k, __mmask16 lanes, Vec values) const {
+        Number::store(reinterpret_cast<Number::Stored*>(at(row)) + k, lanes, values);
     }
 
   private:

@@ -62,7 +62,6 @@ class TokenAttention {
         for (int head = 0; head < a_.decoder.num_heads; ++head) {
             float top = kLeast, total = 0;
             for (int64_t i = 0; i < piece.count; ++i) top = std::max(top, *partial(piece.first + i, head).top);
-            float* to = a_.attended_of(piece.token, head);
             for (int64_t i = 0; i < piece.count; ++i) {
                 const Partial part = partial(piece.first + i, head);
                 total += share_of(part, top) * *part.total;
@@ -74,7 +73,7 @@ class TokenAttention {
                     const Partial part = partial(piece.first + i, head);
                     sum = _mm512_fmadd_ps(_mm512_loadu_ps(part.values + c), _mm512_set1_ps(share_of(part, top)), sum);
                 }
-                _mm512_mask_storeu_ps(to + c, first_lanes(a_.decoder.head_width - c), _mm512_mul_ps(sum, scale));
+                a_.store(piece.token, head, c, _mm512_mul_ps(sum, scale));
             }
         }
     }

@@ -57,19 +57,35 @@ class Draw(NamedTuple):
     num_prompt: int = 0
 
 
+class Scored(NamedTuple):
+    """Given tokens whose log probabilities a step finds out, and where it writes these.
+
+    targets (n,) int32 stand behind the tokens `first`, first + 1, ... of a slot. own (n,) float32 are theirs; top_ids (n, k)
+    int32 and top (n, k) float32 are those of the k likeliest at each place, best first. Of a step that fails they mean
+    nothing.
+    """
+
+    first: int
+    targets: NDArray[np.int32]
+    own: NDArray[np.float32]
+    top_ids: NDArray[np.int32]
+    top: NDArray[np.float32]
+
+
 class Slot(NamedTuple):
     """The part of one sequence in a step: its next tokens, and where its keys and values lie.
 
     token_ids (t,) int32 stand at positions start, start + 1, ... Position p has its keys and values in block
     blocks[p // block_tokens], row p % block_tokens; those before start are there already. Without draws nothing is
     chosen, as behind all but the last part of a prompt; the choices of a request whose prompt has just been read have
-    a draw each, from one slot.
+    a draw each, from one slot. scored: what is to be found out of the tokens themselves.
     """
 
     token_ids: NDArray[np.int32]
     start: int
     blocks: Sequence[int]
     draws: tuple[Draw, ...] = ()
+    scored: Scored | None = None
 
 
 class Chosen(NamedTuple):
@@ -88,6 +104,8 @@ class GenerateRunner(Protocol):
     memory_bytes: int
     dtype: str
     block_tokens: int
+    vocab_size: int
+    """Of a row of logits."""
     num_blocks: int
     """Blocks of keys and values there is memory for, numbers 0 to num_blocks - 1."""
 

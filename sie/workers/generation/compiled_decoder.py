@@ -63,7 +63,7 @@ class CompiledDecoder:
         self._scratch = empty_aligned(0)
 
     def run(self, slots: Sequence[Slot]) -> Tensor:
-        """Return the logits (k, vocabulary), float32, behind the last tokens of the k slots that have draws.
+        """Return the logits (k, vocabulary), float32, behind the tokens that `scoring.kept_tokens` names of each slot.
 
         Ids must be in the vocabulary. Blocks are written to and read up to each slot's last token, no further.
         """
@@ -73,9 +73,11 @@ class CompiledDecoder:
         blocks: list[int] = []
         kept: list[int] = []
         num_tokens = num_positions = 0
-        for token_ids, start, own, draws in slots:
+        for token_ids, start, own, draws, scored in slots:
             length = len(token_ids)
             table.append((start, length, num_tokens, len(blocks)))
+            if scored is not None:
+                kept += range(num_tokens + scored.first, num_tokens + scored.first + len(scored.targets))
             num_tokens += length
             end = start + length
             num_positions = max(num_positions, end)

@@ -35,10 +35,14 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_sequences: int
     max_prefill_tokens: int
+    max_lone_prefill_tokens: int = 0
+    """Of a step in which no choice decodes; 0: as many as in others."""
     max_context_tokens: int = 0
     """0: the card's own."""
     max_prefills: int = 1024
     is_sharing: bool = True
+    prompt_logits_bytes: int = 1 << 26
+    """Memory for the logits that judge prompts in a step, in float32."""
     oom_retry_after_s: int = 5
 
 
@@ -63,7 +67,12 @@ class Engine:
         """Most tokens of a prompt and its answer."""
         self.planner = Planner(
             BlockPool(runner.num_blocks),
-            Limits(block_tokens=runner.block_tokens, max_prefills=limits.max_prefills, is_sharing=limits.is_sharing),
+            Limits(
+                block_tokens=runner.block_tokens,
+                max_prefills=limits.max_prefills,
+                is_sharing=limits.is_sharing,
+                max_scored=max(1, limits.prompt_logits_bytes // (4 * runner.vocab_size)),
+            ),
         )
         self.jobs: list[Job] = []
         """All jobs whose request was not answered, oldest first; those whose grammar is not there yet are not planned."""
@@ -167,7 +176,7 @@ class Engine:
         """
         now = now_ns()
         plan = self.planner.plan(
-            _capped(self.limits.max_prefill_tokens, self._prefill_ceiling, now),
+            _capped(self._max_prefill_tokens(), self._prefill_ceiling, now),
             _capped(self.limits.max_sequences, self._sequence_ceiling, now),
         )
         if plan is None:
@@ -187,12 +196,20 @@ class Engine:
         self.send()
         return size
 
+    def _max_prefill_tokens(self) -> int:
+        """Return the most tokens of prompts that the next step may have."""
+        lone = self.limits.max_lone_prefill_tokens
+        is_lone = lone and not any(sequence.num_left == 1 for sequence in self.planner.running)
+        return lone if is_lone else self.limits.max_prefill_tokens
+
     def _apply(self, part: Part, result: tuple[Chosen, ...] | SieError, now_ns: int) -> None:
         sequence, job = part.sequence, part.sequence.job
         if isinstance(result, SieError):
             self.num_non_finite += isinstance(result, NonFinite)
             self.fail(job, result)
             return
+        if job.scores is not None:
+            job.scores.note_read(sequence.num_computed + part.count)
         self.planner.advance(part)
         if not sequence.num_generated:
             self.num_prompt_tokens += part.count
@@ -207,8 +224,12 @@ class Engine:
             choices += [self.planner.fork(sequence, choice) for choice in range(1, job.task.num_choices)]
             job.sequences[:] = choices
         try:
-            for choice, chosen in zip(choices, result, strict=True):
-                self._take(choice, chosen)
+            if not job.task.max_tokens:
+                for choice in choices:
+                    self._finish(choice, "length")
+            else:
+                for choice, chosen in zip(choices, result, strict=True):
+                    self._take(choice, chosen)
         except Exception:  # a matcher is the library's code, run on what a client wrote
             _log.exception("a token of %s could not be taken", self.runner.card.id)
             self.fail(job, Internal("internal error during generation"))

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from sie.generation import TokenRecord
+from sie.workers.generation.prompt_scores import PromptScores
 from sie.workers.generation.sequences import Job, Sequence
 
 MAX_FRAME_BYTES: Final = 1 << 16
@@ -29,6 +30,14 @@ def take_records(jobs: Iterable[Job], max_bytes: int = MAX_FRAME_BYTES) -> Taken
     left = max_bytes
     for job in jobs:
         token_bytes = _token_bytes(job)
+        scores = job.scores
+        if scores is not None and scores.num_unsent:
+            count = min(scores.num_unsent, max(0, left - _RECORD_BYTES) // scores.entry_bytes)
+            if count:
+                records.append(_prompt_record(job, scores, count))
+            if count < scores.num_unsent:
+                return Taken(records, is_all=False)
+            left -= _RECORD_BYTES + count * scores.entry_bytes
         for sequence in job.sequences:
             wanted = sequence.num_unsent
             if not wanted and not sequence.finish:
@@ -44,11 +53,20 @@ def take_records(jobs: Iterable[Job], max_bytes: int = MAX_FRAME_BYTES) -> Taken
 
 def note_sent(sequence: Sequence, record: TokenRecord) -> None:
     """Note that a record was sent; a sequence whose last record that was is done with."""
+    scores = sequence.job.scores
+    if scores is not None and record.prompt is not None:
+        scores.note_sent(record.prompt)
     sequence.num_sent += len(record.token_ids)
     sequence.num_unsent -= len(record.token_ids)
     del sequence.logprobs[: len(record.logprobs)]
     if record.finish:
         sequence.job.sequences.remove(sequence)
+
+
+def _prompt_record(job: Job, scores: PromptScores, count: int) -> tuple[Sequence, TokenRecord]:
+    """Return a record with what is known of the prompt alone: no choice has been told of."""
+    first = job.sequences[0]
+    return first, TokenRecord(job.request.request_id, first.choice, 0, (), prompt=scores.piece(count))
 
 
 def _record(sequence: Sequence, count: int) -> TokenRecord:

@@ -5,27 +5,31 @@ llguidance does the work.
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from sie.cards import ModelCard
-from sie.errors import BadRequest, Internal
+from sie.errors import BadRequest, Internal, SieError
 from sie.generation import JSON_SPACE
 from sie.workers.generation import Matcher
 from sie.workers.silence import reading
 
 _FORMS: dict[str, Any] = {
-    "json_schema": partial(LLMatcher.grammar_from_json_schema, defaults={"whitespace_pattern": JSON_SPACE}),
+    "json_schema": functools.partial(LLMatcher.grammar_from_json_schema, defaults={"whitespace_pattern": JSON_SPACE}),
     "regex": LLMatcher.grammar_from_regex,
     "lark": LLMatcher.grammar_from_lark,
     "llguidance": str,
 }
 _LIMITS = LLParserLimits(verbose_errors=False)  # verbose ones show the parser's insides
+_MAX_THREADS: Final = 4
+"""For the masks of a step: more are over before they have begun."""
 
 
 class GrammarMatcher:
@@ -42,8 +46,9 @@ class GrammarMatcher:
         Behind a complete text the only one is an end of text.
         """
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
-        if self._matcher.is_error():
-            raise BadRequest(f"grammar: {_problem_of(self._matcher)}")
+        error = self._error()
+        if error is not None:
+            raise error
         allowed[:] = self._words[: len(allowed)]
 
     def consume(self, token_id: int) -> None:
@@ -59,6 +64,27 @@ class GrammarMatcher:
     def is_complete(self) -> bool:
         """Whether nothing but an end-of-text token may follow."""
         return self._matcher.is_stopped()
+
+    @staticmethod
+    def fill_masks(matchers: Sequence[Matcher], words: NDArray[np.int32]) -> list[SieError | None]:
+        """Write the masks of several matchers of one model at once, on several threads (`masks.FillMasks`).
+
+        No two of them are the same. The interpreter lock is free meanwhile.
+        """
+        own = [matcher for matcher in matchers if isinstance(matcher, GrammarMatcher)]
+        assert len(own) == len(matchers)
+        width = len(own[0]._words)
+        # A tokenizer with more tokens than its model has wider masks.
+        found = words if width == words.shape[1] else np.empty((len(own), width), np.int32)
+        _executor().unsafe_compute_mask_ptr(
+            [(matcher._matcher, row) for row, matcher in enumerate(own)], found.ctypes.data, width * 4, len(own)
+        )
+        if found is not words:
+            words[:] = found[:, : words.shape[1]]
+        return [matcher._error() for matcher in own]
+
+    def _error(self) -> SieError | None:
+        return BadRequest(f"grammar: {_problem_of(self._matcher)}") if self._matcher.is_error() else None
 
 
 class GrammarCompiler:
@@ -92,6 +118,12 @@ class GrammarCompiler:
             if self._tokenizer is None:
                 self._tokenizer = _read_tokenizer(self._card, vocab_size)
             return self._tokenizer
+
+
+@functools.cache
+def _executor() -> LLExecutor:
+    """Return this process's threads for masks: half of its cores at most, as a forward pass runs on the same ones."""
+    return LLExecutor(min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // 2)))
 
 
 def _problem_of(matcher: LLMatcher) -> str:

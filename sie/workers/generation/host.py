@@ -13,7 +13,7 @@ import msgspec
 from sie import families
 from sie.cards import ModelCard
 from sie.errors import BadRequest, InputTooLong, SieError
-from sie.generation import MAX_CHOICES, GenerateTask
+from sie.generation import MAX_CHOICES, MAX_PROMPT_LOGPROBS, GenerateTask
 from sie.settings import Settings
 from sie.workers.generation import GenerateRunner
 from sie.workers.generation.engine import Begin, Engine, EngineLimits
@@ -29,6 +29,8 @@ from sie.workers.telemetry import WorkerMetrics
 
 _CPU_PREFILL_TOKENS = 256
 """Takes a CPU about as long as a few steps of a stream, which it may delay."""
+_CPU_LONE_PREFILL_TOKENS = 512
+"""With no stream to delay: weights are read and unpacked for twice as many tokens."""
 _GPU_PREFILL_TOKENS = 4096
 _decoder = msgspec.msgpack.Decoder(GenerateTask)
 
@@ -56,10 +58,14 @@ class Generators:
             max_sequences=generation.max_sequences,
             max_prefill_tokens=generation.max_prefill_tokens
             or (_CPU_PREFILL_TOKENS if device == "cpu" else _GPU_PREFILL_TOKENS),
+            max_lone_prefill_tokens=_CPU_LONE_PREFILL_TOKENS
+            if device == "cpu" and not generation.max_prefill_tokens
+            else 0,
             max_context_tokens=generation.max_context_tokens,
             # Those of a step are in their prompt or in the first step behind it.
             max_prefills=max(1, max_suspects // 2),
             is_sharing=generation.prefix_cache,
+            prompt_logits_bytes=generation.prompt_logits_bytes,
             oom_retry_after_s=settings.limits.oom_retry_after_s,
         )
         self._max_suspects = max_suspects
@@ -125,7 +131,7 @@ class Generators:
         assert card.generate is not None
         self._num_jobs += 1
         task, prompt = read_task(request, card), request.inputs[0]
-        if len(prompt) >= engine.max_tokens:
+        if len(prompt) + min(1, task.max_tokens) > engine.max_tokens:
             raise InputTooLong(
                 f"Model '{card.id}': a prompt of {len(prompt)} tokens leaves no room for an answer within "
                 f"{engine.max_tokens} tokens",
@@ -233,8 +239,10 @@ def read_task(request: Request, card: ModelCard) -> GenerateTask:
         task = _decoder.decode(request.header.task)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise BadRequest("the request is not one to generate") from error
-    if task.max_tokens < 1:
-        raise BadRequest(f"max_tokens is {task.max_tokens}, but must be at least 1")
+    if task.max_tokens < 0:
+        raise BadRequest(f"max_tokens is {task.max_tokens}, but must be at least 0")
+    if task.prompt_logprobs is not None and not 0 <= task.prompt_logprobs <= MAX_PROMPT_LOGPROBS:
+        raise BadRequest(f"prompt_logprobs is {task.prompt_logprobs}, but must be 0 to {MAX_PROMPT_LOGPROBS}")
     if not 1 <= task.num_choices <= MAX_CHOICES:
         raise BadRequest(f"n is {task.num_choices}, but must be 1 to {MAX_CHOICES}")
     # An id outside the vocabulary is an assertion on a GPU, after which the process has no device any more.

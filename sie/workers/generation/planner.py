@@ -27,6 +27,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Most prompts of which a step runs a part."""
     is_sharing: bool = True
     """Whether blocks of equal beginnings are shared."""
+    max_scored: int = 1 << 30
+    """Most tokens of prompts that a step judges."""
 
 
 class Part(NamedTuple):
@@ -127,7 +129,12 @@ class Planner:
             if (sequence.num_left > 1 or sequence in admitted) and _is_turn(sequence.job, alone)
         ]
         counts = share_budget([sequence.num_left for sequence in reading], max_prefill_tokens, self.limits.max_prefills)
-        for sequence, count in zip(reading, counts, strict=True):
+        num_scored = 0
+        for sequence, planned in zip(reading, counts, strict=True):
+            count, scores = planned, sequence.job.scores
+            if scores is not None:
+                count = scores.limit(sequence.num_computed, planned, self.limits.max_scored - num_scored)
+                num_scored += scores.count_rows(sequence.num_computed, count)
             if count:
                 parts.append(Part(sequence, count, is_last=count == sequence.num_left))
         return parts
@@ -208,11 +215,11 @@ class Planner:
         return True
 
     def _find_shared(self, sequence: Sequence) -> list[int]:
-        """Return the blocks that hold a sequence's beginning; its last token is never among it: it must be run."""
+        """Return the blocks that hold as much of a sequence's beginning as may be shared."""
         if not self.limits.is_sharing:
             return []
         found: list[int] = []
-        for index in range((len(sequence.tokens) - 1) // self.limits.block_tokens):
+        for index in range(sequence.max_shared // self.limits.block_tokens):
             block = self.pool.find(self._key(sequence, index))
             if block is None:
                 break

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import numpy as np
@@ -19,10 +22,12 @@ from sie.workers.generation.attention import PagedCache
 from sie.workers.generation.compiled_decoder import CompiledDecoder
 from sie.workers.generation.embedding import Embedder
 from sie.workers.generation.gathered import GatheredStep
-from sie.workers.generation.grammar import GrammarCompiler
+from sie.workers.generation.grammar import GrammarCompiler, GrammarMatcher
 from sie.workers.generation.graphs import Answers, DecodeGraphs, try_record
 from sie.workers.generation.layout import StepLayout, lay_out
+from sie.workers.generation.masks import FindHidden, MaskThread, find_hidden
 from sie.workers.generation.sampling import choose
+from sie.workers.generation.scoring import drawing_rows, kept_tokens, score
 from sie.workers.generation.varlen import MixedStep, can_attend
 from sie.workers.generation.weights import PackedLinear
 
@@ -46,9 +51,10 @@ class TextGenerator:
         """Bytes of weights that a step of one token reads: all but the table of token embeddings."""
         self.model = model
         self._cache = cache
-        self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._grammars = GrammarCompiler(card)
+        self._masks = MaskThread()
         self._graphs: DecodeGraphs | None = None
         self.decoder: CompiledDecoder | None = None
         """What runs the steps of a model that has a compiled form."""
@@ -61,19 +67,35 @@ class TextGenerator:
     def run_step(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> list[tuple[Chosen, ...]]:
         """Return what each slot's draws chose (`GenerateRunner`).
 
-        Raises BadRequest for an id outside the vocabulary, NonFinite when a draw's logits are.
+        Raises BadRequest for an id outside the vocabulary and a grammar that allows nothing, NonFinite when a draw's
+        logits are.
         """
         drawing = [slot for slot in slots if slot.draws]
         draws: list[Draw] = [draw for slot in drawing for draw in slot.draws]
         rows = [row for row, slot in enumerate(drawing) for _ in slot.draws]
-        with torch.inference_mode():
+        with torch.inference_mode(), self._hiding(draws) as hidden:
             answers = self._run(slots, copies)
-            chosen = iter(choose(answers.logits, rows, draws, answers.best) if draws else ())
+            if any(slot.scored is not None for slot in slots):
+                score(answers.logits, slots)
+                answers = Answers(answers.logits[drawing_rows(slots)])
+            chosen = iter(choose(answers.logits, rows, draws, answers.best, hidden) if draws else ())
         return [tuple(next(chosen) for _ in slot.draws) for slot in slots]
+
+    def _hiding(self, draws: Sequence[Draw]) -> AbstractContextManager[FindHidden | None]:
+        """Return what finds what the grammars of a step hide, begun at once where a core has nothing else to do.
+
+        Where each core has its part of the forward pass, whose parts wait for each other, a thread beside it makes a step
+        longer than the masks take behind it.
+        """
+        if all(draw.matcher is None for draw in draws):
+            return nullcontext()
+        find = functools.partial(find_hidden, draws, self.vocab_size, GrammarMatcher.fill_masks)
+        is_spare = self._cache.device.type != "cpu" or torch.get_num_threads() < len(os.sched_getaffinity(0))
+        return self._masks.beside(find) if is_spare else nullcontext(find)
 
     @torch.inference_mode()
     def run_logits(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
-        """Return the logits (k, vocabulary) behind the last tokens of the k slots that have draws. Raises BadRequest."""
+        """Return the logits (k, vocabulary) behind the tokens that `kept_tokens` names of each slot. Raises BadRequest."""
         return self._run(slots, copies).logits
 
     def _run(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]]) -> Answers:
@@ -85,13 +107,18 @@ class TextGenerator:
         recorded = None if self._graphs is None else self._graphs.run(slots)
         if recorded is not None and all(slot.draws for slot in slots):
             return recorded
-        kept = [i for i, slot in enumerate(slots) if slot.draws]
         if recorded is not None:
+            kept = [i for i, slot in enumerate(slots) if kept_tokens(slot)]
             return Answers(recorded.logits[move(torch.tensor(kept, dtype=torch.int64), self._cache.device)])
         layout = lay_out(slots, self.block_tokens, self.num_blocks)
         if not self.reads_in_place:  # the kernels read no row that was not written
             self._cache.clear(layout.unfilled)
-        return Answers(self._forward(layout, [layout.ends[i] for i in kept]))
+        rows = [
+            end - len(slot.token_ids) + 1 + token
+            for end, slot in zip(layout.ends, slots, strict=True)
+            for token in kept_tokens(slot)
+        ]
+        return Answers(self._forward(layout, rows))
 
     def run_tokens(self, token_ids: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:
         """Return the dense rows of a card that has that output (`sie.workers.runners.TokenRunner`)."""
@@ -103,11 +130,11 @@ class TextGenerator:
 
     def compile_grammar(self, kind: str, text: str) -> Matcher:
         """Return a fresh matcher (`GenerateRunner`). Raises BadRequest."""
-        return self._grammars.compile(kind, text, self._vocab_size)
+        return self._grammars.compile(kind, text, self.vocab_size)
 
     def prepare_grammars(self) -> None:
         """Do what the first grammar would have to wait for. Raises BadRequest for a tokenizer that cannot be read."""
-        self._grammars.read_vocabulary(self._vocab_size)
+        self._grammars.read_vocabulary(self.vocab_size)
 
     def _take_device(self) -> None:
         """Let this thread, which is not that of the load, launch on the model's GPU: Triton and recordings go by that."""
@@ -116,8 +143,8 @@ class TextGenerator:
 
     def _check(self, token_ids: NDArray[np.integer]) -> None:
         """Raise BadRequest for an id outside the vocabulary, which would end the process on a GPU."""
-        if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self._vocab_size:
-            raise BadRequest(f"a token id is outside the vocabulary of {self._vocab_size}")
+        if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.vocab_size:
+            raise BadRequest(f"a token id is outside the vocabulary of {self.vocab_size}")
 
     def record_decoding(self, max_sequences: int, max_blocks: int) -> bool:
         """Record decode steps as CUDA graphs, where the kernels read the blocks; return whether that went well."""

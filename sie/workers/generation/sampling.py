@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from sie.errors import NonFinite
+from sie.errors import NonFinite, SieError
 from sie.generation import Sampling, TokenLogprob
 from sie.workers.device import move, read
 from sie.workers.generation import Chosen, Draw
+from sie.workers.generation.masks import FindHidden, Hidden, find_hidden
 
 _GREEDY_BELOW = 1e-7
 """A lower temperature takes the likeliest token."""
@@ -48,18 +48,25 @@ def uniform(seed: int, choice: int, position: int) -> float:
     return (state >> 11) * 2.0**-53
 
 
-def choose(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw], best: Tensor | None = None) -> list[Chosen]:
+def choose(
+    logits: Tensor,
+    rows: Sequence[int],
+    draws: Sequence[Draw],
+    best: Tensor | None = None,
+    hidden: FindHidden | None = None,
+) -> list[Chosen]:
     """Choose one token for each draw; draws[i] is from logits[rows[i]].
 
-    logits (k, vocabulary), any float; best (k,) what `likeliest` gives for them, where that is there. Raises NonFinite when
-    a draw's logits are.
+    logits (k, vocabulary), any float; best (k,) what `likeliest` gives for them, where that is there. hidden: where somebody
+    has begun to compute what grammars hide. Raises NonFinite when a draw's logits are, BadRequest for a grammar that
+    allows nothing.
     """
     if all(_is_plain(draw) for draw in draws):
         found = read(likeliest(logits) if best is None else best).tolist()
         return [Chosen(token_id) for token_id in _checked([found[row] for row in rows])]
     raw = logits[_to(rows, logits.device)] if list(rows) != list(range(len(logits))) else logits
     raw = raw.float()
-    scores = _adjusted(raw, draws)
+    scores = _adjusted(raw, draws, hidden() if hidden is not None else find_hidden(draws, raw.shape[1]))
     token_ids = likeliest(scores)
     sampled = [i for i, draw in enumerate(draws) if not is_greedy(draw.sampling)]
     for is_filtered in (False, True):
@@ -136,11 +143,12 @@ def _to(numbers: Sequence[int], device: torch.device) -> Tensor:
 # --- before the temperature -----------------------------------------------------------------------------------------
 
 
-def _adjusted(raw: Tensor, draws: Sequence[Draw]) -> Tensor:
+def _adjusted(raw: Tensor, draws: Sequence[Draw], hidden: Sequence[Hidden]) -> Tensor:
     """Return the logits (n, vocabulary) with penalties and bias, and -inf for what must not be chosen."""
     scores = raw
+    by_grammar = iter(hidden)
     for i, draw in enumerate(draws):
-        edit = _edit(draw, raw.shape[1])
+        edit = _edit(draw, raw.shape[1], next(by_grammar) if draw.matcher is not None else None)
         if edit is None:
             continue
         scores = raw.clone() if scores is raw else scores
@@ -151,19 +159,24 @@ def _adjusted(raw: Tensor, draws: Sequence[Draw]) -> Tensor:
             scores[i].index_add_(0, move(ids, raw.device), move(values, raw.device))
         if edit.hidden is not None:
             scores[i].masked_fill_(move(edit.hidden, raw.device), -torch.inf)
+        elif edit.forbidden is not None:
+            scores[i].index_fill_(0, move(edit.forbidden, raw.device), -torch.inf)
     return scores
 
 
 class _Edit(NamedTuple):
-    """What changes a row of logits: counted ids, ids with a bias, and the mask of what is hidden."""
+    """What changes a row of logits: counted ids, ids with a bias, and what is hidden: as a mask, or by its ids."""
 
     seen: tuple[Tensor, Tensor] | None
     biased: tuple[Tensor, Tensor] | None
     hidden: Tensor | None
+    forbidden: Tensor | None
 
 
-def _edit(draw: Draw, vocab_size: int) -> _Edit | None:
-    seen = biased = hidden = None
+def _edit(draw: Draw, vocab_size: int, by_grammar: Hidden | None) -> _Edit | None:
+    if isinstance(by_grammar, SieError):
+        raise by_grammar
+    seen = biased = hidden = forbidden = None
     if _has_penalty(draw):
         ids, counts = np.unique(np.asarray(draw.history), return_counts=True)
         known = ids < vocab_size
@@ -171,24 +184,11 @@ def _edit(draw: Draw, vocab_size: int) -> _Edit | None:
     bias = [(token_id, value) for token_id, value in draw.sampling.logit_bias if 0 <= token_id < vocab_size]
     if bias:
         biased = torch.tensor([i for i, _ in bias]), torch.tensor([value for _, value in bias], dtype=torch.float32)
-    if draw.matcher is not None or draw.forbidden:
-        hidden = torch.from_numpy(_hidden(draw, vocab_size))
-    return None if seen is biased is hidden is None else _Edit(seen, biased, hidden)
-
-
-def _hidden(draw: Draw, vocab_size: int) -> NDArray[np.bool_]:
-    """Return what must not be chosen, (vocabulary,). What a grammar leaves as the only choice is never forbidden."""
-    forbidden = [token_id for token_id in draw.forbidden if token_id < vocab_size]
-    hidden = np.zeros(vocab_size, np.bool_)
-    if draw.matcher is not None:
-        words = np.zeros(-(-vocab_size // 32), np.int32)
-        draw.matcher.fill_mask(words)
-        hidden = np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab_size] == 0
-        without = hidden.copy()
-        without[forbidden] = True
-        return hidden if without.all() else without
-    hidden[forbidden] = True
-    return hidden
+    if by_grammar is not None:
+        hidden = torch.from_numpy(by_grammar)
+    elif ids := [token_id for token_id in draw.forbidden if token_id < vocab_size]:
+        forbidden = torch.tensor(ids)
+    return None if seen is biased is hidden is forbidden is None else _Edit(seen, biased, hidden, forbidden)
 
 
 def _penalise(row: Tensor, seen: tuple[Tensor, Tensor], sampling: Sampling) -> None:

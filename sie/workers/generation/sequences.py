@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie.generation import GenerateTask, TokenLogprob
-from sie.workers.generation import Draw, Matcher
+from sie.workers.generation import Draw, Matcher, Scored
 from sie.workers.generation.kv import first_key
+from sie.workers.generation.prompt_scores import PromptScores
 
 _LEAST_CAPACITY = 32
 
@@ -49,7 +50,7 @@ class Job:
 
     __slots__ = (
         "first_key", "first_token_ns", "forbidden", "is_alone", "is_proven", "last_token_ns", "matchers", "num_cached",
-        "num_generated", "num_prompt", "number", "request", "sequences", "started_ns", "stops", "task",
+        "num_generated", "num_prompt", "number", "request", "scores", "sequences", "started_ns", "stops", "task",
     )  # fmt: skip
 
     def __init__(
@@ -74,6 +75,7 @@ class Job:
         ends = () if task.ignore_eos else eos_token_ids
         self.stops = frozenset((*ends, *task.stop_token_ids))
         self.forbidden = tuple(set(eos_token_ids) - self.stops)
+        self.scores = None if task.prompt_logprobs is None else PromptScores(num_prompt, task.prompt_logprobs)
         self.matchers: list[Matcher] = []
         """One for each choice, where there is a grammar and once it is compiled."""
         self.sequences: list[Sequence] = []
@@ -141,9 +143,24 @@ class Sequence:
         """Tokens of its answer."""
         return len(self.tokens) - self.job.num_prompt
 
-    def draws(self) -> tuple[Draw, ...]:
-        """Return the draws behind its last token."""
+    @property
+    def max_shared(self) -> int:
+        """Most tokens from the beginning on that need not be run: not the last, nor where the prompt is judged."""
+        scores = self.job.scores
+        return len(self.tokens) - 1 if scores is None else min(len(self.tokens) - 1, scores.num_known)
+
+    def scored(self, count: int) -> Scored | None:
+        """Return what is to be found out of the prompt while the next `count` tokens are read."""
         job = self.job
+        if job.scores is None:
+            return None
+        return job.scores.wanted(self.tokens.view(0, job.num_prompt), self.num_computed, count)
+
+    def draws(self) -> tuple[Draw, ...]:
+        """Return the draws behind its last token; none where only the prompt is read."""
+        job = self.job
+        if not job.task.max_tokens:
+            return ()
         if self.is_first:
             return tuple([job.choice_draw(choice, self.tokens) for choice in range(job.task.num_choices)])
         return (job.choice_draw(self.choice, self.tokens),)

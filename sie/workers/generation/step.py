@@ -59,7 +59,8 @@ def _run(
     for sequence, count, is_last in parts:
         start = sequence.num_computed
         draws = sequence.draws() if is_last else ()
-        slots.append(Slot(sequence.tokens.view(start, start + count), start, sequence.blocks, draws))
+        ids = sequence.tokens.view(start, start + count)
+        slots.append(Slot(ids, start, sequence.blocks, draws, sequence.scored(count)))
     return runner.run_step(slots, copies)
 
 

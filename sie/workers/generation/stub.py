@@ -18,7 +18,7 @@ from sie.cards import ModelCard
 from sie.catalog.stub import END_OF_TEXT
 from sie.errors import BadRequest, Internal
 from sie.generation import TokenLogprob
-from sie.workers.generation import Chosen, Draw, Matcher, Slot
+from sie.workers.generation import Chosen, Draw, Matcher, Scored, Slot
 from sie.workers.runners.stub_faults import StubFaults
 
 _VOCABULARY: Final = END_OF_TEXT + 1
@@ -43,6 +43,7 @@ class StubGenerator:
         self.card = card
         self.block_tokens = block_tokens
         self.num_blocks = card.stub.blocks
+        self.vocab_size = _VOCABULARY
         self.memory_bytes = card.stub.memory_mb << 20
         self._options = card.stub
         self._faults = StubFaults(card.stub, slot) if card.stub.has_faults else None
@@ -63,6 +64,9 @@ class StubGenerator:
         if self._faults is not None:
             self._faults.step([_bytes_of(ids) for ids in read if ids is not None])
         self._spend(sum(len(slot.token_ids) for slot in slots))
+        for slot in slots:
+            if slot.scored is not None:
+                _score(slot.scored, int(self._memory[slot.blocks[0], 0]))
         return [
             tuple(_choose(draw, ids) for draw in slot.draws) if ids is not None else ()
             for slot, ids in zip(slots, read, strict=True)
@@ -123,6 +127,14 @@ class LiteralMatcher:
 
 def _bytes_of(ids: NDArray[np.int32]) -> bytes:
     return ids[(ids >= 0) & (ids < END_OF_TEXT)].astype(np.uint8).tobytes()
+
+
+def _score(scored: Scored, first_id: int) -> None:
+    """Judge tokens as if the prompt had ended before each of them: then its first one, which memory holds, should come."""
+    ranks = np.arange(scored.top.shape[1])
+    scored.own[:] = _LOGPROBS[(scored.targets - first_id) % _VOCABULARY]
+    scored.top_ids[:] = (first_id + ranks) % _VOCABULARY
+    scored.top[:] = _LOGPROBS[ranks]
 
 
 def _choose(draw: Draw, ids: NDArray[np.int32]) -> Chosen:

@@ -25,6 +25,7 @@ from sie.workers.batch import PackedBatch, pack_sequences, rounded_tokens, with_
 from sie.workers.compiled_encoder import CompiledEncoder
 from sie.workers.device import move, read
 from sie.workers.lora import LoraAdapters, StepRows
+from sie.workers.rounded_linear import RoundedLinear
 from sie.workers.runners.head import Head
 
 
@@ -48,6 +49,9 @@ class Backbone:
         self.compiled: CompiledEncoder | None = None
         """Runs the packed steps in which no adapter takes part, where the model has such a form."""
         self._compiled_tokens = 0
+        rounded = [module for module in model.modules() if isinstance(module, RoundedLinear)]
+        self.rounded_bytes = sum(linear.nbytes for linear in rounded)
+        """Bytes of linear layers in eight bits; 0: it has none."""
 
     def run(self, batch: PackedBatch, execution: Execution) -> Tensor:
         """Return (t, d) hidden states in the model's format, in the batch's order."""
@@ -66,8 +70,8 @@ class Backbone:
 
     @property
     def compiled_bytes(self) -> int:
-        """Bytes of the compiled form's weights, which are there beside the model's own."""
-        return 0 if self.compiled is None else self.compiled.memory_bytes
+        """Bytes of weights that are none of the model's parameters: rounded ones, and those of its compiled form."""
+        return self.rounded_bytes + (0 if self.compiled is None else self.compiled.memory_bytes)
 
     def run_packed(self, batch: PackedBatch, position_offset: int) -> tuple[Tensor, int]:
         """Run the step as one row; return (t, d) and how often a layer attended.
@@ -144,7 +148,7 @@ class EncodeRunner:
         self.card = card
         self.execution = execution
         self.dtype = dtype
-        """Format of the weights: float32, bfloat16 or float16."""
+        """Format of the weights: float32, bfloat16, float16 or int8."""
         self._backbone = backbone
         self._head = head
         self.adapters = lora_adapters(backbone, execution)

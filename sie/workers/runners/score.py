@@ -101,7 +101,7 @@ class ScoreRunner:
         self.execution = execution
         self.view: HeadView = view
         self.dtype = dtype
-        """Format of the weights: float32, bfloat16 or float16."""
+        """Format of the weights: float32, bfloat16, float16 or int8."""
         self.memory_bytes = model.memory_bytes + model.backbone.compiled_bytes
         self._model = model
         self._activation = activation

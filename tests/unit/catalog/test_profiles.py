@@ -7,7 +7,7 @@ from importlib.resources import files
 import pytest
 
 from sie.cards import LateInteraction, ModelCard
-from sie.catalog.cards import make_card
+from sie.catalog.cards import complete_card, make_card
 from sie.catalog.options import check_profile_options
 from sie.catalog.profiles import (
     Profile,
@@ -18,7 +18,7 @@ from sie.catalog.profiles import (
     known_profiles,
     model_of,
 )
-from sie.catalog.spec import parse_model_spec
+from sie.catalog.spec import ModelSpec, parse_model_spec
 from sie.errors import BadRequest, ModelLoadFailed
 from sie.frontend.inputs.prompts import apply_prompt
 
@@ -174,6 +174,23 @@ def test_own_profiles_replace_built_in_ones_of_the_same_name():
 def test_an_own_profile_for_an_output_that_the_model_has_not_is_refused():
     with pytest.raises(ModelLoadFailed, match=r"profile 'sparse' is for output 'sparse'; it has dense"):
         stub("a=stub:", profiles={"sparse": {"output_types": ["sparse"]}})
+
+
+@pytest.mark.parametrize(
+    ("own", "default", "expected"),
+    [(None, "auto", "auto"), (None, "int8", "int8"), ("auto", "int8", "auto"), ("int8", "auto", "int8")],
+)
+def test_a_model_s_own_format_of_weights_goes_before_the_setting(own, default, expected):
+    spec = ModelSpec(id="a", encoder_weights=own, default_encoder_weights=default)
+    assert complete_card(ModelCard(id="a", kind="encoder"), spec).encoder_weights == expected
+
+
+def test_a_format_of_weights_is_for_encoders():
+    with pytest.raises(
+        ModelLoadFailed, match="encoder_weights is for encoders of texts and classifiers, not for a stub"
+    ):
+        stub("a=stub:", encoder_weights="int8")
+    assert stub("a=stub:", default_encoder_weights="int8").encoder_weights == "auto"
 
 
 def test_a_maximum_length_only_lowers_the_model_s():

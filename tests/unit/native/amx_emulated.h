@@ -1,5 +1,5 @@
 // The AMX instructions that the kernels use, in software, so that their logic is tested where the processor has none.
-// Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, LDTILECFG, TILELOADD, TDPBF16PS.
+// Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, LDTILECFG, TILELOADD, TDPBF16PS, TDPBUSD.
 #pragma once
 #include <immintrin.h>
 
@@ -47,9 +47,13 @@ inline float wide(uint16_t half) {
     return value;
 }
 
-inline void dot(int to, int left, int right) {
+inline void check(int to, int left, int right) {
     if (tiles.rows[to] != tiles.rows[left] || tiles.row_bytes[to] != tiles.row_bytes[right]) __builtin_trap();
     if (tiles.row_bytes[left] / 4 != tiles.rows[right]) __builtin_trap();
+}
+
+inline void dot(int to, int left, int right) {
+    check(to, left, right);
     for (int row = 0; row < tiles.rows[to]; ++row)
         for (int word = 0; word < tiles.rows[right]; ++word)
             for (int column = 0; column < tiles.row_bytes[to] / 4; ++column) {
@@ -63,6 +67,21 @@ inline void dot(int to, int left, int right) {
             }
 }
 
+// Bytes without a sign by bytes with one.
+inline void dot_bytes(int to, int left, int right) {
+    check(to, left, right);
+    for (int row = 0; row < tiles.rows[to]; ++row)
+        for (int word = 0; word < tiles.rows[right]; ++word)
+            for (int column = 0; column < tiles.row_bytes[to] / 4; ++column) {
+                int8_t weights[4];
+                int32_t sum;
+                std::memcpy(weights, &tiles.data[right][word][column * 4], 4);
+                std::memcpy(&sum, &tiles.data[to][row][column * 4], 4);
+                for (int i = 0; i < 4; ++i) sum += tiles.data[left][row][word * 4 + i] * weights[i];
+                std::memcpy(&tiles.data[to][row][column * 4], &sum, 4);
+            }
+}
+
 }  // namespace amx_emulated
 
 #undef _tile_loadconfig
@@ -71,9 +90,11 @@ inline void dot(int to, int left, int right) {
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
+#undef _tile_dpbusd
 #define _tile_loadconfig amx_emulated::load_configuration
 #define _tile_release() static_cast<void>(0)
 #define _tile_zero amx_emulated::zero
 #define _tile_loadd amx_emulated::load
 #define _tile_stored amx_emulated::store
 #define _tile_dpbf16ps amx_emulated::dot
+#define _tile_dpbusd amx_emulated::dot_bytes

@@ -7,16 +7,17 @@ every frontend relies on: records without a gap, none behind a choice's last one
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from sie.cards import ModelCard
 from sie.catalog.spec import parse_model_spec
 from sie.catalog.stub import stub_card
 from sie.errors import SieError, WireError, from_wire
-from sie.generation import GenerateTask, GenerateTotals, Sampling, TokenFrame, TokenLogprob
+from sie.generation import GenerateTask, GenerateTotals, PromptPiece, Sampling, TokenFrame, TokenLogprob
 from sie.headers import WorkHeader
 from sie.shm.attach import Attachment
 from sie.shm.extent import extent_bytes, plan_arrays, read_extent, set_cancelled, set_stopped, write_extent
@@ -66,6 +67,8 @@ class Answer:
         self.tokens: list[list[int]] = [[] for _ in range(task.num_choices)]
         self.logprobs: list[list[TokenLogprob]] = [[] for _ in range(task.num_choices)]
         self.finish = [""] * task.num_choices
+        self.scores: Judged | None = None
+        """Of the prompt's own tokens."""
         self.num_cached = 0
         self.totals: GenerateTotals | None = None
         self.error: SieError | None = None
@@ -74,6 +77,24 @@ class Answer:
     @property
     def is_over(self) -> bool:
         return self.totals is not None or self.error is not None or self.is_cancelled
+
+
+class Judged(NamedTuple):
+    """Log probabilities of a prompt's tokens but its first: own (t,), and of the k likeliest ids and values (t, k)."""
+
+    own: NDArray[np.float32]
+    top_ids: NDArray[np.int32]
+    top: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, piece: PromptPiece) -> Judged:
+        own = np.frombuffer(piece.own, "<f4")
+        top_ids, top = np.frombuffer(piece.top_ids, "<i4"), np.frombuffer(piece.top, "<f4")
+        num_top = len(top) // len(own)
+        return cls(own, top_ids.reshape(len(own), num_top), top.reshape(len(own), num_top))
+
+    def __add__(self, other: Judged) -> Judged:  # type: ignore[override]
+        return Judged(*(np.concatenate(pair) for pair in zip(self, other, strict=True)))
 
 
 class Answers(dict[int, Answer]):
@@ -90,6 +111,11 @@ class Answers(dict[int, Answer]):
             assert not answer.is_over, "a record behind the terminal descriptor"
             assert not answer.finish[record.choice], "a record behind a choice's last one"
             assert record.index == len(answer.tokens[record.choice]), "a gap"
+            if record.prompt is not None:
+                assert not any(map(len, answer.tokens)), "a piece of the prompt behind tokens"
+                assert record.prompt.index == (0 if answer.scores is None else len(answer.scores.own)), "a gap"
+                own = Judged.of(record.prompt)
+                answer.scores = own if answer.scores is None else answer.scores + own
             assert len(record.logprobs) == (0 if answer.task.logprobs is None else len(record.token_ids))
             answer.tokens[record.choice] += record.token_ids
             answer.logprobs[record.choice] += record.logprobs
@@ -304,8 +330,8 @@ class EngineRig:
             eos_token_ids=self.runner.card.generate.eos_token_ids, is_alone=is_alone,
         )  # fmt: skip
         self.engine.add(job)
-        matchers = [self.runner.compile_grammar(asked.grammar_kind, asked.grammar)] if asked.grammar else []
-        self.engine.start(job, matchers)
+        first = self.runner.compile_grammar(asked.grammar_kind, asked.grammar) if asked.grammar else None
+        self.engine.start(job, [first.fork() for _ in range(asked.num_choices)] if first is not None else [])
         return link.answers[request.request_id]
 
     def step(self, times: int = 1) -> None:

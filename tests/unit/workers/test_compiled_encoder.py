@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from sie import native
 from sie.native import Feature, encoder
@@ -21,53 +18,11 @@ from sie.workers.batch import PackedBatch, pack_sequences
 from sie.workers.compiled_encoder import compile_encoder
 from sie.workers.probe import choose_execution, difference
 from sie.workers.runners.encode import Backbone
+from tests.unit.workers.encoder_models import MODELS, OTHERS, rounded
 
-SMALL = {"vocab_size": 200, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "pad_token_id": 0,
-         "intermediate_size": 128, "max_position_embeddings": 300}  # fmt: skip
 LENGTHS = [1, 12, 3, 230, 16, 12, 33]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 needs_kernels = pytest.mark.skipif(not native.has(Feature.AVX512_BF16), reason="no kernels on this machine")
-
-
-def _build(config: type[Any], model: type[Any], **values: Any) -> Callable[[], torch.nn.Module]:
-    def make() -> torch.nn.Module:
-        torch.manual_seed(3)
-        made = model(config(**{**SMALL, **values}))
-        with torch.no_grad():
-            for parameter in made.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-        return made.eval().requires_grad_(requires_grad=False)
-
-    return make
-
-
-MODELS = {
-    "bert": _build(transformers.BertConfig, transformers.BertModel),
-    "bert, gelu_new": _build(transformers.BertConfig, transformers.BertModel, hidden_act="gelu_new"),
-    "bert, relu": _build(transformers.BertConfig, transformers.BertModel, hidden_act="relu"),
-    "bert, silu": _build(transformers.BertConfig, transformers.BertModel, hidden_act="silu"),
-    "bert, no round widths": _build(
-        transformers.BertConfig, transformers.BertModel, hidden_size=36, num_attention_heads=6, intermediate_size=50
-    ),
-    "bert, one head": _build(transformers.BertConfig, transformers.BertModel, num_attention_heads=1),
-    "roberta": _build(transformers.RobertaConfig, transformers.RobertaModel, pad_token_id=1),
-    "xlm-roberta": _build(transformers.XLMRobertaConfig, transformers.XLMRobertaModel, pad_token_id=1),
-    "camembert": _build(transformers.CamembertConfig, transformers.CamembertModel, pad_token_id=1),
-    "electra": _build(transformers.ElectraConfig, transformers.ElectraModel, embedding_size=64),
-    "distilbert": _build(
-        transformers.DistilBertConfig, transformers.DistilBertModel, dim=64, hidden_dim=128, n_heads=4, n_layers=3
-    ),
-}
-OTHERS = {
-    "mpnet": _build(transformers.MPNetConfig, transformers.MPNetModel, pad_token_id=1),
-    "albert": _build(transformers.AlbertConfig, transformers.AlbertModel),
-    "electra with a projection": _build(transformers.ElectraConfig, transformers.ElectraModel, embedding_size=32),
-    "deberta": _build(transformers.DebertaV2Config, transformers.DebertaV2Model),
-    "an activation of its own": _build(transformers.BertConfig, transformers.BertModel, hidden_act="mish"),
-    "a head of odd width": _build(
-        transformers.BertConfig, transformers.BertModel, hidden_size=36, num_attention_heads=4
-    ),
-}
 
 
 def _sequences() -> list[np.ndarray]:
@@ -199,6 +154,7 @@ def amx(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(native, "load", lambda: library)
     monkeypatch.setattr(encoder, "choose_level", lambda **_: 2)
     monkeypatch.setattr("sie.workers.compiled_encoder.choose_level", lambda **_: 2)
+    monkeypatch.setattr("sie.workers.compiled_encoder.choose_int8_level", lambda **_: 5)
 
 
 @needs_kernels
@@ -210,4 +166,19 @@ def test_products_in_tiles_give_what_the_library_gives(lengths: list[int]) -> No
     random = np.random.default_rng(6)
     batch = pack_sequences([random.integers(3, 200, length) for length in lengths])
     expected = _by_the_library("bert", torch.bfloat16, batch)
+    assert difference(compiled.run(batch, 0), expected) < TOLERANCE[torch.bfloat16]
+
+
+@needs_kernels
+@pytest.mark.usefixtures("amx")
+@pytest.mark.parametrize("name", ["bert", "bert, no round widths"])
+@pytest.mark.parametrize("lengths", [[1], [16], [17], [113], [230, 12, 5]])
+def test_bytes_in_tiles_give_what_torch_gives(name: str, lengths: list[int]) -> None:
+    model = rounded(MODELS[name]().to(torch.bfloat16))
+    compiled = compile_encoder(model)
+    assert compiled is not None
+    random = np.random.default_rng(6)
+    batch = pack_sequences([random.integers(3, 200, length) for length in lengths])
+    with torch.inference_mode():
+        expected = Backbone(model, torch.device("cpu")).run_rectangles(batch)
     assert difference(compiled.run(batch, 0), expected) < TOLERANCE[torch.bfloat16]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -324,3 +325,22 @@ def test_layers_that_are_not_linear_are_refused(make_checkpoint: Any, train: Tra
     base = make_checkpoint("bert")
     with pytest.raises(SieError, match="lora_embedding_A' is no update of a linear layer"):
         install(load(base), train(base, target_modules=["word_embeddings", "query"]))
+
+
+def test_an_adapter_of_a_rounded_model_is_added_to_what_its_layers_give(make_checkpoint, tokenize, train):
+    directory = make_checkpoint("bert")
+    adapter = train(directory, **BERT)
+    card = read_card(ModelSpec(id="m"), str(directory))
+    exact, rounded = (
+        load_encoder(msgspec.structs.replace(card, encoder_weights=weights), "cpu", "float32", lambda *_: None)
+        for weights in ("auto", "int8")
+    )
+    ids = tokenize(exact.card, ["w1 w2 w3 w4", "w7 w9"])
+    plain = rounded.run_tokens(ids)
+    for runner in (exact, rounded):
+        install(runner, adapter)
+    expected, found = (runner.run_tokens(ids, ["a", ""]) for runner in (exact, rounded))
+    # Two texts: one with the adapter, whose update is large beside the rounding, and one without it.
+    far, near = (np.linalg.norm(rows - expected, axis=1) for rows in (plain, found))
+    assert near[0] < 0.2 * far[0]
+    np.testing.assert_allclose(found[1], plain[1], rtol=5e-2, atol=2e-2)

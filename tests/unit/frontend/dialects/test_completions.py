@@ -44,6 +44,18 @@ def test_best_of_that_is_n_changes_nothing(fields: dict[str, Any]) -> None:
     assert (request.num_choices, request.logprobs, shown.num_hidden) == (fields.get("n", 1), None, 0)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"prompt": [1, 2]}, {"prompt": [[1]]}, {"echo": True, "logprobs": 0}, {"truncate_sequence": True}],
+)
+def test_a_suffix_beside_what_a_prompt_with_a_gap_has_not_is_refused_by_name(fields: dict[str, Any]) -> None:
+    assert read(suffix="b", echo=True)[0].suffix == "b"
+    assert not read(suffix="", **fields)[0].suffix
+    with pytest.raises(BadRequest) as caught:
+        read(suffix="b", **fields)
+    assert caught.value.extras["param"] == "suffix"
+
+
 @pytest.mark.parametrize("fields", [{"best_of": 1, "n": 2}, {"best_of": 0}, {"best_of": 2, "stream": True}])
 def test_best_of_that_cannot_be_served_is_refused_by_name(fields: dict[str, Any]) -> None:
     with pytest.raises(BadRequest) as caught:

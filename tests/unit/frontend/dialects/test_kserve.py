@@ -168,7 +168,7 @@ def test_an_input_that_is_wrong_is_named(changes: dict[str, Any], message: str):
         ({"parameters": {"binary_data_output": 1}}, "parameter 'binary_data_output' must be a bool"),
         ({"parameters": {"triton_x": 1}}, "parameter 'triton_x' starts with 'triton_'"),
         ({"parameters": {"triton_enable_empty_final_response": True}}, "which is reserved"),
-        ({"parameters": {"sequence_id": -1}}, "parameter 'sequence_id' must be an integer that is not negative"),
+        ({"parameters": {"sequence_id": -1}}, "parameter 'sequence_id' must be an integer from 0, or a string"),
         ({"parameters": {"sequence_id": True}}, "parameter 'sequence_id'"),
         ({"parameters": {"sequence_start": 1}}, "parameter 'sequence_start' must be a bool"),
         ({"parameters": {"sequence_end": "true"}}, "parameter 'sequence_end' must be a bool"),

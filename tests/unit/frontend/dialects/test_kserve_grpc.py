@@ -132,6 +132,11 @@ def test_what_is_wrong_is_refused_by_name(message: Any, reason: str):
     assert reason in refusal(message)
 
 
+@pytest.mark.parametrize("value", [{"int64_param": -5}, {"uint64_param": (1 << 64) - 1}, {"string_param": "a"}])
+def test_a_sequence_has_an_id_of_64_bits_or_a_text(value: dict[str, Any]):
+    decoded(with_parameter(asking(raw=[b"12345678"]), "sequence_id", **value))
+
+
 def test_values_of_all_inputs_count_together():
     message = asking(shape=(60,), fp32_contents=[0.0] * 60)
     message.inputs.add().CopyFrom(message.inputs[0])

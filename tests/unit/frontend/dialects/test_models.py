@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from sie.cards import ModelCard
@@ -22,6 +23,11 @@ def test_a_card_serves_sie_openai_and_anthropic_readers():
         "max_sequence_length": 256, "profiles": {}, "state": "loaded", "last_error": None, "revision": "abc",
         "capabilities": None, "routing": {"policy": None, "upstream_kind": None},
     }  # fmt: skip
+
+
+def test_a_format_of_weights_is_shown_where_it_was_asked_for():
+    assert "encoder_weights" not in model_info(CARD)
+    assert model_info(msgspec.structs.replace(CARD, encoder_weights="int8"))["encoder_weights"] == "int8"
 
 
 def test_every_profile_is_shown_with_its_outputs():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from sie.errors import BadRequest, ClientGone, Internal, WorkerLost
@@ -19,6 +20,8 @@ from sie.generation import (
     GenerateRequest,
     GenerateRule,
     Grammar,
+    PromptPiece,
+    PromptScored,
     Started,
     TextDelta,
     TokenLogprob,
@@ -159,6 +162,85 @@ async def test_whole_answer_of_several_prompts_in_order(bench: Bench) -> None:
     reply = await whole
     assert [choice.text for choice in reply.choices] == ["one", "two", "three", "four"]
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (5, 15)
+
+
+def piece(index: int, *own: float) -> PromptPiece:
+    """Judge tokens, each with `x` as the likeliest."""
+    count = len(own)
+    return PromptPiece(
+        index, np.array(own, "<f4").tobytes(), np.array([ord("x")] * count, "<i4").tobytes(),
+        np.zeros(count, "<f4").tobytes(),
+    )  # fmt: skip
+
+
+@on_bench
+async def test_what_is_known_of_a_prompt_comes_before_its_choices(bench: Bench) -> None:
+    run = await bench.start(texts=["abc", "d"], logprobs=1, prompt_logprobs=1)
+    assert bench.worker.task()[1].prompt_logprobs == 1
+    await bench.tell(run, "", prompt=piece(0, -1.0))
+    await bench.tell(run, "", prompt=piece(1, -2.0))
+    assert await run.wait(0.01) == []
+    assert not bench.first, "no token has come"
+    await bench.tell(run, "y", logprobs=(TokenLogprob(-3.0),))
+    started, scored, delta = await run.wait(1)
+    assert (started, delta.text) == (Started(4, 0), "y")  # type: ignore[union-attr]
+    assert isinstance(scored, PromptScored)
+    assert (scored.prompt, [one.text for one in scored.tokens]) == (0, ["a", "b", "c"])
+    assert [[other.text for other in one.top] for one in scored.tokens] == [[], ["x"], ["x"]]
+    assert [one.logprob for one in scored.tokens] == [0, -1, -2]
+    await bench.tell(run, "", part=1, finish="length")
+    only, finished = await run.wait(1)
+    assert isinstance(only, PromptScored)
+    assert (only.prompt, [one.text for one in only.tokens], finished) == (1, ["d"], Finished(1, "length"))
+    run.give_up(ClientGone("left"))
+
+
+@on_bench
+async def test_prompts_of_a_whole_answer_are_judged_anew_behind_a_dead_worker(bench: Bench) -> None:
+    run = await bench.start(texts=["ab"], max_tokens=0, prompt_logprobs=0)
+    whole = asyncio.ensure_future(run.whole())
+    await bench.tell(run, "", prompt=piece(0, -1.0))
+    bench.rig.die(bench.worker, CARD)
+    bench.rig.start_worker(CARD)
+    await bench.rig.settle()
+    await bench.tell(run, "", prompt=piece(0, -7.0))
+    await bench.tell(run, "", finish="length")
+    await bench.end(run)
+    reply = await whole
+    assert [[one.logprob for one in tokens] for tokens in reply.scored] == [[0, -7]]
+    assert (reply.choices[0].text, reply.choices[0].reason) == ("", "length")
+
+
+@pytest.mark.parametrize(
+    "pieces", [[], [piece(1, -1.0)], [piece(0, -1.0), piece(0, -1.0)], [piece(0, -1.0, -1.0, -1.0)]]
+)
+def test_a_worker_that_leaves_something_of_a_prompt_out_fails_the_request(pieces: list[PromptPiece]) -> None:
+    @on_bench
+    async def check(bench: Bench) -> None:
+        run = await bench.start(prompt_logprobs=0)
+        for one in pieces:
+            await bench.tell(run, "", prompt=one)
+        await bench.tell(run, "x")
+        with pytest.raises(Internal):
+            await run.wait(1)
+
+    check()
+
+
+@on_bench
+async def test_a_gap_is_filled_where_the_tokenizer_has_marks_for_it(bench: Bench) -> None:
+    names = ("<|end|>", "<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+    rule = msgspec.structs.replace(RULE, special_texts=names)
+    card = generator(vocab_size=260, generate=rule)
+    bench.rig.entries["m"] = msgspec.structs.replace(bench.rig.entries["m"], card=card)
+    run = await bench.start(texts=["ab", "c"], suffix="yz")
+    prompts = [bench.worker.task(number)[2] for number in (0, 1)]
+    assert prompts == [[257, *b"ab", 258, *b"yz", 259], [257, *b"c", 258, *b"yz", 259]]
+    assert bench.worker.task()[1].stop_token_ids == (257, 258, 259)
+    run.give_up(ClientGone("left"))
+    run = await bench.start(texts=["ab"], suffix="yz", ignore_eos=True)
+    assert bench.worker.task(2)[1].stop_token_ids == ()
+    run.give_up(ClientGone("left"))
 
 
 @on_bench

@@ -15,7 +15,7 @@ from sie.native.decoder import can_decode
 from sie.workers.generation import Slot
 from sie.workers.generation.decoder_probe import relative_distance
 from sie.workers.generation.weights import dequantise
-from tests.generation_models import FAMILIES, Stream, generate, load, random_prompt, save, step
+from tests.generation_models import FAMILIES, Stream, answer_alone_and_mixed, generate, load, random_prompt, save, step
 
 COMPILED = (
     "llama", "mistral", "qwen2", "qwen2-sliding", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "granite", "olmo2",
@@ -39,28 +39,16 @@ def rounded(directory) -> torch.nn.Module:
     return model
 
 
-def scattered_blocks(number: int, count: int = 8) -> list[int]:
-    return [3 * i + number for i in np.random.default_rng(number).permutation(count)]
-
-
 @pytest.mark.parametrize("name", COMPILED)
 def test_tokens_alone_and_mixed_equal_the_library(name, load_tiny):
     runner, directory = load_tiny(name, weights="int8")
     assert runner.decoder is not None
     oracles = [generate(rounded(directory), prompt, NUM_TOKENS) for prompt in PROMPTS]
-    alone = [Stream(prompt, range(8)) for prompt in PROMPTS]
-    for stream in alone:
-        while len(stream.answer) < NUM_TOKENS:
-            step(runner, [stream])
-    mixed = [Stream(prompt, scattered_blocks(i)) for i, prompt in enumerate(PROMPTS)]
-    for num_running in (1, 2, 3, 3, 3, 3, 3):  # later prompts arrive while the first decodes, in parts of 7
-        step(runner, mixed[:num_running], most=7)
-    while min(len(stream.answer) for stream in mixed) < NUM_TOKENS:
-        step(runner, mixed)
-    for oracle, one, other in zip(oracles, alone, mixed, strict=True):
+    answers = answer_alone_and_mixed(runner, PROMPTS, NUM_TOKENS)
+    for oracle, (alone, mixed) in zip(oracles, answers, strict=True):
         assert min(oracle.gaps[:3]) > 1e-4, "nothing would be compared"
-        assert oracle.agrees(one.answer)
-        assert oracle.agrees(other.answer)
+        assert oracle.agrees(alone)
+        assert oracle.agrees(mixed)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -117,6 +105,23 @@ def test_in_float32_both_ways_are_one_number(name, weights, load_tiny):
     prompt = random_prompt(150, 4)
     steps = steps_of(prompt, [1, 3, 20, 60, 61, 62, 79, 80, 149], np.random.default_rng(8).permutation(20).tolist())
     for compiled, by_layer in logits_both_ways(runner, steps):
+        torch.testing.assert_close(compiled, by_layer, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_beside", [0, 1, 20, 70])
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_parts_that_nothing_is_drawn_from_leave_their_keys_and_values(name, weights, num_beside, load_tiny):
+    runner, _ = load_tiny(name, weights=weights, max_sequences=100)
+    prompt = random_prompt(90, 5)
+    draws = Stream(prompt, range(12)).next_slot().draws
+    steps = []
+    for first, last in ((0, 40), (40, 89), (89, 90)):
+        beside = [Slot(prompt[i % 7 : i % 7 + 1], 0, [20 + i], draws) for i in range(num_beside)]
+        part = Slot(prompt[first:last], first, range(12), draws if last == 90 else ())
+        steps.append([*beside[:1], part, *beside[1:]])
+    for compiled, by_layer in logits_both_ways(runner, steps):
+        assert compiled.shape == by_layer.shape
         torch.testing.assert_close(compiled, by_layer, atol=2e-4, rtol=1e-4)
 
 

@@ -114,6 +114,16 @@ def test_long_prompt_stalls_no_running_stream() -> None:
     assert all(size.num_prefill <= 64 for size in rig.sizes)
 
 
+def test_prompt_is_read_in_larger_parts_while_no_choice_decodes() -> None:
+    rig = EngineRig("blocks=512,max_tokens=4096", max_prefill_tokens=64, max_lone_prefill_tokens=128)
+    rig.submit([65 + i % 26 for i in range(300)], ignore_eos=True, max_tokens=1000)
+    rig.step(3)
+    other = rig.submit([97 + i % 26 for i in range(300)], max_tokens=5)
+    while not other.tokens[0]:
+        rig.step()
+    assert [size.num_prefill for size in rig.sizes] == [128, 128, 44, 64, 64, 64, 64, 44]
+
+
 def test_equal_prompt_is_read_from_the_cache_and_says_so() -> None:
     rig = EngineRig()
     first = rig.submit(PROMPT)

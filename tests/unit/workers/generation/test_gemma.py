@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 import transformers
 
 from sie.cards import ModelCard
@@ -11,6 +13,7 @@ from sie.generation_settings import Generation
 from sie.workers.loader import load_generator
 from tests.generation_models import Stream, generate, step
 from tests.gguf_models import assemble_gemma
+from tests.unit.workers.generation_rig import EngineRig
 
 CAPITAL = [2, 818, 5279, 529, 7001, 563]  # "The capital of France is"
 PROMPTS = (
@@ -42,6 +45,25 @@ def test_greedy_tokens_are_the_librarys_own_in_a_mixed_batch(runner):
     for oracle, stream in zip(oracles, streams, strict=True):
         assert oracle.agrees(stream.answer)
     assert FRANCE in streams[0].answer
+
+
+def test_prompts_are_judged_as_by_the_library_in_a_mixed_batch(runner):
+    rig = EngineRig(runner=runner, max_prefill_tokens=12, prompt_logits_bytes=4 * 262144 * 7)
+    asked = [rig.submit(prompt, max_tokens=1, prompt_logprobs=1, num_choices=2) for prompt in PROMPTS]
+    rig.submit(CAPITAL, max_tokens=6)
+    rig.run()
+    runner.model.set_attn_implementation("sdpa")
+    try:
+        with torch.no_grad():
+            expected = [runner.model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1) for prompt in PROMPTS]
+    finally:
+        runner.model.set_attn_implementation("sie_paged")
+    for answer, prompt, logprobs in zip(asked, PROMPTS, expected, strict=True):
+        own = logprobs[range(len(prompt) - 1), prompt[1:]].numpy()
+        best, ids = logprobs.max(-1)
+        assert np.abs(answer.scores.own - own).max() < 1e-3
+        assert np.abs(answer.scores.top[:, 0] - best.numpy()).max() < 1e-3
+        assert answer.scores.top_ids[:, 0].tolist() == ids.tolist()
 
 
 def test_the_vocabulary_is_passed_over_and_everything_else_is_read(runner):

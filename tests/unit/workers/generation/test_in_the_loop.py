@@ -173,7 +173,7 @@ def test_cancelled_request_whose_grammar_compiles_is_gone_at_once(rig: LoopRig) 
     ("prompt", "task", "message"),
     [
         (b"", {}, "prompt"),
-        (b"abc", {"max_tokens": 0}, "max_tokens"),
+        (b"abc", {"max_tokens": -1}, "max_tokens"),
         (b"abc", {"num_choices": 65}, "n is 65"),
         (b"abc", {"sampling": Sampling(logit_bias=((257, 1.0),))}, "logit_bias: token 257"),
     ],

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 import transformers
 
 from sie.generation import Sampling
 from sie.workers.generation import Draw
-from tests.generation_models import FAMILIES, Stream, generate, random_prompt, step
+from tests.generation_models import (
+    FAMILIES,
+    Stream,
+    answer_alone_and_mixed,
+    generate,
+    random_prompt,
+    scattered_blocks,
+    step,
+)
 
 REFUSED = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "lfm2", "mamba", "mpt")
 SERVED = [name for name in FAMILIES if name not in REFUSED]
@@ -32,26 +39,13 @@ def oracles(load_tiny):
     return get
 
 
-def scattered_blocks(number: int, count: int = 8) -> list[int]:
-    """Blocks of one of three sequences, out of order and between those of the others."""
-    return [3 * i + number for i in np.random.default_rng(number).permutation(count)]
-
-
 @pytest.mark.parametrize("name", SERVED)
 def test_alone_and_mixed_equal_the_library(name, load_tiny, oracles):
     runner, _ = load_tiny(name)
-    alone = [Stream(prompt, range(8)) for prompt in PROMPTS]
-    for stream in alone:
-        while len(stream.answer) < NUM_TOKENS:
-            step(runner, [stream])
-    mixed = [Stream(prompt, scattered_blocks(i)) for i, prompt in enumerate(PROMPTS)]
-    for num_running in (1, 2, 3, 3, 3, 3, 3):  # later prompts arrive while the first decodes, in parts of 7
-        step(runner, mixed[:num_running], most=7)
-    while min(len(stream.answer) for stream in mixed) < NUM_TOKENS:
-        step(runner, mixed)
-    for oracle, one, other in zip(oracles(name), alone, mixed, strict=True):
-        assert oracle.agrees(one.answer)
-        assert oracle.agrees(other.answer)
+    answers = answer_alone_and_mixed(runner, PROMPTS, NUM_TOKENS)
+    for oracle, (alone, mixed) in zip(oracles(name), answers, strict=True):
+        assert oracle.agrees(alone)
+        assert oracle.agrees(mixed)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gemma2", "gpt2"])
