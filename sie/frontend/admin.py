@@ -101,7 +101,7 @@ class ModelAdmin:
             await self.ask(lambda number: Manage(number, action, model), deadline_ns)
             await self._settled(model, deadline_ns)
         entry = self._models.hosted(model)
-        return _not_found(asked) if entry is None else _status(asked, entry, is_asked=action is not None)
+        return _not_found(asked) if entry is None else _status(asked, entry, action)
 
     def on_begun(self, number: int, error: WireError | None = None) -> None:
         """Take the supervisor's word that it has begun, or why it has not."""
@@ -158,15 +158,16 @@ def _not_found(model: str) -> ModelStatus:
     )
 
 
-def _status(asked: str, entry: ModelEntry, *, is_asked: bool) -> ModelStatus:
-    """Return how a model is; is_asked: something was to be done, so that what goes on is a 202 and a failure a 502."""
-    is_reloading = entry.reloading and entry.state not in ("loaded", "failed")
+def _status(asked: str, entry: ModelEntry, action: ManageAction | None) -> ModelStatus:
+    """Return how a model is; action: what was to be done, so that what goes on is a 202 and a failure a 502."""
+    serves_meanwhile = entry.state == "loaded" and action is None
+    is_reloading = entry.reloading and entry.state != "failed" and not serves_meanwhile
     status = "reloading" if is_reloading else _STATUS.get(entry.state, entry.state)
     answer: dict[str, Any] = {"model_id": asked, "status": status}
-    http_status = 202 if is_asked and entry.state in _MOVING else 200
+    http_status = 202 if action is not None and (entry.state in _MOVING or entry.reloading) else 200
     if (entry.state == "failed" or entry.is_outdated) and entry.error is not None:
         answer["error"] = entry.error.message
-        if is_asked:
+        if action is not None and (entry.state == "failed" or action == "reload"):
             http_status = entry.error.http_status
             answer["detail"] = {"code": entry.error.code, "message": entry.error.message, **entry.error.extras}
     return ModelStatus(http_status, msgspec.json.encode(answer))

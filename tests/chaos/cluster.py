@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import psutil
 
+from tests.chaos.ledger import pick
 from tests.process.harness import Role, Server, eventually, start_server
 from tests.process.wire import encode, extents_in_use
 
 MODEL = "stub/a"
 DENSE = 16
-SETTLE_S = 5.0
+SETTLE_S = pick(20.0, 5.0)
 _ROLES: tuple[Role, ...] = ("supervisor", "frontend", "worker")
 
 

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.chaos.ledger import pick
 from tests.process.harness import Server
 
 _CLIENT = Path(__file__).with_name("client.py")
-_LATE_S = 1.0
+_LATE_S = pick(5.0, 1.0)
 
 
 class Ask(NamedTuple):

@@ -88,8 +88,10 @@ def test_f22_slow_headers_delay_nobody(row: Row, server: Server):
     for sock in sockets:
         sock.close()
     row.equals("failed requests of others", len(quiet.failed()) + len(busy.failed()), 0)
-    ratio = quantile(busy.latencies_s(), 0.99) / max(quantile(quiet.latencies_s(), 0.99), 0.010)
-    row.at_most("p99 of others, to that without them (10 ms at least)", ratio, 2.0, "times")
+    ratio = quantile(busy.latencies_s(), 0.99) / max(quantile(quiet.latencies_s(), 0.99), pick(0.050, 0.010))
+    row.at_most(
+        "p99 of others, to that without them, which counts as 10 ms (short run: 50) at least", ratio, 2.0, "times"
+    )
 
 
 @pytest.mark.row("F23", "clients that send their bodies byte by byte")
@@ -139,9 +141,12 @@ def drip(sockets: list[socket.socket], timeout_s: float) -> Counter[int]:
 def test_f27_giant_bodies_are_cut(row: Row, server: Server):
     memory = PeakMemory(server, "frontend")
     head = raw_request(ENCODE, b"", {**PACKED, "content-length": str(10 << 30)}, length=False)
-    began_s = time.monotonic()
-    assert send_raw(server.port, head).status == 413
-    row.at_most("refusal of an announced one", (time.monotonic() - began_s) * 1e3, 20.0, "ms")
+    took_s: list[float] = []
+    for _ in range(9):
+        began_s = time.monotonic()
+        assert send_raw(server.port, head).status == 413
+        took_s.append(time.monotonic() - began_s)
+    row.at_most("median refusal of an announced one", sorted(took_s)[4] * 1e3, 20.0, "ms", slack=10.0)
     num_sent = 0
     chunk = b"100000\r\n" + b"x" * MIB + b"\r\n"
     with connect(server.port) as sock, contextlib.suppress(OSError):
@@ -228,7 +233,7 @@ def test_f31_deep_nesting_is_refused_at_once(row: Row, server: Server):
                 began_s = time.monotonic()
                 assert client.request("POST", ENCODE, body, headers).status == 400
                 took_s.append(time.monotonic() - began_s)
-            row.at_most(f"median refusal, {name}", sorted(took_s)[4] * 1e3, 5.0, "ms")
+            row.at_most(f"median refusal, {name}", sorted(took_s)[4] * 1e3, 5.0, "ms", slack=20.0)
 
 
 @pytest.mark.row("F32", "bodies that would be many times as large when they are decoded")
@@ -264,7 +269,7 @@ def test_f33_bad_pictures_are_400_and_cost_little(row: Row, server: Server):
         response = post_picture(server, picture)
         took_s = time.monotonic() - began_s
         assert response == 400, (name, response)
-        row.at_most(f"refusal of {name}", took_s * 1e3, 50, "ms")
+        row.at_most(f"refusal of {name}", took_s * 1e3, 50, "ms", slack=20.0)
     assert post_picture(server, good) == 200
     row.at_most("memory of a frontend", memory.growth_bytes() / MIB, 64, "MiB more", slack=1.0)
 

@@ -44,7 +44,7 @@ def test_f5_a_hung_worker_is_found_within_its_watchdog(row: Row):
         with open_loop(server, 50, seed=SEED) as load:
             found_s = [hang_and_find(server, server.pids("worker")[n % 2]) for n in range(pick(2, 20))]
         leaks.check()
-    row.at_most("slowest finding", max(found_s), FOUND_S, "s", slack=1.3)
+    row.at_most("slowest finding", max(found_s), FOUND_S, "s")
     row.equals("failed requests", len(load.history.failed()), 0)
     row.at_most("slowest answer", max(load.history.latencies_s()), FOUND_S + 2.0, "s")
 
@@ -103,7 +103,8 @@ def test_f36_a_gap_in_time_kills_nobody(row: Row):
 def test_f56_starved_of_processors_it_kills_nobody(row: Row):
     hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
     try:
-        with cluster("--watchdog-s", f"{WATCHDOG_S:g}", "--tick-timeout-s", "2") as server:
+        flags = ("--watchdog-s", f"{pick(4.0, WATCHDOG_S):g}", "--tick-timeout-s", f"{pick(6.0, 2.0):g}")
+        with cluster(*flags) as server:
             before = sorted(server.pids())
             with open_loop(server, 20, seed=SEED) as load:
                 time.sleep(pick(4.0, 60.0))

@@ -24,5 +24,5 @@ def test_a_leak_on_purpose_is_caught():
     growth = soak(pick(6.0, 20.0), leak_kib=8, seed=SEED, is_real=False).growth()
     slopes = {role: sum(each.slope for each in growth if each.process.startswith(role))
               for role in ("supervisor", "frontend", "worker")}  # fmt: skip
-    assert slopes["supervisor"] <= MAX_SLOPE
+    assert slopes["supervisor"] <= pick(10.0, MAX_SLOPE)  # a few pages are much for the requests of a few seconds
     assert min(slopes["frontend"], slopes["worker"]) > 40, growth

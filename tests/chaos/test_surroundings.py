@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from sie.shm.space import InboundSpace, OutboundSpace
 from tests.chaos.cluster import DENSE, MODEL, Leaks, cluster, logged
 from tests.chaos.history import open_loop, quantile
 from tests.chaos.ledger import SEED, Row, pick
-from tests.process.harness import count_fds, eventually
+from tests.process.harness import count_fds, eventually, free_port
 from tests.process.wire import connect, dense_rows, encode, get, stub_rows
 
 SEGMENT_BYTES = 1 << 20
@@ -182,11 +181,6 @@ def test_f54_a_log_that_nobody_reads_stops_nothing(row: Row):
     row.equals("exit status after SIGTERM", status, 0)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
-
-
 def kill_workers_of(supervisor: int) -> None:
     for child in psutil.Process(supervisor).children():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -224,7 +218,7 @@ def test_f55_watchers_and_scrapes_cost_little(row: Row):
     row.tell("watchers", len(watchers), "")
     row.at_most("processor for them, of one core", share * 100, 10, "%")
     row.equals("failed requests", len(load.history.failed()), 0)
-    row.at_most("p99 of requests", quantile(load.history.latencies_s(), 0.99) * 1e3, 100, "ms")
+    row.at_most("p99 of requests", quantile(load.history.latencies_s(), 0.99) * 1e3, 100, "ms", slack=15.0)
 
 
 def cpu_s(processes: list[psutil.Process]) -> float:

@@ -47,7 +47,7 @@ def test_f3_kills_of_one_of_two_workers_cost_no_answer(row: Row):
         history = load.history
         leaks.check()
     row.equals("kills", len(faults_s), pick(20, 200))
-    row.at_least("requests", len(history.asks), pick(500, 5000), "")
+    row.at_least("requests", len(history.asks), pick(200, 5000), "")  # the faster the recoveries, the fewer
     row.equals("failed requests", len(history.failed()), 0)
     row.equals("wrong answers", history.outcomes()["wrong"], 0)
     row.at_most("p99 added", added_p99_s(history, faults_s[0]), 1.0, "s")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -37,7 +38,7 @@ _MODULES = {
 Role = Literal["worker", "frontend", "grpc", "supervisor"]
 
 
-def eventually(condition: Callable[[], Any], what: str, timeout_s: float = 10.0) -> Any:
+def eventually(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -> Any:
     """Return the first true value of `condition`, asked every 10 ms; fail with `what` when time is up."""
     deadline_s = time.monotonic() + timeout_s
     while not (value := condition()):
@@ -123,7 +124,7 @@ class Server:
         )
         self.port = 0 if url.startswith("unix:") else int(url.rpartition(":")[2])
 
-    def log_line(self, part: str, timeout_s: float = 10.0) -> str:
+    def log_line(self, part: str, timeout_s: float = 20.0) -> str:
         """Return the first log line that holds `part`, waiting for it."""
         return self.output.find(part, timeout_s, lambda: self.process.poll() is not None)
 
@@ -151,7 +152,7 @@ class Server:
         pids = set(self.pids("frontend"))
         return sorted(pid for pid in pids if psutil.Process(pid).ppid() in pids)
 
-    def kill_worker(self, timeout_s: float = 10.0) -> None:
+    def kill_worker(self, timeout_s: float = 20.0) -> None:
         """SIGKILL the only worker and wait until a successor has been started."""
         dead = self.worker()
         os.kill(dead, signal.SIGKILL)
@@ -175,7 +176,7 @@ class Server:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running {timeout_s:g} s after SIGTERM:\n{self.output.text()}") from None
         assert status == 0, f"exit status {status}:\n{self.output.text()}"
-        self.wait_gone(1.0)
+        self.wait_gone(10.0)
 
     def discard(self) -> None:
         """End whatever is left of it, however it ended."""
@@ -240,10 +241,16 @@ def start_server(
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on, for a server that cannot take port 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that nobody listens on, for a server that cannot take port 0.
+
+    It lies below those that the kernel gives to clients, so none takes it before the server does.
+    """
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(max(1024, first - 16384), first) if first > 2048 else 0
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return probe.getsockname()[1]
 
 
 def run_to_end(

@@ -49,7 +49,7 @@ class ServiceManager:
         """Return every assignment of this name so far."""
         return [note for note in list(self.notes) if note.name == name]
 
-    def wait_for(self, name: str, part: str = "", timeout_s: float = 10.0, after_s: float = 0.0) -> Note:
+    def wait_for(self, name: str, part: str = "", timeout_s: float = 20.0, after_s: float = 0.0) -> Note:
         """Return the first assignment of name that came after after_s and holds part, waiting for it."""
 
         def found() -> Note | None:

@@ -10,7 +10,7 @@ import pytest
 from tests.process.harness import eventually, start_server
 from tests.process.wire import Client, dense_rows, encode, get, post_json, raw_request, send_raw, stub_rows, under_load
 
-STUBS = ("--model", "stub/a=stub:dense=16", "--lazy-model", "stub/b=stub:dense=16,load_ms=200")
+STUBS = ("--model", "stub/a=stub:dense=16", "--lazy-model", "stub/b=stub:dense=16,load_ms=500")
 
 
 def manage(server, verb, model, **headers):

@@ -503,7 +503,7 @@ def test_worker_death_ends_what_was_begun_and_repeats_what_was_not(server: Serve
         time_s = time.monotonic()
         server.kill_worker()
         rest = first + "".join(blocks)
-    assert time.monotonic() - time_s < 10
+    assert time.monotonic() - time_s < 30
     *_, error, done = rest.split("\n\n")[:-1]
     assert done == "data: [DONE]"
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "worker_lost"

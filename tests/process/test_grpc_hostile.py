@@ -183,7 +183,7 @@ def test_what_stalls_ends_in_time(server: Server, good: triton.InferenceServerCl
             assert b"grpc-status\x014" in ended[3]
         for raw, _ in stalled:
             raw.frames()
-        assert 2 < time.monotonic() - began_s < 10
+        assert 2 < time.monotonic() - began_s < 30
 
 
 def test_a_client_that_gives_no_room_holds_up_nobody_and_is_cut_in_time(
@@ -196,7 +196,7 @@ def test_a_client_that_gives_no_room_holds_up_nobody_and_is_cut_in_time(
         while time.monotonic() - began_s < 0.5:
             check_good(good)
         assert reset_with(raw.frames(kinds=(frames.RST_STREAM,)), 1) == Code.CANCEL
-        assert time.monotonic() - began_s < 10
+        assert time.monotonic() - began_s < 30
 
 
 def test_a_client_that_reads_nothing_is_cut_in_time(server: Server, good: triton.InferenceServerClient):
@@ -213,7 +213,7 @@ def test_a_client_that_reads_nothing_is_cut_in_time(server: Server, good: triton
                 raw.send(data(stream, large[at : at + (1 << 20)], frames.END_STREAM if is_end else 0))
         began_s = time.monotonic()
         eventually(lambda: num_connections(server) == 1, "its end")
-        assert time.monotonic() - began_s < 10
+        assert time.monotonic() - began_s < 30
 
 
 def num_connections(server: Server) -> int:

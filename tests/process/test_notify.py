@@ -61,11 +61,11 @@ def fed_between(manager: ServiceManager, begin_s: float, end_s: float) -> int:
 
 
 def test_the_watchdog_is_fed_well_within_its_time():
-    with ServiceManager(watchdog_s=1) as manager, start_server(*STUB, env=manager.env):
+    with ServiceManager(watchdog_s=3) as manager, start_server(*STUB, env=manager.env):
         eventually(lambda: len(manager.named("WATCHDOG")) >= 5, "the watchdog's food")
         times = [note.at_s for note in manager.named("WATCHDOG")]
-        assert max(later - earlier for earlier, later in itertools.pairwise(times)) < 1
-        assert (times[-1] - times[0]) / (len(times) - 1) < 0.5
+        assert max(later - earlier for earlier, later in itertools.pairwise(times)) < 3
+        assert (times[-1] - times[0]) / (len(times) - 1) < 1.5
 
 
 def test_a_hung_worker_starves_the_watchdog_until_it_is_replaced():
@@ -75,7 +75,7 @@ def test_a_hung_worker_starves_the_watchdog_until_it_is_replaced():
         assert manager.wait_for("STATUS", "not answering: worker-0")
         hangs_s = at_s(server.log_line("worker-0 hangs", 20))
         ended_s = at_s(server.log_line("worker-0 ended", 20))
-        assert ended_s - hangs_s < 3
+        assert ended_s - hangs_s < 10
         assert fed_between(manager, hangs_s - 0.9, ended_s) == 0  # half a second apart otherwise
         assert_serves_again(server, manager, ended_s)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 
 import msgpack
@@ -18,8 +20,10 @@ def test_refusal_reaches_a_client_that_sends_its_body_late():
         "--model", "stub/a=stub:dense=16,latency_ms=1500", "--max-queued-tokens", "64", "--frontends", "1"
     ) as server:
         full = threading.Thread(target=encode, args=(server.port, "stub/a", ["x" * 256]))
+        worker = server.worker()
         full.start()
         eventually(lambda: total(server.port, "sie_extents_in_use") >= 1, "the queue is full")
+        os.kill(worker, signal.SIGSTOP)  # and stays so
         with connect(server.port) as sock:
             head = raw_request(
                 "/v1/encode/stub/a", headers={"content-type": MSGPACK, "content-length": str(len(BODY))}, length=False
@@ -27,6 +31,7 @@ def test_refusal_reaches_a_client_that_sends_its_body_late():
             sock.sendall(head)
             refused = read_response(sock)
             assert (refused.status, refused.code()) == (503, "QUEUE_FULL")
+            os.kill(worker, signal.SIGCONT)
             full.join(20)
             sock.sendall(BODY + head + BODY)
             assert read_response(sock).status == 200

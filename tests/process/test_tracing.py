@@ -31,7 +31,7 @@ def collector():
 @pytest.fixture(scope="module")
 def server(collector):
     with start_server(
-        "--model", "stub/a=stub:dense=16,score,extract", "--model", "stub/slow=stub:dense=16,latency_ms=50",
+        "--model", "stub/a=stub:dense=16,score,extract", "--model", "stub/slow=stub:dense=16,latency_ms=200",
         "--lazy-model", "stub/lazy=stub:dense=16,load_ms=300", "--tracing", "--otlp-endpoint", collector.endpoint,
         "--frontends", "1", "--access-log", "1", "--model", "id=stub:tensor", "--grpc-port", str(free_port()),
     ) as running:  # fmt: skip
@@ -53,7 +53,7 @@ def test_trace_has_a_span_for_each_phase(server, collector):
     assert began_ns <= root.start_ns == edges[0]
     assert edges[-1] == root.end_ns <= ended_ns
     infer = phases[3]
-    assert infer.end_ns - infer.start_ns >= 45e6, "the stub's step takes 50 ms"
+    assert infer.end_ns - infer.start_ns >= 190e6, "the stub's step takes 200 ms"
     assert root.attributes["http.route"] == "/v1/encode/{model}"
     assert root.attributes["http.response.status_code"] == 200
     assert root.attributes["sie.model"] == "stub/slow"
@@ -198,7 +198,7 @@ def test_dead_collector_costs_no_request_and_no_stop():
             eventually(lambda: "exporting" in server.output.text(), "the exporter's complaint")
             began_s = time.monotonic()
             server.stop()
-            assert time.monotonic() - began_s < 6.0
+            assert time.monotonic() - began_s < 9.0
             assert server.output.text().count("exporting traces") <= 2, "complaints do not fill the log"
 
 

@@ -184,7 +184,7 @@ def extents_in_use(port: int) -> int:
     return sum(int(float(value)) for value in _EXTENTS.findall(get(port, "/metrics").body))
 
 
-def wait_no_extents(port: int, timeout_s: float = 10.0) -> None:
+def wait_no_extents(port: int, timeout_s: float = 20.0) -> None:
     """Wait until every extent has been given back."""
     eventually(lambda: extents_in_use(port) == 0, "no extent in use", timeout_s)
 

@@ -72,10 +72,12 @@ class Office:
         self.admin = ModelAdmin(self.table, self._send)
         self.tell("available")
 
-    def tell(self, state: Any, error: SieError | None = None, *, reloading: bool = False) -> None:
+    def tell(
+        self, state: Any, error: SieError | None = None, *, reloading: bool = False, is_outdated: bool = False
+    ) -> None:
         entry = ModelEntry(
             card=ModelCard(id="m", kind="stub", profiles={"default": {}, "p": {}}), state=state, workers=(0,) if state == "loaded" else (),
-            error=to_wire(error) if error else None, reloading=reloading,
+            error=to_wire(error) if error else None, reloading=reloading, is_outdated=is_outdated,
         )  # fmt: skip
         self.table.update(Models((entry,), True))
 
@@ -85,10 +87,16 @@ class Office:
 
     def _answer(self, number: int) -> None:
         first, *rest = self.states
-        self.tell(first) if isinstance(first, str) else self.tell("failed", first)
+        self._tell(first)
         self.admin.on_begun(number)
         for state in rest:
-            asyncio.get_running_loop().call_soon(self.tell, state)
+            asyncio.get_running_loop().call_soon(self._tell, state)
+
+    def _tell(self, word: Any) -> None:
+        if isinstance(word, dict):
+            self.tell(**word)
+        else:
+            self.tell(word) if isinstance(word, str) else self.tell("failed", word)
 
     def ask(self, verb: str, body: Any, timeout_s: float = 5.0) -> tuple[int, Any]:
         return asyncio.run(self._ask(verb, json.dumps(body).encode(), timeout_s))
@@ -130,6 +138,23 @@ def test_load_that_fails_says_why():
     http_status, answer = Office(error).ask("load", {"model_id": "m"})
     assert (http_status, answer["status"], answer["error"]) == (502, "failed", "there is no file")
     assert answer["detail"] == {"code": "MODEL_LOAD_FAILED", "message": "there is no file", "error_class": "STORAGE"}
+
+
+RENEWED = {"state": "loaded", "reloading": True}
+OUTDATED = {"state": "loaded", "error": ModelLoadFailed("no model"), "is_outdated": True}
+
+
+def test_a_reload_beside_what_serves_is_waited_for_and_told_when_it_fails():
+    assert Office(RENEWED, "loaded").ask("reload", {"model_id": "m"}) == (200, {"model_id": "m", "status": "loaded"})
+    assert Office(RENEWED).ask("reload", {"model_id": "m"}, 0.05) == (202, {"model_id": "m", "status": "reloading"})
+    http_status, answer = Office(RENEWED, OUTDATED).ask("reload", {"model_id": "m"})
+    assert (http_status, answer["status"], answer["error"]) == (502, "loaded", "no model")
+    assert answer["detail"]["code"] == "MODEL_LOAD_FAILED"
+
+
+def test_what_serves_from_before_its_files_changed_is_loaded_and_says_so():
+    expected = (200, {"model_id": "m", "status": "loaded", "error": "no model"})
+    assert Office(OUTDATED).ask("load", {"model_id": "m"}) == expected
 
 
 def test_status_asks_nobody():

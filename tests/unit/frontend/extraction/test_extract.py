@@ -51,9 +51,12 @@ def test_little_to_read_stays_on_it(rule):
 
 def test_asking_costs_nothing_itself():
     task = ExtractTask(labels=tuple(f"l{number}" for number in range(1000)))
-    began_s = time.perf_counter()
-    assert is_long_work(NLI, task, ["x"] * 16)
-    assert time.perf_counter() - began_s < 0.005, "16,000 pairs are not to be listed for it"
+    took_s: list[float] = []
+    for _ in range(20):
+        began_s = time.perf_counter()
+        assert is_long_work(NLI, task, ["x"] * 16)
+        took_s.append(time.perf_counter() - began_s)
+    assert min(took_s) < 0.005, "16,000 pairs are not to be listed for it"
 
 
 def windows_of(text: str, *, limit: int, labels: tuple[str, ...] = ("a",)) -> tuple[list[str], np.ndarray]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
 
 from sie.cards import ModelCard
@@ -82,6 +83,22 @@ async def test_a_version_that_did_not_load_is_told(office: Office):
         await task
     assert error.value.http_status == 400
     assert error.value.message == ("load failed for model 'm': version 2 is at UNAVAILABLE state: version 2 is broken")
+
+
+@in_office
+async def test_a_version_that_serves_from_before_its_files_changed_is_told_once_that_is_known(office: Office):
+    task = await office.begin(office.repository.load("m", soon()))
+    renewed = msgspec.structs.replace(entry("1", "loaded"), reloading=True)
+    office.models.update(Models((renewed,), ready=True))
+    office.admin.on_begun(1)
+    await asyncio.sleep(0.01)
+    assert not task.done()
+    error = to_wire(Internal("version 1 is broken"))
+    office.models.update(
+        Models((msgspec.structs.replace(renewed, reloading=False, is_outdated=True, error=error),), ready=True)
+    )
+    with pytest.raises(ModelLoadFailed, match="version 1 is broken"):
+        await task
 
 
 @in_office
