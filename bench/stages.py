@@ -22,7 +22,8 @@ from sie.catalog.cards import make_card
 from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec, parse_model_spec
 from sie.frontend.dialects.kserve import InferCall, decode_infer, encode_infer
-from sie.frontend.dialects.sie import decode_encode, encode_reply, resolve_encode
+from sie.frontend.dialects.sie import decode_encode, resolve_encode
+from sie.frontend.dialects.sie_reply import encode_reply
 from sie.frontend.http.known_infer import (
     Basis,
     KnownAnswer,

@@ -15,7 +15,7 @@ from sie.control_messages import ModelEntry
 from sie.errors import BadRequest, Unavailable
 from sie.frontend.access.key_use import KeyHolder
 from sie.frontend.adapters import requested_adapter
-from sie.frontend.dialects import extract, negotiate, openai, rerank, score, sie
+from sie.frontend.dialects import extract, negotiate, openai, rerank, score, sie, sie_reply
 from sie.frontend.extraction.extract import read_extractions
 from sie.frontend.http import routes
 from sie.frontend.http.body import Body, BodyReader
@@ -125,14 +125,14 @@ class Inference:
         if not wants_msgpack and len(raw.view) >= LARGE_BYTES:
             return self._encoded_on_thread(reply, raw)
         try:
-            answer = sie.encode_reply(reply, wants_msgpack)
+            answer = sie_reply.encode_reply(reply, wants_msgpack)
         finally:
             _let_go(reply, raw)
         return Response(200, self.encode_headers(reply.timing, wants_msgpack), answer)
 
     async def _encoded_on_thread(self, reply: EncodeReply, raw: Reply) -> Response:
         try:
-            answer = await self._on_thread(sie.encode_reply, reply, False)
+            answer = await self._on_thread(sie_reply.encode_reply, reply, False)
         finally:
             _let_go(reply, raw)
         return Response(200, self.encode_headers(reply.timing, wants_msgpack=False), answer)

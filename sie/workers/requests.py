@@ -1,9 +1,8 @@
 """Owns a request's life in the worker: read from its extent, given a reply extent, filled row by row, answered.
 
 A reply of fixed size is leased before the first step and filled in place. One with outputs of unknown size is kept by
-`sie.workers.ragged` until it is whole, and may then wait for room.
-
-A request gets exactly one terminal descriptor: REPLY, or ERROR (with length 0 when its client cancelled it).
+`sie.workers.ragged` until it is whole, and may then wait for room. A request gets exactly one terminal descriptor: REPLY,
+or ERROR (with length 0 when its client cancelled it).
 """
 
 from __future__ import annotations

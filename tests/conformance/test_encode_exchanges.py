@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sie.cards import ModelCard
-from sie.frontend.dialects import openai, sie
+from sie.frontend.dialects import openai, sie, sie_reply
 from sie.limits import Limits
 from sie.types import EncodeReply, Timing
 
@@ -83,19 +83,19 @@ def test_the_sdks_request_with_everything():
 
 def test_a_float32_reply():
     rows = np.array([[1.0, -2.0]], "<f4")
-    assert sie.encode_reply(reply_of(rows, "float32", dims=2), True) == bytes.fromhex(FLOAT_REPLY)
+    assert sie_reply.encode_reply(reply_of(rows, "float32", dims=2), True) == bytes.fromhex(FLOAT_REPLY)
 
 
 @pytest.mark.parametrize("output_dtype", ["binary", "ubinary"])
 def test_a_binary_reply_with_one_id(output_dtype):
     rows = np.array([[0xFF, 0x80], [0x01, 0x00]], np.uint8)
-    encoded = sie.encode_reply(reply_of(rows, output_dtype, dims=9, ids=["a", None]), True)
+    encoded = sie_reply.encode_reply(reply_of(rows, output_dtype, dims=9, ids=["a", None]), True)
     assert encoded == bytes.fromhex(BINARY_REPLY)
 
 
 def test_a_json_reply():
     rows = np.array([[1.0, -2.0]], "<f4")
-    assert sie.encode_reply(reply_of(rows, "float32", dims=2), False) == (
+    assert sie_reply.encode_reply(reply_of(rows, "float32", dims=2), False) == (
         b'{"model":"org/m","items":[{"dense":{"dims":2,"dtype":"float32","values":[1.0,-2.0]}}],'
         b'"timing":{"total_ms":1.5,"queue_ms":0.5,"tokenization_ms":0.0,"inference_ms":1.0,"postprocessing_ms":null},'
         b'"usage":{"input_tokens":3}}'

@@ -8,7 +8,7 @@ from collections.abc import Awaitable
 from sie.control_messages import ModelEntry
 from sie.errors import Unavailable
 from sie.frontend.adapters import requested_adapter
-from sie.frontend.dialects import negotiate, sie
+from sie.frontend.dialects import negotiate, sie, sie_reply
 from sie.frontend.http.envelopes import Response
 from sie.frontend.http.known_encode import KnownText, KnownTexts, learn_row, read_row
 from sie.frontend.inference import Exchange, Inference, read
@@ -67,7 +67,7 @@ class TextWork:
             return self._answer_anew(raw, wants_msgpack)
         timing = exchange.timing = timing_of(raw, found.times, exchange.began_ns, self._took_ns)
         exchange.num_items = 1
-        body = sie.with_row(found.before, found.row, timing, raw.num_tokens)
+        body = sie_reply.with_row(found.before, found.row, timing, raw.num_tokens)
         raw.release()
         return Response(200, self._inference.encode_headers(timing, wants_msgpack=True), body)
 
@@ -76,7 +76,7 @@ class TextWork:
         inference, known = self._inference, self._known
         reply = read(self._exchange, known.entry, known.request_of(self._text), self._took_ns, raw)
         if wants_msgpack:
-            learn_row(known, raw, sie.before_row(reply))
+            learn_row(known, raw, sie_reply.before_row(reply))
         return inference.encoded(self._exchange, reply, raw)
 
     async def again(self, error: Unavailable) -> Response:

@@ -12,7 +12,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from sie.extraction import Classification, DetectedObject, ItemError, Relation
 from sie.frontend.dialects.extract import EntityBody
-from sie.frontend.dialects.sie import TimingBody
+from sie.frontend.dialects.sie_reply import TimingBody
 
 
 class _Reply(Struct, kw_only=True, forbid_unknown_fields=True):

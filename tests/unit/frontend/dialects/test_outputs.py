@@ -9,7 +9,8 @@ import pytest
 
 from sie.cards import ModelCard
 from sie.errors import BadRequest
-from sie.frontend.dialects import sie
+from sie.frontend.dialects import sie_reply
+from sie.frontend.dialects.sie import resolve_encode
 from sie.types import EncodeReply, EncodeRequest, SparseRows, Timing, TokenRows
 
 INDICES = np.array([1, 300, 2], "<i4")
@@ -47,7 +48,7 @@ def make_rows(rows=ROWS, dims=2):
 
 
 def test_items_byte_for_byte():
-    body = sie.encode_reply(make_reply(sparse=make_sparse(), rows=make_rows(), ids=["x", None]), True)
+    body = sie_reply.encode_reply(make_reply(sparse=make_sparse(), rows=make_rows(), ids=["x", None]), True)
     array = "85 c402 6e64 c3 c404 74797065 a3 {} c404 6b696e64 c400 c405 7368617065 {} c404 64617461 c4 {}"
     float32 = "3c6634"
     expected = (
@@ -76,7 +77,7 @@ def test_sdk_reads_every_output(dtype):
     parse = pytest.importorskip("sie_sdk.client._shared").parse_encode_results
     dense = np.array([[1, 2], [3, 4]], "<f4")
     reply = make_reply(dense, make_sparse(VALUES.astype(dtype)), make_rows(ROWS.astype(dtype)), ids=["a", "b"])
-    first, second = parse(unpackb(sie.encode_reply(reply, True), numeric_arrays=True)["items"])
+    first, second = parse(unpackb(sie_reply.encode_reply(reply, True), numeric_arrays=True)["items"])
     assert (first["id"], second["id"]) == ("a", "b")
     np.testing.assert_array_equal(first["dense"], [1, 2])
     np.testing.assert_array_equal(first["sparse"]["indices"], [1, 300])
@@ -91,15 +92,17 @@ def test_item_without_entries_or_rows_is_empty_and_still_there():
     empty = np.empty(0, "<f4")
     sparse = SparseRows(9, "<f4", [0, 0, 0], as_bytes(INDICES[:0]), as_bytes(empty))
     reply = make_reply(sparse=sparse, rows=TokenRows(2, "<f4", 2, [0, 0, 0], memoryview(b"")))
-    for item in unpackb(sie.encode_reply(reply, True), numeric_arrays=True)["items"]:
+    for item in unpackb(sie_reply.encode_reply(reply, True), numeric_arrays=True)["items"]:
         assert item["sparse"]["indices"].shape == (0,)
         assert (item["multivector"]["num_tokens"], item["multivector"]["values"].shape) == (0, (0, 2))
-    for item in json.loads(sie.encode_reply(reply, False))["items"]:
+    for item in json.loads(sie_reply.encode_reply(reply, False))["items"]:
         assert (item["sparse"]["values"], item["multivector"]["values"]) == ([], [])
 
 
 def test_json_holds_plain_lists():
-    body = json.loads(sie.encode_reply(make_reply(sparse=make_sparse(), rows=make_rows(), ids=["x", None]), False))
+    body = json.loads(
+        sie_reply.encode_reply(make_reply(sparse=make_sparse(), rows=make_rows(), ids=["x", None]), False)
+    )
     assert list(body) == ["model", "items", "timing", "usage"]
     assert body["items"] == [
         {
@@ -118,7 +121,7 @@ def test_json_holds_plain_lists():
 def test_packed_rows_keep_the_models_width(output_dtype):
     rows = make_rows(np.array([[0x80], [0xFF], [0x01]], np.uint8), dims=7)
     reply = make_reply(sparse=make_sparse(), rows=rows, output_dtype=output_dtype)
-    item = json.loads(sie.encode_reply(reply, False))["items"][1]
+    item = json.loads(sie_reply.encode_reply(reply, False))["items"][1]
     assert item["multivector"] == {"token_dims": 7, "num_tokens": 2, "dtype": "binary", "values": [[255], [1]]}
     assert item["sparse"]["dtype"] == "float32"
 
@@ -126,4 +129,4 @@ def test_packed_rows_keep_the_models_width(output_dtype):
 def test_missing_output_is_refused_with_its_reason():
     card = ModelCard(id="m", kind="encoder", missing_outputs={"sparse": "sparse_linear.pt is pickled"})
     with pytest.raises(BadRequest, match=r"'sparse' \(sparse_linear\.pt is pickled\)\. Available: \['dense'\]"):
-        sie.resolve_encode(EncodeRequest(model="m", texts=[""], output_types=("sparse",)), card)
+        resolve_encode(EncodeRequest(model="m", texts=[""], output_types=("sparse",)), card)

@@ -15,13 +15,13 @@ from sie.cards import ModelCard
 from sie.errors import BadRequest, Internal, ModelLoadFailed, SieError
 from sie.frontend.dialects.sie import (
     decode_encode,
-    encode_reply,
     error_body,
     method_not_allowed_body,
     model_not_found,
     not_found_body,
     resolve_encode,
 )
+from sie.frontend.dialects.sie_reply import encode_reply
 from sie.limits import Limits
 from sie.types import EncodeReply, EncodeRequest, Timing
 
