@@ -11,6 +11,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 UNITS := sie.service sie.service.d/gpu.conf sie.sysusers.conf sie.tmpfiles.conf sie.sysctl.conf
 PACKAGED := pyproject.toml constraints.txt
+# Tests without a server or a timing of their own: they may share the cores.
+APART := tests/unit tests/property
 NATIVE := sie/native/libsie_native.so
 
 # What this server is compared with: each in an environment of its own, since they disagree about versions.
@@ -36,8 +38,13 @@ serve: $(VENV)/.serve $(NATIVE) ## serve the bundled model on 127.0.0.1:8080
 native: $(VENV)/.serve ## compile the kernels of sie/native anew (installing does it, too)
 	$(BIN)/python -m sie.native
 
-test: $(VENV)/.test $(NATIVE) ## run the tests
+test: $(VENV)/.test $(NATIVE) ## run the tests; those of servers and their timing one by one, behind the others
+ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
+else
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(APART)
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(APART))
+endif
 
 check: $(VENV)/.check ## what CI runs beside the tests: format, lint, types
 	$(BIN)/ruff format --check .

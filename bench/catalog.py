@@ -205,6 +205,7 @@ SIE_SERVER: Final[Peer[Contender]] = Peer("sie-server (reference)", "sie-server"
 
 CONTENDERS: Final[tuple[Peer[Contender], ...]] = (
     Peer(OURS, "sie", "sie", start_sie, ("sie",)),
+    Peer(f"{OURS}, int8", "sie", "sie", start_sie, ("sie", "--encoder-weights", "int8"), ("cpu",)),
     Peer("sie, OpenAI's dialect", "sie", "sie", start_sie, ("openai",)),
     Peer("vllm bf16", "vllm", "vllm", _vllm),
     Peer("infinity torch bf16", "infinity", "infinity_emb", _infinity),
