@@ -14,7 +14,9 @@ MIB = 1 << 20
 TEXT = b"some tensors" * 1000
 
 
-@pytest.mark.parametrize(("coding", "packed"), [("gzip", gzip.compress(TEXT, mtime=0)), ("Deflate", zlib.compress(TEXT))])
+@pytest.mark.parametrize(
+    ("coding", "packed"), [("gzip", gzip.compress(TEXT, mtime=0)), ("Deflate", zlib.compress(TEXT))]
+)
 def test_bodies_are_read_back(coding: str, packed: bytes):
     assert decompress(packed, coding, MIB, 20) == TEXT
 
