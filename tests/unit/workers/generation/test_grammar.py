@@ -15,6 +15,7 @@ from sie.workers.generation import Draw
 from sie.workers.loader import load_generator
 from tests.generation_models import Stream
 from tests.gguf_models import EOS, write_tiny_llama
+from tests.unit.workers.generation_rig import EngineRig
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +118,33 @@ def test_behind_a_complete_text_only_its_end_is_allowed(runner):
     assert matcher.is_complete
     draw = Draw(Sampling(), 0, 4, forbidden=(EOS,), matcher=matcher)
     assert runner.run_step([Stream([5, 6, 7], [0]).next_slot()._replace(draws=(draw,))])[0][0].token_id == EOS
+
+
+def test_preempted_json_is_the_json_of_a_model_that_has_room(runner, monkeypatch):
+    schema = {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 100, "maximum": 999},
+        "minItems": 9,
+        "maxItems": 9,
+    }
+    prompts = [bytes(range(first, first + 11)) for first in (5, 40, 90, 140)]
+    task = {"grammar_kind": "json_schema", "grammar": json.dumps(schema), "num_choices": 2, "max_tokens": 100}
+    alone = []
+    for prompt in prompts:
+        rig = EngineRig(runner=runner)
+        alone.append(rig.submit(prompt, **task))
+        rig.run()
+        assert not rig.engine.planner.num_preempted
+    monkeypatch.setattr(runner, "num_blocks", 16)
+    rig = EngineRig(runner=runner, max_prefill_tokens=13)
+    amid = [rig.submit(prompt, **task) for prompt in prompts]
+    rig.run()
+    assert rig.engine.planner.num_preempted
+    for answer, expected in zip(amid, alone, strict=True):
+        assert answer.finish == ["stop", "stop"]
+        assert answer.tokens == expected.tokens
+        for tokens in answer.tokens:
+            found = json.loads(bytes(tokens))
+            assert len(found) == 9
+            assert all(100 <= number <= 999 for number in found)
+    rig.assert_all_given_back()
