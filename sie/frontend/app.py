@@ -34,7 +34,7 @@ from sie.frontend.openapi import page as docs
 from sie.frontend.process import FrontendProcess
 from sie.frontend.telemetry.access_log import id_headers, request_id_of
 from sie.frontend.telemetry.counting import count_exchange
-from sie.frontend.telemetry.metrics import CONTENT_TYPE, render
+from sie.frontend.telemetry.metrics import CONTENT_TYPE, UNKNOWN_MODEL, render
 from sie.frontend.tensors.kserve import KServe, TextCall
 from sie.logs import get_logger
 from sie.process import calm_collector
@@ -287,7 +287,9 @@ class App:
         exchange.deadline_ns = exchange.began_ns + process.timeout_ns(headers.get("x-sie-timeout-ms"))
         body = await exchange.read_body(process.bodies)
         verb = exchange.scope.path.rpartition("/")[2]
+        exchange.known_model = UNKNOWN_MODEL
         answer = await process.admin.serve(verb, body, exchange.deadline_ns)
+        exchange.known_model = answer.model or UNKNOWN_MODEL
         self._answer(exchange, answer.http_status, [_JSON], answer.body)
 
     async def _show_admin(self, exchange: Exchange) -> None:

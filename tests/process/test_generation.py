@@ -508,7 +508,20 @@ def test_metrics_leave_housekeeping_out_and_name_no_model_none(server: Server) -
     assert not {"/", "/health", "/metrics", "/docs"} & paths.keys()
     assert (paths["<unmatched>"], paths["/v1/models"]) == ("none", "none")
     assert {one["model"] for one in shown if one["path"] == CHAT and one["status"] == "400"} >= {"unknown"}
+    assert {one["method"] for one in shown if one["path"] == "<unmatched>"} == {"GET"}
     assert not [one for one in shown if one["method"] == "OPTIONS"]
+
+
+@pytest.mark.parametrize(
+    ("body", "label"), [({"model_id": "m"}, "m"), ({"model_id": "made-up"}, "unknown"), ({"model_id": 5}, "unknown")]
+)
+def test_metrics_of_management_name_its_model(server: Server, body: dict[str, Any], label: str) -> None:
+    def count() -> float:
+        return total(server.port, "http_requests_total", path="/v1/models/status", model=label)
+
+    before = count()
+    httpx.post(f"{server.url}/v1/models/status", json=body)
+    assert count() == before + 1
 
 
 def test_worker_death_ends_what_was_begun_and_repeats_what_was_not(server: Server) -> None:
