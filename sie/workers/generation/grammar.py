@@ -28,7 +28,12 @@ _FORMS: dict[str, Any] = {
     "lark": LLMatcher.grammar_from_lark,
     "llguidance": str,
 }
-_LIMITS = LLParserLimits(verbose_errors=False)  # verbose ones show the parser's insides
+_LIMITS = LLParserLimits(
+    verbose_errors=False,  # verbose ones show the parser's insides
+    initial_lexer_fuel=100_000,  # a tenth of the default, which lets one mask take seconds, for which every stream waits
+)
+_TOO_COMPLEX: Final = "lexer error"
+"""How the library's words begin where a regular expression reaches a limit behind its first token."""
 _MAX_THREADS: Final = 4
 """For the masks of a step: more are over before they have begun."""
 
@@ -54,9 +59,12 @@ class GrammarMatcher:
         allowed[:] = self._words[: len(allowed)]
 
     def consume(self, token_id: int) -> None:
-        """Take the token that was chosen. Raises Internal for one that the mask did not allow."""
+        """Take the token that was chosen. Raises BadRequest as `fill_mask` does, Internal for one that was not allowed."""
         if not self._matcher.consume_tokens(self._spellings.spell(self._matcher, token_id)):
-            raise Internal(f"token {token_id} does not follow the grammar: {self._matcher.get_error()}")
+            problem = _problem_of(self._matcher)
+            if problem.startswith(_TOO_COMPLEX):
+                raise BadRequest(f"grammar: {problem}")
+            raise Internal(f"token {token_id} does not follow the grammar: {problem}")
 
     def fork(self) -> GrammarMatcher:
         """Return another one that has come as far; it costs next to nothing, compiling may take seconds."""

@@ -123,6 +123,17 @@ def test_behind_a_complete_text_only_its_end_is_allowed(runner):
     assert runner.run_step([Stream([5, 6, 7], [0]).next_slot()._replace(draws=(draw,))])[0][0].token_id == EOS
 
 
+def test_a_grammar_that_grows_too_large_on_the_way_is_the_clients_mistake(runner):
+    rig = EngineRig(runner=runner)
+    refused = rig.submit(b"abc", grammar_kind="regex", grammar="((a{300}){300}){300}b", max_tokens=20)
+    other = rig.submit(b"abc", grammar_kind="regex", grammar="[ab]{9}", max_tokens=20)
+    rig.run()
+    assert isinstance(refused.error, BadRequest)
+    assert "grammar: lexer error: too many" in str(refused.error)
+    assert (len(other.tokens[0]), other.finish) == (9, ["stop"])
+    rig.assert_all_given_back()
+
+
 def drive(matcher, tokenizer, *texts):
     """Have a matcher follow tokens by their texts, each of which its mask must allow."""
     for text in texts:
