@@ -123,15 +123,15 @@ def fit(ids: list[int], max_tokens: int | None, context_length: int, *, truncate
     that is not given. Raises BadRequest for an empty prompt, and for one without room for a single token where one is wanted.
     """
     if not ids:
-        raise BadRequest("The prompt is empty: it has no token", extras={"param": "prompt"})
+        raise BadRequest("The prompt is empty: it has no token", extras={"param": "messages"})
     room = max_tokens if max_tokens is not None else max(1, context_length // 4)
     if truncate and len(ids) + room > context_length:
         ids = ids[-max(1, context_length - room) :]
     left = context_length - len(ids)
     if left < (1 if max_tokens is None else min(1, max_tokens)):
         raise InputTooLong(
-            f"This model's context is {context_length} tokens, and the prompt alone has {len(ids)}; shorten it, or set "
-            "truncate_sequence",
+            f"This model's context is {context_length} tokens, and the prompt alone has {len(ids)}; shorten it, or have "
+            "it cut with 'truncate_sequence'",
             code="CONTEXT_LENGTH_EXCEEDED",
             extras={"param": "messages"},
         )

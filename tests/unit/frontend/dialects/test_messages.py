@@ -113,6 +113,11 @@ def test_fields_reach_the_request() -> None:
     assert (request.parallel_tool_calls, request.thinking, request.reasoning_effort) == (False, True, "xhigh")
 
 
+@pytest.mark.parametrize("system", ["", [], [{"type": "text", "text": ""}]])
+def test_an_empty_system_is_none(system: Any) -> None:
+    assert decode(system=system).messages == decode().messages
+
+
 @pytest.mark.parametrize(
     ("choice", "mode"), [({"type": "auto"}, "auto"), ({"type": "any"}, "required"), ({"type": "none"}, "none")]
 )
@@ -180,6 +185,8 @@ def test_each_spelling_of_a_schema_binds_the_answer(fields: dict[str, Any]) -> N
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name"),
         ({"thinking": {"type": "disabled"}, "enable_thinking": True}, "thinking"),
         ({"thinking": {"type": "disabled"}, "reasoning_effort": "high"}, "reasoning_effort"),
+        ({"thinking": {"type": "adaptive"}, "enable_thinking": False}, "thinking"),
+        ({"output_config": {"effort": "a lot"}}, "output_config.effort"),
         ({"container": {"skills": []}}, "container"),
         ({"session_id": "s"}, "session_id"),
         ({"files": [{"name": "f"}]}, "files"),

@@ -213,8 +213,9 @@ def test_prompt_without_room_is_refused() -> None:
     with pytest.raises(InputTooLong, match="context is 64 tokens") as caught:
         fit([1] * 64, None, 64, truncate=False)
     assert caught.value.code == "CONTEXT_LENGTH_EXCEEDED"
-    with pytest.raises(BadRequest, match="empty"):
+    with pytest.raises(BadRequest, match="empty") as refused:
         fit([], None, 64, truncate=False)
+    assert refused.value.extras["param"] == "messages", "other routes have other names for it"
     with pytest.raises(BadRequest, match=r"\[0, 5\)"):
         check_ids([1, 5], 5, "prompt")
 
