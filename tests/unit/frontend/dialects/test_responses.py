@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from openai.types.responses import ResponseItem
+from pydantic import TypeAdapter
 
 from sie.errors import BadRequest
 from sie.frontend.dialects.responses import ResponsesCall, decode_responses
@@ -16,6 +18,7 @@ from sie.limits import Limits
 
 FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a":1}'}
+_ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "42"}
 
 
@@ -135,6 +138,34 @@ def test_listed_items_have_what_their_readers_need() -> None:
     assert [item.get("status") for item in listed] == ["completed", "completed", None]
     assert (listed[2]["id"], listed[2]["summary"]) == ("rs_1", [])
     assert read_kept(json.dumps(listed).encode())[0].content == "a"
+
+
+@pytest.mark.parametrize(
+    ("item", "expected"),
+    [
+        (OUTPUT, {"status": "completed", "output": "42"}),
+        ({**OUTPUT, "status": "incomplete"}, {"status": "incomplete"}),
+        ({**OUTPUT, "output": [{"type": "text", "text": "4"}]}, {"output": [{"type": "input_text", "text": "4"}]}),
+        ({"type": "function_call", "call_id": "c", "name": "f"}, {"arguments": "{}", "status": "completed"}),
+        ({"role": "user", "content": [{"text": "a"}]}, {"content": [{"type": "input_text", "text": "a"}]}),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}]}, {"content": [{"type": "input_text", "text": "a"}]}),
+        ({"role": "assistant", "content": [{"type": "input_text", "text": "a"}]},
+         {"content": [{"type": "output_text", "text": "a", "annotations": [], "logprobs": []}]}),
+        ({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+         {"content": [{"type": "refusal", "refusal": "no"}]}),
+        ({"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "status": "incomplete"},
+         {"status": "incomplete"}),
+        ({"type": "shell_call", "call_id": "c", "action": {"commands": ["ls"]}}, {"status": "completed"}),
+        ({"type": "shell_call_output", "call_id": "c",
+          "output": [{"stdout": "a", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}]},
+         {"status": "completed"}),
+    ],
+)  # fmt: skip
+def test_each_listed_item_is_one_of_the_clients_types(item: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Strictly: the client itself takes whatever comes, and its reader finds the field missing."""
+    (listed,) = decode(input=[item], previous_response_id="resp_1").items
+    _ITEM.validate_python(listed)
+    assert expected.items() <= listed.items()
 
 
 def test_instructions_and_history_stand_before_the_input() -> None:
