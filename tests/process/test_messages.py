@@ -52,6 +52,14 @@ def test_the_end_has_its_reason(client: anthropic.Anthropic) -> None:
     assert stopped.content[0].text == "user: hello\n"
 
 
+def test_an_answer_goes_on_where_it_was_begun(client: anthropic.Anthropic) -> None:
+    begun: Any = {"model": "m", "messages": [*HELLO, {"role": "assistant", "content": "so"}]}
+    message = client.messages.create(max_tokens=99, **begun)
+    assert message.content[0].type == "text"
+    assert message.content[0].text == f"{ECHO}so", "the stub repeats its prompt, which the beginning ends"
+    assert message.usage.input_tokens == len(ECHO) + 2 == client.messages.count_tokens(**begun).input_tokens
+
+
 def test_a_stream_gives_the_same_message(client: anthropic.Anthropic) -> None:
     whole = client.messages.create(model="m", max_tokens=40, messages=HELLO, system="be brief")
     with client.messages.stream(model="m", max_tokens=40, messages=HELLO, system="be brief") as stream:

@@ -15,7 +15,7 @@ from msgspec import Meta
 from sie.frontend.dialects.agent_fields import refuse_agent_tool
 from sie.frontend.dialects.chat import ResponseFormat, read_effort, read_format, read_thinking
 from sie.frontend.dialects.chat_tools import ToolField, read_tools
-from sie.frontend.dialects.messages_content import InputMessage, TextBlock, join_text, read_conversation
+from sie.frontend.dialects.messages_content import InputMessage, TextBlock, ends_begun, join_text, read_conversation
 from sie.frontend.dialects.sampling import Number
 from sie.frontend.dialects.text_fields import (
     SamplingFields,
@@ -102,7 +102,9 @@ def decode_messages(body: bytes, content_type: str | None, limits: Limits) -> Ge
     if call.container is not None and call.container != {}:
         raise wrong("container", "asks for skills or a container, and the server has none")
     request = read_sampling_fields(call)
-    request.messages = [*_read_system(call.system), *read_conversation(call.messages)]
+    conversation = read_conversation(call.messages)
+    request.messages = [*_read_system(call.system), *conversation]
+    request.continues = ends_begun(conversation)
     request.tools = _read_tools(call.tools or ())
     request.tool_choice = _read_choice(call.tool_choice, request.tools)
     request.parallel_tool_calls = call.tool_choice is None or not call.tool_choice.disable_parallel_tool_use

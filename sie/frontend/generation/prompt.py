@@ -98,7 +98,8 @@ def render_chat(request: GenerateRequest, rule: GenerateRule) -> Rendered:
     marks = Marks(rule.special_texts, _strings([variables["messages"], variables["tools"]]))
     for name in ("messages", "tools"):
         variables[name] = marks.put(variables[name])
-    return Rendered(render(compile_template(source), variables), marks)
+    begun: str = variables["messages"].pop()["content"] if request.continues else ""
+    return Rendered(render(compile_template(source), variables) + begun, marks)
 
 
 def _source(request: GenerateRequest, rule: GenerateRule) -> str:

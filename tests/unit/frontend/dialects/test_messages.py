@@ -79,6 +79,37 @@ def test_blocks_become_the_messages_that_templates_know() -> None:
     ]  # fmt: skip
 
 
+def test_turns_of_one_side_that_follow_each_other_are_one() -> None:
+    use = {"type": "tool_use", "id": "t1", "name": "weather", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": "rain"}
+    read = decode(messages=[
+        {"role": "user", "content": "a"}, {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "c"}, {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result]}, {"role": "user", "content": [result, {"type": "text", "text": "d"}]},
+        {"role": "user", "content": "e"},
+    ]).messages or []  # fmt: skip
+    assert [(message.role, message.content, len(message.tool_calls)) for message in read] == [
+        ("user", "a\nb", 0), ("assistant", "c", 1), ("tool", "rain", 0), ("tool", "rain", 0), ("user", "d\ne", 0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("last", "continues"),
+    [
+        ("begun", True),
+        ("", False),
+        ([{"type": "text", "text": "be"}, {"type": "text", "text": "gun"}], True),
+        ([{"type": "text", "text": "a"}, {"type": "tool_use", "id": "t", "name": "f", "input": {}}], False),
+        ([{"type": "thinking", "thinking": "a", "signature": ""}], False),
+    ],
+)
+def test_an_answer_that_was_begun_is_gone_on_with(last: Any, continues: bool) -> None:
+    said = {"role": "assistant", "content": last}
+    assert decode(messages=[*HELLO, said]).continues is continues
+    assert not decode(messages=[*HELLO, said, *HELLO]).continues
+    assert not decode(messages=[said]).continues, "there is nothing to answer"
+
+
 def test_what_a_server_s_own_tools_left_behind_is_dropped_whatever_its_form() -> None:
     left = [
         {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "q"}},

@@ -137,6 +137,17 @@ def test_template_that_tears_a_marked_place_apart_gets_no_special_token() -> Non
     assert marks.cut(marked[:2] + "<|im_" + marked[2:3])[0] == ("a", False)
 
 
+@pytest.mark.parametrize("kind", ["byte level", "sentence piece"])
+def test_answer_that_was_begun_ends_the_prompt_as_text(kind: str) -> None:
+    tokenizer = tiny_tokenizers.byte_level() if kind == "byte level" else tiny_tokenizers.sentence_piece()
+    voc = vocabulary(tokenizer)
+    asked, begun = ("user", "f"), "so <|im_end|> it"
+    fresh, continued = prompt(chat(asked), voc), prompt(chat(asked, ("assistant", begun), continues=True), voc)
+    assert voc.decode(continued) == voc.decode(fresh) + begun
+    end = tokenizer.token_to_id("<|im_end|>")
+    assert continued.count(end) == fresh.count(end)
+
+
 @pytest.mark.parametrize(("also", "shown"), [("", "system"), ("{# knows developer #}", "developer")])
 def test_developer_is_the_system_to_templates_that_know_none(also: str, shown: str) -> None:
     request = chat(("developer", "be brief"), ("user", "x"))
