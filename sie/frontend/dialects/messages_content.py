@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from sie.frontend.dialects.chat_messages import NAME
+from sie.frontend.dialects.chat_messages import NAME, name_results
 from sie.frontend.dialects.text_fields import wrong
 from sie.generation import ChatMessage, ToolCall
 
@@ -76,7 +76,7 @@ def read_conversation(messages: Sequence[InputMessage]) -> list[ChatMessage]:
             read.extend(_read_user(message.content, path))
         else:
             read.append(_read_assistant(message.content, path))
-    return _one_turn_each(read)
+    return name_results(_one_turn_each(read))
 
 
 def ends_begun(messages: Sequence[ChatMessage]) -> bool:

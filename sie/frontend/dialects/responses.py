@@ -14,8 +14,9 @@ from msgspec import Meta
 
 from sie.frontend.dialects.agent_fields import forget_agent_fields
 from sie.frontend.dialects.chat import ResponseFormat, read_effort, read_format
+from sie.frontend.dialects.chat_messages import name_results
 from sie.frontend.dialects.chat_tools import ToolField, read_tool_choice, read_tools
-from sie.frontend.dialects.responses_items import Input, Item, full_name, listed_items, name_results, read_items
+from sie.frontend.dialects.responses_items import Input, Item, full_name, listed_items, read_items
 from sie.frontend.dialects.sampling import Count, Number
 from sie.frontend.dialects.text_fields import TextFields, decode_body, read_text_fields, wrong
 from sie.generation import ChatMessage, GenerateRequest, Grammar, ToolChoice

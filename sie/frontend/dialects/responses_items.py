@@ -113,15 +113,6 @@ def read_kept(items: bytes) -> list[ChatMessage]:
     return read_items(_kept.decode(items))
 
 
-def name_results(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return a conversation whose results of calls have the names of what was called, which some templates write."""
-    names = {call.id: call.name for message in messages for call in message.tool_calls}
-    return [
-        msgspec.structs.replace(message, name=names.get(message.tool_call_id)) if message.tool_call_id else message
-        for message in messages
-    ]
-
-
 def listed_items(given: Input) -> list[Item]:
     """Return the items of an input as they are kept and listed: each with its type and an id."""
     if isinstance(given, str):

@@ -73,7 +73,7 @@ def test_blocks_become_the_messages_that_templates_know() -> None:
             role="assistant", content="c", reasoning="why",
             tool_calls=(ToolCall(id="t1", name="weather", arguments='{"x":1}'),),
         ),
-        ChatMessage(role="tool", content="rain", tool_call_id="t1"),
+        ChatMessage(role="tool", content="rain", tool_call_id="t1", name="weather"),
         ChatMessage(role="tool", content="", tool_call_id="t2"),
         ChatMessage(role="user", content="and now?"),
     ]  # fmt: skip
