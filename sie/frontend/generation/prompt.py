@@ -98,8 +98,22 @@ def render_chat(request: GenerateRequest, rule: GenerateRule) -> Rendered:
     marks = Marks(rule.special_texts, _strings([variables["messages"], variables["tools"]]))
     for name in ("messages", "tools"):
         variables[name] = marks.put(variables[name])
-    begun: str = variables["messages"].pop()["content"] if request.continues else ""
-    return Rendered(render(compile_template(source), variables) + begun, marks)
+    if not request.continues:
+        return Rendered(render(compile_template(source), variables), marks)
+    begun: str = variables["messages"].pop()["content"]
+    return Rendered(_without_reasoning(render(compile_template(source), variables), rule) + begun, marks)
+
+
+def _without_reasoning(text: str, rule: GenerateRule) -> str:
+    """Return a prompt behind which the answer itself stands: reasoning that the template begins is over at once.
+
+    Source: chat template of Qwen 3, which writes this where `enable_thinking` is false.
+    """
+    if rule.reasoning_tags is None:
+        return text
+    begins, ends = rule.reasoning_tags
+    kept = text.rstrip()
+    return f"{kept}\n\n{ends}\n\n" if kept.endswith(begins) else text
 
 
 def _source(request: GenerateRequest, rule: GenerateRule) -> str:

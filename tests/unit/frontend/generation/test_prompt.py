@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
 
 from sie.cards import ModelCard
@@ -146,6 +147,14 @@ def test_answer_that_was_begun_ends_the_prompt_as_text(kind: str) -> None:
     assert voc.decode(continued) == voc.decode(fresh) + begun
     end = tokenizer.token_to_id("<|im_end|>")
     assert continued.count(end) == fresh.count(end)
+
+
+def test_answer_that_was_begun_stands_behind_the_reasoning() -> None:
+    rule = msgspec.structs.replace(RULE, chat_template=CHATML + "<think>", reasoning_tags=("<think>", "</think>"))
+    asked, begun = ("user", "f"), ("assistant", "so")
+    assert render_chat(chat(asked), rule).text.endswith("assistant\n<think>")
+    continued = render_chat(chat(asked, begun, continues=True), rule).text
+    assert continued.endswith("assistant\n<think>\n\n</think>\n\nso")
 
 
 @pytest.mark.parametrize(("also", "shown"), [("", "system"), ("{# knows developer #}", "developer")])
