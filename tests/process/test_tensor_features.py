@@ -199,6 +199,8 @@ def test_settings_can_be_read_and_are_not_changed(client: Any):
         ("GET", "/v2/models/nobody/stats", 400), ("GET", "/v2/models/ranked/versions/7/stats", 400),
         ("GET", "/v2/models/ranked/versions/001/stats", 200), ("GET", "/api/profile?cmd=start", 400),
         ("GET", "/api/sharedmemorycontrol/status", 400), ("POST", "/api/infer/ranked/1/x", 400),
+        ("POST", "/api/sharedmemorycontrol/status", 405), ("GET", "/api/sharedmemorycontrol/register/r//k/0/64", 405),
+        ("POST", "/api/sharedmemorycontrol/register/r//k/0/64", 400), ("POST", "/api/sharedmemorycontrol/explode", 400),
     ],
 )  # fmt: skip
 def test_what_there_is_not_is_told_as_the_protocols_do(server: Server, method: str, path: str, status: int):
@@ -206,9 +208,9 @@ def test_what_there_is_not_is_told_as_the_protocols_do(server: Server, method: s
     assert response.status == status
     if path.startswith("/v2") and status >= 400:
         assert error(response, status)
-    if "/api/profile" in path or "sharedmemorycontrol" in path:
+    if path.endswith(("?cmd=start", "/api/sharedmemorycontrol/status", "/64")) and status == 400:
         assert "code: UNSUPPORTED" in response.headers["nv-status"]
-    if path.startswith("/api/infer"):
+    elif path.startswith("/api"):
         assert "nv-status" not in response.headers
 
 
