@@ -295,7 +295,19 @@ def test_strings_whose_lengths_lie_are_refused(server: Server, framing: bytes):
 def test_a_bomb_is_refused_at_its_limit(server: Server):
     bomb = gzip.compress(bytes(64 << 20))
     assert "max_compression_ratio" in error(infer(server, "batched", bomb, {"content-encoding": "gzip"}), 413)
-    assert error(infer(server, "batched", bomb, {"content-encoding": "br"}), 415) == "Unsupported compression type"
+    unknown = infer(server, "batched", bomb, {"content-encoding": "br"})
+    assert error(unknown, 415) == "Unsupported compression type"
+    assert unknown.headers["accept-encoding"] == "gzip, deflate"
+
+
+@pytest.mark.parametrize("part", [b'"model_name":"\xff",', b'"z\xff":1,', b'"z":[{"z":"\xc3\x28"}],'])
+def test_bytes_that_are_no_text_are_refused_in_what_is_ignored_too(server: Server, part: bytes):
+    rest = b'"inputs":[{"name":"x","shape":[1,2],"datatype":"FP32"'
+    assert "UTF-8" in error(infer(server, "is_FP32", b"{" + part + rest + b',"data":[1,2]}]}'))
+    head = b"{" + part + rest + b"}]}"
+    assert "UTF-8" in error(
+        infer(server, "is_FP32", head + bytes(8), {"inference-header-content-length": str(len(head))})
+    )
 
 
 def test_outputs_are_those_asked_for(server: Server):
