@@ -159,7 +159,7 @@ def test_a_stream_has_pieces_or_one_event(server: Server) -> None:
     [
         ("none/generate", {"text_input": "a"}, 404, "unknown model"),
         ("org/m.1/versions/2/generate", {"text_input": "a"}, 404, "version 2"),
-        ("vectors/generate", {"text_input": "a"}, 400, "does not generate"),
+        ("vectors/generate", {"text_input": "a"}, 400, "missing required input(s) ['text']"),
         ("org/m.1/generate", {}, 400, "text_input"), ("org/m.1/generate", {"text_input": ["a", "b"]}, 400, "text_input"),
         ("org/m.1/generate", {"text_input": "a", "parameters": {"max_tokens": "x"}}, 400, "parameters.max_tokens"),
         ("org/m.1/generate", {"text_input": "a", "parameters": {"x": {}}}, 400, "'x' has invalid type"),

@@ -26,6 +26,7 @@ from sie.frontend.process import FrontendProcess
 from sie.frontend.tensors.classification import as_class_tensor, spec_of
 from sie.frontend.tensors.figures import read_figures
 from sie.frontend.tensors.held_reply import HeldReply
+from sie.frontend.tensors.members import answer_members
 from sie.frontend.tensors.paths import ModelPath, split_model_path
 from sie.frontend.tensors.states import VersionState, reason_of, rule_of
 from sie.frontend.tensors.table import is_servable
@@ -96,7 +97,9 @@ class KServe:
             return self._statistics(self.measured(path.name, path.version))
         entry = table.resolve(path.name, path.version)
         if path.action in _GENERATE:
-            return TextCall(entry, path.action == "generate_stream")
+            if entry.card.generate is not None:
+                return TextCall(entry, path.action == "generate_stream")
+            return await answer_members(self._process, self._pool, exchange, path)
         exchange.known_model = entry.card.id
         if path.action == "infer":
             return await self._infer(exchange, path)
