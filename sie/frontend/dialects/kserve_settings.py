@@ -52,7 +52,8 @@ def check_unchanged(given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 def _forms(setting: Any) -> tuple[Any, ...]:
     """Return how a setting may be written: a text may stand in a list, as over gRPC, and a list's one text alone."""
     if isinstance(setting, list):
-        return (setting, *cast("list[Any]", setting)) if len(cast("list[Any]", setting)) == 1 else (setting,)
+        texts = cast("list[Any]", setting)
+        return (texts, texts[0]) if len(texts) == 1 else (texts,)
     return (setting, [setting]) if isinstance(setting, str) else (setting,)
 
 
