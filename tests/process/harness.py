@@ -152,6 +152,18 @@ class Server:
         pids = set(self.pids("frontend"))
         return sorted(pid for pid in pids if psutil.Process(pid).ppid() in pids)
 
+    def wait_no_connections(self, timeout_s: float = 20.0) -> None:
+        """Wait until no frontend holds a connection: one that its client has closed is there for a moment more."""
+        eventually(
+            lambda: all(
+                connection.status == psutil.CONN_LISTEN
+                for pid in self.frontends()
+                for connection in psutil.Process(pid).net_connections("tcp")
+            ),
+            "no connection open",
+            timeout_s,
+        )
+
     def kill_worker(self, timeout_s: float = 20.0) -> None:
         """SIGKILL the only worker and wait until a successor has been started."""
         dead = self.worker()
