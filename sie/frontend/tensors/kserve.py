@@ -19,7 +19,7 @@ from sie.frontend.dialects.kserve import InferCall
 from sie.frontend.http.body_limits import check_json
 from sie.frontend.http.compression import MIN_BYTES, choose_coding, compress, decompress
 from sie.frontend.http.envelopes import JSON, Headers, Response
-from sie.frontend.http.routes import BY_TEMPLATE, COUNTED
+from sie.frontend.http.routes import BY_TEMPLATE, COUNTED, Route
 from sie.frontend.inference import Exchange
 from sie.frontend.offload import LARGE_BYTES, offload
 from sie.frontend.process import FrontendProcess
@@ -35,6 +35,7 @@ from sie.tensors import Tensor, TensorReply, TensorRule
 _BINARY: Final = ("content-type", "application/octet-stream")
 LENGTH_HEADER: Final = "inference-header-content-length"
 """Where the JSON of a request or an answer ends, when tensors follow it."""
+_MODEL: Final = "/v2/models/{model}"
 _REGION_METHODS: Final = {"status": "GET", "register": "POST", "unregister": "POST"}
 _INDEX_OF_REPOSITORY: Final = re.compile(r"[^/]+/index")
 _OF_REPOSITORY: Final = re.compile(r"[^/]+/models/.+/(load|unload)")
@@ -115,6 +116,13 @@ class KServe:
             [rule_of(entry).version] if path.version else [rule_of(one).version for one in self._versions(path.name)]
         )
         return Response(200, [JSON], kserve_models.model_metadata_body(rule_of(entry), versions))
+
+    def is_no_path(self, exchange: Exchange, route: Route) -> bool:
+        """Tell whether a path that only begins as a model's is none: behind the name stands what is no action."""
+        if route.template != _MODEL:
+            return False
+        path = split_model_path(exchange.model, METHODS, self.tensors.table)
+        return path is None or ("/" in path.name and path.name not in self.tensors.table)
 
     def measured(self, name: str, version: str) -> list[ModelEntry]:
         """Return the versions whose figures are asked for: one, or all of a model. Raises BadRequest, as in Triton."""
