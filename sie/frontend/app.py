@@ -267,10 +267,10 @@ class App:
             return
         if target is not None:
             self._answer(exchange, 307, [("location", target)], b"")
+        elif route is None or self._kserve.is_no_path(exchange, route):
+            self._answer(exchange, *envelopes.unknown_path(scope.path))
         else:
-            self._answer(
-                exchange, *(envelopes.unknown_path(scope.path) if route is None else envelopes.wrong_method(route))
-            )
+            self._answer(exchange, *envelopes.wrong_method(route))
 
     # --- everything else ------------------------------------------------------------------------------------------
 
