@@ -19,7 +19,7 @@ MAX_CHOICES = 64
 MAX_PROMPT_LOGPROBS = 256
 """Of a prompt's tokens, as many of the likeliest: what a worker keeps of each until it is sent."""
 
-JSON_SPACE = r"[ ]?|\r?\n[ \t]{0,40}"
+JSON_SPACE = r"[ ]?|\r?\n([ ]{0,24}|\t{0,6})"
 """What may stand between the parts of JSON that follows a schema, as a regular expression: a blank, or a line's end and an
 indent. Where there is no end to it, small models write nothing else until they have had all their tokens."""
 

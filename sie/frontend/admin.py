@@ -35,6 +35,8 @@ class ModelStatus(NamedTuple):
 
     http_status: int
     body: bytes
+    model: str = ""
+    """The id of the model that it is about, if there is such a one."""
 
 
 def check_admin(admin_from: str, client: str, headers: Mapping[str, str] | Any, *, has_body: bool = True) -> None:
@@ -170,4 +172,4 @@ def _status(asked: str, entry: ModelEntry, action: ManageAction | None) -> Model
         if action is not None and (entry.state == "failed" or action == "reload"):
             http_status = entry.error.http_status
             answer["detail"] = {"code": entry.error.code, "message": entry.error.message, **entry.error.extras}
-    return ModelStatus(http_status, msgspec.json.encode(answer))
+    return ModelStatus(http_status, msgspec.json.encode(answer), entry.card.id)

@@ -34,7 +34,7 @@ from sie.frontend.openapi import page as docs
 from sie.frontend.process import FrontendProcess
 from sie.frontend.telemetry.access_log import id_headers, request_id_of
 from sie.frontend.telemetry.counting import count_exchange
-from sie.frontend.telemetry.metrics import CONTENT_TYPE, render
+from sie.frontend.telemetry.metrics import CONTENT_TYPE, UNKNOWN_MODEL, render
 from sie.frontend.tensors.kserve import KServe, TextCall
 from sie.logs import get_logger
 from sie.process import calm_collector
@@ -266,22 +266,20 @@ class App:
         if scope.method == "OPTIONS" and self._is_preflight(exchange):
             return
         if target is not None:
-            self.respond(exchange, 307, [("location", target)], b"")
+            self._answer(exchange, 307, [("location", target)], b"")
         elif route is None or self._kserve.is_no_path(exchange, route):
-            self.respond(exchange, *envelopes.unknown_path(scope.path))
+            self._answer(exchange, *envelopes.unknown_path(scope.path))
         else:
-            status, headers, body = envelopes.wrong_method(route)
-            is_text = route.envelope in _TEXT_DIALECTS
-            self.respond(exchange, status, [*headers, *(id_headers(exchange) if is_text else ())], body)
+            self._answer(exchange, *envelopes.wrong_method(route))
 
     # --- everything else ------------------------------------------------------------------------------------------
 
     async def _list_models(self, exchange: Exchange) -> None:
-        self.respond(exchange, 200, [_JSON, *id_headers(exchange)], list_body(self._process.models))
+        self._answer(exchange, 200, [_JSON], list_body(self._process.models))
 
     async def _show_model(self, exchange: Exchange) -> None:
         status, body = show_model(self._process.models, exchange.model)
-        self.respond(exchange, status, [_JSON, *id_headers(exchange)], body)
+        self._answer(exchange, status, [_JSON], body)
 
     async def _manage_model(self, exchange: Exchange) -> None:
         process, headers = self._process, exchange.headers
@@ -289,13 +287,15 @@ class App:
         exchange.deadline_ns = exchange.began_ns + process.timeout_ns(headers.get("x-sie-timeout-ms"))
         body = await exchange.read_body(process.bodies)
         verb = exchange.scope.path.rpartition("/")[2]
+        exchange.known_model = UNKNOWN_MODEL
         answer = await process.admin.serve(verb, body, exchange.deadline_ns)
-        self.respond(exchange, answer.http_status, [_JSON], answer.body)
+        exchange.known_model = answer.model or UNKNOWN_MODEL
+        self._answer(exchange, answer.http_status, [_JSON], answer.body)
 
     async def _show_admin(self, exchange: Exchange) -> None:
         """Tell a page whether its buttons would work."""
         self._check_admin(exchange, has_body=False)
-        self.respond(exchange, 200, [_JSON], b'{"allowed":true}')
+        self._answer(exchange, 200, [_JSON], b'{"allowed":true}')
 
     def _check_admin(self, exchange: Exchange, *, has_body: bool) -> None:
         """Raise Forbidden for whom `admin_from` does not mean; a key with the scope admin stands for loopback."""
@@ -309,39 +309,43 @@ class App:
         """Give a page what opens its websocket: a browser can set no header there."""
         access = self._process.access
         ticket = access.make_ticket(exchange.holder) if access is not None else ""
-        self.respond(exchange, 200, [_JSON, ("cache-control", "no-store")], b'{"ticket":"%b"}' % ticket.encode())
+        self._answer(exchange, 200, [_JSON, ("cache-control", "no-store")], b'{"ticket":"%b"}' % ticket.encode())
 
     async def _healthz(self, exchange: Exchange) -> None:
-        self.respond(exchange, 200, [_TEXT], b"ok")
+        self._answer(exchange, 200, [_TEXT], b"ok")
 
     async def _readyz(self, exchange: Exchange) -> None:
         if self._process.is_ready:
-            self.respond(exchange, 200, [_TEXT], b"ok")
+            self._answer(exchange, 200, [_TEXT], b"ok")
         else:
-            self.respond(exchange, 503, [_TEXT], b"not ready")
+            self._answer(exchange, 503, [_TEXT], b"not ready")
 
     async def _health(self, exchange: Exchange) -> None:
         if negotiate.JSON in (exchange.headers.get("accept") or ""):
             # What sie-sdk asks to tell a cluster's gateway from a server; it reads whatever comes as JSON.
-            self.respond(exchange, 200, [_JSON], b'{"status":"ok","type":"worker"}')
+            self._answer(exchange, 200, [_JSON], b'{"status":"ok","type":"worker"}')
         else:
-            self.respond(exchange, 200, [_TEXT], b"OK")
+            self._answer(exchange, 200, [_TEXT], b"OK")
 
     async def _metrics(self, exchange: Exchange) -> None:
-        self.respond(exchange, 200, [("content-type", CONTENT_TYPE)], render(self._process.pages))
+        self._answer(exchange, 200, [("content-type", CONTENT_TYPE)], render(self._process.pages))
 
     async def _openapi(self, exchange: Exchange) -> None:
-        self.respond(exchange, 200, [_JSON], openapi.document_json(self._process.settings.limits))
+        self._answer(exchange, 200, [_JSON], openapi.document_json(self._process.settings.limits))
 
     async def _docs(self, exchange: Exchange) -> None:
         page = docs.page(self._process.settings.limits)
-        self.respond(exchange, 200, page_headers(page), page)
+        self._answer(exchange, 200, page_headers(page), page)
 
     async def _home(self, exchange: Exchange) -> None:
         if "text/html" in (exchange.headers.get("accept") or ""):
-            self.respond(exchange, 200, dashboard.headers(), dashboard.page())
+            self._answer(exchange, 200, dashboard.headers(), dashboard.page())
         else:
-            self.respond(exchange, 200, [_TEXT], b"OK")
+            self._answer(exchange, 200, [_TEXT], b"OK")
+
+    def _answer(self, exchange: Exchange, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
+        """Respond with the request's id."""
+        self.respond(exchange, status, [*headers, *id_headers(exchange)], body)
 
     # --- the border -----------------------------------------------------------------------------------------------
 
@@ -359,11 +363,9 @@ class App:
             return
         status, headers, body = envelopes.failure(envelope, error)
         if envelope not in _TENSOR_DIALECTS:
-            headers = [*headers, *self._identity]
+            headers = [*headers, *self._identity, *id_headers(exchange)]
         if error.http_status == 401:
             headers.append(CHALLENGE)
-        if envelope in _TEXT_DIALECTS:
-            headers.extend(id_headers(exchange))
         if error.retry_after_s is not None:
             headers.append(("retry-after", str(error.retry_after_s)))
         if error.http_status in _MUST_CLOSE:

@@ -25,6 +25,7 @@ from sie.frontend.offload import LARGE_BYTES
 from sie.frontend.process import FrontendProcess
 from sie.frontend.replies import read_reply
 from sie.frontend.score import read_scores
+from sie.frontend.telemetry.access_log import id_headers
 from sie.limits import Limits
 from sie.types import EncodeReply, EncodeRequest, ExtractReply, ExtractRequest, ScoreReply, ScoreRequest, Timing
 
@@ -211,7 +212,7 @@ class Inference:
                 answer = await self._on_thread(openai.encode_embeddings, reply, call.base64)
         finally:
             _let_go(reply, raw)
-        return [_JSON, *self._identity], answer
+        return [_JSON, *self._identity, *id_headers(exchange)], answer
 
     def check_headers(self, exchange: Exchange) -> None:
         """Settle the deadline, and refuse what needs no body to be refused."""

@@ -387,6 +387,30 @@ def test_body_that_is_no_json_and_a_wrong_method(server: Server) -> None:
     assert (wrong.status, json.loads(wrong.body)["error"]["type"]) == (405, "invalid_request_error")
 
 
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("/", 200), ("/health", 200), ("/readyz", 200), ("/metrics", 200), ("/docs", 200), ("/openapi.json", 200), ("/v1/models", 200), ("/v1/nothing", 404), (CHAT, 405), ("/v1/embeddings", 405)],
+)  # fmt: skip
+def test_every_answer_says_its_request_s_id(server: Server, path: str, status: int) -> None:
+    said = httpx.get(server.url + path, headers={"x-request-id": "mine"})
+    assert (said.status_code, said.headers.get_list("x-request-id")) == (status, ["mine"])
+    assert httpx.get(server.url + path).headers["x-request-id"].startswith("req_")
+
+
+def test_embeddings_and_native_errors_say_their_request_s_id(server: Server, client: openai.OpenAI) -> None:
+    assert client.embeddings.create(model="vectors", input="a")._request_id
+    for path in ("/v1/encode/nothing", "/v1/encode/vectors", "/v1/models/status"):
+        assert (
+            httpx.post(server.url + path, json={}, headers={"x-request-id": "mine"}).headers["x-request-id"] == "mine"
+        )
+
+
+@pytest.mark.parametrize("body", [b'{"messages": 5, ', b"{} x", b'{"n": "x"'])
+def test_what_is_no_json_is_that_whatever_is_wrong_before(server: Server, body: bytes) -> None:
+    said = httpx.post(server.url + CHAT, content=body, headers={"content-type": "application/json"})
+    assert (said.status_code, said.json()["error"]["code"]) == (400, "invalid_json")
+
+
 def test_clients_errors_are_of_their_classes(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="m, slow, late"):
         client.chat.completions.create(model="nope", messages=HELLO)
@@ -484,7 +508,20 @@ def test_metrics_leave_housekeeping_out_and_name_no_model_none(server: Server) -
     assert not {"/", "/health", "/metrics", "/docs"} & paths.keys()
     assert (paths["<unmatched>"], paths["/v1/models"]) == ("none", "none")
     assert {one["model"] for one in shown if one["path"] == CHAT and one["status"] == "400"} >= {"unknown"}
+    assert {one["method"] for one in shown if one["path"] == "<unmatched>"} == {"GET"}
     assert not [one for one in shown if one["method"] == "OPTIONS"]
+
+
+@pytest.mark.parametrize(
+    ("body", "label"), [({"model_id": "m"}, "m"), ({"model_id": "made-up"}, "unknown"), ({"model_id": 5}, "unknown")]
+)
+def test_metrics_of_management_name_its_model(server: Server, body: dict[str, Any], label: str) -> None:
+    def count() -> float:
+        return total(server.port, "http_requests_total", path="/v1/models/status", model=label)
+
+    before = count()
+    httpx.post(f"{server.url}/v1/models/status", json=body)
+    assert count() == before + 1
 
 
 def test_worker_death_ends_what_was_begun_and_repeats_what_was_not(server: Server) -> None:

@@ -119,11 +119,20 @@ def decode_body(
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _type_error(str(error)) from None
+        raise _syntax_error(body) or _type_error(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"The body is not valid JSON: {error}", code="INVALID_JSON") from None
     except RecursionError:
         raise BadRequest("The body is nested too deep") from None
+
+
+def _syntax_error(body: bytes) -> BadRequest | None:
+    """Return what is wrong with a body as JSON, which goes before what is wrong with its fields."""
+    try:
+        msgspec.json.decode(body, type=msgspec.Raw)
+    except msgspec.DecodeError as error:
+        return BadRequest(f"The body is not valid JSON: {error}", code="INVALID_JSON")
+    return None
 
 
 def _type_error(message: str) -> BadRequest:

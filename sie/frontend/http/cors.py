@@ -10,7 +10,8 @@ from typing import Any, Final
 
 from sie.frontend.http.routes import ROUTES
 
-_METHODS: Final = ", ".join(sorted({route.method for route in ROUTES}))
+_METHODS: Final = ", ".join(sorted({"PUT", *(route.method for route in ROUTES)}))
+"""PUT is no route's, but as OpenAI's API documents it: a page hears 405 of it, not that it may not ask."""
 _MAX_AGE_S: Final = "600"
 _EXPOSED_NAMES: Final = (
     "retry-after, x-queue-time, x-tokenization-time, x-inference-time, x-total-time, x-request-id, "

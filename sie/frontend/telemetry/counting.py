@@ -36,8 +36,8 @@ def count_exchange(metrics: FrontendMetrics, exchange: Exchange, status: int, er
             return
         model = UNKNOWN_MODEL if route is not None and (route.endpoint or route in _TEXT_ROUTES) else ""
     metrics.record_http(
-        exchange.scope.method if route is not None else "ANY", route.template if route is not None else _UNMATCHED,
-        model, status, duration_s=total_s, body_bytes=exchange.body_bytes,
+        exchange.scope.method, route.template if route is not None else _UNMATCHED, model, status,
+        duration_s=total_s, body_bytes=exchange.body_bytes,
     )  # fmt: skip
     if error is not None and error.retryable:
         metrics.record_refusal(error.code)

@@ -25,7 +25,7 @@ class Matcher(Protocol):
         ...
 
     def consume(self, token_id: int) -> None:
-        """Take the token that was chosen."""
+        """Take the token that was chosen. Raises BadRequest when the grammar is too complex behind it."""
         ...
 
     def fork(self) -> Matcher:

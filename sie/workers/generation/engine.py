@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from sie.errors import Internal, NonFinite, ResourceExhausted, SieError
+from sie.errors import BadRequest, Internal, NonFinite, ResourceExhausted, SieError
 from sie.generation import GenerateTotals, TokenFrame
 from sie.logs import get_logger
 from sie.shm.extent import begin_extent, extent_bytes
@@ -230,6 +230,9 @@ class Engine:
             else:
                 for choice, chosen in zip(choices, result, strict=True):
                     self._take(choice, chosen)
+        except BadRequest as error:
+            self.fail(job, error)
+            return
         except Exception:  # a matcher is the library's code, run on what a client wrote
             _log.exception("a token of %s could not be taken", self.runner.card.id)
             self.fail(job, Internal("internal error during generation"))

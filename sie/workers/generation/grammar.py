@@ -19,6 +19,7 @@ from sie.cards import ModelCard
 from sie.errors import BadRequest, Internal, SieError
 from sie.generation import JSON_SPACE
 from sie.workers.generation import Matcher
+from sie.workers.generation.tags import Spellings, read_spellings
 from sie.workers.silence import reading
 
 _FORMS: dict[str, Any] = {
@@ -27,7 +28,12 @@ _FORMS: dict[str, Any] = {
     "lark": LLMatcher.grammar_from_lark,
     "llguidance": str,
 }
-_LIMITS = LLParserLimits(verbose_errors=False)  # verbose ones show the parser's insides
+_LIMITS = LLParserLimits(
+    verbose_errors=False,  # verbose ones show the parser's insides
+    initial_lexer_fuel=100_000,  # a tenth of the default, which lets one mask take seconds, for which every stream waits
+)
+_TOO_COMPLEX: Final = "lexer error"
+"""How the library's words begin where a regular expression reaches a limit behind its first token."""
 _MAX_THREADS: Final = 4
 """For the masks of a step: more are over before they have begun."""
 
@@ -35,9 +41,10 @@ _MAX_THREADS: Final = 4
 class GrammarMatcher:
     """How far one choice has followed its grammar; a `Matcher`."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: LLMatcher, vocab_size: int, spellings: Spellings) -> None:
         """Take the tokenizer's vocab_size, which may be larger than the model's."""
         self._matcher = matcher
+        self._spellings = spellings
         self._words = np.empty(-(-vocab_size // 32), np.int32)
 
     def fill_mask(self, allowed: NDArray[np.int32]) -> None:
@@ -46,19 +53,22 @@ class GrammarMatcher:
         Behind a complete text the only one is an end of text.
         """
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
-        error = self._error()
+        error = self._mend(self._words)
         if error is not None:
             raise error
         allowed[:] = self._words[: len(allowed)]
 
     def consume(self, token_id: int) -> None:
-        """Take the token that was chosen. Raises Internal for one that the mask did not allow."""
-        if not self._matcher.consume_token(token_id):
-            raise Internal(f"token {token_id} does not follow the grammar: {self._matcher.get_error()}")
+        """Take the token that was chosen. Raises BadRequest as `fill_mask` does, Internal for one that was not allowed."""
+        if not self._matcher.consume_tokens(self._spellings.spell(self._matcher, token_id)):
+            problem = _problem_of(self._matcher)
+            if problem.startswith(_TOO_COMPLEX):
+                raise BadRequest(f"grammar: {problem}")
+            raise Internal(f"token {token_id} does not follow the grammar: {problem}")
 
     def fork(self) -> GrammarMatcher:
         """Return another one that has come as far; it costs next to nothing, compiling may take seconds."""
-        return GrammarMatcher(self._matcher.deep_copy(), len(self._words) * 32)
+        return GrammarMatcher(self._matcher.deep_copy(), len(self._words) * 32, self._spellings)
 
     @property
     def is_complete(self) -> bool:
@@ -79,12 +89,17 @@ class GrammarMatcher:
         _executor().unsafe_compute_mask_ptr(
             [(matcher._matcher, row) for row, matcher in enumerate(own)], found.ctypes.data, width * 4, len(own)
         )
+        errors = [matcher._mend(row) for matcher, row in zip(own, found, strict=True)]
         if found is not words:
             words[:] = found[:, : words.shape[1]]
-        return [matcher._error() for matcher in own]
+        return errors
 
-    def _error(self) -> SieError | None:
-        return BadRequest(f"grammar: {_problem_of(self._matcher)}") if self._matcher.is_error() else None
+    def _mend(self, words: NDArray[np.int32]) -> SieError | None:
+        """Make the library's mask the whole truth; return what kept it from making one."""
+        if self._matcher.is_error():
+            return BadRequest(f"grammar: {_problem_of(self._matcher)}")
+        self._spellings.mend(self._matcher, words)
+        return None
 
 
 class GrammarCompiler:
@@ -92,7 +107,7 @@ class GrammarCompiler:
 
     def __init__(self, card: ModelCard) -> None:
         self._card = card
-        self._tokenizer: LLTokenizer | None = None
+        self._read: tuple[LLTokenizer, Spellings] | None = None
         self._lock = threading.Lock()
 
     def compile(self, kind: str, text: str, vocab_size: int) -> Matcher:
@@ -101,23 +116,24 @@ class GrammarCompiler:
             raise BadRequest(f"grammar kind {kind!r} is not one of {', '.join(_FORMS)}")
         try:
             grammar = _FORMS[kind](text)
-            vocabulary = self._vocabulary(vocab_size)
+            vocabulary, spellings = self._vocabulary(vocab_size)
             matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
         except ValueError as error:
             raise BadRequest(f"grammar: {error}") from error
         if matcher.is_error():
             raise BadRequest(f"grammar: {_problem_of(matcher)}")
-        return GrammarMatcher(matcher, vocabulary.vocab_size)
+        return GrammarMatcher(matcher, vocabulary.vocab_size, spellings)
 
     def read_vocabulary(self, vocab_size: int) -> None:
         """Read the tokens before a grammar asks for them: of 262,144 it takes seconds, which a request should not wait."""
         self._vocabulary(vocab_size)
 
-    def _vocabulary(self, vocab_size: int) -> LLTokenizer:
+    def _vocabulary(self, vocab_size: int) -> tuple[LLTokenizer, Spellings]:
         with self._lock:
-            if self._tokenizer is None:
-                self._tokenizer = _read_tokenizer(self._card, vocab_size)
-            return self._tokenizer
+            if self._read is None:
+                tokenizer = _read_tokenizer(self._card, vocab_size)
+                self._read = tokenizer, read_spellings(self._card, tokenizer)
+            return self._read
 
 
 @functools.cache

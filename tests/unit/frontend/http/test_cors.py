@@ -38,7 +38,7 @@ def test_any_origin_is_a_star():
 def test_preflight_permits_methods_and_the_headers_that_are_asked_for():
     answer = preflight(Cors((APP,)), asked="authorization, x-stainless-os")
     assert answer is not None
-    assert answer["access-control-allow-methods"] == "DELETE, GET, POST"
+    assert answer["access-control-allow-methods"] == "DELETE, GET, POST, PUT"
     assert answer["access-control-allow-headers"] == "authorization, x-stainless-os"
     assert int(answer["access-control-max-age"]) > 0
 

@@ -7,14 +7,18 @@ import json
 import numpy as np
 import pytest
 
+from sie.cards import ModelCard
 from sie.catalog.gguf_file import read_gguf_card
 from sie.errors import BadRequest
-from sie.generation import Sampling
+from sie.generation import GenerateRule, Sampling
 from sie.generation_settings import Generation
 from sie.workers.generation import Draw
+from sie.workers.generation.grammar import GrammarCompiler
 from sie.workers.loader import load_generator
 from tests.generation_models import Stream
 from tests.gguf_models import EOS, write_tiny_llama
+from tests.unit.tiny_tokenizers import byte_level
+from tests.unit.workers.generation_rig import EngineRig
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +121,99 @@ def test_behind_a_complete_text_only_its_end_is_allowed(runner):
     assert matcher.is_complete
     draw = Draw(Sampling(), 0, 4, forbidden=(EOS,), matcher=matcher)
     assert runner.run_step([Stream([5, 6, 7], [0]).next_slot()._replace(draws=(draw,))])[0][0].token_id == EOS
+
+
+def test_a_grammar_that_grows_too_large_on_the_way_is_the_clients_mistake(runner):
+    rig = EngineRig(runner=runner)
+    refused = rig.submit(b"abc", grammar_kind="regex", grammar="((a{300}){300}){300}b", max_tokens=20)
+    other = rig.submit(b"abc", grammar_kind="regex", grammar="[ab]{9}", max_tokens=20)
+    rig.run()
+    assert isinstance(refused.error, BadRequest)
+    assert "grammar: lexer error: too many" in str(refused.error)
+    assert (len(other.tokens[0]), other.finish) == (9, ["stop"])
+    rig.assert_all_given_back()
+
+
+def drive(matcher, tokenizer, *texts):
+    """Have a matcher follow tokens by their texts, each of which its mask must allow."""
+    for text in texts:
+        token_id = tokenizer.token_to_id(text)
+        assert is_allowed(matcher, tokenizer, text), text
+        matcher.consume(token_id)
+
+
+def is_allowed(matcher, tokenizer, text):
+    words = np.zeros(-(-tokenizer.get_vocab_size() // 32), np.int32)
+    matcher.fill_mask(words)
+    both = np.zeros((2, len(words)), np.int32)
+    assert matcher.fill_masks([matcher, matcher.fork()], both) == [None, None]
+    assert (both == words).all()
+    token_id = tokenizer.token_to_id(text)
+    return bool(words[token_id >> 5] >> (token_id & 31) & 1)
+
+
+@pytest.fixture(scope="module")
+def tagged(tmp_path_factory):
+    """Return a tokenizer that has the tag of a call as a token, and what compiles grammars over it."""
+    tokenizer = byte_level()
+    file = tmp_path_factory.mktemp("tagged") / "tokenizer.json"
+    tokenizer.save(str(file))
+    rule = GenerateRule(context_length=64, eos_token_ids=(tokenizer.token_to_id("<s>"),))
+    compiler = GrammarCompiler(ModelCard(id="tagged", kind="generator", tokenizer_file=str(file), generate=rule))
+    return tokenizer, lambda text: compiler.compile("lark", f"%llguidance {{}}\n{text}", tokenizer.get_vocab_size())
+
+
+@pytest.mark.parametrize("pieces", [("<tool_call>",), tuple("<tool_call>")])
+@pytest.mark.parametrize("before", ['"<tool_call>"', 'head\nhead[lazy]: TEXT "<tool_call>"\nTEXT: /(.|\\n)*/'])
+def test_a_tag_is_text_whether_it_is_one_token_or_many(tagged, before, pieces):
+    tokenizer, compile_lark = tagged
+    matcher = compile_lark(f'start: start_of "{{}}"\nstart_of: {before}')
+    drive(matcher, tokenizer, *pieces, "{")
+    assert not is_allowed(matcher, tokenizer, "<tool_call>")
+    drive(matcher, tokenizer, "}")
+    assert matcher.is_complete
+
+
+def test_the_text_of_a_special_token_is_never_that_token(tagged):
+    tokenizer, compile_lark = tagged
+    matcher = compile_lark('start: "<|im_end|>!"')
+    written = ""
+    while not matcher.is_complete:
+        text = next(text for text in sorted(tokenizer.get_vocab()) if is_allowed(matcher, tokenizer, text))
+        drive(matcher, tokenizer, text)
+        assert text != "<|im_end|>"
+        written += text
+    assert written == "<|im_end|>!"
+    matcher = compile_lark("start: <|im_end|> /a/")
+    drive(matcher, tokenizer, "<|im_end|>", "a")
+    assert is_allowed(compile_lark('start: <s> "a"'), tokenizer, "<s>")  # which ends the answer there
+
+
+def test_preempted_json_is_the_json_of_a_model_that_has_room(runner, monkeypatch):
+    schema = {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 100, "maximum": 999},
+        "minItems": 9,
+        "maxItems": 9,
+    }
+    prompts = [bytes(range(first, first + 11)) for first in (5, 40, 90, 140)]
+    task = {"grammar_kind": "json_schema", "grammar": json.dumps(schema), "num_choices": 2, "max_tokens": 100}
+    alone = []
+    for prompt in prompts:
+        rig = EngineRig(runner=runner)
+        alone.append(rig.submit(prompt, **task))
+        rig.run()
+        assert not rig.engine.planner.num_preempted
+    monkeypatch.setattr(runner, "num_blocks", 16)
+    rig = EngineRig(runner=runner, max_prefill_tokens=13)
+    amid = [rig.submit(prompt, **task) for prompt in prompts]
+    rig.run()
+    assert rig.engine.planner.num_preempted
+    for answer, expected in zip(amid, alone, strict=True):
+        assert answer.finish == ["stop", "stop"]
+        assert answer.tokens == expected.tokens
+        for tokens in answer.tokens:
+            found = json.loads(bytes(tokens))
+            assert len(found) == 9
+            assert all(100 <= number <= 999 for number in found)
+    rig.assert_all_given_back()

@@ -1,0 +1,89 @@
+"""Owns the tokens that llguidance never takes for text, though the text of an answer may hold theirs.
+
+The library sets apart every added token that is special or written `<...>`, such as Qwen's `<tool_call>`, which is text to
+the tokenizer. It never allows one where a grammar has its text, but where only one text can follow it may force one all
+the same, and refuse it behind that. Seen in llguidance 1.9.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
+
+from sie.cards import ModelCard
+
+_CALL_TAGS: Final = ("<tool_call>", "</tool_call>")
+
+
+class _AddedToken(msgspec.Struct):
+    content: str
+    id: int
+    special: bool = False
+
+
+class _Tokenizer(msgspec.Struct):
+    added_tokens: list[_AddedToken] = []
+
+
+class Spellings(NamedTuple):
+    """How tokens that are set apart are written in others, and which of them are text."""
+
+    pieces: Mapping[int, list[int]]
+    """Of each token that is set apart, ones of its text's bytes."""
+    tags: tuple[int, ...]
+    """Those around calls and reasoning that the tokenizer does not call special: models are trained to write these."""
+
+    def mend(self, matcher: LLMatcher, words: NDArray[np.int32]) -> None:
+        """Allow the beginning of a text in the place of a token that only looks like it, and tags that fit as text."""
+        token_id = _only_token(words)
+        pieces = self.pieces.get(token_id, [])
+        if pieces and not matcher.validate_tokens([token_id]) and matcher.validate_tokens(pieces[:1]):
+            words[:] = 0
+            _allow(words, pieces[0])
+        for tag in self.tags:
+            pieces = self.pieces[tag]
+            if _is_allowed(words, pieces[0]) and matcher.validate_tokens(pieces) == len(pieces):
+                _allow(words, tag)
+
+    def spell(self, matcher: LLMatcher, token_id: int) -> list[int]:
+        """Return what a matcher is to be given for a token: itself where the grammar names it, else its text."""
+        is_tag = token_id in self.tags and not matcher.validate_tokens([token_id])
+        return self.pieces[token_id] if is_tag else [token_id]
+
+
+def read_spellings(card: ModelCard, tokenizer: LLTokenizer) -> Spellings:
+    """Return the spellings of a model's tokens, from the file that its tokenizer was read from."""
+    found = msgspec.json.decode(Path(card.tokenizer_file).read_bytes(), type=_Tokenizer).added_tokens
+    apart = [
+        token for token in found
+        if token.content and token.id < tokenizer.vocab_size and tokenizer.is_special_token(token.id)
+    ]  # fmt: skip
+    rule = card.generate
+    known = {*_CALL_TAGS, *((rule.reasoning_tags if rule is not None else None) or ())}
+    pieces = {
+        token.id: [piece for char in token.content for piece in tokenizer.greedy_tokenize(char)] for token in apart
+    }
+    return Spellings(pieces, tuple(token.id for token in apart if not token.special and token.content in known))
+
+
+def _only_token(words: NDArray[np.int32]) -> int:
+    """Return the only token that a mask allows; -1 where it allows another number of them."""
+    if np.count_nonzero(words) != 1:
+        return -1
+    place = int(words.astype(np.bool_).argmax())
+    word = int(words[place]) & 0xFFFFFFFF
+    return -1 if word & (word - 1) else place * 32 + word.bit_length() - 1
+
+
+def _is_allowed(words: NDArray[np.int32], token_id: int) -> bool:
+    return bool(words[token_id >> 5] >> (token_id & 31) & 1)
+
+
+def _allow(words: NDArray[np.int32], token_id: int) -> None:
+    words.view(np.uint32)[token_id >> 5] |= np.uint32(1 << (token_id & 31))
