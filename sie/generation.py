@@ -24,7 +24,8 @@ JSON_SPACE = r"[ ]?|\r?\n([ ]{0,24}|\t{0,6})"
 indent. Where there is no end to it, small models write nothing else until they have had all their tokens."""
 
 FinishReason = Literal["stop", "length", "tool_calls"]
-GrammarKind = Literal["json_schema", "regex", "lark", "llguidance"]
+GrammarKind = Literal["json_schema", "regex", "lark", "llguidance", "ebnf"]
+"""All but the last as llguidance names them. EBNF, as llama.cpp writes it, becomes Lark before a worker has it."""
 ToolFormat = Literal["hermes", "llama", "gemma", "json"]
 
 

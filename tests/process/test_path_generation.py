@@ -78,6 +78,8 @@ def test_a_grammar_reaches_the_worker(client: SIEClient) -> None:
     grammar = {"json_schema": {"enum": ["yes"]}}
     assert client.generate("org/m.1", PROMPT, max_new_tokens=99, grammar=grammar)["text"] == '{"enum":["yes"]}'
     assert client.generate("org/m.1", PROMPT, max_new_tokens=99, grammar={"regex": "a+b"})["text"] == "a+b"
+    ebnf = client.generate("org/m.1", PROMPT, max_new_tokens=99, grammar={"ebnf": 'root ::= "yes"'})["text"]
+    assert 'start: "yes"' in ebnf, "as Lark"
 
 
 def test_a_model_that_loads_is_not_waited_for(server: Server, client: SIEClient) -> None:
@@ -93,7 +95,7 @@ def test_a_model_that_loads_is_not_waited_for(server: Server, client: SIEClient)
         ("prompt", ""), ("prompt", 3), ("max_new_tokens", 0), ("max_new_tokens", True), ("temperature", -1), ("top_p", 0),
         ("stop", "text"), ("stop", [""]), ("frequency_penalty", 3), ("logit_bias", {"a": 1}), ("logprobs", True),
         ("images", [{"data": ""}]), ("options", {"profile": "x"}), ("grammar", {"regex": "a", "json_schema": {}}),
-        ("grammar", {"ebnf": "a"}), ("unknown", 1),
+        ("grammar", {"ebnf": "a"}), ("grammar", {"ebnf": " "}), ("grammar", {"ebnf": "root ::= other"}), ("unknown", 1),
     ],
 )  # fmt: skip
 def test_a_wrong_field_is_named(server: Server, field: str, value: Any) -> None:

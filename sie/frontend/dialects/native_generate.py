@@ -118,7 +118,7 @@ def _read_grammar(field: NativeGrammar | None) -> Grammar | None:
     if len(given) != 1:
         raise wrong("grammar", "must hold exactly one of 'json_schema', 'regex' and 'ebnf'")
     if field.ebnf is not None:
-        raise wrong("grammar.ebnf", "is not served; a JSON schema or a regular expression is")
+        return Grammar(kind="ebnf", value=field.ebnf, field="grammar")
     if field.regex is not None:
         return Grammar(kind="regex", value=field.regex, field="grammar")
     return Grammar(kind="json_schema", value=_to_json(field.json_schema).decode(), field="grammar")

@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Generator, Mapping
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -21,7 +21,7 @@ from sie.frontend.dialects import openai
 from sie.frontend.dialects.agent_fields import AgentFields, refuse_agent_fields
 from sie.frontend.dialects.sampling import Bias, Count, Share, write_sampling
 from sie.frontend.http.body_limits import check_json
-from sie.generation import GenerateRequest, GenerateUsage, Grammar, GrammarKind
+from sie.generation import GenerateRequest, GenerateUsage, Grammar
 from sie.limits import Limits
 
 _FINGERPRINT: Final = "local"
@@ -45,7 +45,7 @@ _to_json: Final = msgspec.json.Encoder().encode
 class GrammarField(msgspec.Struct):
     """What binds an answer, in this server's own spelling."""
 
-    type: GrammarKind
+    type: Literal["json_schema", "regex", "lark", "llguidance"]
     value: Any
 
 

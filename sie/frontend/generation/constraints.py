@@ -13,6 +13,7 @@ from typing import Any, Final, cast
 import msgspec
 
 from sie.errors import BadRequest
+from sie.frontend.generation.ebnf import read_ebnf
 from sie.frontend.generation.formats import callable_tools
 from sie.frontend.generation.lark import refusal_of, refusal_of_composed
 from sie.generation import JSON_SPACE, GenerateRequest, GenerateRule, Grammar, Tool
@@ -31,16 +32,19 @@ def constrain(request: GenerateRequest, rule: GenerateRule) -> Grammar | None:
 
     Raises BadRequest for a grammar or a strict tool's parameters that cannot be compiled.
     """
-    if request.grammar is not None:
-        _check(request.grammar)
+    own = request.grammar
+    if own is not None and own.kind == "ebnf":
+        own = _as_lark(own)
+    if own is not None:
+        _check(own)
     tools = callable_tools(request) if request.messages is not None else ()
     if tools and request.tool_choice.mode == "required":
         return _lark(_Calls(tools, rule, request.parallel_tool_calls).demanded())
-    if tools and request.grammar is not None and (answer := _as_rule(request.grammar)) is not None:
+    if tools and own is not None and (answer := _as_rule(own)) is not None:
         return _lark(_Calls(tools, rule, request.parallel_tool_calls).demanded(answer))
-    if request.grammar is None and any(tool.strict for tool in tools):
+    if own is None and any(tool.strict for tool in tools):
         return _lark(_Calls(tools, rule, request.parallel_tool_calls).amid_text())
-    return request.grammar
+    return own
 
 
 def schema_bytes(request: GenerateRequest) -> int:
@@ -169,6 +173,16 @@ def _check(grammar: Grammar) -> None:
     elif grammar.kind == "llguidance":
         problem = problem or refusal_of_composed(grammar.value)
     _refuse(grammar, problem or problem_of(grammar))
+
+
+def _as_lark(grammar: Grammar) -> Grammar:
+    if not grammar.value.strip():
+        return grammar  # to be refused as any other empty one
+    try:
+        return read_ebnf(grammar.value, grammar.field)
+    except ValueError as error:
+        _refuse(grammar, str(error))
+        raise
 
 
 def _refuse(grammar: Grammar, problem: str) -> None:

@@ -211,3 +211,23 @@ def test_parameters_nobody_can_compile_are_refused_only_where_they_bind() -> Non
         constrain(request(tools=(Tool(name="weather", parameters=broken, strict=True),)), rule("json"))
     loose = request(tools=(Tool(name="weather", parameters=broken),), tool_choice=REQUIRED)
     assert allows(constrain(loose, rule("json")), TOWN)
+
+
+def test_ebnf_binds_as_it_is_written() -> None:
+    ebnf = 'root ::= name ("," ws name)*\nname ::= [A-Z] [a-z]{1,3} # short ones\nws ::= " " | "\\n"'
+    grammar = constrain(request(tools=(), grammar=Grammar(kind="ebnf", value=ebnf, field="grammar")), rule("json"))
+    assert allows(grammar, "Ada, Bob,\nCarl")
+    assert not allows(grammar, "Ada Bob")
+    assert not allows(grammar, "Bobby, Ada, Carla, Dora")
+
+
+@pytest.mark.parametrize(
+    "ebnf",
+    [
+        "", "\n", 'x ::= "a"', "root ::= other", 'root ::= "a', 'root ::= ("a"', "root ::= [a", "root ::= " + "(" * 5000 + '"a"',
+        "root ::= " + "(" * 400 + '"a"' + ")" * 400 + "{2000}" * 3,
+    ],
+)  # fmt: skip
+def test_ebnf_that_is_none_is_refused_with_its_field(ebnf: str) -> None:
+    with pytest.raises(BadRequest, match="Field 'grammar': ..."):
+        constrain(request(tools=(), grammar=Grammar(kind="ebnf", value=ebnf, field="grammar")), rule("json"))
