@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.process.harness import Server, eventually
+from tests.process.harness import WAIT_S, Server, eventually
 
 MSGPACK = "application/msgpack"
-TIMEOUT_S = 20.0
+TIMEOUT_S = WAIT_S
 
 _EXTENTS = re.compile(rb"^sie_extents_in_use(?:{[^}]*})? (\S+)$", re.MULTILINE)
 
@@ -184,7 +184,7 @@ def extents_in_use(port: int) -> int:
     return sum(int(float(value)) for value in _EXTENTS.findall(get(port, "/metrics").body))
 
 
-def wait_no_extents(port: int, timeout_s: float = 20.0) -> None:
+def wait_no_extents(port: int, timeout_s: float = WAIT_S) -> None:
     """Wait until every extent has been given back."""
     eventually(lambda: extents_in_use(port) == 0, "no extent in use", timeout_s)
 
