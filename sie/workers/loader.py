@@ -34,7 +34,7 @@ from sie.errors import BadRequest
 from sie.extraction import Detection, TokenClassification
 from sie.generation_settings import Generation
 from sie.workers.device import DtypeSetting, choose_dtype, resolve_device
-from sie.workers.encoder_formats import choose_encoder_format, round_encoder, warn_without_kernels
+from sie.workers.encoder_formats import EncoderFormat, choose_encoder_format, round_encoder, warn_without_kernels
 from sie.workers.generation.formats import choose_format, join_and_pack
 from sie.workers.generation.fused import fuse_layers
 from sie.workers.generation.norms import compile_norms
@@ -77,12 +77,9 @@ def load_encoder(
         else:
             model = _read_model(card, text_encoder_class, unused="pooler.")
         heads = _build_heads(card, language_head, device)
-    on_progress(0.6, f"converting weights to {form.name} on {device}")
-    round_encoder(card.id, model, form)
-    _convert(model, form.dtype, device)
     if language_head is not None:
         _convert(language_head.model, form.dtype, device)
-    on_progress(0.8, "comparing packed with single sequences")
+    _convert_encoder(card.id, model, form, device, on_progress)
     backbone = Backbone(model, device)
     execution = choose_execution(card.id, backbone)
     warn_without_kernels(card.id, backbone)
@@ -132,10 +129,7 @@ def load_scorer(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, 
     with _storage_faults(card):
         model = _read_model(card, classifier_class if rule.true_token_id is None else causal_class)
     activation = build_activation(card.id, rule.activation)
-    on_progress(0.6, f"converting weights to {form.name} on {device}")
-    round_encoder(card.id, model, form)
-    _convert(model, form.dtype, device)
-    on_progress(0.8, "comparing packed with single sequences")
+    _convert_encoder(card.id, model, form, device, on_progress)
     scorer = ScoreModel(model, device, rule)
     execution, view = choose_scoring(card.id, scorer)
     warn_without_kernels(card.id, scorer.backbone)
@@ -171,10 +165,7 @@ def load_extractor(
     on_progress(0.1, "reading weights")
     with _storage_faults(card):
         model = _read_model(card, token_classifier_class if is_tokens else entailment_class)
-    on_progress(0.6, f"converting weights to {form.name} on {device}")
-    round_encoder(card.id, model, form)
-    _convert(model, form.dtype, device)
-    on_progress(0.8, "comparing packed with single sequences")
+    _convert_encoder(card.id, model, form, device, on_progress)
     if is_tokens:
         tokens = TokenModel(model, device)
         execution, whole = choose_token_classification(card.id, tokens)
@@ -311,6 +302,16 @@ def _check_complete(card: ModelCard, report: dict[str, Any], unused: str | None 
     if missing or wrong:
         some = ", ".join((missing + wrong)[:5])
         raise refuse(card.id, f"{len(missing) + len(wrong)} weights are missing or of the wrong shape: {some}")
+
+
+def _convert_encoder(
+    model_id: str, model: PreTrainedModel, form: EncoderFormat, device: torch.device, on_progress: Progress
+) -> None:
+    """Bring a model that reads its input once to its format and device, ready to be looked at."""
+    on_progress(0.6, f"converting weights to {form.name} on {device}")
+    round_encoder(model_id, model, form)
+    _convert(model, form.dtype, device)
+    on_progress(0.8, "comparing packed with single sequences")
 
 
 def _convert(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:

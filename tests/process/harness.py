@@ -171,6 +171,18 @@ class Server:
                     found.append(pid)
         return sorted(found)
 
+    def wait_no_connections(self, timeout_s: float = WAIT_S) -> None:
+        """Wait until no frontend holds a connection: one that its client has closed is there for a moment more."""
+        eventually(
+            lambda: all(
+                connection.status == psutil.CONN_LISTEN
+                for pid in self.frontends()
+                for connection in psutil.Process(pid).net_connections("tcp")
+            ),
+            "no connection open",
+            timeout_s,
+        )
+
     def kill_worker(self, timeout_s: float = WAIT_S) -> None:
         """SIGKILL the only worker and wait until a successor has been started."""
         dead = self.worker()

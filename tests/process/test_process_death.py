@@ -16,6 +16,7 @@ from tests.process.wire import Client, connect, dense_rows, encode, get, samples
 
 def test_a_killed_frontend_is_replaced_within_two_seconds_and_the_other_serves():
     with start_server("--model", "stub/a=stub:dense=16", "--frontends", "2") as server, contextlib.ExitStack() as stack:
+        eventually(lambda: answers_from_both(server), "both frontends attached to the worker")
         worker = server.worker()
         victim, survivor = server.frontends()
         baseline = count_fds(worker)

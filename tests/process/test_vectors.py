@@ -14,7 +14,7 @@ from tests.process.harness import Server, start_server
 from tests.process.wire import Client, dense_rows, encode, total
 
 SEED = 7_001
-MIN_COSINE = {"float32": 0.9999, "bfloat16": 0.999}
+MIN_COSINE = {"float32": 0.9999, "bfloat16": 0.999, "int8": 0.99}
 WORDS = [
     "the",
     "quick",
@@ -64,10 +64,17 @@ def bfloat16_server(minilm_directory: Path) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
+@pytest.fixture(scope="module")
+def int8_server(minilm_directory: Path) -> Iterator[Server]:
+    with start_server("--model", f"{MINILM}={minilm_directory}", "--encoder-weights", "int8") as server:
+        server.log_line("loaded: cpu int8")
+        yield server
+
+
+@pytest.fixture(params=["float32", "bfloat16", "int8"])
 def served(request: pytest.FixtureRequest) -> tuple[Server, float]:
     """Return a server and the least cosine that its number format allows."""
-    name = "minilm_server" if request.param == "float32" else "bfloat16_server"
+    name = {"float32": "minilm_server", "bfloat16": "bfloat16_server", "int8": "int8_server"}[request.param]
     return request.getfixturevalue(name), MIN_COSINE[request.param]
 
 

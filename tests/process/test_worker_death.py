@@ -19,8 +19,9 @@ SEED = 20_001
 
 
 def settled_fds(server: Server) -> dict[str, int]:
-    """Return how many descriptors each process holds once no request is in flight."""
+    """Return how many descriptors each process holds once no request is in flight and no client is connected."""
     wait_no_extents(server.port)
+    server.wait_no_connections()
     roles = {"supervisor": server.process.pid, "frontend": server.frontends()[0], "worker": server.worker()}
     return {role: count_fds(pid) for role, pid in roles.items()}
 
@@ -75,9 +76,9 @@ def test_a_killed_real_model_comes_back_with_the_same_vectors(minilm_directory):
                 stop.set()
             assert all(client.result(60) > 0 for client in clients)
         assert get(server.port, "/healthz").status == 200
-        after = settled_fds(server)
         # A library may keep a file or two more or less open from load to load; a leak would grow with every death.
-        assert (after["supervisor"], after["frontend"]) == (baseline["supervisor"], baseline["frontend"])
+        del baseline["worker"]
+        eventually(lambda: settled_fds(server).items() >= baseline.items(), f"descriptors back at {baseline}")
 
 
 def test_death_of_one_worker_of_two_moves_its_work_to_the_other():

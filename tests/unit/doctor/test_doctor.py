@@ -53,7 +53,7 @@ def test_every_area_has_its_say_and_torch_is_not_imported():
     assert done.stderr.splitlines()[-1].startswith("[] ")
     assert all(finding["message"] for finding in findings)
     assert all(bool(finding["fix"]) == (finding["level"] != "ok") for finding in findings if finding["area"] != "clock")
-    assert took_s < 10, "3 s on a quiet machine"
+    assert took_s < 30, "3 s on a quiet machine"
 
 
 def test_only_what_was_asked_for_is_looked_at(capsys):

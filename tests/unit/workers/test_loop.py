@@ -114,12 +114,17 @@ def queue_depth(worker: Worker, model: str) -> float:
     return sum(record.value for record in worker.counters.records() if (record.name, record.labels) == (name, labels))
 
 
+def sleep_until(end_ns: int) -> None:
+    time.sleep(max(0, end_ns + 1_000_000 - time.monotonic_ns()) / 1e9)
+
+
 @in_rig(budget=TWO_ITEMS)
 async def test_queue_depth_follows_what_comes_and_what_is_given_up(rig: Rig) -> None:
     worker = rig.start_worker("m", "n")
-    first, *late = [rig.submit([1], [2], deadline_ns=time.monotonic_ns() + 50_000_000) for _ in range(3)]
+    deadline_ns = time.monotonic_ns() + 1_000_000_000
+    first, *late = [rig.submit([1], [2], deadline_ns=deadline_ns) for _ in range(3)]
     other = rig.submit([3], model="n")
-    worker.runners["m"].on_step = lambda: time.sleep(0.06)  # the step itself: the others' deadline passes meanwhile
+    worker.runners["m"].on_step = lambda: sleep_until(deadline_ns)  # the step itself
     worker.turn()
     assert (queue_depth(worker, "m"), queue_depth(worker, "n")) == (4, 1)
     worker.turn(3)
@@ -141,7 +146,7 @@ async def test_models_share_the_time_and_not_the_tokens(rig: Rig) -> None:
         time.sleep(takes_s)  # the step itself
 
     worker.runners["m"].on_step = lambda: run("m", 0.002)
-    worker.runners["n"].on_step = lambda: run("n", 0.05)
+    worker.runners["n"].on_step = lambda: run("n", 0.2)
     worker.turn(8)
     await rig.settle()
 

@@ -98,7 +98,7 @@ def test_a_size_over_the_cap_is_refused_before_anything_is_decoded():
     began_s = time.monotonic()
     message = refusal(png_claiming(60_000, 60_000), max_pixels=1 << 25)
     assert message == f"image has 60000 x 60000 pixels, over max_image_pixels (33554432) - at `{PATH}`"
-    assert time.monotonic() - began_s < 1.0
+    assert time.monotonic() - began_s < 5.0, "its 10 GB of pixels take far longer"
 
 
 def test_the_cap_counts_pixels_exactly():

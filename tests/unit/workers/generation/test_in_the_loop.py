@@ -31,7 +31,7 @@ MIB = 1 << 20
 SETTINGS = Settings(
     memory=Memory(request_segment_bytes=MIB, reply_segment_bytes=MIB, large_extent_bytes=MIB, ring_capacity=16),
     scheduler=Scheduler(max_step_items=64),
-    generation=Generation(kv_block_tokens=8, grammar_timeout_s=0.2, max_prefill_tokens=64),
+    generation=Generation(kv_block_tokens=8, grammar_timeout_s=1.0, max_prefill_tokens=64),
 )
 
 
@@ -127,7 +127,7 @@ def test_texts_and_streams_share_the_worker(rig: LoopRig) -> None:
 
 
 def test_slow_grammar_makes_only_its_own_request_wait(rig: LoopRig) -> None:
-    rig.load(make_card("grammar_ms=100"))
+    rig.load(make_card("grammar_ms=700"))
     bound = rig.frontend.generate(b"x", grammar_kind="regex", grammar="yes", sampling=Sampling(temperature=0.0))
     free = rig.frontend.generate(b"free")
     rig.turn_until(lambda: rig.frontend.answers[free].is_over)
@@ -137,7 +137,7 @@ def test_slow_grammar_makes_only_its_own_request_wait(rig: LoopRig) -> None:
 
 
 def test_grammar_of_many_choices_is_compiled_once(rig: LoopRig) -> None:
-    rig.load(make_card("grammar_ms=60"))  # four of which would take longer than they may
+    rig.load(make_card("grammar_ms=300"))  # four of which would take longer than they may
     task = {"grammar_kind": "regex", "grammar": "yes", "num_choices": 4}
     bound = rig.frontend.generate(b"x", sampling=Sampling(temperature=0.0), **task)
     rig.turn_until(lambda: rig.frontend.answers[bound].is_over)
@@ -145,10 +145,10 @@ def test_grammar_of_many_choices_is_compiled_once(rig: LoopRig) -> None:
 
 
 def test_grammar_that_takes_too_long_or_is_wrong_is_refused(rig: LoopRig) -> None:
-    rig.load(make_card("grammar_ms=300"))
+    rig.load(make_card("grammar_ms=1300"))
     error = rig.error(rig.frontend.generate(b"x", grammar_kind="regex", grammar="yes"))
     assert isinstance(error, BadRequest)
-    assert "grammar_timeout_s (0.2 s)" in error.message
+    assert "grammar_timeout_s (1 s)" in error.message
 
 
 def test_wrong_grammar_is_the_client_s_mistake(rig: LoopRig) -> None:
@@ -159,7 +159,7 @@ def test_wrong_grammar_is_the_client_s_mistake(rig: LoopRig) -> None:
 
 
 def test_cancelled_request_whose_grammar_compiles_is_gone_at_once(rig: LoopRig) -> None:
-    rig.load(make_card("grammar_ms=100"))
+    rig.load(make_card("grammar_ms=500"))
     request = rig.frontend.generate(b"x", grammar_kind="regex", grammar="yes")
     rig.turn()
     rig.frontend.cancel(request)
