@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from tests.process.harness import eventually
+from tests.process.harness import WAIT_S, eventually
 
 
 class Note(NamedTuple):
@@ -41,7 +41,7 @@ class ServiceManager:
     def __exit__(self, *_: object) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
             sock.sendto(b"", self.env["NOTIFY_SOCKET"])
-        self._thread.join(5.0)
+        self._thread.join(WAIT_S)
         self._socket.close()
         self._directory.cleanup()
 
@@ -49,7 +49,7 @@ class ServiceManager:
         """Return every assignment of this name so far."""
         return [note for note in list(self.notes) if note.name == name]
 
-    def wait_for(self, name: str, part: str = "", timeout_s: float = 20.0, after_s: float = 0.0) -> Note:
+    def wait_for(self, name: str, part: str = "", timeout_s: float = WAIT_S, after_s: float = 0.0) -> Note:
         """Return the first assignment of name that came after after_s and holds part, waiting for it."""
 
         def found() -> Note | None:
