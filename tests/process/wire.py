@@ -7,10 +7,11 @@ import hashlib
 import http.client
 import json
 import re
+import select
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Self
 
 import msgpack
@@ -65,6 +66,24 @@ def send_raw(port: int, data: bytes, timeout_s: float = TIMEOUT_S) -> Response:
     with connect(port, timeout_s) as sock:
         sock.sendall(data)
         return read_response(sock)
+
+
+def send_until(sock: socket.socket, request: bytes, condition: Callable[[], Any], what: str) -> None:
+    """Send a request and wait until a state is there that lasts no longer than it does.
+
+    Where it was answered before that was looked at, since the machine stood still, it is sent once more.
+    """
+    sock.sendall(request)
+
+    def is_so() -> bool:
+        if condition():
+            return True
+        if select.select([sock], [], [], 0)[0]:
+            read_response(sock)
+            sock.sendall(request)
+        return False
+
+    eventually(is_so, what)
 
 
 def raw_request(
