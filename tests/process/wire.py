@@ -208,6 +208,24 @@ def wait_no_extents(port: int, timeout_s: float = WAIT_S) -> None:
     eventually(lambda: extents_in_use(port) == 0, "no extent in use", timeout_s)
 
 
+def keep_asking(ask: Callable[[], Response], for_s: float, pause_s: float) -> None:
+    """Ask without a pause for so long, and assert that every answer is good.
+
+    What may go when nobody asks for pause_s may have gone where the machine stood still for that: then it begins anew.
+    """
+    deadline_s = time.monotonic() + 2 * WAIT_S
+    began_s = asked_s = time.monotonic()
+    while asked_s - began_s < for_s:
+        assert asked_s < deadline_s, f"no {for_s:g} s without a pause of {pause_s:g} s"
+        before_s, asked_s = asked_s, time.monotonic()
+        status = ask().status
+        if time.monotonic() - before_s < pause_s:
+            assert status == 200
+            continue
+        eventually(lambda: ask().status == 200, "a good answer")
+        began_s = asked_s = time.monotonic()
+
+
 class Load:
     """Clients that ask without pause, each on its own connection, and check every answer.
 
