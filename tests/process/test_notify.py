@@ -60,8 +60,9 @@ def test_a_stop_says_so_with_the_time_it_may_take_and_is_the_last_word():
 def fed_while_silent(manager: ServiceManager, name: str, end_s: float) -> int:
     """Count how often the watchdog was fed between the word that a process does not answer and its end.
 
-    By the order of what was heard: a note may lie in the socket for a while before it is read.
+    By the order of what was sent, whatever time lies between.
     """
+    manager.wait_for("WATCHDOG", after_s=end_s)  # so that all before that were read
     before = [note for note in list(manager.notes) if note.at_s < end_s]
     said = [i for i, note in enumerate(before) if note.name == "STATUS" and f"not answering: {name}" in note.value]
     return sum(note.name == "WATCHDOG" for note in before[said[-1] :])
