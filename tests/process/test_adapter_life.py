@@ -160,7 +160,9 @@ def test_idle_model_takes_its_adapter_with_it(server: Server) -> None:
 
 def test_model_in_use_through_its_adapter_alone_is_not_idle(server: Server) -> None:
     load(server, "stub/idle", lora_id="tone")
-    keep_asking(lambda: ask(server, "stub/idle", lora_id="tone"), for_s=1.5, pause_s=0.4)  # three times what it may idle
+    keep_asking(
+        lambda: ask(server, "stub/idle", lora_id="tone"), for_s=1.5, pause_s=0.4
+    )  # three times what it may idle
 
 
 # --- profiles, and what has no adapters -------------------------------------------------------------------------------

@@ -78,7 +78,9 @@ def test_a_step_without_memory_takes_it_from_the_model_that_nobody_uses():
         load(server, "stub/b")
         assert encode(server.port, "stub/a", ["x" * 36]).code() == "RESOURCE_EXHAUSTED"
         eventually(lambda: state(server, "stub/b") == "available", "it was unloaded")
-        eventually(lambda: total(server.port, "sie_oom_evictions_triggered_total", model="stub/b") == 1, "it is counted")
+        eventually(
+            lambda: total(server.port, "sie_oom_evictions_triggered_total", model="stub/b") == 1, "it is counted"
+        )
         load(server, "stub/b")
 
 

@@ -14,9 +14,7 @@ BODY = msgpack.packb({"items": [{"text": "x"}]})
 
 def test_refusal_reaches_a_client_that_sends_its_body_late():
     """Closed with bytes unread, the connection would be reset, and the answer be lost on its way."""
-    with start_server(
-        "--model", "stub/a=stub:dense=16", "--max-queued-tokens", "64", "--frontends", "1"
-    ) as server:
+    with start_server("--model", "stub/a=stub:dense=16", "--max-queued-tokens", "64", "--frontends", "1") as server:
         full = threading.Thread(target=encode, args=(server.port, "stub/a", ["x" * 256]))
         head = raw_request(
             "/v1/encode/stub/a", headers={"content-type": MSGPACK, "content-length": str(len(BODY))}, length=False

@@ -195,8 +195,15 @@ def test_dead_collector_costs_no_request_and_no_stop():
         held.bind(("127.0.0.1", 0))  # nobody listens
         endpoint = f"http://127.0.0.1:{held.getsockname()[1]}"
         with start_server(
-            "--model", "stub/a=stub:dense=16", "--tracing", "--otlp-endpoint", endpoint, "--frontends", "1",
-            "--drain-timeout-s", "300",
+            "--model",
+            "stub/a=stub:dense=16",
+            "--tracing",
+            "--otlp-endpoint",
+            endpoint,
+            "--frontends",
+            "1",
+            "--drain-timeout-s",
+            "300",
         ) as server:
             for _ in range(50):
                 assert encode(server.port, "stub/a", ["x"]).status == 200
