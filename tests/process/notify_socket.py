@@ -11,7 +11,6 @@ from typing import NamedTuple, Self
 
 from tests.process.harness import WAIT_S, eventually
 
-
 _SO_TIMESTAMP = 29
 """The kernel notes when a datagram was sent: this process may read it late. Source: socket(7), asm-generic/socket.h."""
 _TIMEVAL = struct.Struct("@ll")

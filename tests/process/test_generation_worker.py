@@ -47,7 +47,7 @@ def test_long_prompt_stalls_no_stream() -> None:
 
 def test_client_that_leaves_frees_its_blocks_within_a_step() -> None:
     with start_worker(generator("latency_ms=20"), settings=SETTINGS) as worker:
-        stays = worker.frontend.generate(b"stays", ignore_eos=True)
+        worker.frontend.generate(b"stays", ignore_eos=True)
         leaves = worker.frontend.generate(b"x" * 1000, ignore_eos=True, num_choices=4)
         worker.wait(lambda: worker.num_tokens(leaves) > 3, "both")
         assert worker.value("sie_kv_cache_blocks_used") > 30

@@ -247,12 +247,11 @@ def test_a_client_that_left_is_counted_the_same_over_both_protocols(server: Serv
     data = np.ones((1, 2), np.float32)
     cancelled, errors = count("cancelled"), count("error")
     given = triton_grpc.InferInput("INPUT0", [1, 2], "FP32").set_data_from_numpy(data)
-    with triton_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc_port}") as client:
-        with paused(server.worker()):
-            call = client.async_infer("slow", [given], lambda **_: None)
-            eventually(lambda: total(server.port, "sie_extents_in_use", segment="request") >= 1, "work of gRPC")
-            call.cancel()
-            eventually(lambda: count("cancelled") == cancelled + 1, "the call that was cancelled")
+    with triton_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc_port}") as client, paused(server.worker()):
+        call = client.async_infer("slow", [given], lambda **_: None)
+        eventually(lambda: total(server.port, "sie_extents_in_use", segment="request") >= 1, "work of gRPC")
+        call.cancel()
+        eventually(lambda: count("cancelled") == cancelled + 1, "the call that was cancelled")
     wait_no_extents(server.port)
     body = {"inputs": [{"name": "INPUT0", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]}]}
     with paused(server.worker()):
