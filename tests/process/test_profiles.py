@@ -200,7 +200,8 @@ def test_an_entry_loads_its_model_and_is_counted_under_its_own_name(server):
     assert encode(server.port, "stub/only:lazy", ["x"]).code() == "MODEL_LOADING"
     eventually(lambda: state() == "loaded", "the model loaded")
     assert np.array_equal(dense_rows(encode(server.port, "stub/only:lazy", ["x"])), stub_rows(["read x"], 16))
-    assert total(server.port, "sie_requests_total", model="stub/only:lazy", status="success") == 1
+    labels = {"model": "stub/only:lazy", "status": "success"}
+    eventually(lambda: total(server.port, "sie_requests_total", **labels) == 1, "it is counted")
 
 
 def test_the_status_feed_shows_entries(server):
