@@ -230,6 +230,7 @@ def launch(*args: str, runtime_dir: str, env: dict[str, str] | None = None, pref
         "--devices": "cpu:1",
         "--runtime-dir": runtime_dir,
         "--state-dir": f"{runtime_dir}/state",
+        "--memory-pressure-pct": "98",  # what other programs hold of this machine is no reason to refuse a model here
     }
     defaults = [word for flag, value in base.items() if flag not in args for word in (flag, value)]
     process = subprocess.Popen(
