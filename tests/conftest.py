@@ -29,7 +29,6 @@ def stub_server() -> Iterator[Server]:
         "--model", "stub/a=stub:dense=16",
         "--model", "stub/slow=stub:dense=16,latency_ms=300",
         "--lazy-model", "stub/lazy=stub:dense=16,load_ms=500",
-        "--body-idle-timeout-s", "0.5",
         "--max-body-bytes", "1048576",
         "--max-item-text-bytes", "524288",
         "--max-items", "64",

@@ -42,6 +42,21 @@ def holdings(server: Server) -> Holdings | None:
         return None
 
 
+def is_attached(server: Server) -> bool:
+    """Return whether each frontend has a ring to and from each worker, which at a start comes after readiness."""
+    frontends, workers = server.frontends(), server.pids("worker")
+    try:
+        return all(_count_rings(pid) == 2 * len(workers) for pid in frontends) and all(
+            _count_rings(pid) == 2 * len(frontends) for pid in workers
+        )
+    except OSError:
+        return False
+
+
+def _count_rings(pid: int) -> int:
+    return Path(f"/proc/{pid}/maps").read_text().count("memfd:sie-ring")
+
+
 def _count_fds(pid: int) -> int:
     return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
 
@@ -75,7 +90,7 @@ class Leaks:
         seen: list[Holdings | None] = []
 
         def is_settled() -> bool:
-            seen.append(holdings(self._server))
+            seen.append(holdings(self._server) if is_attached(self._server) else None)
             return len(seen) >= 3 and seen[-1] is not None and seen[-1] == seen[-2] == seen[-3]
 
         eventually(is_settled, "a settled server")
@@ -104,7 +119,7 @@ def cluster(
         "--frontends", str(frontends), "--devices", f"cpu:{workers}", *flags, is_stopped=is_stopped,
         prefix=prefix, env=env,
     ) as server:  # fmt: skip
-        eventually(lambda: count_loads(server) >= workers, "every worker to serve", 30.0)  # ready means that one does
+        eventually(lambda: count_loads(server) >= workers, "every worker to serve", 60.0)  # ready means that one does
         for number in range(8 * frontends if is_warm else 0):
             assert encode(server.port, MODEL, [f"warm {number}"]).status == 200
         yield server

@@ -27,7 +27,7 @@ from tests.process.mutants import ENCODE, PACKED, mutate, seeds
 from tests.process.wire import Client, connect, dense_rows, encode, raw_request, read_response, send_raw, stub_rows
 
 MIB = 1 << 20
-IDLE_S = 2.0
+IDLE_S = pick(3.0, 2.0)
 MAX_BODY_BYTES = 34 * MIB
 
 
@@ -88,10 +88,12 @@ def test_f22_slow_headers_delay_nobody(row: Row, server: Server):
     for sock in sockets:
         sock.close()
     row.equals("failed requests of others", len(quiet.failed()) + len(busy.failed()), 0)
-    ratio = quantile(busy.latencies_s(), 0.99) / max(quantile(quiet.latencies_s(), 0.99), pick(0.050, 0.010))
+    share = pick(0.5, 0.99)  # of the few requests of a short run one stall of the machine delays more than a hundredth
+    ratio = quantile(busy.latencies_s(), share) / max(quantile(quiet.latencies_s(), share), pick(0.050, 0.010))
     row.at_most(
-        "p99 of others, to that without them, which counts as 10 ms (short run: 50) at least", ratio, 2.0, "times"
-    )
+        "p99 (short run: median) of others, to that without them, which counts as 10 ms (short run: 50) at least",
+        ratio, 2.0, "times",
+    )  # fmt: skip
 
 
 @pytest.mark.row("F23", "clients that send their bodies byte by byte")
@@ -233,7 +235,7 @@ def test_f31_deep_nesting_is_refused_at_once(row: Row, server: Server):
                 began_s = time.monotonic()
                 assert client.request("POST", ENCODE, body, headers).status == 400
                 took_s.append(time.monotonic() - began_s)
-            row.at_most(f"median refusal, {name}", sorted(took_s)[4] * 1e3, 5.0, "ms", slack=20.0)
+            row.at_most(f"median refusal, {name}", sorted(took_s)[4] * 1e3, 5.0, "ms", slack=40.0)
 
 
 @pytest.mark.row("F32", "bodies that would be many times as large when they are decoded")
@@ -265,11 +267,13 @@ def test_f33_bad_pictures_are_400_and_cost_little(row: Row, server: Server):
     assert {post_picture(server, good) for _ in range(16)} == {200}
     memory = PeakMemory(server, "frontend")
     for name, picture in bad.items():
-        began_s = time.monotonic()
-        response = post_picture(server, picture)
-        took_s = time.monotonic() - began_s
-        assert response == 400, (name, response)
-        row.at_most(f"refusal of {name}", took_s * 1e3, 50, "ms", slack=20.0)
+        took_s: list[float] = []
+        for _ in range(5):
+            began_s = time.monotonic()
+            response = post_picture(server, picture)
+            took_s.append(time.monotonic() - began_s)
+            assert response == 400, (name, response)
+        row.at_most(f"median refusal of {name}", sorted(took_s)[2] * 1e3, 50, "ms", slack=20.0)
     assert post_picture(server, good) == 200
     row.at_most("memory of a frontend", memory.growth_bytes() / MIB, 64, "MiB more", slack=1.0)
 

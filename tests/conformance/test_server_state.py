@@ -14,7 +14,7 @@ import pytest
 from sie_sdk import SIEClient
 from websockets.sync.client import connect
 
-from tests.process.harness import Server, eventually, start_server
+from tests.process.harness import WAIT_S, Server, eventually, start_server
 from tests.process.wire import encode, families, get, post_json, total
 
 CATALOG = """
@@ -160,9 +160,19 @@ COUNTERS = {
 
 @pytest.fixture(scope="module")
 def frame(server: Server) -> dict[str, Any]:
+    """Return a frame behind which everything is counted: a worker does so when it has answered."""
+    counts = {
+        "sie_tokens_processed": "stub/all",
+        "sie_idle_evictions": "stub/idle",
+        "sie_oom_recoveries_succeeded": "stub/all",
+    }
     with connect(f"ws://127.0.0.1:{server.port}/ws/status") as feed:
-        feed.recv(timeout=5.0)  # may be one of up to 200 ms ago
-        return msgspec.json.decode(feed.recv(timeout=5.0))
+
+        def counted() -> dict[str, Any] | None:
+            found = msgspec.json.decode(feed.recv(timeout=WAIT_S))
+            return found if all(found["counters"][name].get(model) for name, model in counts.items()) else None
+
+        return eventually(counted, "a frame that counts what was done")
 
 
 def test_frame_has_every_field_of_its_type(frame: dict[str, Any]) -> None:

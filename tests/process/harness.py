@@ -25,7 +25,9 @@ from typing import IO, Any, Literal
 import psutil
 
 START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 40.0
+STOP_TIMEOUT_S = 60.0
+WAIT_S = 40.0
+"""How long a state is waited for: longer than a busy machine may stand still, and within a test's time."""
 EX_CONFIG = 78
 _MARK = "TEST_SERVER_MARK"
 _MODULES = {
@@ -38,7 +40,7 @@ _MODULES = {
 Role = Literal["worker", "frontend", "grpc", "supervisor"]
 
 
-def eventually(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -> Any:
+def eventually(condition: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
     """Return the first true value of `condition`, asked every 10 ms; fail with `what` when time is up."""
     deadline_s = time.monotonic() + timeout_s
     while not (value := condition()):
@@ -53,6 +55,18 @@ def running(pid: int) -> bool:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
         return False
+
+
+@contextlib.contextmanager
+def paused(pid: int) -> Iterator[None]:
+    """Have a process stand still until the block ends, so that what it is given stays where it is, for however long."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, f"process {pid} stopped")
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 def count_fds(pid: int) -> int:
@@ -89,7 +103,7 @@ class Output:
 
     def close(self) -> None:
         """Wait for the end of the stream; only after the process is gone."""
-        self._thread.join(5.0)
+        self._thread.join(WAIT_S)
         self._stream.close()
 
     def _read(self) -> None:
@@ -124,7 +138,7 @@ class Server:
         )
         self.port = 0 if url.startswith("unix:") else int(url.rpartition(":")[2])
 
-    def log_line(self, part: str, timeout_s: float = 20.0) -> str:
+    def log_line(self, part: str, timeout_s: float = WAIT_S) -> str:
         """Return the first log line that holds `part`, waiting for it."""
         return self.output.find(part, timeout_s, lambda: self.process.poll() is not None)
 
@@ -150,9 +164,14 @@ class Server:
     def frontends(self) -> list[int]:
         """Return the processes that answer HTTP: Granian's children, whose parents are the slots."""
         pids = set(self.pids("frontend"))
-        return sorted(pid for pid in pids if psutil.Process(pid).ppid() in pids)
+        found: list[int] = []
+        for pid in pids:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended since
+                if psutil.Process(pid).ppid() in pids:
+                    found.append(pid)
+        return sorted(found)
 
-    def wait_no_connections(self, timeout_s: float = 20.0) -> None:
+    def wait_no_connections(self, timeout_s: float = WAIT_S) -> None:
         """Wait until no frontend holds a connection: one that its client has closed is there for a moment more."""
         eventually(
             lambda: all(
@@ -164,7 +183,7 @@ class Server:
             timeout_s,
         )
 
-    def kill_worker(self, timeout_s: float = 20.0) -> None:
+    def kill_worker(self, timeout_s: float = WAIT_S) -> None:
         """SIGKILL the only worker and wait until a successor has been started."""
         dead = self.worker()
         os.kill(dead, signal.SIGKILL)
@@ -188,14 +207,14 @@ class Server:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running {timeout_s:g} s after SIGTERM:\n{self.output.text()}") from None
         assert status == 0, f"exit status {status}:\n{self.output.text()}"
-        self.wait_gone(10.0)
+        self.wait_gone(WAIT_S)
 
     def discard(self) -> None:
         """End whatever is left of it, however it ended."""
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.process.wait(10.0)
+        self.process.wait(WAIT_S)
         self.output.close()
 
 
@@ -211,6 +230,7 @@ def launch(*args: str, runtime_dir: str, env: dict[str, str] | None = None, pref
         "--devices": "cpu:1",
         "--runtime-dir": runtime_dir,
         "--state-dir": f"{runtime_dir}/state",
+        "--memory-pressure-pct": "98",  # what other programs hold of this machine is no reason to refuse a model here
     }
     defaults = [word for flag, value in base.items() if flag not in args for word in (flag, value)]
     process = subprocess.Popen(
@@ -266,7 +286,7 @@ def free_port() -> int:
 
 
 def run_to_end(
-    *args: str, env: dict[str, str] | None = None, timeout_s: float = 30.0, prefix: tuple[str, ...] = ()
+    *args: str, env: dict[str, str] | None = None, timeout_s: float = 60.0, prefix: tuple[str, ...] = ()
 ) -> tuple[int, str]:
     """Run `sie serve` that is expected to refuse to start; return its exit status and what it wrote to stderr."""
     with tempfile.TemporaryDirectory(prefix="sie-test-") as runtime_dir:

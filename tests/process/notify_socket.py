@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import socket
+import struct
 import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from tests.process.harness import eventually
+from tests.process.harness import WAIT_S, eventually
+
+_SO_TIMESTAMP = 29
+"""The kernel notes when a datagram was sent: this process may read it late. Source: socket(7), asm-generic/socket.h."""
+_TIMEVAL = struct.Struct("@ll")
 
 
 class Note(NamedTuple):
-    """One assignment; at_s is Unix time, as log lines have it."""
+    """One assignment; at_s is the Unix time, as log lines have it, at which it was sent."""
 
     at_s: float
     name: str
@@ -41,7 +45,7 @@ class ServiceManager:
     def __exit__(self, *_: object) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
             sock.sendto(b"", self.env["NOTIFY_SOCKET"])
-        self._thread.join(5.0)
+        self._thread.join(WAIT_S)
         self._socket.close()
         self._directory.cleanup()
 
@@ -49,7 +53,7 @@ class ServiceManager:
         """Return every assignment of this name so far."""
         return [note for note in list(self.notes) if note.name == name]
 
-    def wait_for(self, name: str, part: str = "", timeout_s: float = 20.0, after_s: float = 0.0) -> Note:
+    def wait_for(self, name: str, part: str = "", timeout_s: float = WAIT_S, after_s: float = 0.0) -> Note:
         """Return the first assignment of name that came after after_s and holds part, waiting for it."""
 
         def found() -> Note | None:
@@ -58,6 +62,11 @@ class ServiceManager:
         return eventually(found, f"{name} with {part!r} in {self.notes[-20:]}", timeout_s)
 
     def _listen(self) -> None:
-        while data := self._socket.recv(65536):
-            now_s = time.time()
-            self.notes += [Note(now_s, *line.split("=", 1)) for line in data.decode().splitlines()]
+        self._socket.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMP, 1)
+        while True:
+            data, [(_, _, stamp)], _, _ = self._socket.recvmsg(65536, socket.CMSG_SPACE(_TIMEVAL.size))
+            if not data:
+                return
+            seconds, microseconds = _TIMEVAL.unpack(stamp)
+            sent_s = seconds + microseconds / 1e6
+            self.notes += [Note(sent_s, *line.split("=", 1)) for line in data.decode().splitlines()]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import signal
 import threading
 import time
 import warnings
@@ -20,7 +18,7 @@ from sie_sdk import SIEClient
 from sie_sdk.client import RequestError, ServerError
 from sie_sdk.client.errors import LoraLoadingError
 
-from tests.process.harness import EX_CONFIG, Server, eventually, run_to_end, start_server
+from tests.process.harness import EX_CONFIG, Server, eventually, paused, run_to_end, start_server
 from tests.process.wire import Response, get, post_json, samples, wait_no_extents
 
 DENSE = 8
@@ -68,7 +66,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "--lora", "stub/a=org/mood=stub:",
         "--lora", "stub/a=third=stub:",
         "--lora", "stub/a=slow=stub:load_ms=700",
-        "--lora", "stub/a=late=stub:load_ms=900",
+        "--lora", "stub/a=late=stub:load_ms=2500",
         "--lora", "stub/scores=tone=stub:",
         "--max-loras", "2",
         "--frontends", "1",
@@ -98,11 +96,15 @@ def test_sdk_waits_for_the_adapter_by_itself(server: Server, client: SIEClient) 
     np.testing.assert_allclose(result["dense"], stub_row("hello", "org/mood"), rtol=1e-6)
 
 
-def test_sdk_gives_up_on_an_adapter_that_does_not_come(client: SIEClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sdk_gives_up_on_an_adapter_that_does_not_come(
+    server: Server, client: SIEClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waits: list[float] = []
-    monkeypatch.setattr("sie_sdk.client.sync.time.sleep", waits.append)
-    with pytest.raises(LoraLoadingError):
-        client.encode("stub/a", {"text": "hello"}, options={"lora_id": "late"})
+    with monkeypatch.context() as patched:
+        patched.setattr("sie_sdk.client.sync.time.sleep", waits.append)
+        with pytest.raises(LoraLoadingError):
+            client.encode("stub/a", {"text": "hello"}, options={"lora_id": "late"})
+    eventually(lambda: states(server)["late"] == "loaded", "it comes in the end, and not in the middle of another test")
     assert len(waits) == 10
     assert waits[0] == pytest.approx(1.0, abs=0.5)
 
@@ -187,8 +189,9 @@ def test_adapters_are_shown_live(server: Server) -> None:
 def test_adapters_in_use_come_back_with_a_worker_that_died() -> None:
     with start_server("--model", f"stub/a=stub:dense={DENSE}", "--lora", "stub/a=tone=stub:load_ms=300") as server:
         load(server, "tone")
-        os.kill(server.worker(), signal.SIGKILL)
-        eventually(lambda: states(server)["tone"] == "loading", "the death is known")
+        server.kill_worker()
+        with paused(server.worker()):
+            eventually(lambda: states(server)["tone"] == "loading", "the death is known")
         assert ask(server, "tone").status in (200, 503)
         eventually(lambda: states(server)["tone"] == "loaded", "without a request for it")
         assert ask(server, "tone").status == 200

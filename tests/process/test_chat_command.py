@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import pytest
 
 from sie import cli
-from tests.process.harness import Server, eventually, start_server
+from tests.process.harness import WAIT_S, Server, eventually, start_server
 from tests.process.wire import total
 
 FIGURES = r"{} · \d+ tokens.* · [\d.]+ tokens/s · first token after \d+ ms"
@@ -51,7 +51,7 @@ class Terminal:
         os.close(theirs)
         self._seen = ""
 
-    def wait(self, pattern: str, timeout_s: float = 20.0) -> re.Match[str]:
+    def wait(self, pattern: str, timeout_s: float = WAIT_S) -> re.Match[str]:
         """Return the next match in what is on the screen; what stands before it is never looked at again."""
         deadline_s = time.monotonic() + timeout_s
         while not (found := re.search(pattern, self._seen)):
@@ -86,11 +86,14 @@ def test_one_question_is_answered_and_measured(server: Server, capsys: pytest.Ca
     shown = capsys.readouterr()
     assert shown.out == "system: Be kind.\nuser: hello there\nassistant: \n"
     assert re.fullmatch(FIGURES.format("g") + "\n", shown.err), shown.err
+    began_s = time.monotonic()
     assert cli.main(["chat", "--url", server.url, "--model", "slow", "--max-tokens", "4", "hello"]) == 0
+    took_s = time.monotonic() - began_s
     shown = capsys.readouterr()
     assert shown.out == "user\n"
     assert "slow · 4 tokens (cut off there)" in shown.err
-    assert 3 < float(re.findall(r"([\d.]+) tokens/s", shown.err)[0]) < 34, "a step takes 30 ms"
+    # No upper bound: to a client that stood still the tokens come all at once.
+    assert float(re.findall(r"([\d.]+) tokens/s", shown.err)[0]) >= round(3 / took_s, 1) - 0.1
     assert int(re.findall(r"after (\d+) ms", shown.err)[0]) >= 30
 
 
@@ -126,7 +129,7 @@ def test_a_conversation_remembers_stops_and_begins_anew(server: Server) -> None:
 def test_ctrl_c_ends_an_answer_and_the_servers_work(server: Server) -> None:
     with terminal("--url", server.url, "--model", "slow") as screen:
         screen.wait("Ctrl-D leaves")
-        screen.type("a question that takes a while to write again\r")
+        screen.type("a question that takes a while to write again" * 8 + "\r")
         screen.wait("user: a q")
         os.kill(screen.process.pid, signal.SIGINT)
         screen.wait("slow · first token after .* · ended early")

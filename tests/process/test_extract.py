@@ -16,7 +16,7 @@ from sie_sdk import SIEClient
 from sie_sdk.client import RequestError
 from sie_sdk.client.errors import InputTooLongError
 
-from tests.process.harness import Server, start_server
+from tests.process.harness import Server, eventually, start_server
 from tests.process.wire import MSGPACK, Client, Response, get, post_json, total, wait_no_extents
 from tests.tiny_models import MAX_TOKENS, WORDS, save_classifier
 
@@ -120,7 +120,7 @@ def test_requests_are_counted_under_their_endpoint(server: Server) -> None:
     labels = {"model": "stub/all", "endpoint": "extract", "status": "success"}
     before = total(server.port, "sie_requests_total", **labels)
     items(extract(server, "stub/all", ["x"]))
-    assert total(server.port, "sie_requests_total", **labels) == before + 1
+    eventually(lambda: total(server.port, "sie_requests_total", **labels) == before + 1, "one more")
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
-from tests.process.harness import Server, eventually, start_server
+from tests.process.harness import WAIT_S, Server, eventually, start_server
 from tests.process.wire import Client, total, wait_no_extents
 
 TEXT = "x" * 32  # eight tokens of a stub
-NUM_ITEMS = 16
+NUM_ITEMS = {"encode": 128, "score": 64, "extract": 16}
+"""The cheaper, the more at a time: clients that a busy machine starves must not let a queue run empty."""
 BODIES: dict[str, dict[str, Any]] = {
-    "encode": {"items": [{"text": TEXT}] * NUM_ITEMS},
-    "score": {"query": {"text": ""}, "items": [{"text": TEXT}] * NUM_ITEMS},
-    "extract": {"items": [{"text": TEXT}] * NUM_ITEMS},
+    "encode": {"items": [{"text": TEXT}] * NUM_ITEMS["encode"]},
+    "score": {"query": {"text": ""}, "items": [{"text": TEXT}] * NUM_ITEMS["score"]},
+    "extract": {"items": [{"text": TEXT}] * NUM_ITEMS["extract"]},
 }
 COSTS_US = {"encode": 20, "score": 150, "extract": 600}
 """What a token of each model takes: thirty times as long for one as for another."""
@@ -42,7 +43,7 @@ def server() -> Iterator[Server]:
 class Flood:
     """Clients that ask one model without pause."""
 
-    def __init__(self, server: Server, operation: str, num_clients: int, num_items: int = NUM_ITEMS) -> None:
+    def __init__(self, server: Server, operation: str, num_clients: int, num_items: int | None = None) -> None:
         self.failures: list[str] = []
         self.waits_s: list[float] = []
         self._stop = threading.Event()
@@ -55,7 +56,7 @@ class Flood:
     def end(self) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(30.0)
+            thread.join(WAIT_S)
 
     def _run(self, port: int, path: str, body: bytes) -> None:
         with Client(port) as client:
@@ -90,7 +91,7 @@ def shares(server: Server, operations: Sequence[str], while_s: float) -> dict[st
         return {operation: total(server.port, name, model=f"stub/{operation}") for operation in operations}
 
     before = busy()
-    eventually(lambda: sum(busy().values()) - sum(before.values()) > while_s, "the worker computed", 20.0)
+    eventually(lambda: sum(busy().values()) - sum(before.values()) > while_s, "the worker computed")
     spent = {operation: value - before[operation] for operation, value in busy().items()}
     return {operation: value / sum(spent.values()) for operation, value in spent.items()}
 
@@ -120,5 +121,5 @@ def test_a_flood_of_one_model_delays_a_lone_request_of_another_by_a_step(server:
         typical_s = sorted(flood.waits_s)[len(flood.waits_s) // 2]
         steps_s = (64 * COSTS_US[busy] + 8 * sum(COSTS_US[other] for other in others)) / 1e6
         queued_s = sorted(floods[busy].waits_s)[len(floods[busy].waits_s) // 2]  # as busy as the machine was
-        allowed_s = max(2 * steps_s + 0.05, queued_s / 4)
+        allowed_s = max(2 * steps_s + 0.05, queued_s / 2)
         assert typical_s < allowed_s, f"{operation}: {typical_s:.3f} s where a round of steps is {steps_s:.3f}"

@@ -19,7 +19,7 @@ from tritonclient.utils import InferenceServerException
 from sie.frontend.rpc.methods import METHODS, Method
 from sie.proto import message_class
 from tests import onnx_models
-from tests.process.harness import EX_CONFIG, Server, eventually, free_port, run_to_end, start_server
+from tests.process.harness import EX_CONFIG, WAIT_S, Server, eventually, free_port, paused, run_to_end, start_server
 from tests.process.keys import ADMIN, INFER, METRICS, entry, write_keys
 from tests.process.test_grpc import call, status, v1, v1_request
 from tests.process.test_listen import needs_openssl, pki  # noqa: F401  # a fixture
@@ -91,7 +91,7 @@ def test_v1_and_streams_tell_a_missing_key_by_the_status(locked: Server):
             call(channel, "/nvidia.inferenceserver.GRPCService/Infer", v1_request(b"").SerializeToString())
         assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
         with pytest.raises(grpc.RpcError) as caught:
-            list(channel.stream_stream(STREAM_PATH)(iter([b""]), timeout=10))
+            list(channel.stream_stream(STREAM_PATH)(iter([b""]), timeout=60))
         assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
         reply = v1("HealthResponse").FromString(
             call(
@@ -108,9 +108,9 @@ def test_no_method_answers_without_a_key_but_those_that_are_open(locked: Server,
     with grpc.insecure_channel(f"127.0.0.1:{locked.grpc_port}") as channel:
         try:
             if method.is_watch:
-                next(channel.unary_stream(method.route.template)(b"", timeout=10))
+                next(channel.unary_stream(method.route.template)(b"", timeout=60))
             elif method.is_stream:
-                list(channel.stream_stream(method.route.template)(iter([b""]), timeout=10))
+                list(channel.stream_stream(method.route.template)(iter([b""]), timeout=60))
             else:
                 call(channel, method.route.template, b"")
             code = grpc.StatusCode.OK
@@ -193,13 +193,14 @@ def test_tls_is_as_on_http(pki: Path):  # noqa: F811  # the fixture
 
 def test_a_worker_that_dies_costs_no_answer_and_the_process_itself_is_started_again():
     with start_server(
-        "--model", "id=stub:tensor", "--model", "slow=stub:tensor,latency_ms=400", "--grpc-port", str(free_port())
+        "--model", "id=stub:tensor", "--model", "slow=stub:tensor,latency_ms=100", "--grpc-port", str(free_port())
     ) as server:
         with connect(server) as client:
-            answer = ask(client, "slow")
-            eventually(lambda: extents_in_use(server.port) == 1, "the request at the worker")
-            server.kill_worker()
-            np.testing.assert_array_equal(answer.get(timeout=20).as_numpy("OUTPUT0"), ROWS)
+            with paused(server.worker()):
+                answer = ask(client, "slow")
+                eventually(lambda: extents_in_use(server.port) == 1, "the request at the worker")
+                server.kill_worker()
+            np.testing.assert_array_equal(answer.get(timeout=WAIT_S).as_numpy("OUTPUT0"), ROWS)
             check_good(client)
         (dead,) = server.pids("grpc")
         os.kill(dead, signal.SIGKILL)
@@ -212,7 +213,7 @@ def test_a_worker_that_dies_costs_no_answer_and_the_process_itself_is_started_ag
                 except InferenceServerException:
                     return False
 
-        eventually(answers, "an answer of the successor", 20)
+        eventually(answers, "an answer of the successor")
         with connect(server) as client:
             check_good(client)
 
@@ -220,8 +221,8 @@ def test_a_worker_that_dies_costs_no_answer_and_the_process_itself_is_started_ag
 def test_a_drain_finishes_what_was_accepted_and_no_idle_stream_holds_it_up():
     with (
         start_server(
-            "--model", "id=stub:tensor", "--model", "slow=stub:tensor,latency_ms=1500", "--grpc-port", str(free_port()),
-            is_stopped=True,
+            "--model", "id=stub:tensor", "--model", "slow=stub:tensor,latency_ms=100", "--grpc-port", str(free_port()),
+            "--drain-timeout-s", "300", is_stopped=True,
         ) as server,
         connect(server) as client,
         grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel,
@@ -230,13 +231,15 @@ def test_a_drain_finishes_what_was_accepted_and_no_idle_stream_holds_it_up():
         stream = channel.stream_stream(STREAM_PATH)(iter(requests.get, None))
         requests.put(b"\xff")
         assert next(stream)
-        answer = ask(client, "slow")
-        eventually(lambda: extents_in_use(server.port) == 1, "the request at the worker")
-        server.process.send_signal(signal.SIGTERM)
-        np.testing.assert_array_equal(answer.get(timeout=10).as_numpy("OUTPUT0"), ROWS)
+        with paused(server.worker()):
+            answer = ask(client, "slow")
+            eventually(lambda: extents_in_use(server.port) == 1, "the request at the worker")
+            server.process.send_signal(signal.SIGTERM)
+            server.log_line("SIGTERM")
+        np.testing.assert_array_equal(answer.get(timeout=WAIT_S).as_numpy("OUTPUT0"), ROWS)
         assert list(stream) == []
         assert stream.code() == grpc.StatusCode.OK
-        assert server.process.wait(10) == 0  # well before drain_timeout_s
+        assert server.process.wait(WAIT_S) == 0  # well before drain_timeout_s
         requests.put(None)  # type: ignore[arg-type]  # ends the thread that reads them
 
 
@@ -249,7 +252,7 @@ def test_who_watches_its_health_hears_of_every_change_until_the_end(tmp_path: Pa
     request = message_class("health", "grpc.health.v1.HealthCheckRequest")
     with (
         start_server(
-            "--model", "slow=stub:tensor,latency_ms=1000", "--model-repository", str(tmp_path), "--repository-control",
+            "--model", "slow=stub:tensor,latency_ms=100", "--model-repository", str(tmp_path), "--repository-control",
             "explicit", "--grpc-port", str(free_port()), is_stopped=True,
         ) as server,
         connect(server) as client,
@@ -269,15 +272,19 @@ def test_who_watches_its_health_hears_of_every_change_until_the_end(tmp_path: Pa
         )
         client.load_model("m")  # which changes nothing that they would hear of
         server.kill_worker()
-        assert [next(every), next(every)] == [health(2), health(1)]
-        answer = ask(client, "slow")
-        eventually(lambda: extents_in_use(server.port) == 1, "the request at the worker")
-        server.process.send_signal(signal.SIGTERM)
+        with paused(server.worker()):
+            assert [next(every), next(one)] == [health(2), health(2)]
+        assert [next(every), next(one)] == [health(1), health(1)]
+        with paused(server.worker()):
+            answer = ask(client, "slow")
+            eventually(lambda: extents_in_use(server.port) == 1, "the request at the worker")
+            server.process.send_signal(signal.SIGTERM)
+            server.log_line("SIGTERM")
         assert list(every) == [health(2)]
-        assert list(one) == [health(2), health(1), health(2)]
+        assert list(one) == [health(2)]
         assert list(none) == [health(3)]
-        np.testing.assert_array_equal(answer.get(timeout=10).as_numpy("OUTPUT0"), ROWS)
-        assert server.process.wait(10) == 0
+        np.testing.assert_array_equal(answer.get(timeout=WAIT_S).as_numpy("OUTPUT0"), ROWS)
+        assert server.process.wait(WAIT_S) == 0
 
 
 def test_a_port_that_is_taken_stops_the_start_by_name():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import anthropic
 import httpx
 import pytest
 
-from tests.process.harness import Server, start_server
+from tests.process.harness import Server, paused, start_server
 from tests.process.wire import wait_no_extents
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -93,8 +94,14 @@ def test_a_count_is_what_the_answer_says(client: anthropic.Anthropic) -> None:
 
 def test_a_ping_comes_while_nothing_else_does(server: Server) -> None:
     body = {"model": "slow", "max_tokens": 2, "messages": HELLO, "stream": True}
-    text = httpx.post(f"{server.url}/v1/messages", json=body, timeout=30).text
-    names = [line.removeprefix("event: ") for line in text.splitlines() if line.startswith("event: ")]
+    with contextlib.ExitStack() as stands_still:
+        stands_still.enter_context(paused(server.worker()))
+        names: list[str] = []
+        with httpx.stream("POST", f"{server.url}/v1/messages", json=body, timeout=60) as response:
+            for line in response.iter_lines():
+                if line.startswith("event: "):
+                    names.append(line.removeprefix("event: "))
+                    stands_still.close()
     assert names[0] == "ping"
     assert next(name for name in names if name != "ping") == "message_start"
     assert names[-1] == "message_stop"

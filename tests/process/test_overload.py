@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 
 import msgpack
 
-from tests.process.harness import eventually, start_server
+from tests.process.harness import WAIT_S, eventually, paused, start_server
 from tests.process.wire import MSGPACK, connect, encode, raw_request, read_response, total
 
 BODY = msgpack.packb({"items": [{"text": "x"}]})
@@ -16,22 +14,18 @@ BODY = msgpack.packb({"items": [{"text": "x"}]})
 
 def test_refusal_reaches_a_client_that_sends_its_body_late():
     """Closed with bytes unread, the connection would be reset, and the answer be lost on its way."""
-    with start_server(
-        "--model", "stub/a=stub:dense=16,latency_ms=1500", "--max-queued-tokens", "64", "--frontends", "1"
-    ) as server:
+    with start_server("--model", "stub/a=stub:dense=16", "--max-queued-tokens", "64", "--frontends", "1") as server:
         full = threading.Thread(target=encode, args=(server.port, "stub/a", ["x" * 256]))
-        worker = server.worker()
-        full.start()
-        eventually(lambda: total(server.port, "sie_extents_in_use") >= 1, "the queue is full")
-        os.kill(worker, signal.SIGSTOP)  # and stays so
+        head = raw_request(
+            "/v1/encode/stub/a", headers={"content-type": MSGPACK, "content-length": str(len(BODY))}, length=False
+        )
         with connect(server.port) as sock:
-            head = raw_request(
-                "/v1/encode/stub/a", headers={"content-type": MSGPACK, "content-length": str(len(BODY))}, length=False
-            )
-            sock.sendall(head)
-            refused = read_response(sock)
-            assert (refused.status, refused.code()) == (503, "QUEUE_FULL")
-            os.kill(worker, signal.SIGCONT)
-            full.join(20)
+            with paused(server.worker()):
+                full.start()
+                eventually(lambda: total(server.port, "sie_extents_in_use") >= 1, "the queue is full")
+                sock.sendall(head)
+                refused = read_response(sock)
+                assert (refused.status, refused.code()) == (503, "QUEUE_FULL")
+            full.join(WAIT_S)
             sock.sendall(BODY + head + BODY)
             assert read_response(sock).status == 200

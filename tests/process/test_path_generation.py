@@ -15,7 +15,7 @@ import tritonclient.http as triton_http
 from sie_sdk import SIEClient
 from sie_sdk.client.errors import RequestError
 
-from tests.process.harness import Server, free_port, start_server
+from tests.process.harness import Server, eventually, free_port, start_server
 from tests.process.wire import wait_no_extents
 
 PROMPT = "hello fox"
@@ -208,12 +208,14 @@ def test_the_model_shows_its_text_tensors(server: Server) -> None:
 )
 def test_a_client_that_leaves_ends_its_work(server: Server, path: str, body: Any) -> None:
     with httpx.stream("POST", server.url + path, json=body, timeout=30) as response:
-        assert next(response.iter_lines()) == ": keep-alive"
+        assert ": keep-alive" in response.iter_lines(), "it ended"  # the first of its lines, or one between two tokens
     wait_no_extents(server.port)
 
 
 def test_what_is_over_is_no_longer_under_way(server: Server) -> None:
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-    shown = [line for line in lines if re.match(r"http_requests_in_flight\{.*/(v1/generate/|generate)", line)]
-    assert shown
-    assert all(line.endswith(" 0.0") for line in shown), shown
+    def shown() -> list[str]:
+        lines = httpx.get(f"{server.url}/metrics", timeout=30).text.splitlines()
+        return [line for line in lines if re.match(r"http_requests_in_flight\{.*/(v1/generate/|generate)", line)]
+
+    assert shown()
+    eventually(lambda: all(line.endswith(" 0.0") for line in shown()), "none under way")

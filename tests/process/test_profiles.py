@@ -13,7 +13,7 @@ import pytest
 from sie_sdk import SIEClient
 from sie_sdk.client import RequestError
 
-from tests.process.harness import EX_CONFIG, Server, eventually, run_to_end, start_server
+from tests.process.harness import EX_CONFIG, WAIT_S, Server, eventually, run_to_end, start_server
 from tests.process.wire import dense_rows, encode, get, post_json, stub_rows, total
 
 CATALOG = """
@@ -200,14 +200,15 @@ def test_an_entry_loads_its_model_and_is_counted_under_its_own_name(server):
     assert encode(server.port, "stub/only:lazy", ["x"]).code() == "MODEL_LOADING"
     eventually(lambda: state() == "loaded", "the model loaded")
     assert np.array_equal(dense_rows(encode(server.port, "stub/only:lazy", ["x"])), stub_rows(["read x"], 16))
-    assert total(server.port, "sie_requests_total", model="stub/only:lazy", status="success") == 1
+    labels = {"model": "stub/only:lazy", "status": "success"}
+    eventually(lambda: total(server.port, "sie_requests_total", **labels) == 1, "it is counted")
 
 
 def test_the_status_feed_shows_entries(server):
     from websockets.sync.client import connect
 
     with connect(f"ws://127.0.0.1:{server.port}/ws/status") as feed:
-        frame = msgspec.json.decode(feed.recv(timeout=5.0))
+        frame = msgspec.json.decode(feed.recv(timeout=WAIT_S))
     assert {"stub/a", "stub/a:sparse"} <= set(frame["loaded_models"])
     assert {model["name"] for model in frame["models"]} == set(ENTRIES)
 
@@ -215,7 +216,7 @@ def test_the_status_feed_shows_entries(server):
 def test_a_model_that_is_still_on_the_hub_is_not_judged_before_it_is_known(server):
     response = encode(server.port, "hub/none", ["x"], output_types=["sparse"])
     assert (response.status, response.code()) == (503, "MODEL_LOADING")
-    eventually(lambda: encode(server.port, "hub/none", ["x"], output_types=["sparse"]).status == 502, "it failed", 20.0)
+    eventually(lambda: encode(server.port, "hub/none", ["x"], output_types=["sparse"]).status == 502, "it failed")
 
 
 @pytest.mark.parametrize(

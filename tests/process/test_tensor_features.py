@@ -21,7 +21,7 @@ from PIL import Image
 from tritonclient.utils import InferenceServerException
 
 from tests import onnx_models
-from tests.process.harness import Server, eventually, free_port, start_server
+from tests.process.harness import Server, eventually, free_port, paused, start_server
 from tests.process.wire import Response, connect, get, post_json, raw_request, send_raw, total, wait_no_extents
 
 HEIGHT, WIDTH = 12, 10
@@ -38,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     onnx_models.write(folder, "nhwc", onnx_models.identity("UINT8", ("n", HEIGHT, WIDTH, 3)))
     onnx_models.write(folder, "ranked", onnx_models.identity(), config=QUEUES)
     with start_server(
-        "--model-repository", str(folder), "--model", "slow=stub:tensor,latency_ms=1500", "--grpc-port", str(free_port()),
+        "--model-repository", str(folder), "--model", "slow=stub:tensor", "--grpc-port", str(free_port()),
         "--max-images", "4",
     ) as running:  # fmt: skip
         yield running
@@ -252,17 +252,18 @@ def test_a_client_that_left_is_counted_the_same_over_both_protocols(server: Serv
     data = np.ones((1, 2), np.float32)
     cancelled, errors = count("cancelled"), count("error")
     given = triton_grpc.InferInput("INPUT0", [1, 2], "FP32").set_data_from_numpy(data)
-    with triton_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc_port}") as client:
+    with triton_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc_port}") as client, paused(server.worker()):
         call = client.async_infer("slow", [given], lambda **_: None)
         eventually(lambda: total(server.port, "sie_extents_in_use", segment="request") >= 1, "work of gRPC")
         call.cancel()
         eventually(lambda: count("cancelled") == cancelled + 1, "the call that was cancelled")
     wait_no_extents(server.port)
     body = {"inputs": [{"name": "INPUT0", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]}]}
-    with connect(server.port) as sock:
-        sock.sendall(raw_request("/v2/models/slow/infer", json.dumps(body).encode(), {}))
-        eventually(lambda: total(server.port, "sie_extents_in_use", segment="request") >= 1, "work of HTTP")
-    eventually(lambda: count("cancelled") == cancelled + 2, "the client that closed its connection")
+    with paused(server.worker()):
+        with connect(server.port) as sock:
+            sock.sendall(raw_request("/v2/models/slow/infer", json.dumps(body).encode(), {}))
+            eventually(lambda: total(server.port, "sie_extents_in_use", segment="request") >= 1, "work of HTTP")
+        eventually(lambda: count("cancelled") == cancelled + 2, "the client that closed its connection")
     assert count("error") == errors
     figures = json.loads(get(server.port, "/v2/models/slow/stats").body)["model_stats"][0]["inference_stats"]
     assert figures["fail"]["count"] == cancelled + errors + 2

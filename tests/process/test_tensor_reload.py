@@ -12,7 +12,7 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 
 from tests import onnx_models
-from tests.process.harness import Server, eventually, free_port, start_server
+from tests.process.harness import WAIT_S, Server, eventually, free_port, start_server
 from tests.process.wire import get, total
 
 ROWS = np.arange(6, dtype=np.float32).reshape(3, 2)
@@ -76,12 +76,12 @@ class Traffic:
     def wait_for(self, key: str) -> None:
         """Wait until the answer of a version with its shift was heard a few times more."""
         at_least = self.counts.get(key, 0) + 20
-        eventually(lambda: self.counts.get(key, 0) >= at_least, f"answers {key}; heard {self.counts}", 20)
+        eventually(lambda: self.counts.get(key, 0) >= at_least, f"answers {key}; heard {self.counts}")
 
     def stop(self) -> None:
         self._stopping.set()
         for thread in self._threads:
-            thread.join(20)
+            thread.join(WAIT_S)
             assert not thread.is_alive()
 
 
@@ -170,7 +170,7 @@ def test_a_file_that_changes_what_a_model_takes_fails_no_request_of_the_old_kind
             replace(repository, shift(2, width=3))
             admin.load_model("m")
             num_faults = len(traffic.faults)
-            eventually(lambda: len(traffic.faults) > num_faults, "a refusal by the new model", 20)
+            eventually(lambda: len(traffic.faults) > num_faults, "a refusal by the new model")
         finally:
             traffic.stop()
             admin.close()

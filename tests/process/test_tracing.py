@@ -13,10 +13,17 @@ import pytest
 
 from sie.proto import message_class
 from tests.process.collector import start_collector
-from tests.process.harness import EX_CONFIG, eventually, free_port, run_to_end, start_server
+from tests.process.harness import EX_CONFIG, WAIT_S, eventually, free_port, run_to_end, start_server
 from tests.process.wire import encode, get, post_json, raw_request, send_raw
 
 PHASES = ["decode", "tokenise", "queue", "infer", "encode"]
+
+
+def names_of(phases) -> list[str]:
+    """Return the names of phases; on a busy host even the look at a loaded model may take long enough to be a load."""
+    return [phase.name for phase in phases if phase.name != "load"]
+
+
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
@@ -46,13 +53,13 @@ def test_trace_has_a_span_for_each_phase(server, collector):
     assert re.fullmatch(r"[0-9a-f]{32}", trace_id)
     root, phases = collector.wait_trace(trace_id)
     assert (root.name, root.parent_id, root.service) == ("POST /v1/encode/{model}", "", "sie")
-    assert [phase.name for phase in phases] == PHASES
+    assert names_of(phases) == PHASES
     assert {phase.parent_id for phase in phases} == {root.span_id}
     edges = [edge for phase in phases for edge in (phase.start_ns, phase.end_ns)]
     assert edges == sorted(edges), "phases do not overlap"
     assert began_ns <= root.start_ns == edges[0]
     assert edges[-1] == root.end_ns <= ended_ns
-    infer = phases[3]
+    infer = phases[-2]
     assert infer.end_ns - infer.start_ns >= 190e6, "the stub's step takes 200 ms"
     assert root.attributes["http.route"] == "/v1/encode/{model}"
     assert root.attributes["http.response.status_code"] == 200
@@ -74,10 +81,7 @@ def test_every_inference_route_is_traced(path, body, server, collector):
     assert response.status == 200, response.body
     root, phases = collector.wait_trace(response.headers["x-trace-id"])
     assert root.attributes["sie.model"] == "stub/a"
-    names = [
-        phase.name for phase in phases if phase.name != "load"
-    ]  # on a busy host looking the model up takes a while
-    assert names == PHASES
+    assert names_of(phases) == PHASES
 
 
 def test_sampled_parent_is_continued(server, collector):
@@ -138,7 +142,7 @@ def ask_grpc(server, **metadata: str):
     request.raw_input_contents.append(b"x")
     with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
         method = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
-        _, answered = method.with_call(request.SerializeToString(), timeout=20, metadata=list(metadata.items()))
+        _, answered = method.with_call(request.SerializeToString(), timeout=WAIT_S, metadata=list(metadata.items()))
         return dict(answered.trailing_metadata())
 
 
@@ -147,7 +151,7 @@ def test_a_call_of_grpc_is_traced_like_a_request(server, collector):
     root, phases = collector.wait_trace(trailers["x-trace-id"])
     assert (root.name, root.parent_id, root.is_error) == ("inference.GRPCInferenceService/ModelInfer", "", False)
     assert (root.attributes["rpc.system"], root.attributes["sie.model"]) == ("grpc", "id")
-    assert [phase.name for phase in phases] == PHASES
+    assert names_of(phases) == PHASES
     assert {phase.parent_id for phase in phases} == {root.span_id}
     assert trailers["traceparent"] == f"00-{trailers['x-trace-id']}-{root.span_id}-01"
 
@@ -164,7 +168,7 @@ def test_tensors_over_http_are_traced_in_all_their_phases(server, collector):
     body = {"inputs": [{"name": "INPUT0", "shape": [1], "datatype": "INT8", "data": [1]}]}
     response = post_json(server.port, "/v2/models/id/infer", body)
     _, phases = collector.wait_trace(response.headers["x-trace-id"])
-    assert [phase.name for phase in phases] == PHASES
+    assert names_of(phases) == PHASES
 
 
 def test_what_is_not_inference_is_not_traced(server):
@@ -191,14 +195,20 @@ def test_dead_collector_costs_no_request_and_no_stop():
         held.bind(("127.0.0.1", 0))  # nobody listens
         endpoint = f"http://127.0.0.1:{held.getsockname()[1]}"
         with start_server(
-            "--model", "stub/a=stub:dense=16", "--tracing", "--otlp-endpoint", endpoint, "--frontends", "1"
+            "--model",
+            "stub/a=stub:dense=16",
+            "--tracing",
+            "--otlp-endpoint",
+            endpoint,
+            "--frontends",
+            "1",
+            "--drain-timeout-s",
+            "300",
         ) as server:
             for _ in range(50):
                 assert encode(server.port, "stub/a", ["x"]).status == 200
             eventually(lambda: "exporting" in server.output.text(), "the exporter's complaint")
-            began_s = time.monotonic()
-            server.stop()
-            assert time.monotonic() - began_s < 9.0
+            server.stop(30.0)
             assert server.output.text().count("exporting traces") <= 2, "complaints do not fill the log"
 
 

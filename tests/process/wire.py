@@ -7,10 +7,11 @@ import hashlib
 import http.client
 import json
 import re
+import select
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Self
 
 import msgpack
@@ -19,10 +20,10 @@ from numpy.typing import NDArray
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.process.harness import Server, eventually
+from tests.process.harness import WAIT_S, Server, eventually
 
 MSGPACK = "application/msgpack"
-TIMEOUT_S = 20.0
+TIMEOUT_S = WAIT_S
 
 _EXTENTS = re.compile(rb"^sie_extents_in_use(?:{[^}]*})? (\S+)$", re.MULTILINE)
 
@@ -65,6 +66,24 @@ def send_raw(port: int, data: bytes, timeout_s: float = TIMEOUT_S) -> Response:
     with connect(port, timeout_s) as sock:
         sock.sendall(data)
         return read_response(sock)
+
+
+def send_until(sock: socket.socket, request: bytes, condition: Callable[[], Any], what: str) -> None:
+    """Send a request and wait until a state is there that lasts no longer than it does.
+
+    Where it was answered before that was looked at, since the machine stood still, it is sent once more.
+    """
+    sock.sendall(request)
+
+    def is_so() -> bool:
+        if condition():
+            return True
+        if select.select([sock], [], [], 0)[0]:
+            read_response(sock)
+            sock.sendall(request)
+        return False
+
+    eventually(is_so, what)
 
 
 def raw_request(
@@ -184,9 +203,29 @@ def extents_in_use(port: int) -> int:
     return sum(int(float(value)) for value in _EXTENTS.findall(get(port, "/metrics").body))
 
 
-def wait_no_extents(port: int, timeout_s: float = 20.0) -> None:
+def wait_no_extents(port: int, timeout_s: float = WAIT_S) -> None:
     """Wait until every extent has been given back."""
     eventually(lambda: extents_in_use(port) == 0, "no extent in use", timeout_s)
+
+
+def keep_asking(ask: Callable[[], Response], for_s: float, pause_s: float) -> None:
+    """Ask without a pause for so long, and assert that every answer is good.
+
+    What may go when nobody asks for pause_s may have gone where the machine stood still for that: then it begins anew.
+    """
+    deadline_s = time.monotonic() + 2 * WAIT_S
+    began_s = asked_s = 0.0  # long ago
+    while asked_s - began_s < for_s:
+        before_s, asked_s = asked_s, time.monotonic()
+        is_good = ask().status == 200
+        if time.monotonic() - before_s < pause_s:
+            assert is_good
+            continue
+        assert asked_s < deadline_s, f"no {for_s:g} s without a pause of {pause_s:g} s"
+        if not is_good:
+            time.sleep(0.01)
+            asked_s = 0.0
+        began_s = asked_s
 
 
 class Load:

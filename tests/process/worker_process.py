@@ -28,7 +28,7 @@ from sie.shm.space import OutboundSpace
 from tests.unit.workers.generation_rig import RingFrontend
 
 MIB = 1 << 20
-TIMEOUT_S = 20.0
+TIMEOUT_S = 40.0
 ValueT = TypeVar("ValueT")
 
 

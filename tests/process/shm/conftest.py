@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import os
@@ -79,11 +80,25 @@ def peer() -> ModuleType:
 
 
 @pytest.fixture
-def num_fds() -> Callable[[], int]:
-    """Count the descriptors that this process has open, after what only a caught traceback still holds has gone."""
+def new_fds() -> Callable[[], set[tuple[str, str]]]:
+    """Return what lists the descriptors opened since, after what only a caught traceback still holds has gone.
 
-    def count() -> int:
+    Those that were open before are no concern of a test: a thread of another's client may close one late.
+    """
+    gc.collect()
+    before = _open_fds()
+
+    def opened() -> set[tuple[str, str]]:
         gc.collect()
-        return len(list(Path("/proc/self/fd").iterdir()))
+        return _open_fds() - before
 
-    return count
+    return opened
+
+
+def _open_fds() -> set[tuple[str, str]]:
+    """Return the number and the target of each open descriptor."""
+    found: set[tuple[str, str]] = set()
+    for fd in os.listdir("/proc/self/fd"):  # noqa: PTH208  # one system call, no directory left open
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            found.add((fd, os.readlink(f"/proc/self/fd/{fd}")))  # noqa: PTH115
+    return found

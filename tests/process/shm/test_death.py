@@ -56,8 +56,7 @@ class Frontend:
 
 @pytest.mark.parametrize("after", [1, 3])
 @pytest.mark.parametrize("point", _POINTS)
-def test_worker_killed_at_a_named_point_costs_no_answer(peers, peer, num_fds, point: str, after: int) -> None:
-    before = num_fds()
+def test_worker_killed_at_a_named_point_costs_no_answer(peers, peer, new_fds, point: str, after: int) -> None:
     space = peer.create_space("frontend")
     frontend = Frontend(space, peer)
     attachment = peers.start("worker", space, 1, _CAPACITY, point, str(after))
@@ -84,12 +83,11 @@ def test_worker_killed_at_a_named_point_costs_no_answer(peers, peer, num_fds, po
     successor.close()
     assert peers.wait() == 0
     space.close()
-    assert num_fds() == before
+    assert not new_fds()
 
 
 @pytest.mark.parametrize("point", _POINTS)
-def test_frontend_killed_at_a_named_point_leaves_nothing_in_the_worker(peers, peer, num_fds, point: str) -> None:
-    before = num_fds()
+def test_frontend_killed_at_a_named_point_leaves_nothing_in_the_worker(peers, peer, new_fds, point: str) -> None:
     space = peer.create_space("worker")
     attachment = peers.start("frontend", space, 1, _CAPACITY, point, "5")
     waiting: list[Descriptor] = []
@@ -105,7 +103,7 @@ def test_frontend_killed_at_a_named_point_leaves_nothing_in_the_worker(peers, pe
     assert (space.num_leased, space.free_bytes) == (0, space.nbytes)
     attachment.close()
     space.close()
-    assert num_fds() == before
+    assert not new_fds()
 
 
 def _serve(attachment, space, peer, waiting: list[Descriptor]) -> None:
