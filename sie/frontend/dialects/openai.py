@@ -54,7 +54,8 @@ class EmbeddingsBody(msgspec.Struct, gc=False, kw_only=True):
     input: str | _Inputs
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
+    dimensions: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    """What no model can give, 0 too, is the model's to refuse: 400, not 422."""
     user: str | None = None
 
 

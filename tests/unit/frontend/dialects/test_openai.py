@@ -157,7 +157,7 @@ def outcome(body):
         (True, 385, False),
         (True, 0, False),
         (True, -1, False),
-        (False, 10**30, False),
+        (False, 2**31 - 1, False),
         ((64, 128), 64, True),
         ((64, 128), 384, True),
         ((64, 128), 65, False),
