@@ -267,7 +267,7 @@ class App:
             return
         if target is not None:
             self.respond(exchange, 307, [("location", target)], b"")
-        elif route is None:
+        elif route is None or self._kserve.is_no_path(exchange, route):
             self.respond(exchange, *envelopes.unknown_path(scope.path))
         else:
             status, headers, body = envelopes.wrong_method(route)

@@ -374,6 +374,16 @@ def test_failures_of_v1_are_told_in_the_reply(channel: grpc.Channel, request_: A
     assert v1_call(channel, "Infer", v1_request(NEW)).request_status.code == 1
 
 
+def test_a_version_of_release_0_8_that_is_no_number_is_told_in_the_reply(channel: grpc.Channel):
+    request_ = v1_request(NEW, version=0).SerializeToString() + b"\x12\x03abc"
+    reply = v1("InferResponse").FromString(call(channel, f"/{TRTIS}/Infer", request_))
+    assert (reply.request_status.code, reply.request_status.msg) == (
+        5,
+        "invalid model version 'abc': it must be a number",
+    )
+    assert v1("InferResponseHeader").FromString(reply.meta_data).id == 7
+
+
 def test_a_v1_stream_answers_in_order_failures_among_it(channel: grpc.Channel):
     requests = [v1_request(NEW), v1_request(NEW, "nobody"), v1_request(NEW)]
     stream = channel.stream_stream(f"/{TRTIS}/StreamInfer")

@@ -44,6 +44,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     onnx_models.write(folder, "labelled", onnx_models.identity(), config=LABELLED)
     (folder / "labelled" / "labels.txt").write_text("cold\nwarm\n")
     onnx_models.write(folder, "affine", onnx_models.affine())
+    onnx_models.write(folder, "one_text", onnx_models.identity("BYTES", (1,)), config="max_batch_size: 0")
     onnx_models.write(folder, "lookup", onnx_models.lookup())
     onnx_models.write(folder, "broken", b"no model")
     return folder
@@ -295,7 +296,56 @@ def test_strings_whose_lengths_lie_are_refused(server: Server, framing: bytes):
 def test_a_bomb_is_refused_at_its_limit(server: Server):
     bomb = gzip.compress(bytes(64 << 20))
     assert "max_compression_ratio" in error(infer(server, "batched", bomb, {"content-encoding": "gzip"}), 413)
-    assert error(infer(server, "batched", bomb, {"content-encoding": "br"}), 415) == "Unsupported compression type"
+    unknown = infer(server, "batched", bomb, {"content-encoding": "br"})
+    assert error(unknown, 415) == "Unsupported compression type"
+    assert unknown.headers["accept-encoding"] == "gzip, deflate"
+
+
+def ask_members(server: Server, path: str, body: Any) -> Response:
+    return send_raw(server.port, raw_request(f"/v2/models/{path}", json.dumps(body).encode()))
+
+
+def test_generate_takes_the_inputs_of_any_model_by_name(server: Server):
+    numbers = {"x": [1, 2, 3], "a": [0.5, -0.5], "ignored": {"x": 1}, "id": "7", "parameters": {"priority": 0}}
+    answer = json.loads(ask_members(server, "affine/generate", numbers).body)
+    assert answer == {"id": "7", "model_name": "affine", "model_version": "1", "y": [16.5, 21.5]}
+    assert json.loads(ask_members(server, "one_text/generate", {"x": "a, \N{SNOWMAN}"}).body)["y"] == "a, \N{SNOWMAN}"
+    event = ask_members(server, "one_text/versions/1/generate_stream", {"x": ["b"]})
+    assert (event.status, event.headers["content-type"]) == (200, "text/event-stream")
+    assert event.body == b'data: {"model_name":"one_text","model_version":"1","y":"b"}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("affine/generate", {"x": [1, 2, 3]}, "expected 2 inputs but got 1"),
+        ("affine/generate", {"x": [1, 2], "a": [0, 0]}, "unexpected shape for input 'x'"),
+        ("affine/generate", {"x": ["1", "2", "3"], "a": [0, 0]}, "must be numbers"),
+        ("affine/generate", {"x": {"y": 1}, "a": [0, 0]}, "must be numbers"),
+        ("one_text/generate", {"x": 5}, "must be strings"), ("one_text/generate", {"x": ["a", "b"]}, "unexpected shape"),
+        ("one_text/generate", {"x": [["a"]]}, "list of texts"), ("one_text/generate", {"x": None}, "must be strings"),
+        ("one_text/generate", {"x": "a", "parameters": {"triton_x": 1}}, "reserved"),
+        ("one_text/generate", {"x": "a", "id": 5}, "$.id"), ("one_text/generate_stream", [], "Expected `object`"),
+        ("is_FP16/generate", {"x": 1}, "FP16 data via JSON"),
+    ],
+)  # fmt: skip
+def test_what_generate_cannot_read_is_refused(server: Server, path: str, body: Any, message: str):
+    assert message in error(ask_members(server, path, body))
+
+
+def test_a_model_that_did_not_load_is_unavailable_and_says_why(server: Server):
+    assert "failed to load: model.onnx" in error(infer(server, "broken", {"inputs": [{"name": "x"}]}), 503)
+    assert "failed to load: model.onnx" in error(ask_members(server, "broken/generate", {"x": 1}), 503)
+
+
+@pytest.mark.parametrize("part", [b'"model_name":"\xff",', b'"z\xff":1,', b'"z":[{"z":"\xc3\x28"}],'])
+def test_bytes_that_are_no_text_are_refused_in_what_is_ignored_too(server: Server, part: bytes):
+    rest = b'"inputs":[{"name":"x","shape":[1,2],"datatype":"FP32"'
+    assert "UTF-8" in error(infer(server, "is_FP32", b"{" + part + rest + b',"data":[1,2]}]}'))
+    head = b"{" + part + rest + b"}]}"
+    assert "UTF-8" in error(
+        infer(server, "is_FP32", head + bytes(8), {"inference-header-content-length": str(len(head))})
+    )
 
 
 def test_outputs_are_those_asked_for(server: Server):

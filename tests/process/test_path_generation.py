@@ -140,6 +140,8 @@ def test_a_text_comes_out_of_a_text(server: Server, path: str) -> None:
     assert ask(server, f"{path}/generate", {"text_input": PROMPT, "parameters": parameters}) == (200, expected)
     flat = {"text_input": PROMPT, "id": "a", "max_tokens": 20, "stop": ["fox"], "exclude_input_in_output": False}
     assert ask(server, f"{path}/generate", flat) == (200, {**expected, "id": "a", "text_output": f"{PROMPT}hello "})
+    listed = {"text_input": [PROMPT], "parameters": parameters}
+    assert ask(server, f"{path}/generate", listed) == (200, expected)
 
 
 def test_a_stream_has_pieces_or_one_event(server: Server) -> None:
@@ -157,8 +159,8 @@ def test_a_stream_has_pieces_or_one_event(server: Server) -> None:
     [
         ("none/generate", {"text_input": "a"}, 404, "unknown model"),
         ("org/m.1/versions/2/generate", {"text_input": "a"}, 404, "version 2"),
-        ("vectors/generate", {"text_input": "a"}, 400, "does not generate"),
-        ("org/m.1/generate", {}, 400, "text_input"),
+        ("vectors/generate", {"text_input": "a"}, 400, "missing required input(s) ['text']"),
+        ("org/m.1/generate", {}, 400, "text_input"), ("org/m.1/generate", {"text_input": ["a", "b"]}, 400, "text_input"),
         ("org/m.1/generate", {"text_input": "a", "parameters": {"max_tokens": "x"}}, 400, "parameters.max_tokens"),
         ("org/m.1/generate", {"text_input": "a", "parameters": {"x": {}}}, 400, "'x' has invalid type"),
         ("org/m.1/generate", {"text_input": "a", "parameters": {"stream": True}}, 400, "generate_stream"),

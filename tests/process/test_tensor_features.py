@@ -196,9 +196,14 @@ def test_settings_can_be_read_and_are_not_changed(client: Any):
         ("POST", "/v2/systemsharedmemory/region/r", 404), ("POST", "/v2/repository/own/index", 200),
         ("POST", "/v2/repository/own/models/m/load", 400), ("POST", "/v2/repository/own/other", 404),
         ("GET", "/v2/repository/own/index", 405), ("POST", "/v2/trace/setting", 200), ("PUT", "/v2/logging", 405),
+        ("POST", "/v2/models/ranked/explode", 404), ("POST", "/v2/models/ranked/versions/1/explode", 404),
+        ("POST", "/v2/models/ranked/infer/", 404), ("PUT", "/v2/models/ranked/versions/x", 404),
+        ("POST", "/v2/models/ranked", 405), ("POST", "/v2/models/ranked/versions/1", 405), ("POST", "/v2/models/nobody", 405),
         ("GET", "/v2/models/nobody/stats", 400), ("GET", "/v2/models/ranked/versions/7/stats", 400),
         ("GET", "/v2/models/ranked/versions/001/stats", 200), ("GET", "/api/profile?cmd=start", 400),
         ("GET", "/api/sharedmemorycontrol/status", 400), ("POST", "/api/infer/ranked/1/x", 400),
+        ("POST", "/api/sharedmemorycontrol/status", 405), ("GET", "/api/sharedmemorycontrol/register/r//k/0/64", 405),
+        ("POST", "/api/sharedmemorycontrol/register/r//k/0/64", 400), ("POST", "/api/sharedmemorycontrol/explode", 400),
     ],
 )  # fmt: skip
 def test_what_there_is_not_is_told_as_the_protocols_do(server: Server, method: str, path: str, status: int):
@@ -206,9 +211,9 @@ def test_what_there_is_not_is_told_as_the_protocols_do(server: Server, method: s
     assert response.status == status
     if path.startswith("/v2") and status >= 400:
         assert error(response, status)
-    if "/api/profile" in path or "sharedmemorycontrol" in path:
+    if path.endswith(("?cmd=start", "/api/sharedmemorycontrol/status", "/64")) and status == 400:
         assert "code: UNSUPPORTED" in response.headers["nv-status"]
-    if path.startswith("/api/infer"):
+    elif path.startswith("/api"):
         assert "nv-status" not in response.headers
 
 

@@ -135,6 +135,8 @@ def test_numbers_of_requests_grow(server: Server):
         ("/api/infer/m", NEW.replace('"x"', '"x" dims: 4611686018427387904'), b"", 5, "unexpected shape"),
         ("/api/infer/nobody", NEW, ROWS.tobytes(), 6, "unknown model: 'nobody'"),
         ("/api/infer/m/9", NEW, ROWS.tobytes(), 6, "version 9 is not found"),
+        ("/api/infer/m/99999999999999999999", NEW, ROWS.tobytes(), 6, "version 99999999999999999999 is not found"),
+        ("/api/infer/m", OLD.replace('"y" byte_size: 8', '"y"'), ROWS.tobytes(), 5, "unexpected size 0 for output 'y', expecting 8"),
         ("/api/status/nobody", "", b"", 5, "no status available for unknown model 'nobody'"),
         ("/api/modelcontrol/load/m", "", b"", 6, "explicit model load / unload is not allowed"),
         ("/api/sharedmemorycontrol/unregisterall", "", b"", 7, "shared memory is not supported"),

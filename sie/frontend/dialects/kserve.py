@@ -26,7 +26,7 @@ from sie.frontend.dialects.tensor_parameters import (
     flag,
     unsigned,
 )
-from sie.frontend.http.body_limits import check_json, decode_typed
+from sie.frontend.http.body_limits import check_json, check_utf8, decode_typed
 from sie.frontend.tensors.image_inputs import image_form
 from sie.limits import Limits
 from sie.tensor_bytes import frame_elements
@@ -157,6 +157,7 @@ def _read_head(body: bytes, split: int, limits: Limits) -> _Head:
 @lru_cache(maxsize=256)
 def _parse_head(text: bytes, max_depth: int, max_values: int) -> _Head:
     check_json(text, max_depth, max_values + _MAX_TENSORS, max_values + _MAX_TENSORS)
+    check_utf8(text)
     parsed = decode_typed(_BODY, text)
     parameters = checked_parameters(parsed.parameters)
     check_sequence(parameters)

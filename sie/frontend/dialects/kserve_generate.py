@@ -7,15 +7,16 @@ Source: Triton's generate extension and KServe v2 sheet, section 11. What is bes
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+from msgspec import Meta
 
 from sie.errors import BadRequest, SieError
 from sie.frontend.dialects.sampling import Count, SamplingNumbers, StopText, StopTexts, write_sampling
 from sie.frontend.dialects.tensor_parameters import EMPTY_FINAL_RESPONSE, checked_parameters
 from sie.frontend.dialects.text_fields import KEEP_ALIVE, data_line, read_stop
-from sie.frontend.http.body_limits import check_json, decode_typed
+from sie.frontend.http.body_limits import check_json, check_utf8, decode_typed
 from sie.generation import Ended, GenerateEvent, GenerateReply, GenerateRequest, Started, TextDelta
 from sie.limits import Limits
 from sie.tensors import TensorRule
@@ -34,10 +35,14 @@ class GenerateParameters(SamplingNumbers, kw_only=True):
     exclude_input_in_output: bool | None = None
 
 
+OneText = Annotated[list[str], Meta(min_length=1, max_length=1)]
+"""A list is a tensor of as many elements, a text one of one; there is one text."""
+
+
 class TextInputBody(GenerateParameters, kw_only=True):
     """The body of a request."""
 
-    text_input: str
+    text_input: str | OneText
     id: str | None = None
     parameters: dict[str, Any] | None = None
 
@@ -67,12 +72,14 @@ def decode_text_input(
     is_stream: it came to `/generate_stream`. Raises BadRequest with the field at fault.
     """
     check_json(body, limits.max_depth)
+    check_utf8(body)
     call = decode_typed(_DECODER, body)
     given = read_parameters(call.parameters)
     for field in GenerateParameters.__struct_fields__:
         if (value := getattr(call, field)) is not None:
             setattr(given, field, value)
-    request = text_request([call.text_input], given, is_stream=is_stream)
+    texts = [call.text_input] if isinstance(call.text_input, str) else call.text_input
+    request = text_request(texts, given, is_stream=is_stream)
     in_pieces, echo = is_stream and given.stream is not False, given.exclude_input_in_output is False
     return request, Shown(rule=rule, id=call.id or "", in_pieces=in_pieces, echo=echo)
 

@@ -7,7 +7,7 @@ Source: Triton's trace and logging extensions.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -50,7 +50,10 @@ def check_unchanged(given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def _forms(setting: Any) -> tuple[Any, ...]:
-    """Return how a setting may be written: a text may stand in a list, as over gRPC."""
+    """Return how a setting may be written: a text may stand in a list, as over gRPC, and a list's one text alone."""
+    if isinstance(setting, list):
+        texts = cast("list[Any]", setting)
+        return (texts, texts[0]) if len(texts) == 1 else (texts,)
     return (setting, [setting]) if isinstance(setting, str) else (setting,)
 
 

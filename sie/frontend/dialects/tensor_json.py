@@ -125,6 +125,8 @@ def _booleans(flat: bytes, name: str) -> bytes:
 def _strings(text: bytes, name: str, num_elements: int) -> bytes:
     # A string is two quotes or more, so no more than this many can be in the text.
     if text.count(b'"') // 2 < num_elements:
+        if b'"' not in text and text.strip(b"[] \t\r\n"):
+            raise _wrong_type(name, "BYTES")  # numbers and the like
         raise _wrong_count(name, num_elements, text.count(b'"') // 2)
     try:
         level: list[Any] = _ANY.decode(text)

@@ -31,7 +31,7 @@ _SIZE_OR_DIMS: Final = 2
 
 
 class InferMessage(NamedTuple):
-    """A parsed InferRequest; version is empty for the latest."""
+    """A parsed InferRequest; version is empty for the latest, and what release 0.8 sent need be no number."""
 
     model: str
     version: str
@@ -40,7 +40,7 @@ class InferMessage(NamedTuple):
 
 
 def parse_infer(data: bytes) -> InferMessage:
-    """Return the message in data. Raises BadRequest for what is none."""
+    """Return the message in data. Raises MalformedMessage for what is none."""
     message, raw = parse_with_views(_REQUEST, data, _RAW_INPUT)
     version = str(message.model_version) if message.model_version > 0 else _text_version(message)
     return InferMessage(message.model_name, version, message.meta_data, raw)
@@ -50,11 +50,14 @@ def _text_version(message: Any) -> str:
     """Return the version as release 0.8 sends it; no version is 0 or less."""
     for field in UnknownFieldSet(message):
         if field.field_number == _VERSION and field.wire_type == BYTES:
-            text = bytes(field.data).decode(errors="replace")
-            if text and not (text.isascii() and text.isdigit()):
-                raise BadRequest(f"invalid model version '{text[:32]}': it must be a number")
-            return text
+            return bytes(field.data).decode(errors="replace")
     return ""
+
+
+def check_version(version: str) -> None:
+    """Raise BadRequest for a version that is neither empty nor a decimal number."""
+    if version and not (version.isascii() and version.isdigit()):
+        raise BadRequest(f"invalid model version '{version[:32]}': it must be a number")
 
 
 def parse_head(header: bytes) -> InferHead:

@@ -18,6 +18,7 @@ request's whole decoding), and at worst 130 ms for 33 MiB dense with escaped quo
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable
 from typing import Any, Protocol, TypeVar, cast
 
@@ -79,6 +80,19 @@ def _check_structure(structure: bytes, max_depth: int, max_values: int, max_cont
         raise BadRequest(f"The JSON body must hold at most {max_containers} objects and arrays and {max_values} values")
     if num_openers > max_depth and _depth(structure, num_openers) > max_depth:
         raise _too_deep(max_depth)
+
+
+def check_utf8(body: bytes) -> None:
+    """Refuse a JSON body that is not UTF-8 all through: a decoder looks only at the strings that it builds."""
+    if body.isascii():
+        return
+    decode = codecs.getincrementaldecoder("utf-8")().decode
+    try:
+        for start in range(0, len(body), _SCAN_BYTES):
+            decode(body[start : start + _SCAN_BYTES])
+        decode(b"", final=True)
+    except UnicodeDecodeError:
+        raise BadRequest("Invalid UTF-8 in the body") from None
 
 
 def decode_typed(decoder: Decoder[_T], body: bytes) -> _T:

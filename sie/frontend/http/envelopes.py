@@ -16,6 +16,8 @@ from sie.frontend.http.routes import Route, methods_of
 
 Headers = list[tuple[str, str]]
 JSON: Final = ("content-type", "application/json")
+_CODINGS: Final = ("accept-encoding", "gzip, deflate")
+"""What a refused Content-Encoding is told. Source: RFC 9110, section 15.5.16; Triton does so, too."""
 
 
 class Response(NamedTuple):
@@ -46,13 +48,18 @@ def _trtis(error: SieError) -> Response:
     return Response(*failure(error))
 
 
+def _kserve(error: SieError) -> Response:
+    of_coding = [_CODINGS] if error.http_status == 415 else []
+    return Response(error.http_status, [JSON, *of_coding], kserve.error_body(error.message))
+
+
 _FAILURES: Final[dict[str, Callable[[SieError], Response]]] = {
     "sie": lambda error: Response(error.http_status, [JSON], sie.error_body(error)),
     "openai": _openai,
     "models": _models,
     "text": lambda error: Response(error.http_status, [JSON], text_fields.error_body(error)),
     "anthropic": lambda error: Response(messages_reply.error_status(error), [JSON], messages_reply.error_body(error)),
-    "kserve": lambda error: Response(error.http_status, [JSON], kserve.error_body(error.message)),
+    "kserve": _kserve,
     "trtis": _trtis,
 }
 

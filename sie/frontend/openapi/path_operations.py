@@ -79,7 +79,8 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         template="/v2/models/{model}/generate",
         tag="KServe v2",
         summary="What follows a text, as in Triton",
-        description="A model that loads is not waited for.",
+        description="A model that loads is not waited for. Of a model that does not generate text, members called as its inputs "
+        "are these, and its outputs are members of the answer.",
         request=TextInputBody,
         model="org/model",
         example=_TENSOR_EXAMPLE,

@@ -47,7 +47,7 @@ class TrtisGrpc:
         if handler in ("infer", "stream_infer"):
             try:
                 header = trtis_grpc.parse_infer(message).header
-            except BadRequest:
+            except MalformedMessage:
                 return trtis_grpc.encode_failure(trtis_status.status_of(error), 0) if is_stream else None
             return trtis_grpc.encode_failure(trtis_status.status_of(error), trtis_grpc.id_of(header))
         if isinstance(error, MalformedMessage):
@@ -102,6 +102,7 @@ class TrtisGrpc:
         """Answer `Infer`."""
         parsed = trtis_grpc.parse_infer(message)
         head = trtis_grpc.parse_head(parsed.header)
+        trtis_grpc.check_version(parsed.version)
         await self._http.admit(exchange, parsed.model, parsed.version)
 
         async def run(entry: ModelEntry) -> bytes:

@@ -288,7 +288,7 @@ def _refusal(entry: ModelEntry, rule: TensorRule, retry_after_s: int) -> Excepti
     if entry.state == "failed" and entry.error is not None:
         error = from_wire(entry.error)
         reason = error.message.removeprefix(f"Model '{entry.card.id}' cannot be loaded: ")
-        return ModelLoadFailed(f"Model {where} failed to load: {reason}", extras=error.extras)
+        return ModelLoadFailed(f"Model {where} failed to load: {reason}", http_status=503, extras=error.extras)
     return NotFound(f"Request for unknown model: '{rule.name}' has no available versions")
 
 

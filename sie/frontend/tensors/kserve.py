@@ -19,13 +19,14 @@ from sie.frontend.dialects.kserve import InferCall
 from sie.frontend.http.body_limits import check_json
 from sie.frontend.http.compression import MIN_BYTES, choose_coding, compress, decompress
 from sie.frontend.http.envelopes import JSON, Headers, Response
-from sie.frontend.http.routes import BY_TEMPLATE, COUNTED
+from sie.frontend.http.routes import BY_TEMPLATE, COUNTED, Route
 from sie.frontend.inference import Exchange
 from sie.frontend.offload import LARGE_BYTES, offload
 from sie.frontend.process import FrontendProcess
 from sie.frontend.tensors.classification import as_class_tensor, spec_of
 from sie.frontend.tensors.figures import read_figures
 from sie.frontend.tensors.held_reply import HeldReply
+from sie.frontend.tensors.members import answer_members
 from sie.frontend.tensors.paths import ModelPath, split_model_path
 from sie.frontend.tensors.states import VersionState, reason_of, rule_of
 from sie.frontend.tensors.table import is_servable
@@ -34,6 +35,7 @@ from sie.tensors import Tensor, TensorReply, TensorRule
 _BINARY: Final = ("content-type", "application/octet-stream")
 LENGTH_HEADER: Final = "inference-header-content-length"
 """Where the JSON of a request or an answer ends, when tensors follow it."""
+_MODEL: Final = "/v2/models/{model}"
 _REGION_METHODS: Final = {"status": "GET", "register": "POST", "unregister": "POST"}
 _INDEX_OF_REPOSITORY: Final = re.compile(r"[^/]+/index")
 _OF_REPOSITORY: Final = re.compile(r"[^/]+/models/.+/(load|unload)")
@@ -96,7 +98,9 @@ class KServe:
             return self._statistics(self.measured(path.name, path.version))
         entry = table.resolve(path.name, path.version)
         if path.action in _GENERATE:
-            return TextCall(entry, path.action == "generate_stream")
+            if entry.card.generate is not None:
+                return TextCall(entry, path.action == "generate_stream")
+            return await answer_members(self._process, self._pool, exchange, path)
         exchange.known_model = entry.card.id
         if path.action == "infer":
             return await self._infer(exchange, path)
@@ -112,6 +116,13 @@ class KServe:
             [rule_of(entry).version] if path.version else [rule_of(one).version for one in self._versions(path.name)]
         )
         return Response(200, [JSON], kserve_models.model_metadata_body(rule_of(entry), versions))
+
+    def is_no_path(self, exchange: Exchange, route: Route) -> bool:
+        """Tell whether a path that only begins as a model's is none: behind the name stands what is no action."""
+        if route.template != _MODEL:
+            return False
+        path = split_model_path(exchange.model, METHODS, self.tensors.table)
+        return path is None or ("/" in path.name and path.name not in self.tensors.table)
 
     def measured(self, name: str, version: str) -> list[ModelEntry]:
         """Return the versions whose figures are asked for: one, or all of a model. Raises BadRequest, as in Triton."""

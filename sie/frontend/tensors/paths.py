@@ -57,4 +57,4 @@ def split_version(tail: str, known: Container[str]) -> ModelPath | None:
 
 
 def _is_version(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= 19 and int(text) <= _MAX_VERSION
+    return text.isascii() and text.isdigit()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from typing import Final
 
 from sie.control_messages import ManageRepository, ModelEntry
 from sie.errors import DeadlineExceeded, ModelLoadFailed
@@ -11,7 +13,9 @@ from sie.frontend.admin import ModelAdmin
 from sie.frontend.models import ModelTable
 from sie.frontend.tensors.table import TensorTable
 
-_MOVING = frozenset(("loading", "unloading"))
+_MOVING: Final = frozenset(("loading", "unloading"))
+_UNLOADING_NS: Final = 1_000_000_000
+"""How long an unload waits for what it has begun: clients look at the index right after it, and an idle model goes at once."""
 
 
 class RepositoryAdmin:
@@ -42,11 +46,15 @@ class RepositoryAdmin:
                 )
 
     async def unload(self, name: str, deadline_ns: int) -> None:
-        """Unload all versions of a model, and return when that has begun; an unknown name is left alone.
+        """Unload all versions of a model, and return when they are gone, or after a second while requests still run.
+
+        An unknown name is left alone.
 
         Raises Unavailable unless repository_control is explicit.
         """
         await self._admin.ask(lambda number: ManageRepository(number, "unload", name), deadline_ns)
+        with contextlib.suppress(DeadlineExceeded):
+            await self._settled(name, min(deadline_ns, time.monotonic_ns() + _UNLOADING_NS))
 
     async def reload(self, deadline_ns: int) -> None:
         """Read all repositories anew, whatever repository_control says, and return when all of it has settled.

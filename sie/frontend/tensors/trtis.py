@@ -29,6 +29,9 @@ from sie.frontend.tensors.states import reason_of, rule_of
 from sie.tensors import TensorReply, TensorRule
 
 _BINARY: Final = ("content-type", "application/octet-stream")
+_REGION_METHODS: Final = {
+    "status": "GET", "register": "POST", "cudaregister": "POST", "unregister": "POST", "unregisterall": "POST",
+}  # fmt: skip
 
 
 class Trtis:
@@ -112,8 +115,13 @@ class Trtis:
         await (repository.load if action == "load" else repository.unload)(name, deadline_ns)
         return self._succeed([], b"")
 
-    async def refuse_shared_memory(self, _exchange: Exchange) -> Response:
-        """Refuse what is about a client's shared memory."""
+    async def refuse_shared_memory(self, exchange: Exchange) -> Response:
+        """Refuse what is about a client's shared memory: `/api/sharedmemorycontrol/{action}/...`."""
+        method = _REGION_METHODS.get(exchange.model.partition("/")[0])
+        if method is None:
+            return NO_ROUTE
+        if exchange.scope.method != method:
+            return Response(405, [("allow", method)], b"")
         raise SieError("shared memory is not supported", code="UNSUPPORTED", http_status=400)
 
     async def refuse_profile(self, _exchange: Exchange) -> Response:

@@ -195,7 +195,13 @@ def test_an_output_of_the_first_generation_has_the_size_that_was_announced():
     check_size(head.outputs[0], first.tensor, head, ADD_SUB)
     with pytest.raises(BadRequest, match="unexpected size 32 for output 'OUTPUT1', expecting 64 for model 'add_sub'"):
         check_size(head.outputs[1], second.tensor, head, ADD_SUB)
-    check_size(parse_infer_head(NEW).outputs[1], second.tensor, head, ADD_SUB)
+    none = parse_infer_head(OLD.replace('"OUTPUT1" byte_size: 64', '"OUTPUT1"'))
+    with pytest.raises(BadRequest, match="unexpected size 0 for output 'OUTPUT1', expecting 64 for model 'add_sub'"):
+        check_size(none.outputs[1], second.tensor, none, ADD_SUB)
+    of_classes = parse_infer_head(OLD.replace('"OUTPUT1" byte_size: 64', '"OUTPUT1" cls { count: 1 }'))
+    check_size(of_classes.outputs[1], second.tensor, of_classes, ADD_SUB)
+    new = parse_infer_head(NEW)
+    check_size(new.outputs[1], second.tensor, new, ADD_SUB)
 
 
 def test_classes_stand_in_the_header_and_not_in_the_body():

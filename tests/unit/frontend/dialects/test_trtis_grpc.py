@@ -45,8 +45,11 @@ def test_a_version_is_a_number_or_a_text(field: bytes, version: str):
 
 
 def test_a_version_that_is_no_number_is_refused():
-    with pytest.raises(BadRequest, match="invalid model version"):
-        trtis_grpc.parse_infer(b"\x0a\x01m\x12\x02-x")
+    version = trtis_grpc.parse_infer(b"\x0a\x01m\x12\x02-x").version
+    with pytest.raises(BadRequest, match="invalid model version '-x'"):
+        trtis_grpc.check_version(version)
+    for good in ("", "3", "9" * 30):
+        trtis_grpc.check_version(good)
 
 
 def test_replies_are_read_by_the_message_class():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sie.errors import BadRequest
 from sie.frontend.http import body_limits
-from sie.frontend.http.body_limits import check_json, decode_free_form, decode_typed
+from sie.frontend.http.body_limits import check_json, check_utf8, decode_free_form, decode_typed
 
 MAX_DEPTH = 8
 
@@ -156,3 +156,13 @@ class TestFreeForm:
         if msgpack:
             return b"\x81\xa1a" + b"\x91" * (depth - 1) + b"\xc0"
         return b'{"a":' + nested(depth - 1, b"null") + b"}"
+
+
+@pytest.mark.parametrize("cut", [b"\xe2\x98", b"\xff", b"\xc0\xaf", b"\xed\xa0\x80"])
+def test_only_utf8_passes_wherever_a_scan_cuts_it(monkeypatch, cut):
+    monkeypatch.setattr(body_limits, "_SCAN_BYTES", 2)
+    for shift in range(3):
+        check_utf8(b"a" * shift + "\N{SNOWMAN}\N{GRINNING FACE}".encode())
+        for body in (b"a" * shift + cut, b"a" * shift + cut + b"bb"):
+            with pytest.raises(BadRequest, match="UTF-8"):
+                check_utf8(body)

@@ -34,7 +34,7 @@ def test_paths_below_models(tail: str, expected: tuple[str, str, str] | None):
     ("tail", "expected"),
     [
         ("m", ("m", "", "")), ("m/1", ("m", "1", "")), ("org/name", ("org/name", "", "")), ("org/name/2", ("org/name", "2", "")),
-        ("m/x", None), ("m/-1", None), ("m/99999999999999999999", None), ("nobody/7", ("nobody", "7", "")), ("", None),
+        ("m/x", None), ("m/-1", None), ("m/99999999999999999999", ("m", "99999999999999999999", "")), ("nobody/7", ("nobody", "7", "")), ("", None),
         ("no/body", ("no/body", "", "")), ("m/1/x", None), ("m/x/1", None), ("org/name/1/2", None), ("mm/1/x", ("mm/1/x", "", "")),
     ],
 )  # fmt: skip

@@ -134,6 +134,25 @@ async def test_nothing_waits_for_ever(office: Office):
 
 
 @in_office
+async def test_an_unload_ends_when_the_versions_are_gone(office: Office):
+    task = await office.begin(office.repository.unload("m", soon()))
+    office.know(v1="unloading")
+    office.admin.on_begun(1)
+    await asyncio.sleep(0.01)
+    assert not task.done()
+    office.know(v1="available")
+    await task
+
+
+@in_office
+async def test_an_unload_does_not_wait_long_for_requests_that_run(office: Office):
+    task = await office.begin(office.repository.unload("m", soon(0.02)))
+    office.know(v1="unloading")
+    office.admin.on_begun(1)
+    await task
+
+
+@in_office
 async def test_a_reload_waits_for_all_models(office: Office):
     task = await office.begin(office.repository.reload(soon()))
     assert office.heard == [ManageRepository(1, "reload")]
