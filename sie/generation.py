@@ -214,6 +214,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
 
     model: str
     messages: list[ChatMessage] | None = None
+    continues: bool = False
+    """Of messages: whether the answer goes on where the text of the last one, an assistant's, ends."""
     texts: list[str] | None = None
     """Prompts without a template, each with its own n choices; choice i of prompt p is number p * n + i."""
     token_lists: list[list[int]] | None = None

@@ -118,7 +118,7 @@ class ModelTable:
         """
         cards = [entry.card for entry in self.entries.values()]
         able = [card for card in cards if gives(card, output) and is_own_entry(card, self.entries)]
-        made_for_it = [card for card in able if (card.kind == "generator") == (output == "generate")]
+        made_for_it = [card for card in able if output == "generate" or card.kind != "generator"]
         return [card.id for card in made_for_it or able]
 
     def default_of(self, output: str) -> str | None:

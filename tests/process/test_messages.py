@@ -14,6 +14,7 @@ from tests.process.harness import Server, start_server
 from tests.process.wire import wait_no_extents
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
+LONG: Any = [{"role": "user", "content": "x" * 5000}]
 ECHO = "user: hello\nassistant: "
 """What the stub reads of HELLO, and answers over and over."""
 
@@ -51,6 +52,14 @@ def test_the_end_has_its_reason(client: anthropic.Anthropic) -> None:
     assert stopped.content[0].text == "user: hello\n"
 
 
+def test_an_answer_goes_on_where_it_was_begun(client: anthropic.Anthropic) -> None:
+    begun: Any = {"model": "m", "messages": [*HELLO, {"role": "assistant", "content": "so"}]}
+    message = client.messages.create(max_tokens=99, **begun)
+    assert message.content[0].type == "text"
+    assert message.content[0].text == f"{ECHO}so", "the stub repeats its prompt, which the beginning ends"
+    assert message.usage.input_tokens == len(ECHO) + 2 == client.messages.count_tokens(**begun).input_tokens
+
+
 def test_a_stream_gives_the_same_message(client: anthropic.Anthropic) -> None:
     whole = client.messages.create(model="m", max_tokens=40, messages=HELLO, system="be brief")
     with client.messages.stream(model="m", max_tokens=40, messages=HELLO, system="be brief") as stream:
@@ -77,6 +86,9 @@ def test_a_count_is_what_the_answer_says(client: anthropic.Anthropic) -> None:
     body: dict[str, Any] = {"messages": HELLO, "system": "be brief", "tools": [{"name": "f", "input_schema": {}}]}
     counted = client.messages.count_tokens(model="m", **body)
     assert counted.input_tokens == client.messages.create(model="m", max_tokens=1, **body).usage.input_tokens
+    cut: Any = {"model": "m", "messages": LONG, "extra_body": {"truncate_sequence": True, "max_tokens": 3}}
+    assert client.messages.count_tokens(**cut).input_tokens == 4093
+    assert client.messages.create(max_tokens=3, **cut).usage.input_tokens == 4093
 
 
 def test_a_ping_comes_while_nothing_else_does(server: Server) -> None:
@@ -93,8 +105,10 @@ def test_refusals_are_the_clients_own_exceptions(client: anthropic.Anthropic) ->
         client.messages.create(model="none", max_tokens=5, messages=HELLO)
     with pytest.raises(anthropic.BadRequestError, match="does not generate"):
         client.messages.create(model="vectors", max_tokens=5, messages=HELLO)
-    with pytest.raises(anthropic.BadRequestError, match="context"):
-        client.messages.create(model="m", max_tokens=5, messages=[{"role": "user", "content": "x" * 5000}])
+    with pytest.raises(anthropic.BadRequestError, match="'truncate_sequence'"):
+        client.messages.create(model="m", max_tokens=5, messages=LONG)
+    with pytest.raises(anthropic.BadRequestError, match="'stop_sequences' is over"):
+        client.messages.create(model="m", max_tokens=5, messages=HELLO, stop_sequences=[str(n) for n in range(99)])
 
 
 @pytest.mark.parametrize(

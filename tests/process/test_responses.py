@@ -153,6 +153,9 @@ def test_input_is_counted_as_it_would_be_read(client: openai.OpenAI) -> None:
     made = client.responses.create(**fields)
     assert made.usage is not None
     assert client.responses.input_tokens.count(**fields).input_tokens == made.usage.input_tokens
+    assert client.responses.input_tokens.count(model="m", input="x" * 5000, truncation="auto").input_tokens == 3072
+    with pytest.raises(openai.BadRequestError, match="cut with 'truncation'"):
+        client.responses.create(model="m", input="x" * 5000)
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------

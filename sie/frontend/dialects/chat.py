@@ -51,6 +51,7 @@ class JsonSchema(msgspec.Struct):
 
     schema: dict[str, Any] | None = None
     name: str | None = None
+    description: str | None = None
     strict: bool | None = None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -64,6 +65,15 @@ def read_messages(messages: str | list[MessageField]) -> list[ChatMessage]:
     if not messages:
         raise wrong("messages", "must hold at least one message")
     return [_read_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def name_results(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return a conversation whose results of calls have the names of what was called, which some templates write."""
+    names = {call.id: call.name for message in messages for call in message.tool_calls}
+    return [
+        msgspec.structs.replace(message, name=names.get(message.tool_call_id)) if message.tool_call_id else message
+        for message in messages
+    ]
 
 
 def _read_message(message: MessageField, path: str) -> ChatMessage:

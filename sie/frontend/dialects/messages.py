@@ -13,9 +13,9 @@ import msgspec
 from msgspec import Meta
 
 from sie.frontend.dialects.agent_fields import refuse_agent_tool
-from sie.frontend.dialects.chat import ResponseFormat, read_format, read_thinking
+from sie.frontend.dialects.chat import ResponseFormat, read_effort, read_format, read_thinking
 from sie.frontend.dialects.chat_tools import ToolField, read_tools
-from sie.frontend.dialects.messages_content import InputMessage, TextBlock, join_text, read_conversation
+from sie.frontend.dialects.messages_content import InputMessage, TextBlock, ends_begun, join_text, read_conversation
 from sie.frontend.dialects.sampling import Number
 from sie.frontend.dialects.text_fields import (
     SamplingFields,
@@ -31,6 +31,8 @@ from sie.limits import Limits
 _MAX_LIST: Final = 65_536
 _MODES: Final[dict[str, Literal["auto", "required", "none"]]] = {"auto": "auto", "any": "required", "none": "none"}
 _CLIENT_TOOLS: Final = frozenset({None, "custom", "function"})
+NAMES: Final = {"stop": "stop_sequences"}
+"""What this route calls fields that the generation core names."""
 
 
 class InputTool(msgspec.Struct):
@@ -100,7 +102,9 @@ def decode_messages(body: bytes, content_type: str | None, limits: Limits) -> Ge
     if call.container is not None and call.container != {}:
         raise wrong("container", "asks for skills or a container, and the server has none")
     request = read_sampling_fields(call)
-    request.messages = [*_read_system(call.system), *read_conversation(call.messages)]
+    conversation = read_conversation(call.messages)
+    request.messages = [*_read_system(call.system), *conversation]
+    request.continues = ends_begun(conversation)
     request.tools = _read_tools(call.tools or ())
     request.tool_choice = _read_choice(call.tool_choice, request.tools)
     request.parallel_tool_calls = call.tool_choice is None or not call.tool_choice.disable_parallel_tool_use
@@ -111,10 +115,8 @@ def decode_messages(body: bytes, content_type: str | None, limits: Limits) -> Ge
 
 
 def _read_system(system: str | Sequence[TextBlock] | None) -> list[ChatMessage]:
-    if system is None:
-        return []
-    text = system if isinstance(system, str) else join_text(system, "system")
-    return [ChatMessage(role="system", content=text)]
+    text = system if isinstance(system, str) else join_text(system or (), "system")
+    return [ChatMessage(role="system", content=text)] if text else []
 
 
 def _read_tools(tools: Sequence[InputTool]) -> tuple[Tool, ...]:
@@ -146,8 +148,8 @@ def _read_choice(choice: InputToolChoice | None, tools: Sequence[Tool]) -> ToolC
 
 
 def _read_thinking(call: MessagesBody) -> tuple[bool | None, str | None]:
-    if call.thinking is not None and call.thinking.type != "adaptive":
-        is_on = call.thinking.type == "enabled"
+    if call.thinking is not None:
+        is_on = call.thinking.type != "disabled"
         if call.enable_thinking not in (None, is_on):
             raise wrong("thinking", f"is {call.thinking.type!r}, and 'enable_thinking' says otherwise")
         call.enable_thinking = is_on
@@ -156,7 +158,9 @@ def _read_thinking(call: MessagesBody) -> tuple[bool | None, str | None]:
             raise wrong("reasoning_effort", "and 'output_config.effort' cannot both be given")
         # How much to reason, not whether: a model that was told not to stays silent.
         effort = call.output_config.effort.strip().lower()
-        call.reasoning_effort = None if call.enable_thinking is False else "xhigh" if effort == "max" else effort
+        effort = "xhigh" if effort == "max" else effort
+        read_effort(effort, "output_config.effort")
+        call.reasoning_effort = None if call.enable_thinking is False else effort
     return read_thinking(call)
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from sie.frontend.dialects.chat_messages import NAME
+from sie.frontend.dialects.chat_messages import NAME, name_results
 from sie.frontend.dialects.text_fields import wrong
 from sie.generation import ChatMessage, ToolCall
 
@@ -76,7 +76,39 @@ def read_conversation(messages: Sequence[InputMessage]) -> list[ChatMessage]:
             read.extend(_read_user(message.content, path))
         else:
             read.append(_read_assistant(message.content, path))
-    return read
+    return name_results(_one_turn_each(read))
+
+
+def ends_begun(messages: Sequence[ChatMessage]) -> bool:
+    """Tell whether a conversation ends with the beginning of an answer, which is to go on there, and nothing else."""
+    *before, last = messages
+    is_text = bool(last.content) and not last.tool_calls and last.reasoning is None
+    return bool(before) and last.role == "assistant" and is_text
+
+
+def _one_turn_each(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return a conversation in which users' messages that follow each other are one, and so are assistants'.
+
+    Many templates refuse any other. Source: the anthropic client 2.12, `messages` of `message_create_params`.
+    """
+    turns: list[ChatMessage] = []
+    for message in messages:
+        last = turns[-1] if turns else None
+        if last is None or last.role != message.role or message.role == "tool":
+            turns.append(message)
+            continue
+        turns[-1] = ChatMessage(
+            role=message.role,
+            content=_lines(last.content, message.content),
+            tool_calls=last.tool_calls + message.tool_calls,
+            reasoning=_lines(last.reasoning, message.reasoning),
+        )
+    return turns
+
+
+def _lines(*texts: str | None) -> str | None:
+    given = [text for text in texts if text]
+    return "\n".join(given) if given else texts[0]
 
 
 def join_text(blocks: Sequence[TextBlock], path: str) -> str:

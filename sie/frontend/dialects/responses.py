@@ -7,18 +7,19 @@ types of the openai client 3.52. A field of the wrong type is 422, a wrong value
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, cast
 
 import msgspec
 from msgspec import Meta
 
 from sie.frontend.dialects.agent_fields import forget_agent_fields
 from sie.frontend.dialects.chat import ResponseFormat, read_effort, read_format
+from sie.frontend.dialects.chat_messages import name_results
 from sie.frontend.dialects.chat_tools import ToolField, read_tool_choice, read_tools
-from sie.frontend.dialects.responses_items import Input, Item, full_name, listed_items, name_results, read_items
+from sie.frontend.dialects.responses_items import Input, Item, full_name, listed_items, read_items
 from sie.frontend.dialects.sampling import Count, Number
 from sie.frontend.dialects.text_fields import TextFields, decode_body, read_text_fields, wrong
-from sie.generation import ChatMessage, GenerateRequest, Grammar
+from sie.generation import ChatMessage, GenerateRequest, Grammar, ToolChoice
 from sie.limits import Limits
 
 _MAX_LIST: Final = 65_536
@@ -141,7 +142,7 @@ def decode_responses(body: bytes, content_type: str | None, limits: Limits) -> R
         instructions=call.instructions,
         previous_id=call.previous_response_id,
         items=listed_items(call.input),
-        echoed=_echo(call),
+        echoed=_echo(call, request),
         namespaces=namespaces,
         stores=call.store is not False,
         is_background=bool(call.background),
@@ -202,10 +203,13 @@ def _read_logprobs(call: ResponsesBody) -> int | None:
     return call.top_logprobs or 0 if is_asked else None
 
 
-def _echo(call: ResponsesBody) -> dict[str, Any]:
-    """Return the fields of the request that its response has, too. The client needs the three about tools."""
-    form = call.text.format if call.text is not None else None
+def _echo(call: ResponsesBody, request: GenerateRequest) -> dict[str, Any]:
+    """Return the fields of the request that its response has, too, in the client's one spelling of each.
+
+    The client needs the three about tools.
+    """
     reasoning = call.reasoning or ReasoningField()
+    effort = request.reasoning_effort if request.thinking else "none"
     return {
         "instructions": call.instructions,
         "previous_response_id": call.previous_response_id,
@@ -220,19 +224,41 @@ def _echo(call: ResponsesBody) -> dict[str, Any]:
         "frequency_penalty": call.frequency_penalty,
         "top_logprobs": call.top_logprobs or 0,
         "tools": [_echo_tool(tool) for tool in call.tools or ()],
-        "tool_choice": call.tool_choice if call.tool_choice is not None else "auto",
+        "tool_choice": _echo_choice(call.tool_choice, request.tool_choice),
         "parallel_tool_calls": call.parallel_tool_calls is not False,
-        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
-        "text": {"format": msgspec.to_builtins(form) if form is not None else {"type": "text"}},
+        "reasoning": {"effort": effort, "summary": reasoning.summary},
+        "text": {"format": _echo_format(call)},
         "truncation": call.truncation or "disabled",
         "user": call.user,
     }
 
 
+def _echo_choice(given: Any, choice: ToolChoice) -> Any:
+    if not isinstance(given, dict):
+        return given or "auto"
+    named = [{"type": "function", "name": name} for name in choice.names]
+    if cast("dict[str, Any]", given)["type"] == "function":
+        return named[0]
+    return {"type": "allowed_tools", "mode": choice.mode, "tools": named}
+
+
+def _echo_format(call: ResponsesBody) -> dict[str, Any]:
+    """Return what the answer is bound to; in chat's spelling its schema stands a level deeper."""
+    form: TextFormat | ResponseFormat | None = call.text.format if call.text is not None else call.response_format
+    if form is None:
+        return {"type": "text"}
+    schema = form.json_schema if isinstance(form, ResponseFormat) else form
+    if form.type != "json_schema" or schema is None:
+        return {"type": form.type}
+    facts = {"description": schema.description, "strict": schema.strict}
+    given = {key: value for key, value in facts.items() if value is not None}
+    return {"type": "json_schema", "name": schema.name or "", "schema": schema.schema, **given}
+
+
 def _echo_tool(tool: ToolField) -> dict[str, Any]:
     if isinstance(tool, NamespaceTool) and tool.tools is not None:
         inner = [_echo_tool(one) for one in tool.tools]
-        return {"type": "namespace", "name": tool.name, "description": tool.description, "tools": inner}
+        return {"type": "namespace", "name": tool.name, "description": tool.description or "", "tools": inner}
     made = tool.function or tool
     return {
         "type": "function", "name": made.name, "description": made.description, "parameters": made.parameters,

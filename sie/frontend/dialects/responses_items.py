@@ -30,11 +30,16 @@ _SHELL: Final = "shell"
 """What a model knows the shell by, in a conversation that had one."""
 _NEEDED: Final[dict[str, dict[str, Any]]] = {
     "message": {"status": "completed"},
-    "function_call": {"status": "completed"},
+    "function_call": {"status": "completed", "arguments": "{}"},
+    "function_call_output": {"status": "completed"},
+    "shell_call": {"status": "completed"},
+    "shell_call_output": {"status": "completed"},
     "reasoning": {"summary": []},
     "output_text": {"annotations": [], "logprobs": []},
 }
 """What readers of a list of items need of each type of item and part, where a request left it out."""
+_PLAIN_TEXTS: Final = frozenset({"text", "input_text", "output_text"})
+"""Types of a part that say nothing but who wrote it, which the item does."""
 _PART_BREAK: Final = "\n\n"
 
 Item = dict[str, Any]
@@ -63,6 +68,7 @@ class InputItem(msgspec.Struct, omit_defaults=True):
     """One item of an input; which fields count depends on its type."""
 
     type: str | None = None
+    status: str | None = None
     role: str | None = None
     content: str | Annotated[list[InputPart], Meta(max_length=_MAX_LIST)] | None = None
     id: str | None = None
@@ -107,15 +113,6 @@ def read_kept(items: bytes) -> list[ChatMessage]:
     return read_items(_kept.decode(items))
 
 
-def name_results(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return a conversation whose results of calls have the names of what was called, which some templates write."""
-    names = {call.id: call.name for message in messages for call in message.tool_calls}
-    return [
-        msgspec.structs.replace(message, name=names.get(message.tool_call_id)) if message.tool_call_id else message
-        for message in messages
-    ]
-
-
 def listed_items(given: Input) -> list[Item]:
     """Return the items of an input as they are kept and listed: each with its type and an id."""
     if isinstance(given, str):
@@ -135,12 +132,21 @@ def _kind(item: InputItem) -> str:
 def _listed(item: InputItem) -> Item:
     kind = _kind(item)
     fields: Item = msgspec.to_builtins(item)
+    spoken = "output_text" if item.role == "assistant" else "input_text"
     if kind == "message" and isinstance(item.content, str):
-        spoken = "output_text" if item.role == "assistant" else "input_text"
-        fields["content"] = [{"type": spoken, "text": item.content}]
-    if isinstance(content := fields.get("content"), list):
-        fields["content"] = [{**_NEEDED.get(part.get("type", ""), {}), **part} for part in cast("list[Item]", content)]
+        fields["content"] = [{"text": item.content}]
+    if kind in ("message", "function_call_output"):
+        for name in ("content", "output"):
+            if isinstance(parts := fields.get(name), list):
+                fields[name] = [_listed_part(part, spoken) for part in cast("list[Item]", parts)]
     return {**_NEEDED.get(kind, {}), **fields, "type": kind, "id": item.id or new_id(kind)}
+
+
+def _listed_part(part: Item, spoken: str) -> Item:
+    """Return one part as it is kept; spoken is the type of a plain text there."""
+    kind = part.get("type", "text")
+    kind = spoken if kind in _PLAIN_TEXTS else kind
+    return {**_NEEDED.get(kind, {}), **part, "type": kind}
 
 
 def _read_message(item: InputItem, path: str) -> ChatMessage:

@@ -35,6 +35,8 @@ _JSON_ENDS: Final = ("/json", "+json")
 _PATH: Final = re.compile(r" - at `(?:key in `)?\$\.?([^`]*)`$")
 _OUT_OF_BOUNDS: Final = re.compile(r"Expected `[^`]*` (?:[<>]|of length)")
 _MISSING: Final = re.compile(r"Object missing required field `([^`]+)`")
+_NAMING: Final = ("Field", "with")
+"""Words before the quoted name of a field in our messages."""
 _StructT = TypeVar("_StructT", bound=msgspec.Struct)
 
 _to_json: Final = msgspec.json.Encoder().encode
@@ -147,7 +149,9 @@ def renamed(names: Mapping[str, str]) -> Generator[None]:
         field = str(error.extras.get("param"))
         if field in names:
             error.extras = {**error.extras, "param": names[field]}
-            error.message = error.message.replace(f"Field '{field}'", f"Field '{names[field]}'")
+        for own, name in names.items():
+            for words in _NAMING:
+                error.message = error.message.replace(f"{words} '{own}'", f"{words} '{name}'")
         raise
 
 

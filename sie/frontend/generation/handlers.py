@@ -82,19 +82,21 @@ class TextRoutes:
         """Answer `/v1/messages`."""
         request = await self._read(exchange, messages.decode_messages)
         message_id = messages_reply.new_message_id()
-        return await self.answer(
-            exchange,
-            request,
-            lambda reply, _prompts: messages_reply.encode_message(reply, message_id),
-            lambda model, _prompts: messages_reply.MessageWriter(message_id, model),
-        )
+        with renamed(messages.NAMES):
+            return await self.answer(
+                exchange,
+                request,
+                lambda reply, _prompts: messages_reply.encode_message(reply, message_id),
+                lambda model, _prompts: messages_reply.MessageWriter(message_id, model),
+            )
 
     async def count_tokens(self, exchange: Exchange) -> Answer:
         """Answer `/v1/messages/count_tokens`: what the same body would have as its `input_tokens`."""
         request = await self._read(exchange, messages.decode_messages)
         process = self._process
         entry = await process.models.wait_serving(self.find(exchange, request), exchange.deadline_ns)
-        (ids,) = await self.generator.prompt_ids(entry, request)
+        with renamed(messages.NAMES):
+            (ids,) = await self.generator.prompt_ids(entry, request)
         return [_JSON], messages_reply.encode_count(len(ids))
 
     async def generate(self, exchange: Exchange) -> Answer | Streamed:

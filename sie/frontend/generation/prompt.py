@@ -98,7 +98,22 @@ def render_chat(request: GenerateRequest, rule: GenerateRule) -> Rendered:
     marks = Marks(rule.special_texts, _strings([variables["messages"], variables["tools"]]))
     for name in ("messages", "tools"):
         variables[name] = marks.put(variables[name])
-    return Rendered(render(compile_template(source), variables), marks)
+    if not request.continues:
+        return Rendered(render(compile_template(source), variables), marks)
+    begun: str = variables["messages"].pop()["content"]
+    return Rendered(_without_reasoning(render(compile_template(source), variables), rule) + begun, marks)
+
+
+def _without_reasoning(text: str, rule: GenerateRule) -> str:
+    """Return a prompt behind which the answer itself stands: reasoning that the template begins is over at once.
+
+    Source: chat template of Qwen 3, which writes this where `enable_thinking` is false.
+    """
+    if rule.reasoning_tags is None:
+        return text
+    begins, ends = rule.reasoning_tags
+    kept = text.rstrip()
+    return f"{kept}\n\n{ends}\n\n" if kept.endswith(begins) else text
 
 
 def _source(request: GenerateRequest, rule: GenerateRule) -> str:
@@ -123,15 +138,15 @@ def fit(ids: list[int], max_tokens: int | None, context_length: int, *, truncate
     that is not given. Raises BadRequest for an empty prompt, and for one without room for a single token where one is wanted.
     """
     if not ids:
-        raise BadRequest("The prompt is empty: it has no token", extras={"param": "prompt"})
+        raise BadRequest("The prompt is empty: it has no token", extras={"param": "messages"})
     room = max_tokens if max_tokens is not None else max(1, context_length // 4)
     if truncate and len(ids) + room > context_length:
         ids = ids[-max(1, context_length - room) :]
     left = context_length - len(ids)
     if left < (1 if max_tokens is None else min(1, max_tokens)):
         raise InputTooLong(
-            f"This model's context is {context_length} tokens, and the prompt alone has {len(ids)}; shorten it, or set "
-            "truncate_sequence",
+            f"This model's context is {context_length} tokens, and the prompt alone has {len(ids)}; shorten it, or have "
+            "it cut with 'truncate_sequence'",
             code="CONTEXT_LENGTH_EXCEEDED",
             extras={"param": "messages"},
         )

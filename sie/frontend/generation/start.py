@@ -69,8 +69,7 @@ class Generator:
         vocabulary = await self.vocabulary(entry)
         marks = require_marks(vocabulary, entry.card.id) if request.suffix else None
         prompts, prompt_end = await self._prompts(request, rule, vocabulary, marks)
-        context = min(rule.context_length, self._settings.max_context_tokens or rule.context_length)
-        fitted = [fit(ids, request.max_tokens, context, truncate=request.truncate_prompt) for ids in prompts]
+        fitted = [self._fit(ids, request, rule) for ids in prompts]
         grammar = None
         if request.grammar is not None or request.tools:
             grammar = await asyncio.get_running_loop().run_in_executor(self._grammars, constrain, request, rule)
@@ -98,10 +97,18 @@ class Generator:
         return Run(self._engine, entry.card.id, parts, news, meter=self._meter, prompts=texts)
 
     async def prompt_ids(self, entry: ModelEntry, request: GenerateRequest) -> list[list[int]]:
-        """Return the tokens of a request's prompts, for who only counts them. Raises as `start` does."""
+        """Return the tokens of a request's prompts, for who only counts them. Raises as `start` does.
+
+        One that is too long is so, or as short as the request has it cut.
+        """
         rule = generate_rule(entry.card)
         check_request(request, self._settings)
-        return (await self._prompts(request, rule, await self.vocabulary(entry)))[0]
+        prompts, _ = await self._prompts(request, rule, await self.vocabulary(entry))
+        return [self._fit(ids, request, rule)[0] for ids in prompts] if request.truncate_prompt else prompts
+
+    def _fit(self, ids: list[int], request: GenerateRequest, rule: GenerateRule) -> tuple[list[int], int]:
+        context = min(rule.context_length, self._settings.max_context_tokens or rule.context_length)
+        return fit(ids, request.max_tokens, context, truncate=request.truncate_prompt)
 
     async def vocabulary(self, entry: ModelEntry) -> Vocabulary:
         """Return the tokens of an entry's model. Raises Internal when its tokenizer cannot be read."""

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _JSON: Final = ("content-type", "application/json")
 _to_json: Final = msgspec.json.Encoder().encode
-_NAMES: Final = {"messages": "input"}
+_NAMES: Final = {"messages": "input", "truncate_sequence": "truncation"}
 """What this route calls fields that the generation core names."""
 _MANY_EVENTS: Final = 256
 Start = Callable[[ModelEntry], Coroutine[Any, Any, Run]]

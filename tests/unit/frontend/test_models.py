@@ -218,6 +218,19 @@ def test_entries_of_profiles_are_no_further_choice_for_a_request_without_a_model
     assert (table.able("dense"), table.able("sparse")) == (["org/m"], ["org/m"])
 
 
+def test_every_model_that_generates_is_named_and_generators_come_last_for_vectors(table):
+    def generating(name, kind, *outputs):
+        made = entry(name, workers=(0,))
+        return msgspec.structs.replace(made, card=msgspec.structs.replace(made.card, kind=kind, outputs=outputs))
+
+    table.update(message(generating("stub", "stub", "generate"), generating("llm", "generator", "dense", "generate")))
+    assert table.able("generate") == ["stub", "llm"]
+    assert table.default_of("generate") is None, "one of two is no default"
+    assert table.able("dense") == ["llm"]
+    table.update(message(*table.entries.values(), entry("small", workers=(0,))))
+    assert table.able("dense") == ["small"]
+
+
 def test_entries_of_a_model_share_one_tokenizer(table, tmp_path):
     path = tmp_path / "tokenizer.json"
     save_tokenizer(path)

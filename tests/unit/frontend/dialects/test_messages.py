@@ -73,10 +73,41 @@ def test_blocks_become_the_messages_that_templates_know() -> None:
             role="assistant", content="c", reasoning="why",
             tool_calls=(ToolCall(id="t1", name="weather", arguments='{"x":1}'),),
         ),
-        ChatMessage(role="tool", content="rain", tool_call_id="t1"),
+        ChatMessage(role="tool", content="rain", tool_call_id="t1", name="weather"),
         ChatMessage(role="tool", content="", tool_call_id="t2"),
         ChatMessage(role="user", content="and now?"),
     ]  # fmt: skip
+
+
+def test_turns_of_one_side_that_follow_each_other_are_one() -> None:
+    use = {"type": "tool_use", "id": "t1", "name": "weather", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": "rain"}
+    read = decode(messages=[
+        {"role": "user", "content": "a"}, {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "c"}, {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result]}, {"role": "user", "content": [result, {"type": "text", "text": "d"}]},
+        {"role": "user", "content": "e"},
+    ]).messages or []  # fmt: skip
+    assert [(message.role, message.content, len(message.tool_calls)) for message in read] == [
+        ("user", "a\nb", 0), ("assistant", "c", 1), ("tool", "rain", 0), ("tool", "rain", 0), ("user", "d\ne", 0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("last", "continues"),
+    [
+        ("begun", True),
+        ("", False),
+        ([{"type": "text", "text": "be"}, {"type": "text", "text": "gun"}], True),
+        ([{"type": "text", "text": "a"}, {"type": "tool_use", "id": "t", "name": "f", "input": {}}], False),
+        ([{"type": "thinking", "thinking": "a", "signature": ""}], False),
+    ],
+)
+def test_an_answer_that_was_begun_is_gone_on_with(last: Any, continues: bool) -> None:
+    said = {"role": "assistant", "content": last}
+    assert decode(messages=[*HELLO, said]).continues is continues
+    assert not decode(messages=[*HELLO, said, *HELLO]).continues
+    assert not decode(messages=[said]).continues, "there is nothing to answer"
 
 
 def test_what_a_server_s_own_tools_left_behind_is_dropped_whatever_its_form() -> None:
@@ -111,6 +142,11 @@ def test_fields_reach_the_request() -> None:
     assert request.tools[0].parameters == {"type": "object"}
     assert request.tool_choice == ToolChoice(mode="required", names=("weather",))
     assert (request.parallel_tool_calls, request.thinking, request.reasoning_effort) == (False, True, "xhigh")
+
+
+@pytest.mark.parametrize("system", ["", [], [{"type": "text", "text": ""}]])
+def test_an_empty_system_is_none(system: Any) -> None:
+    assert decode(system=system).messages == decode().messages
 
 
 @pytest.mark.parametrize(
@@ -180,6 +216,8 @@ def test_each_spelling_of_a_schema_binds_the_answer(fields: dict[str, Any]) -> N
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name"),
         ({"thinking": {"type": "disabled"}, "enable_thinking": True}, "thinking"),
         ({"thinking": {"type": "disabled"}, "reasoning_effort": "high"}, "reasoning_effort"),
+        ({"thinking": {"type": "adaptive"}, "enable_thinking": False}, "thinking"),
+        ({"output_config": {"effort": "a lot"}}, "output_config.effort"),
         ({"container": {"skills": []}}, "container"),
         ({"session_id": "s"}, "session_id"),
         ({"files": [{"name": "f"}]}, "files"),

@@ -6,16 +6,20 @@ import json
 from typing import Any
 
 import pytest
+from openai.types.responses import Response, ResponseItem
+from pydantic import TypeAdapter
 
 from sie.errors import BadRequest
 from sie.frontend.dialects.responses import ResponsesCall, decode_responses
 from sie.frontend.dialects.responses_items import read_kept
 from sie.frontend.dialects.responses_page import read_page, read_stream_query
+from sie.frontend.dialects.responses_reply import ResponseRecord
 from sie.generation import ChatMessage, ToolCall, ToolChoice
 from sie.limits import Limits
 
 FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a":1}'}
+_ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "42"}
 
 
@@ -137,11 +141,73 @@ def test_listed_items_have_what_their_readers_need() -> None:
     assert read_kept(json.dumps(listed).encode())[0].content == "a"
 
 
+@pytest.mark.parametrize(
+    ("item", "expected"),
+    [
+        (OUTPUT, {"status": "completed", "output": "42"}),
+        ({**OUTPUT, "status": "incomplete"}, {"status": "incomplete"}),
+        ({**OUTPUT, "output": [{"type": "text", "text": "4"}]}, {"output": [{"type": "input_text", "text": "4"}]}),
+        ({"type": "function_call", "call_id": "c", "name": "f"}, {"arguments": "{}", "status": "completed"}),
+        ({"role": "user", "content": [{"text": "a"}]}, {"content": [{"type": "input_text", "text": "a"}]}),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}]}, {"content": [{"type": "input_text", "text": "a"}]}),
+        ({"role": "assistant", "content": [{"type": "input_text", "text": "a"}]},
+         {"content": [{"type": "output_text", "text": "a", "annotations": [], "logprobs": []}]}),
+        ({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+         {"content": [{"type": "refusal", "refusal": "no"}]}),
+        ({"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "status": "incomplete"},
+         {"status": "incomplete"}),
+        ({"type": "shell_call", "call_id": "c", "action": {"commands": ["ls"]}}, {"status": "completed"}),
+        ({"type": "shell_call_output", "call_id": "c",
+          "output": [{"stdout": "a", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}]},
+         {"status": "completed"}),
+    ],
+)  # fmt: skip
+def test_each_listed_item_is_one_of_the_clients_types(item: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Strictly: the client itself takes whatever comes, and its reader finds the field missing."""
+    (listed,) = decode(input=[item], previous_response_id="resp_1").items
+    _ITEM.validate_python(listed)
+    assert expected.items() <= listed.items()
+
+
 def test_instructions_and_history_stand_before_the_input() -> None:
     call = decode(instructions="be", input=[OUTPUT])
     call.begin(read_kept(json.dumps([{"role": "user", "content": "q"}, CALL]).encode()))
     roles = [(message.role, message.name) for message in call.request.messages or ()]
     assert roles == [("system", None), ("user", None), ("assistant", None), ("tool", "f")]
+
+
+_SCHEMA = {"type": "object"}
+_FLAT = {"type": "json_schema", "name": "n", "schema": _SCHEMA, "strict": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "expected"),
+    [
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice",
+         {"type": "function", "name": "f"}),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", {"type": "function", "name": "f"}),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [{"function": {"name": "f"}}]}}},
+         "tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}),
+        ({"tool_choice": "required"}, "tool_choice", "required"),
+        ({}, "tool_choice", "auto"),
+        ({"reasoning": {"effort": " High "}}, "reasoning", {"effort": "high", "summary": None}),
+        ({"reasoning": {"effort": "off"}}, "reasoning", {"effort": "none", "summary": None}),
+        ({"reasoning": {}}, "reasoning", {"effort": None, "summary": None}),
+        ({"text": {"format": _FLAT}}, "text", {"format": _FLAT}),
+        ({"text": {"format": {"type": "json_schema", "schema": _SCHEMA}}}, "text",
+         {"format": {"type": "json_schema", "name": "", "schema": _SCHEMA}}),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": _SCHEMA, "strict": True}}},
+         "text", {"format": _FLAT}),
+        ({"response_format": {"type": "json_object"}}, "text", {"format": {"type": "json_object"}}),
+        ({"text": {}, "response_format": {"type": "json_object"}}, "text", {"format": {"type": "text"}}),
+        ({"tools": [{"type": "namespace", "name": "f", "tools": [FUNCTION]}]}, "tool_choice", "auto"),
+    ],
+)  # fmt: skip
+def test_response_repeats_its_request_as_the_client_has_it(fields: dict[str, Any], name: str, expected: Any) -> None:
+    """Strictly: the client itself takes whatever comes, and its reader finds the field missing."""
+    call = decode(**{"tools": [{"type": "function", "function": {"name": "f"}}], **fields})
+    Response.model_validate(ResponseRecord("resp_1", 1, call, "m").to_object())
+    assert call.echoed[name] == expected
 
 
 def test_functions_of_a_namespace_have_their_full_names() -> None:

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
 
 from sie.cards import ModelCard
@@ -137,6 +138,25 @@ def test_template_that_tears_a_marked_place_apart_gets_no_special_token() -> Non
     assert marks.cut(marked[:2] + "<|im_" + marked[2:3])[0] == ("a", False)
 
 
+@pytest.mark.parametrize("kind", ["byte level", "sentence piece"])
+def test_answer_that_was_begun_ends_the_prompt_as_text(kind: str) -> None:
+    tokenizer = tiny_tokenizers.byte_level() if kind == "byte level" else tiny_tokenizers.sentence_piece()
+    voc = vocabulary(tokenizer)
+    asked, begun = ("user", "f"), "so <|im_end|> it"
+    fresh, continued = prompt(chat(asked), voc), prompt(chat(asked, ("assistant", begun), continues=True), voc)
+    assert voc.decode(continued) == voc.decode(fresh) + begun
+    end = tokenizer.token_to_id("<|im_end|>")
+    assert continued.count(end) == fresh.count(end)
+
+
+def test_answer_that_was_begun_stands_behind_the_reasoning() -> None:
+    rule = msgspec.structs.replace(RULE, chat_template=CHATML + "<think>", reasoning_tags=("<think>", "</think>"))
+    asked, begun = ("user", "f"), ("assistant", "so")
+    assert render_chat(chat(asked), rule).text.endswith("assistant\n<think>")
+    continued = render_chat(chat(asked, begun, continues=True), rule).text
+    assert continued.endswith("assistant\n<think>\n\n</think>\n\nso")
+
+
 @pytest.mark.parametrize(("also", "shown"), [("", "system"), ("{# knows developer #}", "developer")])
 def test_developer_is_the_system_to_templates_that_know_none(also: str, shown: str) -> None:
     request = chat(("developer", "be brief"), ("user", "x"))
@@ -213,8 +233,9 @@ def test_prompt_without_room_is_refused() -> None:
     with pytest.raises(InputTooLong, match="context is 64 tokens") as caught:
         fit([1] * 64, None, 64, truncate=False)
     assert caught.value.code == "CONTEXT_LENGTH_EXCEEDED"
-    with pytest.raises(BadRequest, match="empty"):
+    with pytest.raises(BadRequest, match="empty") as refused:
         fit([], None, 64, truncate=False)
+    assert refused.value.extras["param"] == "messages", "other routes have other names for it"
     with pytest.raises(BadRequest, match=r"\[0, 5\)"):
         check_ids([1, 5], 5, "prompt")
 
