@@ -287,6 +287,12 @@ def test_openai_dimensions_are_refused_by_a_model_that_was_not_trained_for_them(
     assert len(oai_minilm.embeddings.create(model=MINILM, input="x", dimensions=384).data[0].embedding) == 384
 
 
+def test_openai_token_ids_that_are_none_of_the_models_are_refused_by_field(oai_minilm):
+    with pytest.raises(openai.BadRequestError, match="outside the vocabulary") as caught:
+        oai_minilm.embeddings.create(model=MINILM, input=[[30522]])
+    assert (caught.value.param, caught.value.code) == ("input", "invalid_request")
+
+
 def test_openai_default_is_the_only_model(oai_minilm):
     assert oai_minilm.embeddings.create(model="default", input="x").model == MINILM
 

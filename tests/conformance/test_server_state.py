@@ -260,3 +260,11 @@ def test_requests_are_counted_by_entry_endpoint_and_outcome(server: Server) -> N
         before = total(server.port, "sie_requests_total", **labels)
         assert post_json(server.port, path, body).status == 200
         assert total(server.port, "sie_requests_total", **labels) == before + 1, labels
+
+
+@pytest.mark.parametrize("operation", ["encode", "score", "extract"])
+def test_a_body_that_cannot_be_read_is_counted_for_the_model_of_its_path(server: Server, operation: str) -> None:
+    labels = {"model": "stub/all", "endpoint": operation, "status": "error"}
+    before = total(server.port, "sie_requests_total", **labels)
+    assert post_json(server.port, f"/v1/{operation}/stub/all", {"items": []}).status == 400
+    eventually(lambda: total(server.port, "sie_requests_total", **labels) == before + 1, "the error is counted")

@@ -271,6 +271,20 @@ def test_rerank_refusals_have_openais_envelope(
     assert error["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"rank_fields": ["text"]}, "rank_fields"),
+        ({"query": None}, "query"),
+        ({"documents": ["x", 1]}, "documents"),
+        ({"documents": []}, "documents"),
+        ({"top_n": 0}, "top_n"),
+    ],
+)
+def test_rerank_names_the_field_that_it_refuses(server: Server, fields: dict[str, object], param: str) -> None:
+    assert rerank(server, **fields).json()["error"]["param"] == param
+
+
 def test_metrics_count_both_routes_as_score(server: Server) -> None:
     before = total(server.port, "sie_requests_total", model="stub/both", endpoint="score", status="success")
     score(server, "stub/both", "q", ["a"])

@@ -11,7 +11,7 @@ import msgspec
 
 from sie.cards import ModelCard
 from sie.catalog.options import LENGTHS
-from sie.errors import BadRequest, InputTooLong
+from sie.errors import BadRequest
 from sie.extraction import Entity, Extraction, ExtractRule, ExtractTask, LabelGroup, LabelledExample
 from sie.frontend.dialects.arrays import pack
 from sie.frontend.dialects.sie import Item, check_count, check_items, check_media, find_non_text, read_media
@@ -111,7 +111,7 @@ def _decode_schema(raw: msgspec.Raw, msgpack: bool, limits: Limits) -> str:
     if not view.nbytes:
         return ""
     if view.nbytes > _MAX_SCHEMA_BYTES:
-        raise InputTooLong(f"Field 'params.output_schema' must hold at most {_MAX_SCHEMA_BYTES} bytes")
+        raise BadRequest(f"Field 'params.output_schema' must hold at most {_MAX_SCHEMA_BYTES} bytes")
     try:
         schema = decode_typed(_SCHEMA_FROM_MSGPACK if msgpack else _SCHEMA_FROM_JSON, bytes(view))
     except BadRequest as error:

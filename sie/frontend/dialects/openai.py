@@ -45,6 +45,7 @@ _TYPES = {403: "permission_error", 429: "rate_limit_error"}
 _PATH = re.compile(r" - at `(?:key` in `)?\$([^`]*)`$")
 _PATH_STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
 _MISSING = re.compile(r"Object missing required field `([^`]+)`")
+_NAMED = re.compile(r"Object (?:missing required|contains unknown) field `([^`]+)`")
 _EXPECTED = re.compile(r"Expected `([a-z]+)")
 _SCHEMA_TYPES = {"str": "string_type", "int": "int_type", "array": "list_type", "object": "model_attributes_type"}
 
@@ -53,7 +54,8 @@ class EmbeddingsBody(msgspec.Struct, gc=False, kw_only=True):
     input: str | _Inputs
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
+    dimensions: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    """What no model can give, 0 too, is the model's to refuse: 400, not 422."""
     user: str | None = None
 
 
@@ -158,7 +160,7 @@ def _check_dimensions(dimensions: int, card: ModelCard) -> None:
     native = card.dims.get("dense", 0)
     shorter = card.matryoshka
     allowed = shorter if isinstance(shorter, bool) else dimensions in shorter
-    if dimensions == native or (allowed and dimensions < native):
+    if dimensions == native or (allowed and 0 < dimensions < native):
         return
     can_do = f"1 to {native}" if shorter is True else f"{sorted({native, *(shorter or ())})}"
     raise BadRequest(
@@ -238,6 +240,13 @@ def _from_decoder(message: str) -> BadRequest:
     if expected:
         return _schema_error(_SCHEMA_TYPES.get(expected[1], "value_error"), loc, text)
     return _schema_error("value_error" if at else "json_invalid", loc, text)
+
+
+def field_of(message: str) -> str | None:
+    """Return the field at the top of a body that a decoder's text is about, for `param`; None when it is about the whole."""
+    at = _PATH.search(message)
+    found = (_PATH_STEP.match(at[1]) if at else None) or _NAMED.search(message)
+    return found[1] if found else None
 
 
 def _schema_error(kind: str, loc: list[str | int], msg: str) -> BadRequest:

@@ -12,7 +12,7 @@ import msgspec
 from sie.cards import ModelCard
 from sie.errors import BadRequest, InputTooLong
 from sie.frontend.comparisons import resolve_compared
-from sie.frontend.dialects.openai import DEFAULT_MODEL
+from sie.frontend.dialects.openai import DEFAULT_MODEL, field_of
 from sie.frontend.http.body_limits import check_json, decode_free_form, decode_typed
 from sie.frontend.inputs.options import merge_options, refuse_adapter
 from sie.frontend.score import resolve_score
@@ -50,7 +50,10 @@ def decode_rerank(body: bytes, limits: Limits) -> RerankCall:
     Raises BadRequest (InputTooLong for limits); an unknown field is one.
     """
     check_json(body, limits.max_depth)
-    call = decode_typed(_DECODER, body)
+    try:
+        call = decode_typed(_DECODER, body)
+    except BadRequest as error:
+        raise BadRequest(error.message, extras={"param": field_of(error.message)}) from None
     documents = call.documents
     if not documents:
         raise BadRequest("Field 'documents' must not be empty", extras={"param": "documents"})

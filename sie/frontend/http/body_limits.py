@@ -25,7 +25,7 @@ from typing import Any, Protocol, TypeVar, cast
 import msgspec
 import numpy as np
 
-from sie.errors import BadRequest, InputTooLong
+from sie.errors import BadRequest
 
 MAX_CONTAINERS = 65_536 + 64
 """Most maps and lists in a JSON body: one for each of the most items that settings allow, and some around them."""
@@ -61,8 +61,8 @@ class Decoder(Protocol[_T_co]):
 def check_json(body: bytes, max_depth: int, max_values: int = MAX_VALUES, max_containers: int = MAX_CONTAINERS) -> None:
     """Refuse a JSON body that is nested too deep or would grow too much when it is decoded.
 
-    A caller that decodes lists without a Python object for each element may allow more of them. Raises BadRequest for depth and InputTooLong for the number of values. Says nothing about a body that is not JSON:
-    the decoder does.
+    A caller that decodes lists without a Python object for each element may allow more of them. Raises BadRequest. Says
+    nothing about a body that is not JSON: the decoder does.
     """
     # These counts include brackets and commas inside strings, so they may only accept.
     many_values = body.count(b",") >= max_values
@@ -77,9 +77,7 @@ def check_json(body: bytes, max_depth: int, max_values: int = MAX_VALUES, max_co
 def _check_structure(structure: bytes, max_depth: int, max_values: int, max_containers: int) -> None:
     num_openers = structure.count(b"{") + structure.count(b"[")
     if num_openers > max_containers or structure.count(b",") + num_openers > max_values:
-        raise InputTooLong(
-            f"The JSON body must hold at most {max_containers} objects and arrays and {max_values} values"
-        )
+        raise BadRequest(f"The JSON body must hold at most {max_containers} objects and arrays and {max_values} values")
     if num_openers > max_depth and _depth(structure, num_openers) > max_depth:
         raise _too_deep(max_depth)
 
@@ -118,7 +116,7 @@ def decode_free_form(raw: msgspec.Raw, *, msgpack: bool, path: str, max_depth: i
     if not view.nbytes:
         return {}
     if view.nbytes > MAX_FREE_FORM_BYTES:
-        raise InputTooLong(f"Field '{path}' must hold at most {MAX_FREE_FORM_BYTES} bytes")
+        raise BadRequest(f"Field '{path}' must hold at most {MAX_FREE_FORM_BYTES} bytes")
     decoder = _FREE_FORM_MSGPACK if msgpack else _FREE_FORM_JSON
     try:
         value = decode_typed(decoder, bytes(view))

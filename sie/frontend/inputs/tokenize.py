@@ -167,9 +167,12 @@ class Tokenizer:
         rows = [ids if limit is None else ids[:limit] for ids in token_lists]
         for index, ids in enumerate(token_lists):
             if not ids:
-                raise BadRequest(f"Token array {index} must not be empty")
+                raise BadRequest(f"Token array {index} must not be empty", extras={"param": "input"})
             if min(ids) < 0 or max(ids) >= self.vocab_size:
-                raise BadRequest(f"Token array {index} holds an id outside the vocabulary [0, {self.vocab_size})")
+                raise BadRequest(
+                    f"Token array {index} holds an id outside the vocabulary [0, {self.vocab_size})",
+                    extras={"param": "input"},
+                )
         return pack_ids(self._filled(rows))
 
     def _filled(self, rows: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:

@@ -34,7 +34,9 @@ def count_exchange(metrics: FrontendMetrics, exchange: Exchange, status: int, er
     if not model:
         if exchange.scope.method == "OPTIONS" or (route is not None and route.template in _HOUSEKEEPING):
             return
-        model = UNKNOWN_MODEL if route is not None and (route.endpoint or route in _TEXT_ROUTES) else ""
+        # A body that cannot be read is refused before its model is looked up; the path may have named it all the same.
+        is_counted = route is not None and (route.endpoint or route in _TEXT_ROUTES)
+        model = exchange.model or UNKNOWN_MODEL if is_counted else ""
     metrics.record_http(
         exchange.scope.method, route.template if route is not None else _UNMATCHED, model, status,
         duration_s=total_s, body_bytes=exchange.body_bytes,

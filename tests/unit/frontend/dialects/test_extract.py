@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from sie.cards import ImageRule, ModelCard
-from sie.errors import BadRequest, InputTooLong
+from sie.errors import BadRequest
 from sie.extraction import (
     Classification,
     DetectedObject,
@@ -117,8 +117,7 @@ def test_json_schema_may_be_deeper_than_other_bodies():
 
 
 def test_schema_of_many_bytes_is_refused():
-    with pytest.raises(InputTooLong, match="output_schema"):
-        resolve(output_schema={"a": "x" * (1 << 20)})
+    assert "output_schema" in refusal(resolve, output_schema={"a": "x" * (1 << 20)})
 
 
 @pytest.mark.parametrize(
