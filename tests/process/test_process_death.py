@@ -9,8 +9,9 @@ import signal
 import time
 
 import numpy as np
+import pytest
 
-from tests.process.harness import count_fds, eventually, running, start_server
+from tests.process.harness import WAIT_S, Server, count_fds, eventually, running, start_server
 from tests.process.wire import Client, connect, dense_rows, encode, get, samples, stub_rows, wait_no_extents
 
 
@@ -105,30 +106,45 @@ def test_no_process_outlives_a_supervisor_killed_under_load_or_while_it_loads(mi
         assert encode(server.port, "m", ["x"]).status == 503
         with connect(server.port):
             server.process.kill()
-            server.wait_gone(10.0)
+            server.wait_gone(WAIT_S)
 
 
 def test_the_shortest_tick_timeout_kills_no_frontend_that_answers():
-    with (
-        start_server("--model", "stub/a=stub:dense=16", "--tick-timeout-s", "0.5") as server,
-        Client(server.port) as client,
-    ):
-        before = server.frontends()
-        deadline_s = time.monotonic() + 2.0
-        while time.monotonic() < deadline_s:
-            assert client.encode("stub/a", ["x"]).status == 200
-        assert server.frontends() == before
+    """One that the machine let stand still for half as long does not count, so that is looked at again."""
+    with start_server("--model", "stub/a=stub:dense=16", "--tick-timeout-s", "0.5") as server:
+        for _ in range(10):
+            before = eventually(server.frontends, "a frontend")
+            if answers_at_once(server, for_s=2.0, within_s=0.25):
+                assert server.frontends() == before
+                return
+    pytest.fail("it never answered at once for 2 s")
+
+
+def answers_at_once(server: Server, for_s: float, within_s: float) -> bool:
+    """Ask for so long; return whether each answer came within within_s."""
+    deadline_s = time.monotonic() + for_s
+    while time.monotonic() < deadline_s:
+        asked_s = time.monotonic()
+        try:
+            assert encode(server.port, "stub/a", ["x"]).status == 200
+        except (OSError, http.client.HTTPException):
+            if time.monotonic() - asked_s <= within_s:
+                raise
+            eventually(lambda: can_connect(server.port), "a listener")
+        if time.monotonic() - asked_s > within_s:
+            return False
+    return True
 
 
 def test_a_supervisor_that_was_stopped_for_a_while_kills_nobody_when_it_goes_on():
     """It missed every tick of the others; they did not miss one of its."""
     with start_server(
-        "--model", "stub/a=stub:dense=16", "--tick-timeout-s", "1", "--watchdog-s", "1"
+        "--model", "stub/a=stub:dense=16", "--tick-timeout-s", "3", "--watchdog-s", "3"
     ) as server:  # fmt: skip
         before = sorted(server.pids())
         os.kill(server.process.pid, signal.SIGSTOP)
         try:
-            deadline_s = time.monotonic() + 2.0
+            deadline_s = time.monotonic() + 4.0
             while time.monotonic() < deadline_s:
                 assert encode(server.port, "stub/a", ["x"]).status == 200
         finally:
