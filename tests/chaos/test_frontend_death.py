@@ -82,7 +82,9 @@ def test_f2_a_request_half_made_is_never_run(row: Row):
                 pick(150.0, 600.0),
             )
         kills = sum("ended with status -9" in line for line in server.output.lines)
-        eventually(lambda: len(server.frontends()) == 2, "two frontends again", 150.0)  # 10 s each beside 15 busy processes
+        eventually(
+            lambda: len(server.frontends()) == 2, "two frontends again", 150.0
+        )  # 10 s each beside 15 busy processes
         eventually(lambda: reply_extents(server.port) == 0, "every reply given back")
     outcomes = load.history.outcomes()
     row.at_least("kills", kills, num_kills, "")
