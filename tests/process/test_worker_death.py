@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -185,8 +186,11 @@ def is_stopped(pid: int) -> bool:
 
 
 def abort_worker(server: Server) -> None:
-    """SIGABRT the only worker in the step in which it stopped, and wait until it is gone."""
+    """SIGABRT the only worker in the step in which it stopped, and wait until it is gone.
+
+    It is the signal of the thread that runs steps: another thread could take one of the process's, while this one went on.
+    """
     pid = stopped_worker(server)
-    os.kill(pid, signal.SIGABRT)
+    assert ctypes.CDLL(None).tgkill(pid, pid, int(signal.SIGABRT)) == 0
     os.kill(pid, signal.SIGCONT)
     eventually(lambda: not running(pid), "its end", 30.0)
