@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from sie.cards import ModelCard
+from sie.catalog.added_tokens import read_added_tokens
 from sie.catalog.extraction import count_positions
 from sie.catalog.files import Checkpoint, refuse
 from sie.errors import ModelLoadFailed
@@ -126,24 +127,12 @@ def read_special_tokens(settings: dict[str, Any], mapping: dict[str, Any]) -> di
     return {name: text for name, text in texts.items() if isinstance(text, str) and text}
 
 
-class _AddedToken(msgspec.Struct):
-    content: str
-    id: int
-    special: bool = False
-
-
-class _Tokenizer(msgspec.Struct):
-    """What is read of tokenizer.json here; the vocabulary, of megabytes, is passed over."""
-
-    added_tokens: list[_AddedToken] = []
-
-
 def _with_tokenizer(card: ModelCard) -> ModelCard:
     """Add what only the tokenizer knows: special texts, and the end of text where no other file names it."""
     rule = card.generate
     assert rule is not None
     try:
-        added = msgspec.json.decode(Path(card.tokenizer_file).read_bytes(), type=_Tokenizer).added_tokens
+        added = read_added_tokens(card.tokenizer_file)
     except OSError as error:
         raise refuse(card.id, f"tokenizer.json: {error.strerror}", "STORAGE") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

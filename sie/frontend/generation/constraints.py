@@ -32,11 +32,7 @@ def constrain(request: GenerateRequest, rule: GenerateRule) -> Grammar | None:
 
     Raises BadRequest for a grammar or a strict tool's parameters that cannot be compiled.
     """
-    own = request.grammar
-    if own is not None and own.kind == "ebnf":
-        own = _as_lark(own)
-    if own is not None:
-        _check(own)
+    own = _checked(request.grammar) if request.grammar is not None else None
     tools = callable_tools(request) if request.messages is not None else ()
     if tools and request.tool_choice.mode == "required":
         return _lark(_Calls(tools, rule, request.parallel_tool_calls).demanded())
@@ -165,24 +161,21 @@ def _to_json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _check(grammar: Grammar) -> None:
-    """Raise BadRequest for a client's grammar that is empty, not served or cannot be compiled."""
-    problem = "" if grammar.value.strip() else "it is empty, which would bind nothing"
+def _checked(grammar: Grammar) -> Grammar:
+    """Return a client's grammar as a worker takes it.
+
+    Raises BadRequest for one that is empty, not served or cannot be compiled.
+    """
+    _refuse(grammar, "" if grammar.value.strip() else "it is empty, which would bind nothing")
+    if grammar.kind == "ebnf":
+        grammar = read_ebnf(grammar)
+    problem = ""
     if grammar.kind == "lark":
-        problem = problem or refusal_of(grammar.value)
+        problem = refusal_of(grammar.value)
     elif grammar.kind == "llguidance":
-        problem = problem or refusal_of_composed(grammar.value)
+        problem = refusal_of_composed(grammar.value)
     _refuse(grammar, problem or problem_of(grammar))
-
-
-def _as_lark(grammar: Grammar) -> Grammar:
-    if not grammar.value.strip():
-        return grammar  # to be refused as any other empty one
-    try:
-        return read_ebnf(grammar.value, grammar.field)
-    except ValueError as error:
-        _refuse(grammar, str(error))
-        raise
+    return grammar
 
 
 def _refuse(grammar: Grammar, problem: str) -> None:

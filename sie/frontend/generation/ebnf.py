@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+import msgspec
+
+from sie.errors import BadRequest
 from sie.generation import Grammar
 
-_MAX_ERROR_CHARS = 200
+_MAX_ERROR_CHARS: Final = 200
 
 
-def read_ebnf(text: str, field: str) -> Grammar:
+def read_ebnf(grammar: Grammar) -> Grammar:
     """Return a grammar of the same texts in Lark; its rule `root` is where they begin. Imports llguidance.
 
-    Raises ValueError with what is wrong. The library's parser recurses with each bracket and has no class for its errors.
+    Raises BadRequest with what is wrong. The library's parser recurses with each bracket and has no class for its errors.
     """
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:
-        return Grammar(kind="lark", value=gbnf_to_lark(text), field=field)
+        return msgspec.structs.replace(grammar, kind="lark", value=gbnf_to_lark(grammar.value))
     except RecursionError:
-        raise ValueError("its brackets lie too deep in each other") from None
+        problem = "its brackets lie too deep in each other"
     except IndexError:
-        raise ValueError("it breaks off") from None
+        problem = "it breaks off"
     except Exception as error:  # of a rule that is not there it raises no other
-        raise ValueError(str(error)[:_MAX_ERROR_CHARS]) from None
+        problem = str(error)[:_MAX_ERROR_CHARS]
+    raise BadRequest(f"Field '{grammar.field}': {problem}", extras={"param": grammar.field})

@@ -8,27 +8,16 @@ the same, and refuse it behind that. Seen in llguidance 1.9.1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Final, NamedTuple
 
-import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from sie.cards import ModelCard
+from sie.catalog.added_tokens import read_added_tokens
 
 _CALL_TAGS: Final = ("<tool_call>", "</tool_call>")
-
-
-class _AddedToken(msgspec.Struct):
-    content: str
-    id: int
-    special: bool = False
-
-
-class _Tokenizer(msgspec.Struct):
-    added_tokens: list[_AddedToken] = []
 
 
 class Spellings(NamedTuple):
@@ -59,9 +48,8 @@ class Spellings(NamedTuple):
 
 def read_spellings(card: ModelCard, tokenizer: LLTokenizer) -> Spellings:
     """Return the spellings of a model's tokens, from the file that its tokenizer was read from."""
-    found = msgspec.json.decode(Path(card.tokenizer_file).read_bytes(), type=_Tokenizer).added_tokens
     apart = [
-        token for token in found
+        token for token in read_added_tokens(card.tokenizer_file)
         if token.content and token.id < tokenizer.vocab_size and tokenizer.is_special_token(token.id)
     ]  # fmt: skip
     rule = card.generate
