@@ -15,6 +15,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from sie.errors import BadRequest
 from sie.frontend.dialects.protobuf_wire import BYTES, VARINT, append_bytes, parse, parse_with_views, wire_fields
 from sie.frontend.dialects.trtis import InferHead, InputHead, head_of
+from sie.frontend.tensors.paths import is_version
 from sie.proto import message_class
 
 _PACKAGE: Final = "nvidia.inferenceserver"
@@ -56,7 +57,7 @@ def _text_version(message: Any) -> str:
 
 def check_version(version: str) -> None:
     """Raise BadRequest for a version that is neither empty nor a decimal number."""
-    if version and not (version.isascii() and version.isdigit()):
+    if version and not is_version(version):
         raise BadRequest(f"invalid model version '{version[:32]}': it must be a number")
 
 

@@ -50,11 +50,12 @@ def split_version(tail: str, known: Container[str]) -> ModelPath | None:
     if tail in known or not head:
         return ModelPath(tail, "", "") if tail else None
     if head in known:
-        return ModelPath(head, last, "") if _is_version(last) else None
+        return ModelPath(head, last, "") if is_version(last) else None
     if any(tail[: cut.start()] in known for cut in re.finditer("/", tail[:_MAX_CHARS])):
         return None
-    return ModelPath(head, last, "") if _is_version(last) else ModelPath(tail, "", "")
+    return ModelPath(head, last, "") if is_version(last) else ModelPath(tail, "", "")
 
 
-def _is_version(text: str) -> bool:
+def is_version(text: str) -> bool:
+    """Return whether a text is a decimal number, as versions of the v1 API are, of any length."""
     return text.isascii() and text.isdigit()
