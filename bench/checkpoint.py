@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.report import ROOT
-from sie.cards import ModelCard
 from sie.catalog.gguf_file import find_gguf
 from sie.catalog.prepare import Request, prepare
 from sie.catalog.spec import ModelSpec
+from sie.values.card import ModelCard
 
 
 def read_card(model: Path, cache: str) -> ModelCard:

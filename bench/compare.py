@@ -19,7 +19,7 @@ import msgspec
 from bench.catalog import REFERENCE, Peer, S, Setup
 from bench.contenders import Contender, Load, LocalContender, Turn
 from bench.limits import Ceilings, as_figures, linear_flop_per_token, measure_ceilings
-from sie.bundled import BUNDLED_PACKAGE
+from sie.config.bundled import BUNDLED_PACKAGE
 from sie.loadgen.dialects import Rows, WrongAnswerError
 from sie.loadgen.generator import RefusedError
 from sie.loadgen.target import TargetError

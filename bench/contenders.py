@@ -17,8 +17,8 @@ from sie.loadgen.dialects import Dialect, Rows, WrongAnswerError
 from sie.loadgen.generator import Call, Generator, RefusedError, make_calls
 from sie.loadgen.judge import Judge
 from sie.loadgen.runs import Run
+from sie.loadgen.sample_texts import make_texts, parse_mix
 from sie.loadgen.target import Target, TargetError
-from sie.loadgen.texts import make_texts, parse_mix
 
 SEED = 1
 _MOST_CALLS, _FEWEST_CALLS = 32, 8

@@ -20,8 +20,8 @@ from bench.server import running_server
 from sie.loadgen.generator import Call, Generator, make_calls
 from sie.loadgen.plan import make_dialect
 from sie.loadgen.runs import Run
+from sie.loadgen.sample_texts import parse_mix
 from sie.loadgen.target import parse_target
-from sie.loadgen.texts import parse_mix
 
 _COSTS_US = {"encode": 10, "score": 100, "extract": 500}
 """What a token of each operation's model takes."""

@@ -29,9 +29,9 @@ from sie.loadgen.dialects import Encoding, Rows, SieEncode
 from sie.loadgen.generator import Call, Generator, make_calls
 from sie.loadgen.judge import MIN_COSINE, Judge
 from sie.loadgen.runs import Run
+from sie.loadgen.sample_texts import make_texts, parse_mix
 from sie.loadgen.tables import run_object
 from sie.loadgen.target import Target, parse_target
-from sie.loadgen.texts import make_texts, parse_mix
 
 _DIM = 384
 _CONNECTIONS: Final = (1, 32, 64)

@@ -134,7 +134,7 @@ def sie_engine(args: argparse.Namespace) -> Encode:
     from sie.catalog.cards import make_card
     from sie.catalog.spec import ModelSpec
     from sie.frontend.inputs.tokenize import Tokenizer
-    from sie.workers.loader import load_encoder
+    from sie.workers.loading.loader import load_encoder
 
     torch.set_num_threads(args.threads)
     native.allow(allowed=args.kernels)

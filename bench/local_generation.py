@@ -24,7 +24,7 @@ class SieSteps:
     """A worker's own steps, the engine left out: a step is asked for as soon as the last one ends."""
 
     def __init__(self, runner: Any) -> None:
-        from sie.generation import Sampling
+        from sie.values.generate import Sampling
 
         self._runner = runner
         self._greedy = Sampling(temperature=0.0)
@@ -73,8 +73,8 @@ def _sie(args: Arguments) -> tuple[dict[str, Any], Answer]:
     import torch
 
     from bench.checkpoint import read_card
-    from sie.generation_settings import Generation
-    from sie.workers.loader import load_generator
+    from sie.config.generation import Generation
+    from sie.workers.loading.loader import load_generator
 
     torch.set_num_threads(args.threads)
     settings = Generation(weights=args.weights)  # type: ignore[arg-type]

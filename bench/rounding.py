@@ -20,11 +20,11 @@ from bench.checkpoint import read_card
 from bench.report import facts, print_facts, print_table, save
 from bench.vectors import encode, read_sentences
 from bench.vectors import losses as vector_losses
-from sie.cards import ModelCard
-from sie.generation import Sampling
-from sie.generation_settings import Generation
+from sie.config.generation import Generation
+from sie.values.card import ModelCard
+from sie.values.generate import Sampling
 from sie.workers.generation import Draw, Slot
-from sie.workers.loader import load_generator
+from sie.workers.loading.loader import load_generator
 
 TEXT = (
     "The history of the city begins with a small settlement on the river. In the twelfth century merchants from the north "

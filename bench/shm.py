@@ -21,9 +21,9 @@ import msgspec
 import numpy as np
 
 from bench.report import facts, print_facts, print_table
-from sie.headers import WorkHeader
 from sie.shm.attach import Attachment
 from sie.shm.extent import array_view, extent_bytes, plan_arrays, read_extent, write_extent
+from sie.shm.extent_headers import WorkHeader
 from sie.shm.large import LargeBudget
 from sie.shm.layout import REPLY, SUBMIT
 from sie.shm.ring import RingConsumer, RingProducer

@@ -21,10 +21,12 @@ from bench.shm import open_ring
 from sie.catalog.cards import make_card
 from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec, parse_model_spec
-from sie.frontend.dialects.kserve import InferCall, decode_infer, encode_infer
-from sie.frontend.dialects.sie import decode_encode, resolve_encode
-from sie.frontend.dialects.sie_reply import encode_reply
-from sie.frontend.http.known_infer import (
+from sie.config.limits import Limits
+from sie.frontend.dialects.kserve.infer import InferCall, decode_infer, encode_infer
+from sie.frontend.dialects.native.encode import decode_encode, resolve_encode
+from sie.frontend.dialects.native.encode_reply import encode_reply
+from sie.frontend.engine.request_layout import lay_out, lay_out_text
+from sie.frontend.fastpath.infer_cache import (
     Basis,
     KnownAnswer,
     KnownInfer,
@@ -34,19 +36,17 @@ from sie.frontend.http.known_infer import (
     read_answer,
 )
 from sie.frontend.inputs.tokenize import Tokenizer, encode_stub_text
-from sie.frontend.request_layout import lay_out, lay_out_text
 from sie.frontend.telemetry.metrics import FrontendMetrics
-from sie.headers import TensorForm, TensorReplyHeader, WorkHeader
-from sie.limits import Limits
 from sie.shm.extent import begin_extent, extent_bytes, plan_arrays, split_extent, write_extent, write_parts
+from sie.shm.extent_headers import TensorForm, TensorReplyHeader, WorkHeader
 from sie.shm.large import LargeBudget
 from sie.shm.layout import SUBMIT
 from sie.shm.pages import CounterPage
 from sie.shm.space import OutboundSpace
-from sie.tensors import TensorReply
-from sie.types import EncodeReply, Timing
-from sie.workers.readers import reader_of
-from sie.workers.scheduler import Budget, State, Waiting, plan_step
+from sie.values.encode import EncodeReply, Timing
+from sie.values.tensor import TensorReply
+from sie.workers.requests.readers import reader_of
+from sie.workers.scheduling.scheduler import Budget, State, Waiting, plan_step
 
 Side = Literal["frontend", "tensors", "worker", "model"]
 _BLOCKS = 200

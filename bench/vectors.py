@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.cards import ModelCard
 from sie.frontend.inputs.tokenize import Tokenizer
-from sie.workers.loader import load_encoder
+from sie.values.card import ModelCard
+from sie.workers.loading.loader import load_encoder
 
 FORMATS = {"float32": ("float32", "auto"), "bfloat16": ("bfloat16", "auto"), "int8": ("auto", "int8")}
 """`dtype` and `encoder_weights` by what they give together; int8 computes the rest in what is fastest."""

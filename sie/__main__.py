@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from sie.cli import main
+from sie.commands.cli import main
 
 sys.exit(main())

@@ -11,12 +11,12 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from sie.cards import ModelCard, PipelineStep
-from sie.generation import GenerateRule, Sampling
-from sie.generation_settings import Generation
+from sie.config.generation import Generation
+from sie.values.card import ModelCard, PipelineStep
+from sie.values.generate import GenerateRule, Sampling
 from sie.workers.generation import Draw, Slot
 from sie.workers.generation.runner import TextGenerator
-from sie.workers.loader import load_generator
+from sie.workers.loading.loader import load_generator
 
 VOCABULARY = 101
 _COMMON = {

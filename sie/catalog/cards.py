@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from sie.cards import ModelCard
 from sie.catalog.directory import read_card
 from sie.catalog.files import refuse
 from sie.catalog.profiles import Options, known_profiles
 from sie.catalog.spec import ModelSpec
 from sie.catalog.stub import stub_card
-from sie.extraction import TokenClassification, ZeroShot
+from sie.values.card import ModelCard
+from sie.values.extract import TokenClassification, ZeroShot
 
 
 def make_card(spec: ModelSpec, directory: str) -> ModelCard:

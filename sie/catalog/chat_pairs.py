@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sie.cards import ModelCard, PairTemplate
 from sie.catalog.files import open_checkpoint, refuse
-from sie.errors import ModelLoadFailed
+from sie.values.card import ModelCard, PairTemplate
+from sie.values.errors import ModelLoadFailed
 
 _STAND_INS = (
     {"instruction": "Zqxinstruction", "query": "Zqxquery", "document": "Zqxdocument"},

@@ -11,12 +11,12 @@ from typing import Any, Final
 
 import msgspec
 
-from sie.cards import ImageRule, ModelCard
 from sie.catalog.files import Checkpoint, refuse
 from sie.catalog.image_rule import read_image_rule, read_settings, read_values
 from sie.catalog.spec import ModelSpec
 from sie.catalog.weights import check_weights
-from sie.extraction import Detection
+from sie.values.card import ImageRule, ModelCard
+from sie.values.extract import Detection
 
 _ARCHITECTURES: Final = {
     "owlvit": "OwlViTForObjectDetection",

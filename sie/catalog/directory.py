@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from sie.cards import LateInteraction, ModelCard, PipelineStep, SparseOutput, StaticQueries
 from sie.catalog.detection import read_detector
 from sie.catalog.extraction import count_positions, read_extraction
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
@@ -24,7 +23,8 @@ from sie.catalog.spec import ModelSpec
 from sie.catalog.towers import read_towers
 from sie.catalog.unserved import check_served
 from sie.catalog.weights import check_weights
-from sie.extraction import ExtractRule
+from sie.values.card import LateInteraction, ModelCard, PipelineStep, SparseOutput, StaticQueries
+from sie.values.extract import ExtractRule
 
 _TRANSFORMER_CONFIGS = tuple(
     f"sentence_{name}_config.json"

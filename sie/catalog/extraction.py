@@ -11,7 +11,7 @@ from typing import Any
 from sie.catalog.files import Checkpoint, refuse
 from sie.catalog.modules import Module
 from sie.catalog.scoring import reads_token_types
-from sie.extraction import ExtractRule, TokenClassification, ZeroShot
+from sie.values.extract import ExtractRule, TokenClassification, ZeroShot
 
 _TOKENS = "ForTokenClassification"
 _SEQUENCES = "ForSequenceClassification"

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from sie.errors import ModelLoadFailed
+from sie.values.errors import ModelLoadFailed
 
 _MAX_JSON_BYTES = 16 << 20
 T = TypeVar("T")

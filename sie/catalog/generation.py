@@ -12,12 +12,12 @@ from typing import Any, Final
 
 import msgspec
 
-from sie.cards import ModelCard
 from sie.catalog.added_tokens import read_added_tokens
 from sie.catalog.extraction import count_positions
 from sie.catalog.files import Checkpoint, refuse
-from sie.errors import ModelLoadFailed
-from sie.generation import GenerateRule, ToolFormat
+from sie.values.card import ModelCard
+from sie.values.errors import ModelLoadFailed
+from sie.values.generate import GenerateRule, ToolFormat
 
 _CAUSAL: Final = ("ForCausalLM", "LMHeadModel")
 _NO_LIMIT: Final = 1 << 20

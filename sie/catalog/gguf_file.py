@@ -15,11 +15,11 @@ from typing import Any, Final
 
 import msgspec
 
-from sie.cards import ModelCard
 from sie.catalog.files import refuse
 from sie.catalog.generation import make_rule
 from sie.catalog.tokenizer import keep_tokenizer
-from sie.generation import GenerateRule
+from sie.values.card import ModelCard
+from sie.values.generate import GenerateRule
 
 SUFFIX: Final = ".gguf"
 _SPECIALS: Final = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from sie.cards import ModelCard
 from sie.catalog.files import Checkpoint, refuse
 from sie.catalog.spec import ModelSpec
 from sie.catalog.weights import check_weights
-from sie.extraction import ExtractRule, Gliclass, Gliner
+from sie.values.card import ModelCard
+from sie.values.extract import ExtractRule, Gliclass, Gliner
 
 GLINER_CONFIG: Final = "gliner_config.json"
 LABELS_TOKENIZER: Final = "labels_tokenizer"

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from sie.cards import ImageRule
 from sie.catalog.files import Checkpoint, refuse
+from sie.values.card import ImageRule
 
 _CLIP: dict[str, Any] = {
     "size": {"shortest_edge": 224},

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from sie.cards import LateInteraction
 from sie.catalog.files import Checkpoint, refuse
 from sie.catalog.modules import Module, read_token_steps
 from sie.catalog.weights import find_tensor, tensor_shape
+from sie.values.card import LateInteraction
 
 _DEFAULT_QUERY_LENGTH = 32
 _PYLATE_KEYS = (

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from sie.catalog.files import Checkpoint, open_checkpoint
-from sie.errors import Internal, ModelLoadFailed, SieError
+from sie.values.errors import Internal, ModelLoadFailed, SieError
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -16,11 +16,11 @@ from typing import Annotated, Any
 
 import msgspec
 
-from sie.cards import EncoderWeights
 from sie.catalog.profiles import Profile, Profiles, flatten, known_profiles
 from sie.catalog.spec import check_model_id, check_revision
-from sie.config_sources import did_you_mean, read_toml
-from sie.errors import BadRequest
+from sie.config.sources import did_you_mean, read_toml
+from sie.values.card import EncoderWeights
+from sie.values.errors import BadRequest
 
 
 class FileModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

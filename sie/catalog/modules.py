@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from sie.cards import PipelineStep
 from sie.catalog.files import Checkpoint, refuse
 from sie.catalog.weights import check_weights
+from sie.values.card import PipelineStep
 
 POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 _LEGACY_POOLING = {  # the order is that of the concatenated vectors

@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from sie.config_sources import did_you_mean
-from sie.errors import BadRequest
-from sie.types import OUTPUT_DTYPES
+from sie.config.sources import did_you_mean
+from sie.values.encode import OUTPUT_DTYPES
+from sie.values.errors import BadRequest
 
 OUTPUT_TYPES: Final = ("dense", "sparse", "multivector")
 OVERFLOW_POLICIES: Final = ("default", "error", "truncate_text")

@@ -14,7 +14,6 @@ from typing import BinaryIO
 
 import msgspec
 
-from sie.cards import ModelCard
 from sie.catalog.architecture import read_model_config
 from sie.catalog.cards import complete_card, make_card
 from sie.catalog.chat_pairs import read_pair_template
@@ -26,7 +25,8 @@ from sie.catalog.lora import CONFIG_FILE, WEIGHTS_FILE
 from sie.catalog.spec import ModelSpec, RepositoryModel
 from sie.catalog.tokenizer import convert_tokenizer
 from sie.catalog.weights import with_num_weights
-from sie.errors import Internal, SieError, WireError, to_wire
+from sie.values.card import ModelCard
+from sie.values.errors import Internal, SieError, WireError, to_wire
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import msgspec
 
-from sie.cards import ModelCard
 from sie.catalog.options import check_profile_options
-from sie.errors import BadRequest
+from sie.values.card import ModelCard
+from sie.values.errors import BadRequest
 
 DEFAULT_PROFILE: Final = "default"
 """The profile of requests that name none; a model without it is offered only as `id:profile`."""

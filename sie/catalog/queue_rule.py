@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from sie.catalog.files import refuse
 from sie.catalog.model_config import CONFIG_FILE
-from sie.tensors import QueuePolicy
+from sie.values.tensor import QueuePolicy
 
 _DELAY = 1
 

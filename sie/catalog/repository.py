@@ -17,7 +17,7 @@ from typing import Any
 from sie.catalog.files import Checkpoint, refuse
 from sie.catalog.model_config import CONFIG_FILE, platform_of, read_model_config
 from sie.catalog.spec import RepositoryModel, TensorSource
-from sie.errors import ModelLoadFailed
+from sie.values.errors import ModelLoadFailed
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _VERSION = re.compile(r"[1-9][0-9]{0,18}")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from sie.cards import PairTemplate
 from sie.catalog.files import refuse
+from sie.values.card import PairTemplate
 
 
 class Reranker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from sie.cards import ScoreRule
 from sie.catalog.files import Checkpoint, refuse
 from sie.catalog.modules import Module
 from sie.catalog.rerankers import Reranker, find_reranker, token_id
+from sie.values.card import ScoreRule
 
 _CLASSIFIER = "ForSequenceClassification"
 _ACTIVATIONS = "torch.nn."

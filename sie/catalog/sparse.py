@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from sie.cards import LateInteraction, SparseOutput, StaticQueries
 from sie.catalog.files import Checkpoint, refuse
 from sie.catalog.modules import Module
 from sie.catalog.weights import check_weights, tensor_shape
+from sie.values.card import LateInteraction, SparseOutput, StaticQueries
 
 _UNLIMITED = 10**9
 _LEXICAL, _TOKEN_VECTORS = "sparse_linear", "colbert_linear"

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from sie.cards import AdapterSpec, EncoderWeights, StubOptions
 from sie.catalog.profiles import fold_default
-from sie.errors import BadRequest
+from sie.values.card import AdapterSpec, EncoderWeights, StubOptions
+from sie.values.errors import BadRequest
 
 SPEC_FORM = "ID[=DIRECTORY][@REVISION] or ID=stub:[key=value,...]"
 ADAPTER_FORM = "MODEL=ID[=DIRECTORY][@REVISION] or MODEL=ID=stub:[load_ms=N]"

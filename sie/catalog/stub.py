@@ -36,12 +36,12 @@ many rows a multivector has follows from that, too.
 
 from __future__ import annotations
 
-from sie.cards import ImageRule, ModelCard, StubOptions
 from sie.catalog.spec import ModelSpec
-from sie.errors import BadRequest
-from sie.extraction import StubExtract
-from sie.generation import GenerateRule
-from sie.tensors import TensorRule, TensorSpec
+from sie.values.card import ImageRule, ModelCard, StubOptions
+from sie.values.errors import BadRequest
+from sie.values.extract import StubExtract
+from sie.values.generate import GenerateRule
+from sie.values.tensor import TensorRule, TensorSpec
 
 BYTES_PER_TOKEN = 4
 END_OF_TEXT = 256

@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from sie.cards import ModelCard
 from sie.catalog.exported import ExportedError, read_exported
 from sie.catalog.files import Checkpoint, refuse
 from sie.catalog.model_config import CONFIG_FILE, read_model_config, to_json
@@ -20,7 +19,8 @@ from sie.catalog.onnx_file import OnnxError, OnnxValue, read_onnx
 from sie.catalog.queue_rule import read_queue_rule
 from sie.catalog.repository import find_file, open_model
 from sie.catalog.spec import ModelSpec, TensorSource
-from sie.tensors import MAX_RANK, TensorRule, TensorSpec
+from sie.values.card import ModelCard
+from sie.values.tensor import MAX_RANK, TensorRule, TensorSpec
 
 _MAX_LABEL_BYTES = 16 << 20
 _NOT_A_BATCH = re.compile(r"seq|len|time|frame|token|sample|height|width", re.IGNORECASE)

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sie.cards import ImageRule, ModelCard, TextPadding
 from sie.catalog.files import Checkpoint, refuse
 from sie.catalog.image_rule import read_image_rule
 from sie.catalog.modules import Module
+from sie.values.card import ImageRule, ModelCard, TextPadding
 
 
 class _Family(NamedTuple):

@@ -11,9 +11,9 @@ from typing import Annotated
 
 import msgspec
 
-from sie.cards import ModelCard
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
-from sie.errors import ModelLoadFailed
+from sie.values.card import ModelCard
+from sie.values.errors import ModelLoadFailed
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.h5", "*.msgpack")
 _MAX_HEADER_BYTES = 16 << 20

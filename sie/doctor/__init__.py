@@ -12,8 +12,8 @@ from typing import Final, Literal
 
 import msgspec
 
-from sie.config_sources import SettingsError
-from sie.settings import Loaded, Settings
+from sie.config.settings import Loaded, Settings
+from sie.config.sources import SettingsError
 
 Level = Literal["ok", "warn", "error"]
 

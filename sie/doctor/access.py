@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sie.api_keys import KeyFileError, read_key_file
+from sie.config.settings import Settings
 from sie.doctor import Finding
-from sie.settings import Settings
-from sie.supervisor.host import StartError
+from sie.supervisor.host_resources import StartError
 from sie.supervisor.listen import check_tls, exposure_warnings, resolve_host
+from sie.values.api_key import KeyFileError, read_key_file
 
 _EXPOSED_FIX = "see docs/security.md: `sie keys new`, --api-keys, --tls-cert; or bind to 127.0.0.1"
 

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sie.config.limits import MIB
+from sie.config.settings import Settings
 from sie.doctor import Finding
 from sie.doctor.software import torch_cuda
-from sie.limits import MIB
-from sie.settings import Settings
 
 _TIMEOUT_S = 5.0
 _HOT_C = 90

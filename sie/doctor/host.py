@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sie.catalog.spec import ModelSpec
+from sie.config.limits import MIB
+from sie.config.settings import Settings
 from sie.doctor import Finding, gpu
-from sie.errors import SieError
-from sie.limits import MIB
-from sie.settings import Settings
 from sie.shm.segment import ReservationError, check_reservation
-from sie.supervisor.host import StartError, check_private, count_frontends, reserve_port, reserved_bytes
+from sie.supervisor.host_resources import StartError, check_private, count_frontends, reserve_port, reserved_bytes
+from sie.values.errors import SieError
 
 _GIB = 1 << 30
 _SERVICE_DIRECTORY = "/run/sie"

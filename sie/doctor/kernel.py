@@ -9,10 +9,10 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from sie.config.settings import Settings
 from sie.doctor import Finding
-from sie.settings import Settings
 from sie.shm.segment import ReservationError, Segment
-from sie.supervisor.host import count_frontends
+from sie.supervisor.host_resources import count_frontends
 
 _SYSCTL = Path("/proc/sys/net")
 

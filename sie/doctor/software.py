@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from sie.config_sources import SettingsError
+from sie.catalog.listing import list_models
+from sie.config.settings import Loaded, Settings
+from sie.config.sources import SettingsError
 from sie.doctor import Finding
-from sie.model_list import list_models
-from sie.settings import Loaded, Settings
 
 _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "granian", "uvloop", "msgspec", "numpy", "pillow")
 _AT_LEAST = re.compile(r"([A-Za-z0-9._-]+)\s*>=\s*([0-9.]+)")

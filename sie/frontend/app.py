@@ -1,6 +1,6 @@
 """Serves HTTP and websockets of one frontend process: the RSGI callable, dispatch, and the one error border.
 
-The inference routes' handlers are in `sie.frontend.inference`; whatever a handler raises becomes an error in its
+The inference routes' handlers are in `sie.frontend.routes.embed`; whatever a handler raises becomes an error in its
 dialect's own shape in `App._fail`, and nowhere else.
 """
 
@@ -14,34 +14,35 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from sie.errors import BadRequest, ClientGone, Internal, SieError
 from sie.frontend import dashboard, openapi
 from sie.frontend.access.gate import CHALLENGE, Access
-from sie.frontend.admin import check_admin
-from sie.frontend.dialects import negotiate
-from sie.frontend.http import envelopes, routes
-from sie.frontend.http.encode_begin import EncodeBegin
-from sie.frontend.http.envelopes import Response
+from sie.frontend.dialects.native import negotiate
+from sie.frontend.fastpath.dispatch import ShortWay
+from sie.frontend.fastpath.encode import EncodeBegin
+from sie.frontend.fastpath.infer import InferBegin
+from sie.frontend.http import routes
 from sie.frontend.http.html import page_headers
-from sie.frontend.http.infer_begin import InferBegin
 from sie.frontend.http.intake import Intake, Scheduler
 from sie.frontend.http.routes import ENCODE, INFER
-from sie.frontend.http.short_way import ShortWay
 from sie.frontend.http.stream import STREAM_HEADERS, Streamed, send_stream
-from sie.frontend.inference import Exchange, Inference
-from sie.frontend.model_cards import list_body, show_model
-from sie.frontend.openapi import page as docs
+from sie.frontend.models.admin import check_admin
+from sie.frontend.openapi import docs_page as docs
 from sie.frontend.process import FrontendProcess
+from sie.frontend.routes import error_envelopes
+from sie.frontend.routes.embed import Exchange, Inference
+from sie.frontend.routes.error_envelopes import Response
+from sie.frontend.routes.kserve import KServe, TextCall
+from sie.frontend.routes.model_cards import list_body, show_model
 from sie.frontend.telemetry.access_log import id_headers, request_id_of
 from sie.frontend.telemetry.counting import count_exchange
 from sie.frontend.telemetry.metrics import CONTENT_TYPE, UNKNOWN_MODEL, render
-from sie.frontend.tensors.kserve import KServe, TextCall
-from sie.logs import get_logger
-from sie.process import calm_collector
+from sie.runtime.child_setup import calm_collector
+from sie.runtime.logs import get_logger
+from sie.values.errors import BadRequest, ClientGone, Internal, SieError
 
 if TYPE_CHECKING:
-    from sie.frontend.generation.handlers import TextRoutes
-    from sie.frontend.tensors.trtis import Trtis
+    from sie.frontend.routes.generate import TextRoutes
+    from sie.frontend.routes.trtis import Trtis
 
 _log = get_logger(__name__)
 _JSON: Final = ("content-type", "application/json")
@@ -187,7 +188,7 @@ class App:
         self.respond(exchange, 200, headers, body)
 
     async def _handle(self, exchange: Exchange, route: routes.Route) -> None:
-        """Serve a route that is none of the inference routes of `sie.frontend.inference`."""
+        """Serve a route that is none of the inference routes of `sie.frontend.routes.embed`."""
         if route.envelope in _TEXT_DIALECTS:
             await self._serve_text(exchange, route.handler)
             return
@@ -208,7 +209,7 @@ class App:
         if self._trtis is None:
             pool = self._inference.pool
             module = await asyncio.get_running_loop().run_in_executor(
-                pool, importlib.import_module, "sie.frontend.tensors.trtis"
+                pool, importlib.import_module, "sie.frontend.routes.trtis"
             )
             self._trtis = cast("Trtis", module.Trtis(self._process, self._kserve, pool))
         return self._trtis
@@ -224,7 +225,7 @@ class App:
         process = self._process
         if self._texts is None:
             module = await asyncio.get_running_loop().run_in_executor(
-                self._inference.pool, importlib.import_module, "sie.frontend.generation.handlers"
+                self._inference.pool, importlib.import_module, "sie.frontend.routes.generate"
             )
             self._texts = cast("TextRoutes", module.TextRoutes(process, self._inference.pool))
         exchange.request_id = request_id_of(exchange.headers)
@@ -268,9 +269,9 @@ class App:
         if target is not None:
             self._answer(exchange, 307, [("location", target)], b"")
         elif route is None or self._kserve.is_no_path(exchange, route):
-            self._answer(exchange, *envelopes.unknown_path(scope.path))
+            self._answer(exchange, *error_envelopes.unknown_path(scope.path))
         else:
-            self._answer(exchange, *envelopes.wrong_method(route))
+            self._answer(exchange, *error_envelopes.wrong_method(route))
 
     # --- everything else ------------------------------------------------------------------------------------------
 
@@ -355,13 +356,13 @@ class App:
         if isinstance(error, ClientGone):
             # To nobody mostly, but Granian would complain of an answer that never came, and a client that closed only
             # its own direction, in the middle of its body, reads it.
-            _, headers, body = envelopes.failure(envelope, BadRequest(error.message))
+            _, headers, body = error_envelopes.failure(envelope, BadRequest(error.message))
             exchange.protocol.response_bytes(400, [*headers, _CLOSE], body)
             for record in self._process.recorders:
                 record(exchange, error.http_status, [], error)
             count_exchange(self._process.metrics, exchange, error.http_status, error)
             return
-        status, headers, body = envelopes.failure(envelope, error)
+        status, headers, body = error_envelopes.failure(envelope, error)
         if envelope not in _TENSOR_DIALECTS:
             headers = [*headers, *self._identity, *id_headers(exchange)]
         if error.http_status == 401:

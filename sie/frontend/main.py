@@ -18,11 +18,11 @@ from granian.net import SocketHolder  # pyright: ignore[reportPrivateImportUsage
 from granian.server import mp
 from granian.server.mp import MPServer
 
-from sie import process
-from sie.control_messages import Launch
 from sie.frontend.app import App
 from sie.frontend.process import connect
-from sie.logs import LOG_CONFIG, configure
+from sie.ipc.messages import Launch
+from sie.runtime import child_setup
+from sie.runtime.logs import LOG_CONFIG, configure
 
 _HEADER_TIMEOUT_MS = 30_000
 _MIN_BACKPRESSURE = 65_536
@@ -91,7 +91,7 @@ def max_connections(backlog: int) -> int:
 def main() -> int:
     """Run one frontend slot; the launch record is the only argument."""
     launch = msgspec.json.decode(sys.argv[1], type=Launch)
-    process.die_with_parent(launch.supervisor_pid)
+    child_setup.die_with_parent(launch.supervisor_pid)
     configure(launch.log_format, launch.log_level, f"frontend-{launch.slot}")  # type: ignore[arg-type]
     server = _Server(
         "sie.frontend.app",

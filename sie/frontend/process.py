@@ -15,37 +15,39 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
-from sie import control, control_messages, failpoints, process
-from sie.control import Channel, ChannelClosedError
-from sie.control_messages import Launch, Models
-from sie.errors import BadRequest, SieError, Unavailable
+from sie.config.settings import Settings
 from sie.frontend.access.gate import open_access
-from sie.frontend.adapters import AdapterTable
-from sie.frontend.admin import ModelAdmin
-from sie.frontend.attaching import Attaching
-from sie.frontend.client_watch import ClientWatch
-from sie.frontend.encode import Encoder
-from sie.frontend.engine import ShmEngine
-from sie.frontend.extraction.extract import Extractor
+from sie.frontend.engine.attaching import Attaching
+from sie.frontend.engine.disconnects import ClientWatch
+from sie.frontend.engine.engine import ShmEngine
 from sie.frontend.http.body import BodyReader, body_limits
 from sie.frontend.http.cors import Cors
 from sie.frontend.inputs.image_reader import ImageReader
-from sie.frontend.leaving import Leaving
-from sie.frontend.models import ModelTable
-from sie.frontend.score import Scorer
+from sie.frontend.models.adapters import AdapterTable
+from sie.frontend.models.admin import ModelAdmin
+from sie.frontend.models.table import ModelTable
+from sie.frontend.operations.encode import Encoder
+from sie.frontend.operations.extraction.extract import Extractor
+from sie.frontend.operations.score import Scorer
+from sie.frontend.retirement import Leaving
 from sie.frontend.telemetry.access_log import AccessLog
-from sie.frontend.telemetry.generation import GenerationMetrics
+from sie.frontend.telemetry.generation_metrics import GenerationMetrics
 from sie.frontend.telemetry.metrics import FrontendMetrics, merge
-from sie.frontend.telemetry.status import StatusInputs, build_status, encode_frame, server_facts
+from sie.frontend.telemetry.status_frame import StatusInputs, build_status, encode_frame, server_facts
 from sie.frontend.telemetry.status_hub import StatusHub
-from sie.frontend.tensors.images import TensorImages
+from sie.frontend.tensors.encoded_images import TensorImages
 from sie.frontend.tensors.infer import Tensors
-from sie.frontend.tensors.texts import TextTensors
-from sie.logs import get_logger, set_level
-from sie.settings import Settings
+from sie.frontend.tensors.text_models import TextTensors
+from sie.ipc import channel as control
+from sie.ipc import messages
+from sie.ipc.channel import Channel, ChannelClosedError
+from sie.ipc.messages import Launch, Models
+from sie.runtime import child_setup, failpoints
+from sie.runtime.logs import get_logger, set_level
 from sie.shm.large import LargeBudget
 from sie.shm.pages import CounterPage
 from sie.shm.space import OutboundSpace
+from sie.values.errors import BadRequest, SieError, Unavailable
 
 if TYPE_CHECKING:
     from sie.frontend.generation.start import Generator
@@ -74,7 +76,7 @@ class FrontendProcess:
         self.is_draining = False
         self.closes_connections = False
         """Whether each answer says that its connection ends with it."""
-        self.certificates: control_messages.Certificates | None = None
+        self.certificates: messages.Certificates | None = None
         """Those in force, once they were renewed; for gRPC."""
         self._launch = launch
         self._loop = loop
@@ -83,7 +85,7 @@ class FrontendProcess:
         self.models = ModelTable(
             self._pool, self._ask_load, loading_retry_after_s=settings.models.loading_retry_after_s
         )
-        self.models.on_silence = lambda seconds: self._send(control_messages.Silence(seconds))
+        self.models.on_silence = lambda seconds: self._send(messages.Silence(seconds))
         self.adapters = AdapterTable(self.models, self._send)
         self.admin = ModelAdmin(self.models, self._send)
         memory = settings.memory
@@ -221,7 +223,7 @@ class FrontendProcess:
             _log.critical("a task of this process failed; ending it", exc_info=error)
             os._exit(1)
 
-    def _send(self, message: control_messages.Message) -> None:
+    def _send(self, message: messages.Message) -> None:
         with contextlib.suppress(ChannelClosedError):  # its end of file ends this process from `_on_control`
             self._channel.send(message)
 
@@ -230,7 +232,7 @@ class FrontendProcess:
         now_s = time.monotonic()
         if now_s - self._asked_load.get(model, 0.0) >= 1.0:
             self._asked_load[model] = now_s
-            self._send(control_messages.LoadModel(model))
+            self._send(messages.LoadModel(model))
 
     def _on_control(self) -> None:
         try:
@@ -240,37 +242,37 @@ class FrontendProcess:
             _log.warning("the supervisor is gone: stopping")
             os._exit(1)  # an orphan must not answer; Granian would wait for what is in flight
 
-    def _on_message(self, message: control_messages.Message, fds: list[int]) -> None:
+    def _on_message(self, message: messages.Message, fds: list[int]) -> None:
         match message:
             case Models():
                 self.models.update(message)
                 self.engine.place_held()
                 self.engine.fail_held()
-            case control_messages.Attach(slot, generation):
+            case messages.Attach(slot, generation):
                 self._attaching.begin(slot, generation, fds)
-            case control_messages.WorkerDown(slot, generation, suspects):
+            case messages.WorkerDown(slot, generation, suspects):
                 self._attaching.end(generation)
                 self.engine.bury(slot, generation, suspects)
                 self.engine.place_held()
-            case control_messages.Quarantine(digest):
+            case messages.Quarantine(digest):
                 self.engine.quarantine(digest)
-            case control_messages.Configure(settings):
+            case messages.Configure(settings):
                 self._reconfigure(settings)
-            case control_messages.Managed(number, error):
+            case messages.Managed(number, error):
                 self.admin.on_begun(number, error)
-            case control_messages.Keys() if self.access is not None:
+            case messages.Keys() if self.access is not None:
                 self.access.replace(message)
-            case control_messages.Ping(number):
-                self._send(control_messages.Pong(number))
-            case control_messages.Certificates():
+            case messages.Ping(number):
+                self._send(messages.Pong(number))
+            case messages.Certificates():
                 self.certificates = message
-            case control_messages.Retire():
+            case messages.Retire():
                 self._turn_away()
-            case control_messages.Drain():
+            case messages.Drain():
                 self.is_draining = True
                 self.models.announce()
                 self._turn_away()
-            case control_messages.Finish():
+            case messages.Finish():
                 self._leaving.begin()
             case _:
                 _log.warning("unexpected control message %s", type(message).__name__)
@@ -290,7 +292,7 @@ class FrontendProcess:
                 continue
             writer.close()
             break
-        self._send(control_messages.Ready())
+        self._send(messages.Ready())
 
     # --- the clock ------------------------------------------------------------------------------------------------
 
@@ -310,7 +312,7 @@ class FrontendProcess:
             if now_ns / 1e9 - touched_s >= self._touch_s:
                 touched_s = now_ns / 1e9
                 if used := self.models.take_used():
-                    self._send(control_messages.Touch(used, self.adapters.take_used()))
+                    self._send(messages.Touch(used, self.adapters.take_used()))
 
     # --- status ---------------------------------------------------------------------------------------------------
 
@@ -358,18 +360,18 @@ def connect(launch: Launch) -> Callable[[asyncio.AbstractEventLoop], FrontendPro
     """Return what joins the supervisor from Granian's child process, once that has its event loop."""
 
     def join(loop: asyncio.AbstractEventLoop) -> FrontendProcess:
-        process.die_with_parent()
+        child_setup.die_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         channel = control.connect(launch)
         message, fds = channel.receive(_CONFIGURE_TIMEOUT_S)
-        if not isinstance(message, control_messages.Configure):
+        if not isinstance(message, messages.Configure):
             raise ChannelClosedError(f"expected Configure, got {type(message).__name__}")
         failpoints.arm(message.settings.testing.failpoints)
         pages = [CounterPage.open(fd, writable=index == 0) for index, fd in enumerate(fds)]
         frontend = FrontendProcess(launch, message.settings, channel, pages, loop)
         if frontend.access is not None:
             first, _ = channel.receive(_CONFIGURE_TIMEOUT_S)
-            if not isinstance(first, control_messages.Keys):
+            if not isinstance(first, messages.Keys):
                 raise ChannelClosedError(f"expected Keys, got {type(first).__name__}")
             frontend.access.replace(first)  # whoever has a key is let in from the first connection on
         frontend.start()

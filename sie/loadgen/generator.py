@@ -23,8 +23,8 @@ from sie.loadgen.arrivals import plan_arrivals
 from sie.loadgen.channels import ChannelFactory, MalformedError, Response
 from sie.loadgen.dialects import Dialect
 from sie.loadgen.runs import Run, Sample
+from sie.loadgen.sample_texts import Mix, make_texts
 from sie.loadgen.target import Target
-from sie.loadgen.texts import Mix, make_texts
 
 _RECEIVE_BYTES: Final = 1 << 16
 """Under 128 KiB: the allocator would map and unmap each larger buffer, which triples the time of an answer."""

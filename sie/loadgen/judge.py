@@ -11,7 +11,7 @@ import numpy as np
 from sie.loadgen.dialects import Answer, Dialect, Rows, WrongAnswerError
 from sie.loadgen.generator import Call, Generator
 from sie.loadgen.runs import Run
-from sie.loadgen.texts import count_words
+from sie.loadgen.sample_texts import count_words
 
 MIN_COSINE: Final = 0.999
 """A model's rows depend a little on what shares their batch; those of other texts differ by far."""

@@ -12,9 +12,9 @@ from sie.loadgen.dialects import Dialect, Encoding, OpenAiEmbeddings, SieEncode,
 from sie.loadgen.generator import Generator, make_calls
 from sie.loadgen.judge import Judge, Verdict
 from sie.loadgen.runs import Run
+from sie.loadgen.sample_texts import parse_mix
 from sie.loadgen.target import Target
 from sie.loadgen.tensor_dialects import KserveGrpc, KserveHttp, TrtisGrpc, TrtisHttp
-from sie.loadgen.texts import parse_mix
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

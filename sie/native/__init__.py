@@ -11,8 +11,8 @@ import ctypes
 import enum
 from functools import lru_cache
 
-from sie.logs import get_logger
 from sie.native.build import SHARED_LIBRARY, digest
+from sie.runtime.logs import get_logger
 
 _log = get_logger(__name__)
 _is_allowed = True

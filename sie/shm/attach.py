@@ -26,6 +26,7 @@ import socket
 import time
 from collections.abc import Iterable
 
+from sie.shm.attach_messages import Announce, Message, Offer, Retire, close_all, receive, send
 from sie.shm.layout import (
     LAST_KIND,
     LAYOUT_VERSION,
@@ -36,7 +37,6 @@ from sie.shm.layout import (
     Descriptor,
     ProtocolError,
 )
-from sie.shm.messages import Announce, Message, Offer, Retire, close_all, receive, send
 from sie.shm.ring import RingConsumer, RingProducer
 from sie.shm.segment import Segment, is_dead
 from sie.shm.space import InboundSpace, OutboundSpace

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.headers import ArrayRef
+from sie.shm.extent_headers import ArrayRef
 from sie.shm.layout import PROLOGUE, PROLOGUE_BYTES, ProtocolError, round_up
 
 MAX_HEADER_BYTES: Final = 1 << 20

@@ -12,31 +12,31 @@ from pathlib import Path
 
 import msgspec
 
-from sie import failpoints
-from sie.api_keys import KeyFileError
-from sie.cards import AdapterSpec, ModelCard
 from sie.catalog.cards import make_card
 from sie.catalog.generation import finish_generator
 from sie.catalog.gguf_file import find_gguf
+from sie.catalog.listing import check_adapters, check_models
 from sie.catalog.lora import find_lora_weights, read_lora_config
 from sie.catalog.spec import ModelSpec
 from sie.catalog.weights import with_num_weights
-from sie.errors import SieError
-from sie.logs import configure, get_logger
-from sie.model_list import check_adapters, check_models
-from sie.process import dump_stacks_on_abort
-from sie.progress import Progress
-from sie.settings import Access, Loaded, Settings
+from sie.config.settings import Access, Loaded, Settings
+from sie.runtime import failpoints
+from sie.runtime.child_setup import dump_stacks_on_abort
+from sie.runtime.logs import configure, get_logger
+from sie.runtime.progress import Progress
 from sie.shm.segment import ReservationError, check_reservation
 from sie.supervisor.certificates import open_certificates
 from sie.supervisor.devices import WorkerSlot, resolve_devices
-from sie.supervisor.host import StartError, count_frontends, make_runtime_dir, reserved_bytes, take_lock
+from sie.supervisor.host_resources import StartError, count_frontends, make_runtime_dir, reserved_bytes, take_lock
 from sie.supervisor.key_file import KeyFileWatch
 from sie.supervisor.listen import Place, exposure_warnings, open_grpc_place, open_place
 from sie.supervisor.loads import Models
 from sie.supervisor.reload import Reading
 from sie.supervisor.server import Supervisor
 from sie.supervisor.tasks import check_tasks, needed_tasks
+from sie.values.api_key import KeyFileError
+from sie.values.card import AdapterSpec, ModelCard
+from sie.values.errors import SieError
 
 _log = get_logger(__name__)
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import msgspec
 
-from sie import control_messages
-from sie.cards import AdapterSpec
-from sie.control_messages import ModelEntry
-from sie.errors import WireError
-from sie.logs import get_logger
-from sie.progress import Progress
-from sie.settings import Settings
+from sie.config.settings import Settings
+from sie.ipc import messages
+from sie.ipc.messages import ModelEntry
+from sie.runtime.logs import get_logger
+from sie.runtime.progress import Progress
 from sie.supervisor.adapters import AdapterBook, AdapterRecord
+from sie.supervisor.card_helper import Preparer
 from sie.supervisor.children import Child
 from sie.supervisor.crew import Crew
-from sie.supervisor.prepare import Preparer
+from sie.values.card import AdapterSpec
+from sie.values.errors import WireError
 
 _log = get_logger(__name__)
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
@@ -64,7 +64,7 @@ class AdapterLoads:
         """Note which adapters are in use."""
         self._book.touch(used)
 
-    def report(self, worker: Child, report: control_messages.AdapterReport) -> None:
+    def report(self, worker: Child, report: messages.AdapterReport) -> None:
         """Take a worker's word on one of its adapters."""
         if report.state == "failed" and report.error is not None:
             _log.error("%s", report.error.message)
@@ -72,10 +72,10 @@ class AdapterLoads:
             _log.info("adapter %s of %s loaded: %s", report.adapter, report.model, worker.place.device)
         for record in self._book.report(worker.slot, report, time.monotonic()):
             _log.info("adapter %s of %s is unloaded", record.spec.id, report.model)
-            self._crew.send_all(self._crew.workers, control_messages.UnloadAdapter(report.model, record.spec.id))
+            self._crew.send_all(self._crew.workers, messages.UnloadAdapter(report.model, record.spec.id))
         self._broadcast()
 
-    def on_model(self, worker: Child, report: control_messages.ModelReport) -> None:
+    def on_model(self, worker: Child, report: messages.ModelReport) -> None:
         """Follow a model: its adapters are loaded behind it, and end with it."""
         places = self._places.setdefault(report.model, set())
         if report.state == "loaded":
@@ -122,5 +122,5 @@ class AdapterLoads:
         self._broadcast()
 
 
-def _load_message(record: AdapterRecord) -> control_messages.LoadAdapter:
-    return control_messages.LoadAdapter(msgspec.structs.replace(record.spec, directory=record.directory or None))
+def _load_message(record: AdapterRecord) -> messages.LoadAdapter:
+    return messages.LoadAdapter(msgspec.structs.replace(record.spec, directory=record.directory or None))

@@ -11,9 +11,9 @@ from collections.abc import Container
 
 import msgspec
 
-from sie.cards import AdapterSpec, ModelState
-from sie.control_messages import AdapterEntry, AdapterReport
-from sie.errors import Internal, WireError, to_wire
+from sie.ipc.messages import AdapterEntry, AdapterReport
+from sie.values.card import AdapterSpec, ModelState
+from sie.values.errors import Internal, WireError, to_wire
 
 _MAX_RETRY_S = 1800.0
 """As for models: the cool-down doubles with each attempt up to this. SIE API reference, section 12."""

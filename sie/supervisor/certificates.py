@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 from typing import Final
 
-from sie.control_messages import Certificates
-from sie.logs import get_logger
-from sie.setting_sections import Access
-from sie.supervisor.host import StartError
+from sie.config.sections import Access
+from sie.ipc.messages import Certificates
+from sie.runtime.logs import get_logger
+from sie.supervisor.host_resources import StartError
 from sie.supervisor.key_file import FileMark, file_mark
 from sie.supervisor.listen import check_certificates, read_tls_file
 

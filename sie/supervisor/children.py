@@ -11,15 +11,15 @@ from typing import Literal
 
 import msgspec
 
-from sie.control import Channel
-from sie.control_messages import Launch, Protocol, Role
+from sie.ipc.channel import Channel
+from sie.ipc.messages import Launch, Protocol, Role
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.losses import DeviceLosses
 from sie.supervisor.restart import StartHistory
 
 ChildState = Literal["waiting", "starting", "ready", "lost", "gone"]
 _MODULES = {"frontend": "sie.frontend.main", "worker": "sie.workers.main"}
-_GRPC_MODULE = "sie.frontend.rpc.main"
+_GRPC_MODULE = "sie.frontend.grpc.main"
 
 
 class Child:

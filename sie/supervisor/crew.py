@@ -17,11 +17,13 @@ from typing import Protocol
 
 import msgspec
 
-from sie import control, control_messages, families
-from sie.control import Channel, ChannelClosedError
-from sie.control_messages import Message
-from sie.logs import get_logger
-from sie.settings import Settings
+from sie.config.settings import Settings
+from sie.ipc import channel as control
+from sie.ipc import messages
+from sie.ipc.channel import Channel, ChannelClosedError
+from sie.ipc.messages import Message
+from sie.metrics import definitions
+from sie.runtime.logs import get_logger
 from sie.shm.inflight import InflightPage, InflightStatus
 from sie.shm.pages import CounterPage
 from sie.supervisor.certificates import CertificateFiles
@@ -54,7 +56,7 @@ class CrewEvents(Protocol):
         """A child died, or was given up."""
         ...
 
-    def on_given_up(self, role: control_messages.Role) -> None:
+    def on_given_up(self, role: messages.Role) -> None:
         """No child of this role is left, and none will be started."""
         ...
 
@@ -67,7 +69,7 @@ class Crew:
         settings: Settings,
         places: list[WorkerSlot],
         num_frontends: int,
-        launch: control_messages.Launch,
+        launch: messages.Launch,
         events: CrewEvents,
         *,
         grpc: tuple[str, int] | None = None,
@@ -99,7 +101,7 @@ class Crew:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._death = asyncio.Event()
         self._num_oom_kills = count_oom_kills()
-        self._keys: control_messages.Keys | None = None
+        self._keys: messages.Keys | None = None
         self.is_draining = False
         """Once set, no frontend is started again; workers are, since accepted requests wait for them."""
         self.is_stopping = False
@@ -148,19 +150,19 @@ class Crew:
         """Tell every child the settings that are in force from now on; those started later hear them, too."""
         self._settings = settings
         self._launch = msgspec.structs.replace(self._launch, log_level=settings.server.log_level)
-        self.send_all(self.all, control_messages.Configure(settings))
+        self.send_all(self.all, messages.Configure(settings))
 
     def count_reload(self, *, is_refused: bool) -> None:
         """Count a reload of the settings by its outcome."""
-        labels = families.CONFIG_RELOADS.label_pairs("refused" if is_refused else "applied")
-        self._page.counter(families.CONFIG_RELOADS.name, labels).add(1)
-        self._page.gauge(families.CONFIG_REFUSED.name, ()).set(float(is_refused))
+        labels = definitions.CONFIG_RELOADS.label_pairs("refused" if is_refused else "applied")
+        self._page.counter(definitions.CONFIG_RELOADS.name, labels).add(1)
+        self._page.gauge(definitions.CONFIG_REFUSED.name, ()).set(float(is_refused))
 
-    def set_keys(self, keys: control_messages.Keys) -> None:
+    def set_keys(self, keys: messages.Keys) -> None:
         """Tell every frontend the API keys that are in force from now on; those started later hear them, too."""
         self._keys = keys
-        self._page.gauge(families.API_KEYS.name).set(len(keys.keys))
-        self._page.gauge(families.API_KEYS_REFUSED.name).set(float(bool(keys.problem)))
+        self._page.gauge(definitions.API_KEYS.name).set(len(keys.keys))
+        self._page.gauge(definitions.API_KEYS_REFUSED.name).set(float(bool(keys.problem)))
         self.send_all(self.frontends, keys)
 
     def start_again(self, frontend: Child) -> None:
@@ -205,11 +207,11 @@ class Crew:
     def _show(self, child: Child) -> None:
         """Publish what a worker slot can do now."""
         if child.role == "worker":
-            labels = families.WORKER_UP.label_pairs(str(child.slot))
-            self._page.gauge(families.WORKER_UP.name, labels).set(float(child.state == "ready"))
-            self._page.gauge(families.DEVICE_LOST.name, labels).set(float(child.state == "lost"))
+            labels = definitions.WORKER_UP.label_pairs(str(child.slot))
+            self._page.gauge(definitions.WORKER_UP.name, labels).set(float(child.state == "ready"))
+            self._page.gauge(definitions.DEVICE_LOST.name, labels).set(float(child.state == "lost"))
 
-    def count(self, family: families.Family, *labels: str) -> None:
+    def count(self, family: definitions.Family, *labels: str) -> None:
         """Add one to a counter that is the server's own and no child's."""
         self._page.counter(family.name, family.label_pairs(*labels)).add(1)
 
@@ -234,7 +236,9 @@ class Crew:
             host, port = self._grpc
             launch = msgspec.structs.replace(launch, protocol="grpc", host=host, port=port, listen_fd=-1)
         if child.role == "worker":  # shown as 0: a scraper sees an increase only of what was there before
-            self._page.counter(families.WORKER_RESTARTS.name, families.WORKER_RESTARTS.label_pairs(str(child.slot)))
+            self._page.counter(
+                definitions.WORKER_RESTARTS.name, definitions.WORKER_RESTARTS.label_pairs(str(child.slot))
+            )
             self._show(child)
         try:
             tls_fds = self._certificates.fds if self._certificates is not None else ()
@@ -272,7 +276,7 @@ class Crew:
         self._events.on_joined(child)
 
     def _child_that_says(self, hello: Message) -> Child | None:
-        if not isinstance(hello, control_messages.Hello):
+        if not isinstance(hello, messages.Hello):
             return None
         slots = self.workers if hello.role == "worker" else self.frontends
         for child in slots[hello.slot : hello.slot + 1]:
@@ -283,11 +287,11 @@ class Crew:
     def _configure(self, child: Child) -> None:
         own = self._pages[child.name]
         if child.role == "worker":
-            self.send(child, control_messages.Configure(self._settings), [own.fd, self._inflight[child.slot].fd])
+            self.send(child, messages.Configure(self._settings), [own.fd, self._inflight[child.slot].fd])
         else:
             others = [self._page, *(page for page in self._pages.values() if page is not own)]
             read_only = [page.read_only_fd() for page in others]
-            self.send(child, control_messages.Configure(self._settings), [own.fd, *read_only])
+            self.send(child, messages.Configure(self._settings), [own.fd, *read_only])
             if self._keys is not None:
                 self.send(child, self._keys)
             for fd in read_only:
@@ -303,10 +307,8 @@ class Crew:
         generation = self._pairs[frontend.slot, worker.slot] = self._num_generations
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
-            self.send(frontend, control_messages.Attach(worker.slot, generation), [ours.fileno(), worker.peer_pidfd])
-            self.send(
-                worker, control_messages.Attach(frontend.slot, generation), [theirs.fileno(), frontend.peer_pidfd]
-            )
+            self.send(frontend, messages.Attach(worker.slot, generation), [ours.fileno(), worker.peer_pidfd])
+            self.send(worker, messages.Attach(frontend.slot, generation), [theirs.fileno(), frontend.peer_pidfd])
 
     def _on_readable(self, child: Child) -> None:
         channel = child.channel
@@ -358,7 +360,7 @@ class Crew:
             generation = self._pairs.pop((frontend.slot, worker.slot), None)
             if generation is not None:
                 ids = tuple(request_id for slot, request_id in suspects if slot == frontend.slot)
-                self.send(frontend, control_messages.WorkerDown(worker.slot, generation, ids))
+                self.send(frontend, messages.WorkerDown(worker.slot, generation, ids))
 
     def _had_no_memory(self, status: int) -> bool:
         """Return whether it was the kernel that ended a process, for want of memory."""
@@ -393,7 +395,7 @@ class Crew:
     def _start_after(self, child: Child, delay_s: float) -> None:
         child.num_restarts += 1
         if child.role == "worker":
-            self.count(families.WORKER_RESTARTS, str(child.slot))
+            self.count(definitions.WORKER_RESTARTS, str(child.slot))
         if delay_s:
             self._loop.call_later(delay_s, self._start, child)
         else:

@@ -10,7 +10,7 @@ import sys
 import msgspec
 
 from sie.shm.segment import read_memory
-from sie.supervisor.host import StartError, share_cores, usable_cores
+from sie.supervisor.host_resources import StartError, share_cores, usable_cores
 
 _BYTES_PER_CPU_WORKER = 2 << 30
 """Of the memory that is free at the start, of which half is left for everything else: every worker has all models."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sie.cards import ModelCard
+from sie.values.card import ModelCard
 
 _MIB = 1 << 20
 

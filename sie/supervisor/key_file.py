@@ -9,9 +9,9 @@ import secrets
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from sie.api_keys import ApiKey, KeyFileError, read_key_file
-from sie.control_messages import Keys
-from sie.logs import get_logger
+from sie.ipc.messages import Keys
+from sie.runtime.logs import get_logger
+from sie.values.api_key import ApiKey, KeyFileError, read_key_file
 
 POLL_S: Final = 0.4
 """A change is read when it has stood for one turn, so it is in force after two to three of these."""

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from sie.setting_sections import Access, Server
-from sie.supervisor.host import StartError, reserve_port
+from sie.config.sections import Access, Server
+from sie.supervisor.host_resources import StartError, reserve_port
 
 
 def resolve_host(host: str, setting: str = "host") -> str:

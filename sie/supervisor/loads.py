@@ -7,20 +7,21 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Literal
 
-from sie import control_messages, families
-from sie.cards import ModelCard
 from sie.catalog.spec import ModelSpec
-from sie.errors import WireError
-from sie.logs import get_logger
-from sie.progress import Progress
-from sie.settings import Settings
+from sie.config.settings import Settings
+from sie.ipc import messages
+from sie.metrics import definitions
+from sie.runtime.logs import get_logger
+from sie.runtime.progress import Progress
+from sie.supervisor.card_helper import Preparer, failed
 from sie.supervisor.children import Child, ChildState
 from sie.supervisor.crew import Crew
 from sie.supervisor.evictions import Memory
 from sie.supervisor.models import ModelBook, Record
-from sie.supervisor.prepare import Preparer, failed
 from sie.supervisor.room import Rooms
 from sie.supervisor.successions import Successions
+from sie.values.card import ModelCard
+from sie.values.errors import WireError
 
 _log = get_logger(__name__)
 _SHOWN_STATES: Final[dict[ChildState, Literal["starting", "ready", "lost", "dead"]]] = {
@@ -50,9 +51,7 @@ class Loads:
         self._is_broadcast_due = False
         self._relieved_s = 0.0
         self._not_ready_reason: Callable[[], str] = str
-        self._with_adapters: Callable[
-            [tuple[control_messages.ModelEntry, ...]], tuple[control_messages.ModelEntry, ...]
-        ] = tuple
+        self._with_adapters: Callable[[tuple[messages.ModelEntry, ...]], tuple[messages.ModelEntry, ...]] = tuple
         self._on_settled: Callable[[], None] = lambda: None
         self.was_ready = False
         """Whether everything was ready at least once."""
@@ -71,7 +70,7 @@ class Loads:
 
     def bind_adapters(
         self,
-        with_adapters: Callable[[tuple[control_messages.ModelEntry, ...]], tuple[control_messages.ModelEntry, ...]],
+        with_adapters: Callable[[tuple[messages.ModelEntry, ...]], tuple[messages.ModelEntry, ...]],
     ) -> None:
         """Say who knows the models' adapters."""
         self._with_adapters = with_adapters
@@ -122,7 +121,7 @@ class Loads:
         from_settings = {name for name, record in known.items() if record.spec.tensor is None}
         for name in from_settings - {spec.id for spec, _, _ in models}:
             self._book.remove(name)
-            self._crew.send_all(self._crew.workers, control_messages.Unload(name))
+            self._crew.send_all(self._crew.workers, messages.Unload(name))
         self.broadcast()
         return tuple(left)
 
@@ -147,7 +146,7 @@ class Loads:
             self._load(record)
             self.broadcast()
 
-    def manage(self, action: control_messages.ManageAction, model: str) -> None:
+    def manage(self, action: messages.ManageAction, model: str) -> None:
         """Do what an administrator asked for; what is done already is left alone."""
         record = self._book.records.get(model)
         if record is None:
@@ -158,7 +157,7 @@ class Loads:
         elif action == "unload":
             self.call_off(model)
             self._book.dismiss(record)
-            self._crew.send_all(self._crew.workers, control_messages.Unload(model))
+            self._crew.send_all(self._crew.workers, messages.Unload(model))
         elif record.spec.tensor is not None and self._book.renew(record, time.monotonic()):
             self._successions.begin(record)
         else:
@@ -182,7 +181,7 @@ class Loads:
     def _reload(self, record: Record) -> None:
         """Have a model go everywhere, and then come back."""
         if self._book.reload(record, time.monotonic()):
-            self._crew.send_all(self._crew.workers, control_messages.Unload(record.spec.id))
+            self._crew.send_all(self._crew.workers, messages.Unload(record.spec.id))
         else:
             self._reload_due()
         self.broadcast()
@@ -202,11 +201,11 @@ class Loads:
         """Note which models are in use."""
         self._book.touch(models, time.monotonic())
 
-    def report(self, worker: Child, report: control_messages.ModelReport) -> None:
+    def report(self, worker: Child, report: messages.ModelReport) -> None:
         """Take a worker's word on one of its models."""
         if report.model not in self._book.records:
             if report.state == "loaded":  # it was removed while it loaded
-                self._crew.send(worker, control_messages.Unload(report.model))
+                self._crew.send(worker, messages.Unload(report.model))
             return
         self._book.report(worker.slot, report, time.monotonic())
         if report.state == "loading" and report.progress is not None:
@@ -222,15 +221,15 @@ class Loads:
     def hear(
         self,
         worker: Child,
-        message: control_messages.MemoryReport | control_messages.MemoryShort | control_messages.Staged,
+        message: messages.MemoryReport | messages.MemoryShort | messages.Staged,
     ) -> None:
         """Take a worker's word on its memory, or on what it was to load beside a model."""
         match message:
-            case control_messages.MemoryReport(total_bytes, available_bytes):
+            case messages.MemoryReport(total_bytes, available_bytes):
                 self.take_memory(worker, Memory(total_bytes, available_bytes))
-            case control_messages.MemoryShort(model):
+            case messages.MemoryShort(model):
                 self.relieve(worker, model)
-            case control_messages.Staged():
+            case messages.Staged():
                 self._successions.on_staged(worker, message)
 
     def take_memory(self, worker: Child, memory: Memory) -> None:
@@ -245,19 +244,21 @@ class Loads:
             victim = self._rooms.pressure_victim(worker.slot, records)
             if victim is not None:
                 self._relieved_s = now_s
-                self._evict(victim, families.PRESSURE_EVICTIONS, f"{worker.place.device} is over memory_pressure_pct")
+                self._evict(
+                    victim, definitions.PRESSURE_EVICTIONS, f"{worker.place.device} is over memory_pressure_pct"
+                )
 
     def relieve(self, worker: Child, model: str) -> None:
         """Unload another model because a step of this one found no memory."""
         victim = self._rooms.shortage_victim(worker.slot, model, self._book.records.values())
         if victim is not None:
-            self._evict(victim, families.OOM_EVICTIONS, f"a step of {model} found no memory")
+            self._evict(victim, definitions.OOM_EVICTIONS, f"a step of {model} found no memory")
 
-    def _evict(self, model: str, family: families.Family, reason: str) -> None:
+    def _evict(self, model: str, family: definitions.Family, reason: str) -> None:
         _log.warning("%s is unloaded: %s", model, reason)
         self._book.release(self._book.records[model])
         self._crew.count(family, model)
-        self._crew.send_all(self._crew.workers, control_messages.Unload(model))
+        self._crew.send_all(self._crew.workers, messages.Unload(model))
         self.broadcast()
 
     def forget_worker(self, slot: int, *, blame: bool) -> None:
@@ -273,7 +274,7 @@ class Loads:
         self._reload_due()
         self._end_overdue(now_s)
         for record in self._book.idle(self._idle_s, now_s) if self._idle_s > 0 else []:
-            self._evict(record.spec.id, families.IDLE_EVICTIONS, f"nobody used it for {self._idle_s:g} s")
+            self._evict(record.spec.id, definitions.IDLE_EVICTIONS, f"nobody used it for {self._idle_s:g} s")
 
     def _reload_due(self) -> None:
         for record in self._book.due_reloads():
@@ -302,11 +303,11 @@ class Loads:
             self._is_broadcast_due = True
             asyncio.get_running_loop().call_soon(self._broadcast_now)
 
-    def message(self) -> control_messages.Models:
+    def message(self) -> messages.Models:
         """Return the state of everything, as frontends hear it."""
         reason = self.reason()
         workers = tuple(
-            control_messages.WorkerEntry(
+            messages.WorkerEntry(
                 slot=worker.slot,
                 device=worker.place.device,
                 pid=worker.peer_pid,
@@ -316,7 +317,7 @@ class Loads:
             for worker in self._crew.workers
         )
         entries = self._with_adapters(self._book.entries())
-        return control_messages.Models(entries, not reason, reason, workers, self.config_error, self.tls_error)
+        return messages.Models(entries, not reason, reason, workers, self.config_error, self.tls_error)
 
     def reason(self) -> str:
         """Return why the server is not ready, or an empty text when it is."""
@@ -347,14 +348,14 @@ class Loads:
         elif not room.must_wait:
             self._send_load(record, record.card, self._crew.workers)
         for model in room.victims:
-            self._evict(model, families.PRESSURE_EVICTIONS, f"{record.spec.id} needs its memory")
+            self._evict(model, definitions.PRESSURE_EVICTIONS, f"{record.spec.id} needs its memory")
 
     def _send_load(self, record: Record, card: ModelCard, workers: list[Child]) -> None:
         """Tell workers to load a model; from here on it counts as loading, since what is free cannot be known."""
         record.asked.update(
             worker.slot for worker in workers if worker.channel is not None and not record.is_on(worker.slot)
         )
-        self._crew.send_all(workers, control_messages.Load(card))
+        self._crew.send_all(workers, messages.Load(card))
 
     async def _prepare(self, record: Record) -> None:
         prepared = await self._preparer.prepare(record.spec)

@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 DEVICE_LOST_STATUS: Final = 75
-"""Of a worker that ended since its device is of no more use to it: `sie.workers.faults`."""
+"""Of a worker that ended since its device is of no more use to it: `sie.workers.device.faults`."""
 MAX_LOSSES: Final = 3
 WINDOW_S: Final = 60.0
 _MAX_WAIT_S: Final = 3600.0

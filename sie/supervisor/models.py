@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
-from sie.cards import ModelCard, ModelState
 from sie.catalog.profiles import known_profiles
 from sie.catalog.spec import ModelSpec
-from sie.control_messages import ModelEntry, ModelReport
-from sie.errors import Internal, WireError, to_wire
-from sie.tensors import TensorRule
+from sie.ipc.messages import ModelEntry, ModelReport
+from sie.values.card import ModelCard, ModelState
+from sie.values.errors import Internal, WireError, to_wire
+from sie.values.tensor import TensorRule
 
 _MAX_RETRY_S = 1800.0
 _PERMANENT_ATTEMPTS = 8

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from sie.config_sources import SettingsError
-from sie.live_settings import Plan, plan_reload
-from sie.logs import get_logger
-from sie.settings import Settings
-from sie.supervisor.host import StartError
+from sie.config.reloadable import Plan, plan_reload
+from sie.config.settings import Settings
+from sie.config.sources import SettingsError
+from sie.runtime.logs import get_logger
+from sie.supervisor.host_resources import StartError
 from sie.supervisor.loads import Models
 from sie.supervisor.notify import Herald
 

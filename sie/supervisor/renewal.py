@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from sie import control_messages
-from sie.logs import get_logger
+from sie.ipc import messages
+from sie.runtime.logs import get_logger
 from sie.supervisor.certificates import CertificateFiles
 from sie.supervisor.children import Child
 from sie.supervisor.crew import Crew
@@ -104,9 +104,9 @@ class Renewal:
         if self._crew.is_draining:
             return
         frontend.is_retired = True
-        self._crew.send(frontend, control_messages.Retire())
+        self._crew.send(frontend, messages.Retire())
         await asyncio.sleep(_LINGER_S)
-        self._crew.send(frontend, control_messages.Finish())
+        self._crew.send(frontend, messages.Finish())
         frontend.finish()
         await self._crew.until_gone([frontend], self._timeouts_s()[1])
         if frontend.process is not None:

@@ -10,16 +10,16 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from sie import control_messages
 from sie.catalog.spec import ModelSpec, RepositoryModel, TensorSource, repository_specs
-from sie.errors import BadRequest, Unavailable, WireError, to_wire
-from sie.logs import get_logger
-from sie.settings import Settings
+from sie.config.settings import Settings
+from sie.ipc import messages
+from sie.runtime.logs import get_logger
+from sie.supervisor.card_helper import Preparer
 from sie.supervisor.children import Child
 from sie.supervisor.crew import Crew
 from sie.supervisor.loads import Loads
 from sie.supervisor.models import ModelBook, Record
-from sie.supervisor.prepare import Preparer
+from sie.values.errors import BadRequest, Unavailable, WireError, to_wire
 
 _log = get_logger(__name__)
 _MOVING = frozenset(("loading", "unloading"))
@@ -53,7 +53,7 @@ class Repositories:
         if self._directories:
             self._spawn(self._read_all())
 
-    def manage(self, child: Child, message: control_messages.ManageRepository) -> None:
+    def manage(self, child: Child, message: messages.ManageRepository) -> None:
         """Do what an administrator asked for through a frontend, and answer it."""
         if message.action == "reload":
             self._spawn(self._reload(child, message))
@@ -79,7 +79,7 @@ class Repositories:
                         self._loads.load(record)
         self._loads.broadcast()
 
-    async def _load(self, child: Child, message: control_messages.ManageRepository) -> None:
+    async def _load(self, child: Child, message: messages.ManageRepository) -> None:
         is_asked_for = self._directories and message.name  # an empty name would mean all models
         found = await self._preparer.find_models(self._directories, message.name) if is_asked_for else []
         if isinstance(found, WireError):
@@ -91,7 +91,7 @@ class Repositories:
             self._load_found(found[0])
             self._answer(child, message)
 
-    async def _reload(self, child: Child, message: control_messages.ManageRepository) -> None:
+    async def _reload(self, child: Child, message: messages.ManageRepository) -> None:
         """Read everything anew: what is gone goes, what has changed is loaded again, what is new as at the start."""
         found = await self._preparer.find_models(self._directories) if self._directories else []
         if isinstance(found, WireError):
@@ -104,7 +104,7 @@ class Repositories:
                 self._leaving.pop(record.spec.tensor.name, None)
                 self._loads.call_off(record.spec.id)
                 self._book.remove(record.spec.id)
-                self._crew.send_all(self._crew.workers, control_messages.Unload(record.spec.id))
+                self._crew.send_all(self._crew.workers, messages.Unload(record.spec.id))
         for model in found:
             if self._is_explicit and not any(record.wanted for record in self._records(model.name)):
                 self._take(model)
@@ -177,9 +177,9 @@ class Repositories:
             if record.spec.tensor is not None and name in (None, record.spec.tensor.name)
         ]
 
-    def _answer(self, child: Child, message: control_messages.ManageRepository, error: WireError | None = None) -> None:
+    def _answer(self, child: Child, message: messages.ManageRepository, error: WireError | None = None) -> None:
         self._crew.send(child, self._loads.message())
-        self._crew.send(child, control_messages.Managed(message.number, error))
+        self._crew.send(child, messages.Managed(message.number, error))
 
 
 def _not_allowed() -> Unavailable:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from sie.setting_sections import Models
+from sie.config.sections import Models
 from sie.supervisor.evictions import (
     Memory,
     Policy,

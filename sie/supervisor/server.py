@@ -15,15 +15,15 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from sie import control_messages
-from sie.cards import AdapterSpec
-from sie.control_messages import Message
-from sie.live_settings import Plan
-from sie.logs import get_logger, set_level
-from sie.progress import Progress
-from sie.settings import Settings
+from sie.config.reloadable import Plan
+from sie.config.settings import Settings
+from sie.ipc import messages
+from sie.ipc.messages import Message
+from sie.runtime.logs import get_logger, set_level
+from sie.runtime.progress import Progress
 from sie.shm.inflight import InflightStatus
 from sie.supervisor.adapter_loads import AdapterLoads
+from sie.supervisor.card_helper import Preparer
 from sie.supervisor.certificates import CertificateFiles
 from sie.supervisor.children import Child
 from sie.supervisor.crew import Crew
@@ -34,11 +34,11 @@ from sie.supervisor.loads import Loads, Models
 from sie.supervisor.losses import DEVICE_LOST_STATUS
 from sie.supervisor.models import ModelBook
 from sie.supervisor.notify import Herald, Notifier, watchdog_interval_s
-from sie.supervisor.prepare import Preparer
 from sie.supervisor.reload import Reading, Reloader
 from sie.supervisor.renewal import Renewal
 from sie.supervisor.repository import Repositories
 from sie.supervisor.watch import Watch
+from sie.values.card import AdapterSpec
 
 _log = get_logger(__name__)
 _TICK_S = 0.1
@@ -130,9 +130,9 @@ class Supervisor:
             shutil.rmtree(self._runtime_dir, ignore_errors=True)
         return self._exit_status
 
-    def _launch(self, num_children: int) -> control_messages.Launch:
+    def _launch(self, num_children: int) -> messages.Launch:
         server = self._settings.server
-        return control_messages.Launch(
+        return messages.Launch(
             control_path=str(self._runtime_dir / "control"),
             supervisor_pid=os.getpid(),
             role="worker",
@@ -173,38 +173,38 @@ class Supervisor:
     def on_message(self, child: Child, message: Message) -> None:
         """Act on what a child says."""
         match message:
-            case control_messages.Ready():
+            case messages.Ready():
                 self._crew.set_ready(child)
                 self._loads.broadcast()
-            case control_messages.ModelReport():
+            case messages.ModelReport():
                 self._adapters.on_model(child, message)
                 self._loads.report(child, message)
-            case control_messages.AdapterReport():
+            case messages.AdapterReport():
                 self._adapters.report(child, message)
-            case control_messages.WantAdapter(model, adapter):
+            case messages.WantAdapter(model, adapter):
                 self._adapters.want(model, adapter)
-            case control_messages.LoadModel(model):
+            case messages.LoadModel(model):
                 self._loads.want(model)
-            case control_messages.Manage(number, action, model):
+            case messages.Manage(number, action, model):
                 self._loads.manage(action, model)
                 self._crew.send(child, self._loads.message())
-                self._crew.send(child, control_messages.Managed(number))
-            case control_messages.ManageRepository():
+                self._crew.send(child, messages.Managed(number))
+            case messages.ManageRepository():
                 self._repositories.manage(child, message)
-            case control_messages.MemoryReport() | control_messages.MemoryShort() | control_messages.Staged():
+            case messages.MemoryReport() | messages.MemoryShort() | messages.Staged():
                 self._loads.hear(child, message)
-            case control_messages.PeerFault():
+            case messages.PeerFault():
                 self._crew.end_peer(child, message.slot)
-            case control_messages.Touch(models, adapters):
+            case messages.Touch(models, adapters):
                 self._loads.touch(models)
                 self._adapters.touch(adapters)
-            case control_messages.Pong():
+            case messages.Pong():
                 child.pong_s = max(child.pong_s, time.monotonic())  # an announced silence still lies ahead
-            case control_messages.Silence(seconds):
+            case messages.Silence(seconds):
                 child.pong_s = time.monotonic() + seconds
                 if child.role == "worker":
                     self._watch.excuse(child.slot, child.pong_s)
-            case control_messages.Quarantine():
+            case messages.Quarantine():
                 # The one that asks comes last: it answers its client when it hears this.
                 self._crew.send_all(sorted(self._crew.frontends, key=lambda frontend: frontend is child), message)
             case _:
@@ -223,7 +223,7 @@ class Supervisor:
         """Tell everybody who is left."""
         self._loads.broadcast()
 
-    def on_given_up(self, role: control_messages.Role) -> None:
+    def on_given_up(self, role: messages.Role) -> None:
         """Stop: without a worker, or without a frontend, nothing can be served."""
         _log.error("no %s can be started: stopping", role)
         self._fail()
@@ -308,7 +308,7 @@ class Supervisor:
             self._loads.tick(now_s)
             self._adapters.tick(now_s)
             if now_s - pinged_s >= min(_MAX_PING_S, self._settings.supervisor.tick_timeout_s / 4):
-                self._crew.send_all(self._crew.frontends, control_messages.Ping(int(now_s * 1e3)))
+                self._crew.send_all(self._crew.frontends, messages.Ping(int(now_s * 1e3)))
                 pinged_s = now_s
                 self._herald.tell(self._status())
             if not self._silent(now_s):
@@ -378,10 +378,10 @@ class Supervisor:
     async def _drain(self) -> None:
         """Refuse what is new, finish what was accepted, then let go of the children, frontends first."""
         frontends = self._crew.frontends
-        self._crew.send_all(frontends, control_messages.Drain())
+        self._crew.send_all(frontends, messages.Drain())
         await asyncio.sleep(_CLOSE_AFTER_S)
         self._place.stop_listening()
-        self._crew.send_all(frontends, control_messages.Finish())
+        self._crew.send_all(frontends, messages.Finish())
         for frontend in frontends:
             frontend.finish()
         await self._crew.until_gone(frontends, self._settings.server.drain_timeout_s)

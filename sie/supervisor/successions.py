@@ -14,13 +14,13 @@ from typing import Any
 
 import msgspec
 
-from sie import control_messages
-from sie.cards import ModelCard
-from sie.errors import WireError
+from sie.ipc import messages
+from sie.supervisor.card_helper import Preparer, failed
 from sie.supervisor.children import Child
 from sie.supervisor.crew import Crew
 from sie.supervisor.models import Record
-from sie.supervisor.prepare import Preparer, failed
+from sie.values.card import ModelCard
+from sie.values.errors import WireError
 
 
 class _Succession(msgspec.Struct):
@@ -70,13 +70,13 @@ class Successions:
         succession = self._open.pop(model, None)
         is_standing = self._standing.pop(model, None) is not None
         if is_standing or (succession is not None and succession.card is not None):
-            self._crew.send_all(self._crew.workers, control_messages.Unstage(model))
+            self._crew.send_all(self._crew.workers, messages.Unstage(model))
 
     def take(self, model: str) -> ModelCard | None:
         """Return the card of a successor that stands, once; None where there is none."""
         return self._standing.pop(model, None)
 
-    def on_staged(self, worker: Child, message: control_messages.Staged) -> None:
+    def on_staged(self, worker: Child, message: messages.Staged) -> None:
         """Take a worker's word that a successor stands there, or does not."""
         succession = self._open.get(message.model)
         if succession is None or succession.number != message.number:
@@ -117,7 +117,7 @@ class Successions:
         workers = [self._crew.workers[slot] for slot in record.loaded_on]
         succession.card, succession.since_s = prepared, time.monotonic()
         succession.pending = {worker.slot for worker in workers}
-        self._crew.send_all(workers, control_messages.Stage(succession.number, prepared))
+        self._crew.send_all(workers, messages.Stage(succession.number, prepared))
         if not workers:  # they died meanwhile, and nothing is left that could go on serving
             self._stand(succession)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from sie.supervisor.host import StartError
+from sie.supervisor.host_resources import StartError
 
 _SUPERVISOR: Final = 4
 _FRONTEND: Final = 12

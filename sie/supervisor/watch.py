@@ -1,7 +1,7 @@
 """Judges who hangs and whose fault a death was. Pure but for one kernel counter, read when a worker dies.
 
 Hung means: now > started + allowed + watchdog, from what the worker publishes before each step, and five times a second
-between steps; `allowed` grows with the step's size. What a worker announced as a silence (`sie.workers.silence`) counts
+between steps; `allowed` grows with the step's size. What a worker announced as a silence (`sie.workers.stall_notices`) counts
 from its end. Intervals in which the supervisor's own tick came late are forgiven, so a starved machine kills nobody.
 """
 

@@ -11,30 +11,31 @@ import select
 import time
 from collections.abc import Callable, Collection
 
-from sie import control_messages, failpoints
-from sie.cards import ModelCard
-from sie.control import Channel, ChannelClosedError
-from sie.control_messages import Load, Stage, Unload, Unstage
-from sie.errors import BadRequest, Internal, SieError, Unavailable
-from sie.logs import get_logger, set_level
-from sie.process import calm_collector
-from sie.settings import Settings
+from sie.config.settings import Settings
+from sie.ipc import messages
+from sie.ipc.channel import Channel, ChannelClosedError
+from sie.ipc.messages import Load, Stage, Unload, Unstage
+from sie.runtime import failpoints
+from sie.runtime.child_setup import calm_collector
+from sie.runtime.logs import get_logger, set_level
 from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.layout import RELEASE, SUBMIT, Descriptor, ProtocolError
-from sie.workers.adapters import AdapterHost
-from sie.workers.answers import NEVER_FITS, Answers
-from sie.workers.ceilings import Ceiling, drop_outgrown
-from sie.workers.generation.host import Generators
-from sie.workers.hosting import Host
-from sie.workers.joining import Joining
-from sie.workers.links import FrontendLink
+from sie.values.card import ModelCard
+from sie.values.errors import BadRequest, Internal, SieError, Unavailable
+from sie.workers.generation.engines import Generators
+from sie.workers.loading.adapters import AdapterHost
+from sie.workers.loading.hosting import Host
 from sie.workers.operations import by_operation, forward, refusal, row_layout, waiting_items
-from sie.workers.pace import Pace
 from sie.workers.recovery import Recovery
-from sie.workers.requests import Request, send_error
+from sie.workers.requests.frontend_link import FrontendLink
+from sie.workers.requests.joining import Joining
+from sie.workers.requests.reply_writer import NEVER_FITS, Answers
+from sie.workers.requests.request import Request, send_error
 from sie.workers.runners import Runner
-from sie.workers.scheduler import Budget, State, Step, Waiting, plan_step
+from sie.workers.scheduling.ceilings import Ceiling, drop_outgrown
+from sie.workers.scheduling.pace import Pace
+from sie.workers.scheduling.scheduler import Budget, State, Step, Waiting, plan_step
 from sie.workers.telemetry import WorkerMetrics
 
 _log = get_logger(__name__)
@@ -60,7 +61,7 @@ class Loop:
         budget: Budget,
         large: LargeBudget,
         on_loaded: Callable[[ModelCard], None],
-        read_memory: Callable[[], control_messages.MemoryReport] | None = None,
+        read_memory: Callable[[], messages.MemoryReport] | None = None,
         ceiling: Ceiling | None = None,
     ) -> None:
         """Report what read_memory returns once a second, if it is given; ceiling is that of every model at first."""
@@ -82,7 +83,7 @@ class Loop:
             ceilings=self._state.ceilings,
             metrics=metrics,
             retry_after_s=settings.limits.oom_retry_after_s,
-            ask_for_memory=lambda model: channel.send(control_messages.MemoryShort(model)),
+            ask_for_memory=lambda model: channel.send(messages.MemoryShort(model)),
         )
         self._links: dict[int, FrontendLink] = {}
         self._epoll = select.epoll()
@@ -176,14 +177,14 @@ class Loop:
         while (received := self._channel.try_receive()) is not None:
             message, fds = received
             match message:
-                case control_messages.Attach():
+                case messages.Attach():
                     self._leave(message.peer_slot)
                     self._joining.add(message, fds)
                 case Load() | Unload() | Stage() | Unstage():
                     self._host.apply(message)
-                case control_messages.Configure(settings):
+                case messages.Configure(settings):
                     set_level(settings.server.log_level)  # nothing else here changes while the worker runs
-                case control_messages.LoadAdapter() | control_messages.UnloadAdapter():
+                case messages.LoadAdapter() | messages.UnloadAdapter():
                     self._adapters.apply(message)
                 case _:
                     for fd in fds:
@@ -254,7 +255,7 @@ class Loop:
     def _accuse(self, link: FrontendLink, error: ProtocolError) -> None:
         _log.error("frontend-%d broke the protocol: %s", link.slot, error)
         self._detach(link)
-        self._channel.send(control_messages.PeerFault(link.slot))
+        self._channel.send(messages.PeerFault(link.slot))
 
     def _accept(self, link: FrontendLink, descriptor: Descriptor) -> None:
         try:

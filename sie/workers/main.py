@@ -11,24 +11,26 @@ from types import FrameType
 
 import msgspec
 
-from sie import control, failpoints, native, process
-from sie.cards import ModelCard
-from sie.control import ChannelClosedError
-from sie.control_messages import Configure, Launch, Ready, Silence
-from sie.extraction import Detection, Gliclass, Gliner
-from sie.logs import configure, get_logger
-from sie.settings import Settings
+from sie import native
+from sie.config.settings import Settings
+from sie.ipc import channel as control
+from sie.ipc.channel import ChannelClosedError
+from sie.ipc.messages import Configure, Launch, Ready, Silence
+from sie.runtime import child_setup, failpoints
+from sie.runtime.logs import configure, get_logger
 from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.pages import CounterPage
-from sie.workers import silence
-from sie.workers.ceilings import ceiling_after_kill
-from sie.workers.faults import EXIT_STATUS, DeviceLostError
-from sie.workers.hosting import Host
+from sie.values.card import ModelCard
+from sie.values.extract import Detection, Gliclass, Gliner
+from sie.workers import stall_notices
+from sie.workers.device.faults import EXIT_STATUS, DeviceLostError
+from sie.workers.device.memory import measure
+from sie.workers.loading.hosting import Host
 from sie.workers.loop import Loop
-from sie.workers.memory import measure
 from sie.workers.runners import Runner
-from sie.workers.scheduler import Budget
+from sie.workers.scheduling.ceilings import ceiling_after_kill
+from sie.workers.scheduling.scheduler import Budget
 from sie.workers.telemetry import GpuTelemetry, WorkerMetrics, gpu_identity
 
 _log = get_logger(__name__)
@@ -41,9 +43,9 @@ _GPU_STEP_TOKENS = 16384
 def main() -> int:
     """Run one worker process; the launch record is the only argument."""
     launch = msgspec.json.decode(sys.argv[1], type=Launch)
-    process.die_with_parent(launch.supervisor_pid)
-    process.dump_stacks_on_abort()
-    process.pin_to(launch.cores)
+    child_setup.die_with_parent(launch.supervisor_pid)
+    child_setup.dump_stacks_on_abort()
+    child_setup.pin_to(launch.cores)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit)
     configure(launch.log_format, launch.log_level, f"worker-{launch.slot}")  # type: ignore[arg-type]
@@ -73,7 +75,7 @@ def main() -> int:
         read_memory=lambda: measure(launch.device),
         ceiling=ceiling_after_kill(launch.max_step_tokens, time.monotonic_ns()),
     )
-    silence.tell(lambda seconds: channel.send(Silence(seconds)))
+    stall_notices.tell(lambda seconds: channel.send(Silence(seconds)))
     channel.send(Ready())
     try:
         loop.run()
@@ -132,8 +134,8 @@ def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callabl
             return _load_tensor_model(card, launch, settings, progress)
         if isinstance(card.extract, Gliner | Gliclass):
             return _load_library_model(card, launch, settings, progress)
-        with silence.importing():
-            from sie.workers.loader import (  # imports torch
+        with stall_notices.importing():
+            from sie.workers.loading.loader import (
                 load_detector,
                 load_dual_encoder,
                 load_encoder,
@@ -162,7 +164,7 @@ def _load_tensor_model(
     card: ModelCard, launch: Launch, settings: Settings, progress: Callable[[float, str], None]
 ) -> Runner:
     if card.tensor is not None and card.tensor.platform == "pytorch_exported":
-        with silence.importing():
+        with stall_notices.importing():
             from sie.workers.runners.exported import load_exported  # imports torch
 
         return load_exported(card, launch.device, progress)
@@ -175,8 +177,8 @@ def _load_tensor_model(
 def _load_library_model(
     card: ModelCard, launch: Launch, settings: Settings, progress: Callable[[float, str], None]
 ) -> Runner:
-    with silence.importing():
-        from sie.workers.libraries import load_gliclass, load_gliner  # imports torch
+    with stall_notices.importing():
+        from sie.workers.loading.libraries import load_gliclass, load_gliner  # imports torch
 
     dtype = settings.models.dtype
     if isinstance(card.extract, Gliclass):

@@ -10,16 +10,16 @@ from typing import Any
 
 import msgspec
 
-from sie.cards import ModelCard
-from sie.errors import BadRequest, Overloaded, SieError, Unavailable
-from sie.extraction import ExtractTask, TokenClassification, ZeroShot
-from sie.headers import WorkHeader
-from sie.workers.requests import Request
+from sie.shm.extent_headers import WorkHeader
+from sie.values.card import ModelCard
+from sie.values.errors import BadRequest, Overloaded, SieError, Unavailable
+from sie.values.extract import ExtractTask, TokenClassification, ZeroShot
+from sie.workers.requests.quantise import output_layout
+from sie.workers.requests.request import Request
+from sie.workers.requests.tensors import grouping
 from sie.workers.runners import Side, StepOutputs
-from sie.workers.runners.quantise import output_layout
-from sie.workers.scheduler import Waiting
-from sie.workers.tensors import grouping
-from sie.workers.turns import Refused, Turn, turn_of
+from sie.workers.scheduling.queue_policy import Refused, Turn, turn_of
+from sie.workers.scheduling.scheduler import Waiting
 
 
 def by_operation(items: list[Waiting]) -> list[list[Waiting]]:

@@ -9,16 +9,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from sie import families
-from sie.cards import ModelCard
-from sie.errors import Internal, NonFinite, ResourceExhausted, SieError
-from sie.logs import get_logger
-from sie.workers.ceilings import Ceiling, lower_ceiling
-from sie.workers.faults import DeviceLostError, forget_frames, is_out_of_memory, is_sticky
-from sie.workers.memory import free_cached
+from sie.metrics import definitions
+from sie.runtime.logs import get_logger
+from sie.values.card import ModelCard
+from sie.values.errors import Internal, NonFinite, ResourceExhausted, SieError
+from sie.workers.device.faults import DeviceLostError, forget_frames, is_out_of_memory, is_sticky
+from sie.workers.device.memory import free_cached
 from sie.workers.operations import words_of
 from sie.workers.runners import Runner
-from sie.workers.scheduler import Waiting
+from sie.workers.scheduling.ceilings import Ceiling, lower_ceiling
+from sie.workers.scheduling.scheduler import Waiting
 from sie.workers.telemetry import WorkerMetrics
 
 _log = get_logger(__name__)
@@ -82,7 +82,7 @@ class Recovery:
         request ends with RESOURCE_EXHAUSTED. Shortest first, so that the longest are alone in the end, but behind those
         that lead them.
         """
-        self._metrics.count_oom(families.OOM_ATTEMPTED, card.id)
+        self._metrics.count_oom(definitions.OOM_ATTEMPTED, card.id)
         self.ask_for_memory(card.id)
         waiting = deque(sorted(items, key=_by_length))
         max_items, max_tokens = self._shrink(card, items, error)
@@ -103,17 +103,17 @@ class Recovery:
                 else:
                     num_lost += 1
                     self._give_up(card, chunk[0])
-        self._metrics.count_oom(families.OOM_FAILED if num_lost else families.OOM_SUCCEEDED, card.id)
+        self._metrics.count_oom(definitions.OOM_FAILED if num_lost else definitions.OOM_SUCCEEDED, card.id)
 
     def _shrink(self, card: ModelCard, items: list[Waiting], error: Exception) -> tuple[int, int]:
         """Free what a failed step still holds; return the most items and tokens of the next ones."""
         forget_frames(error)
         free_cached()
-        self._metrics.count_oom(families.OOM_CACHE_CLEARS, card.id)
+        self._metrics.count_oom(definitions.OOM_CACHE_CLEARS, card.id)
         num_tokens = sum(item.num_tokens for item in items)
         _log.warning("%s: no memory for a step of %d items, %d tokens", card.id, len(items), num_tokens)
         if len(items) > 1:  # one item that is too large by itself says nothing about a batch of others
-            self._metrics.count_oom(families.OOM_SPLITS, card.id)
+            self._metrics.count_oom(definitions.OOM_SPLITS, card.id)
             self._ceilings[card.id] = lower_ceiling(self._ceilings.get(card.id), num_tokens, time.monotonic_ns())
         return max(1, len(items) // 2), max(1, num_tokens // 2)
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from sie import families
+from sie.metrics import definitions
 from sie.shm.pages import CounterPage, Gauge
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _KNOWN_GPU_WORDS = frozenset({
     "h20", "h100", "h200", "gh200", "b100", "b200", "b300", "gb200", "gb300",
 })  # fmt: skip
 _OOM_FAMILIES = (
-    families.OOM_ATTEMPTED, families.OOM_SUCCEEDED, families.OOM_FAILED, families.OOM_CACHE_CLEARS, families.OOM_SPLITS,
+    definitions.OOM_ATTEMPTED, definitions.OOM_SUCCEEDED, definitions.OOM_FAILED, definitions.OOM_CACHE_CLEARS, definitions.OOM_SPLITS,
 )  # fmt: skip
 _GIB = 1 << 30
 _MEMORY = 0.999
@@ -44,12 +44,14 @@ class WorkerMetrics:
     def __init__(self, page: CounterPage, worker: str) -> None:
         self._page = page
         self._step_duration = page.histogram(
-            families.STEP_DURATION.name, families.STEP_DURATION.label_pairs(worker), families.STEP_DURATION.bounds
+            definitions.STEP_DURATION.name,
+            definitions.STEP_DURATION.label_pairs(worker),
+            definitions.STEP_DURATION.bounds,
         )
         self._step_tokens = page.histogram(
-            families.STEP_TOKENS.name, families.STEP_TOKENS.label_pairs(worker), families.STEP_TOKENS.bounds
+            definitions.STEP_TOKENS.name, definitions.STEP_TOKENS.label_pairs(worker), definitions.STEP_TOKENS.bounds
         )
-        self._extents = page.gauge(families.EXTENTS_IN_USE.name, families.EXTENTS_IN_USE.label_pairs("reply"))
+        self._extents = page.gauge(definitions.EXTENTS_IN_USE.name, definitions.EXTENTS_IN_USE.label_pairs("reply"))
         self._batches: dict[str, tuple[Callable[[float], None], ...]] = {}
         self._queues: dict[str, Gauge] = {}
         self._spoilt: dict[str, float] = {}
@@ -80,7 +82,7 @@ class WorkerMetrics:
 
     def count_non_finite(self, model: str, num_sequences: int) -> None:
         """Count sequences whose values were not finite."""
-        self._page.counter(families.NON_FINITE.name, families.NON_FINITE.label_pairs(model)).add(num_sequences)
+        self._page.counter(definitions.NON_FINITE.name, definitions.NON_FINITE.label_pairs(model)).add(num_sequences)
         self._set_spoilt(model, 1 - (1 - self._spoilt.get(model, 0.0)) * _MEMORY**num_sequences)
 
     def set_queue_depths(self, queues: Mapping[str, Sized]) -> None:
@@ -97,8 +99,8 @@ class WorkerMetrics:
         self._depths[model] = num_sequences
         gauge = self._queues.get(model)
         if gauge is None:
-            labels = families.QUEUE_DEPTH.label_pairs(model)
-            gauge = self._queues[model] = self._page.gauge(families.QUEUE_DEPTH.name, labels)
+            labels = definitions.QUEUE_DEPTH.label_pairs(model)
+            gauge = self._queues[model] = self._page.gauge(definitions.QUEUE_DEPTH.name, labels)
         gauge.set(num_sequences)
 
     def set_model(self, model: str, device: str, *, loaded: bool, memory_bytes: int) -> None:
@@ -108,16 +110,18 @@ class WorkerMetrics:
         """
         for family in _OOM_FAMILIES:
             self._page.counter(family.name, family.label_pairs(model))
-        self._page.gauge(families.MODEL_LOADED.name, families.MODEL_LOADED.label_pairs(model, device)).set(loaded)
-        self._page.gauge(families.MODEL_MEMORY.name, families.MODEL_MEMORY.label_pairs(model, device)).set(memory_bytes)
+        self._page.gauge(definitions.MODEL_LOADED.name, definitions.MODEL_LOADED.label_pairs(model, device)).set(loaded)
+        self._page.gauge(definitions.MODEL_MEMORY.name, definitions.MODEL_MEMORY.label_pairs(model, device)).set(
+            memory_bytes
+        )
 
-    def count_oom(self, family: families.Family, model: str) -> None:
+    def count_oom(self, family: definitions.Family, model: str) -> None:
         """Add one to a counter of steps that found no memory."""
         self._page.counter(family.name, family.label_pairs(model)).add(1)
 
     def set_adapters(self, model: str, num_loaded: int) -> None:
         """Publish how many adapters of this model are in memory here."""
-        self._page.gauge(families.LORAS_LOADED.name, families.LORAS_LOADED.label_pairs(model)).set(num_loaded)
+        self._page.gauge(definitions.LORAS_LOADED.name, definitions.LORAS_LOADED.label_pairs(model)).set(num_loaded)
 
     def set_extents_in_use(self, num_extents: int) -> None:
         """Publish how many reply extents are under a lease, over all frontends."""
@@ -125,17 +129,17 @@ class WorkerMetrics:
 
     def _set_spoilt(self, model: str, share: float) -> None:
         self._spoilt[model] = share
-        self._page.gauge(families.NON_FINITE_SHARE.name, families.NON_FINITE_SHARE.label_pairs(model)).set(share)
+        self._page.gauge(definitions.NON_FINITE_SHARE.name, definitions.NON_FINITE_SHARE.label_pairs(model)).set(share)
         if share < _FORGOTTEN:
             del self._spoilt[model]
 
     def _batch_handles(self, model: str) -> tuple[Callable[[float], None], ...]:
         if model not in self._depths:  # a queue that is empty whenever it is looked at is shown, too
             self._set_queue_depth(model, 0)
-        labels = families.BATCH_SIZE.label_pairs(model)
-        size = self._page.histogram(families.BATCH_SIZE.name, labels, families.BATCH_SIZE.bounds)
-        tokens = self._page.counter(families.TOKENS_PROCESSED.name, families.TOKENS_PROCESSED.label_pairs(model))
-        busy = self._page.counter(families.MODEL_BUSY.name, families.MODEL_BUSY.label_pairs(model))
+        labels = definitions.BATCH_SIZE.label_pairs(model)
+        size = self._page.histogram(definitions.BATCH_SIZE.name, labels, definitions.BATCH_SIZE.bounds)
+        tokens = self._page.counter(definitions.TOKENS_PROCESSED.name, definitions.TOKENS_PROCESSED.label_pairs(model))
+        busy = self._page.counter(definitions.MODEL_BUSY.name, definitions.MODEL_BUSY.label_pairs(model))
         return size.observe, tokens.add, busy.add
 
 
@@ -204,7 +208,7 @@ class GpuTelemetry:
     ) -> None:
         labels = (f"cuda:{gpu.index}", str(gpu.index), gpu.name, gpu_type(gpu.name, gpu.memory_total_bytes), gpu.uuid)
 
-        def gauge(family: families.Family, value: float) -> Gauge:
+        def gauge(family: definitions.Family, value: float) -> Gauge:
             handle = page.gauge(family.name, family.label_pairs(*labels))
             handle.set(value)
             return handle
@@ -213,12 +217,12 @@ class GpuTelemetry:
         self._nvml = nvml
         self._interval_s = interval_s
         self._wall_clock = wall_clock
-        self._utilization = gauge(families.GPU_UTILIZATION, math.nan)
-        self._memory_used = gauge(families.GPU_MEMORY_USED, math.nan)
-        self._memory_total = gauge(families.GPU_MEMORY_TOTAL, gpu.memory_total_bytes)
-        self._temperature = gauge(families.GPU_TEMPERATURE, math.nan)
-        self._up = gauge(families.GPU_UP, 1)
-        self._sampled = gauge(families.GPU_SAMPLED, 0)
+        self._utilization = gauge(definitions.GPU_UTILIZATION, math.nan)
+        self._memory_used = gauge(definitions.GPU_MEMORY_USED, math.nan)
+        self._memory_total = gauge(definitions.GPU_MEMORY_TOTAL, gpu.memory_total_bytes)
+        self._temperature = gauge(definitions.GPU_TEMPERATURE, math.nan)
+        self._up = gauge(definitions.GPU_UP, 1)
+        self._sampled = gauge(definitions.GPU_SAMPLED, 0)
         self._handle: Any = None
         self._parent: Any = None
         self._stop = threading.Event()

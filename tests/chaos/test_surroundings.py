@@ -19,8 +19,8 @@ import psutil
 import pytest
 from websockets.sync.client import connect as connect_ws
 
-from sie.headers import WorkHeader
 from sie.shm.extent import read_extent
+from sie.shm.extent_headers import WorkHeader
 from sie.shm.large import LargeBudget
 from sie.shm.layout import ProtocolError
 from sie.shm.segment import Segment

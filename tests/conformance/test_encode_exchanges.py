@@ -11,10 +11,11 @@ import json
 import numpy as np
 import pytest
 
-from sie.cards import ModelCard
-from sie.frontend.dialects import openai, sie, sie_reply
-from sie.limits import Limits
-from sie.types import EncodeReply, Timing
+from sie.config.limits import Limits
+from sie.frontend.dialects.native import encode, encode_reply
+from sie.frontend.dialects.openai import embeddings
+from sie.values.card import ModelCard
+from sie.values.encode import EncodeReply, Timing
 
 LIMITS = Limits()
 CARD = ModelCard(id="org/m", kind="encoder", dims={"dense": 2}, tokenizer_file="tokenizer.json")
@@ -71,31 +72,31 @@ def reply_of(rows, output_dtype, *, dims, ids=()):
 
 
 def test_the_sdks_smallest_request():
-    request = sie.resolve_encode(sie.decode_encode(SDK_MINIMAL, True, "org/m", LIMITS), CARD)
+    request = encode.resolve_encode(encode.decode_encode(SDK_MINIMAL, True, "org/m", LIMITS), CARD)
     assert (request.texts, request.ids, request.output_types) == (["hello"], [], ("dense",))
 
 
 def test_the_sdks_request_with_everything():
-    request = sie.resolve_encode(sie.decode_encode(SDK_FULL, True, "org/m", LIMITS), CARD)
+    request = encode.resolve_encode(encode.decode_encode(SDK_FULL, True, "org/m", LIMITS), CARD)
     assert (request.texts, request.ids) == (["hello", "hé"], ["a", None])
     assert (request.output_dtype, request.instruction, request.options) == ("int8", "Find", {"is_query": True})
 
 
 def test_a_float32_reply():
     rows = np.array([[1.0, -2.0]], "<f4")
-    assert sie_reply.encode_reply(reply_of(rows, "float32", dims=2), True) == bytes.fromhex(FLOAT_REPLY)
+    assert encode_reply.encode_reply(reply_of(rows, "float32", dims=2), True) == bytes.fromhex(FLOAT_REPLY)
 
 
 @pytest.mark.parametrize("output_dtype", ["binary", "ubinary"])
 def test_a_binary_reply_with_one_id(output_dtype):
     rows = np.array([[0xFF, 0x80], [0x01, 0x00]], np.uint8)
-    encoded = sie_reply.encode_reply(reply_of(rows, output_dtype, dims=9, ids=["a", None]), True)
+    encoded = encode_reply.encode_reply(reply_of(rows, output_dtype, dims=9, ids=["a", None]), True)
     assert encoded == bytes.fromhex(BINARY_REPLY)
 
 
 def test_a_json_reply():
     rows = np.array([[1.0, -2.0]], "<f4")
-    assert sie_reply.encode_reply(reply_of(rows, "float32", dims=2), False) == (
+    assert encode_reply.encode_reply(reply_of(rows, "float32", dims=2), False) == (
         b'{"model":"org/m","items":[{"dense":{"dims":2,"dtype":"float32","values":[1.0,-2.0]}}],'
         b'"timing":{"total_ms":1.5,"queue_ms":0.5,"tokenization_ms":0.0,"inference_ms":1.0,"postprocessing_ms":null},'
         b'"usage":{"input_tokens":3}}'
@@ -103,10 +104,10 @@ def test_a_json_reply():
 
 
 def test_an_openai_exchange():
-    call = openai.decode_embeddings(OPENAI_REQUEST, "application/json", LIMITS)
-    assert openai.resolve_embeddings(call.request, CARD).texts == ["hello"]
+    call = embeddings.decode_embeddings(OPENAI_REQUEST, "application/json", LIMITS)
+    assert embeddings.resolve_embeddings(call.request, CARD).texts == ["hello"]
     rows = np.array([[1.0, -2.0]], "<f4")
-    assert json.loads(openai.encode_embeddings(reply_of(rows, "float32", dims=2), call.base64)) == {
+    assert json.loads(embeddings.encode_embeddings(reply_of(rows, "float32", dims=2), call.base64)) == {
         "object": "list",
         "data": [{"object": "embedding", "index": 0, "embedding": "AACAPwAAAMA="}],
         "model": "org/m",

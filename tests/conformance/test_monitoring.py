@@ -11,8 +11,8 @@ import promql_parser
 import pytest
 import yaml
 
-from sie import families as declared
 from sie.frontend.openapi.operations import OPERATIONS
+from sie.metrics import definitions as declared
 from tests.conformance.promql import QueryError, result_labels, selectors
 from tests.process.harness import eventually, start_server
 from tests.process.wire import encode, families, get, post_json, samples
@@ -62,7 +62,7 @@ def known(live):
         for sample in family.samples:
             seen[sample.name] |= sample.labels.keys()
     for name, names in seen.items():
-        assert names == labels.get(name), f"{name} is not as sie.families says"
+        assert names == labels.get(name), f"{name} is not as sie.metrics.definitions says"
     return labels
 
 

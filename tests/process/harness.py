@@ -33,7 +33,7 @@ _MARK = "TEST_SERVER_MARK"
 _MODULES = {
     "worker": "sie.workers.main",
     "frontend": "sie.frontend.main",
-    "grpc": "sie.frontend.rpc.main",
+    "grpc": "sie.frontend.grpc.main",
     "supervisor": "serve",
 }
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sie import cli
+from sie.commands import cli
 from sie.loadgen import DIALECTS
 from tests.process.harness import Server, free_port, start_server
 

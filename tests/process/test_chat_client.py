@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from sie import cli
-from sie.chat_client import Answer, ChatError, Message, Question, ask
+from sie.commands import cli
+from sie.commands.chat_client import Answer, ChatError, Message, Question, ask
 from sie.loadgen.target import parse_target
 
 DONE = b"data: [DONE]\n\n"

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sie import cli
+from sie.commands import cli
 from tests.process.harness import WAIT_S, Server, eventually, start_server
 from tests.process.wire import total
 

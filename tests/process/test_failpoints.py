@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sie.failpoints import POINTS
+from sie.runtime.failpoints import POINTS
 from tests.process.harness import eventually, start_server
 from tests.process.wire import total, under_load, wait_no_extents
 

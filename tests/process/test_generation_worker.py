@@ -6,8 +6,8 @@ import os
 import signal
 import time
 
-from sie.setting_sections import Memory
-from sie.settings import Settings
+from sie.config.sections import Memory
+from sie.config.settings import Settings
 from tests.process.harness import WAIT_S, eventually, paused
 from tests.process.worker_process import WorkerProcess, start_worker
 from tests.unit.workers.generation_rig import MODEL, echo

@@ -17,7 +17,7 @@ from google.protobuf import descriptor_pool
 from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
-from sie.frontend.rpc.methods import METHODS, Method
+from sie.frontend.grpc.methods import METHODS, Method
 from sie.proto import message_class
 from tests import onnx_models
 from tests.process.harness import Server, eventually, free_port, start_server

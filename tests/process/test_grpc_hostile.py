@@ -16,14 +16,14 @@ import psutil
 import pytest
 import tritonclient.grpc as triton
 
-from sie.frontend.rpc import frames
-from sie.frontend.rpc.frames import Code
+from sie.frontend.grpc.transport import frames
+from sie.frontend.grpc.transport.frames import Code
 from sie.proto import message_class
 from tests.process.harness import Server, eventually, free_port, start_server
 from tests.process.test_listen import needs_openssl, pki  # noqa: F401  # a fixture
 from tests.process.wire import extents_in_use, wait_no_extents
-from tests.unit.frontend.rpc.breaches import CONNECTION_FAULTS, STREAM_FAULTS, window
-from tests.unit.frontend.rpc.peer import OPENING, block, data, ended_with, headers, prefixed, reset_with
+from tests.unit.frontend.grpc.transport.breaches import CONNECTION_FAULTS, STREAM_FAULTS, window
+from tests.unit.frontend.grpc.transport.peer import OPENING, block, data, ended_with, headers, prefixed, reset_with
 
 KSERVE = "/inference.GRPCInferenceService"
 ROWS = np.arange(6, dtype=np.float32).reshape(3, 2)

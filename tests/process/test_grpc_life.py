@@ -16,7 +16,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from sie.frontend.rpc.methods import METHODS, Method
+from sie.frontend.grpc.methods import METHODS, Method
 from sie.proto import message_class
 from tests import onnx_models
 from tests.process.harness import EX_CONFIG, WAIT_S, Server, eventually, free_port, paused, run_to_end, start_server

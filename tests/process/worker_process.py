@@ -17,9 +17,9 @@ import msgspec
 
 from sie.catalog.spec import parse_model_spec
 from sie.catalog.stub import stub_card
-from sie.control import Channel
-from sie.control_messages import Attach, Configure, Hello, Launch, Load, ModelReport, Ready
-from sie.settings import Settings
+from sie.config.settings import Settings
+from sie.ipc.channel import Channel
+from sie.ipc.messages import Attach, Configure, Hello, Launch, Load, ModelReport, Ready
 from sie.shm.attach import PendingAttachment
 from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget

@@ -10,13 +10,13 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from sie.cards import ModelCard
 from sie.frontend.generation.parsers import PlainText
 from sie.frontend.generation.reader import Reader
 from sie.frontend.generation.reasoning import ReasoningParser
 from sie.frontend.generation.stops import StopFilter
 from sie.frontend.generation.vocabulary import FileVocabulary
-from sie.generation import Finished, GenerateRule, TextDelta, TokenLogprob, TokenRecord
+from sie.values.card import ModelCard
+from sie.values.generate import Finished, GenerateRule, TextDelta, TokenLogprob, TokenRecord
 from tests.unit import tiny_tokenizers
 
 TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 from hypothesis import event, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from sie.errors import Internal, ResourceExhausted
+from sie.values.errors import Internal, ResourceExhausted
 from tests.unit.workers.generation_rig import Answer, EngineRig, Frontend, echo
 
 _reached: Counter[str] = Counter()

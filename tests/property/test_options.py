@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sie.cards import ModelCard
-from sie.errors import BadRequest
-from sie.frontend.inputs.options import merge_options
+from sie.frontend.inputs.profile_options import merge_options
+from sie.values.card import ModelCard
+from sie.values.errors import BadRequest
 
 OUTPUTS = ("dense", "sparse", "multivector")
 OPTIONS = st.fixed_dictionaries(

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sie.frontend.generation.formats import choose_parser
+from sie.frontend.generation.choose_parser import choose_parser
 from sie.frontend.generation.parsers import OutputParser, Piece, Reasoning, Text
 from sie.frontend.generation.reasoning import ReasoningParser
 from sie.frontend.generation.tool_calls import BareCalls, FirstCall, TaggedCalls
-from sie.generation import ChatMessage, GenerateRequest, GenerateRule, Tool, ToolCall, ToolChoice
+from sie.values.generate import ChatMessage, GenerateRequest, GenerateRule, Tool, ToolCall, ToolChoice
 
 NAMES = ("weather", "time")
 TAGS = ("<think>", "</think>")

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from sie.errors import Internal, SieError
-from sie.frontend.dialects.responses import decode_responses
-from sie.frontend.dialects.responses_replay import is_terminal, replay
-from sie.frontend.dialects.responses_reply import CANCELLED, ResponseRecord, ResponseWriter
+from sie.config.limits import Limits
+from sie.frontend.dialects.responses.replay import is_terminal, replay
+from sie.frontend.dialects.responses.reply import CANCELLED, ResponseRecord, ResponseWriter
+from sie.frontend.dialects.responses.request import decode_responses
 from sie.frontend.openapi.responses_operations import ResponseAnswer
-from sie.generation import (
+from sie.values.errors import Internal, SieError
+from sie.values.generate import (
     Ended,
     Finished,
     GenerateEvent,
@@ -28,7 +29,6 @@ from sie.generation import (
     ToolCall,
     ToolCallDelta,
 )
-from sie.limits import Limits
 
 _as_client: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 TERMINAL = {"response.completed", "response.incomplete", "response.failed"}

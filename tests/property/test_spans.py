@@ -7,7 +7,7 @@ import time
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from sie.spans import choose_spans
+from sie.values.spans import choose_spans
 
 SPANS = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6)).map(lambda at: (at[0], at[0] + at[1])), max_size=40)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import websockets.sync.client
 
-from sie.errors import Internal, to_wire, without_paths
+from sie.values.errors import Internal, to_wire, without_paths
 from tests.process.harness import eventually, start_server
 from tests.process.wire import get, post_json
 

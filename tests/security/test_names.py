@@ -7,7 +7,7 @@ import json
 import pytest
 
 from sie.catalog.spec import parse_adapter_spec, parse_model_spec
-from sie.errors import BadRequest
+from sie.values.errors import BadRequest
 from tests.process.harness import Server
 from tests.process.wire import post_json, raw_request, send_raw
 

@@ -16,24 +16,24 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sie import control_messages
-from sie.cards import ModelCard
-from sie.control import Channel
-from sie.control_messages import ModelEntry
-from sie.frontend.engine import ShmEngine
-from sie.frontend.links import Pending, Reply
-from sie.headers import ReplyHeader, WorkHeader
-from sie.setting_sections import Memory, Scheduler
-from sie.settings import Settings
+from sie.config.sections import Memory, Scheduler
+from sie.config.settings import Settings
+from sie.frontend.engine.engine import ShmEngine
+from sie.frontend.engine.worker_link import Pending, Reply
+from sie.ipc import messages as control_messages
+from sie.ipc.channel import Channel
+from sie.ipc.messages import ModelEntry
 from sie.shm.attach import Attachment, PendingAttachment
 from sie.shm.extent import array_view, read_extent
+from sie.shm.extent_headers import ReplyHeader, WorkHeader
 from sie.shm.inflight import InflightPage
 from sie.shm.large import LargeBudget
 from sie.shm.pages import CounterPage
 from sie.shm.space import OutboundSpace
-from sie.workers.hosting import Host
+from sie.values.card import ModelCard
+from sie.workers.loading.hosting import Host
 from sie.workers.loop import Loop
-from sie.workers.scheduler import Budget
+from sie.workers.scheduling.scheduler import Budget
 from sie.workers.telemetry import WorkerMetrics
 
 MIB = 1 << 20

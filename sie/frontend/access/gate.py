@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from sie import settings
-from sie.api_keys import digest_of
-from sie.control_messages import Keys
-from sie.errors import Forbidden, RateLimited, SieError, Unauthorized
+from sie.config import settings
 from sie.frontend.access.key_use import KeyHolder
 from sie.frontend.http.routes import Need
+from sie.ipc.messages import Keys
 from sie.shm.pages import CounterPage
+from sie.values.api_key import digest_of
+from sie.values.errors import Forbidden, RateLimited, SieError, Unauthorized
 
 CHALLENGE: Final = ("www-authenticate", 'Bearer realm="sie"')
 """The header of every 401. Source: RFC 6750, section 3."""

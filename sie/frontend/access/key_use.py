@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from sie.api_keys import ApiKey
-from sie.families import KEY_REQUESTS, KEY_RUNNING, Family
 from sie.frontend.access.rates import TokenBucket
+from sie.metrics.definitions import KEY_REQUESTS, KEY_RUNNING, Family
 from sie.shm.pages import Counter, CounterPage, Gauge, RecordKind
+from sie.values.api_key import ApiKey
 
 _EAGER_NS: Final = 5_000_000_000
 """For so long after we were told of a key we look for the others' records each time: they are told a moment later."""

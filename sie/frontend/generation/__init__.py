@@ -3,6 +3,6 @@
     dialect ─► GenerateRequest ─► templates ─► prompt ─► vocabulary ─► run ═► engine ═► worker
     dialect ◄─ GenerateEvent ◄── reader ◄── stops ◄── detokenise ◄── run ◄═ token_stream ◄═ worker
 
-`sie.frontend.generation.handlers` has the routes, `sie.frontend.http.stream` writes events as they come. A dialect knows
+`sie.frontend.routes.generate` has the routes, `sie.frontend.http.stream` writes events as they come. A dialect knows
 `GenerateRequest`, the events and `GenerateReply`, and nothing of the rest.
 """

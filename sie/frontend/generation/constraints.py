@@ -12,11 +12,11 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from sie.errors import BadRequest
+from sie.frontend.generation.choose_parser import callable_tools
 from sie.frontend.generation.ebnf import read_ebnf
-from sie.frontend.generation.formats import callable_tools
 from sie.frontend.generation.lark import refusal_of, refusal_of_composed
-from sie.generation import JSON_SPACE, GenerateRequest, GenerateRule, Grammar, Tool
+from sie.values.errors import BadRequest
+from sie.values.generate import JSON_SPACE, GenerateRequest, GenerateRule, Grammar, Tool
 
 _HEADER: Final = "%llguidance {}\n"
 _ANY_OBJECT: Final[dict[str, Any]] = {"type": "object"}

@@ -6,8 +6,8 @@ from typing import Final
 
 import msgspec
 
-from sie.errors import BadRequest
-from sie.generation import Grammar
+from sie.values.errors import BadRequest
+from sie.values.generate import Grammar
 
 _MAX_ERROR_CHARS: Final = 200
 

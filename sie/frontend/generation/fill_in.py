@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from sie.errors import BadRequest
 from sie.frontend.generation.vocabulary import Vocabulary
+from sie.values.errors import BadRequest
 
 _NAMES: Final = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),

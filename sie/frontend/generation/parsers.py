@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
 
-from sie.generation import ToolCall
+from sie.values.generate import ToolCall
 
 
 class Text(NamedTuple):

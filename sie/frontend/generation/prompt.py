@@ -15,12 +15,12 @@ from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 
-from sie.errors import BadRequest, InputTooLong
 from sie.frontend.generation.special_texts import find_special
 from sie.frontend.generation.templates import compile_template, render
 from sie.frontend.generation.vocabulary import Vocabulary
 from sie.frontend.http.body_limits import children_of
-from sie.generation import ChatMessage, GenerateRequest, GenerateRule, Tool, ToolCall
+from sie.values.errors import BadRequest, InputTooLong
+from sie.values.generate import ChatMessage, GenerateRequest, GenerateRule, Tool, ToolCall
 
 _PRIVATE_USE: Final = range(0xE000, 0xF900)
 _DEVELOPER: Final = "developer"

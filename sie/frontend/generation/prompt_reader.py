@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sie.errors import Internal
 from sie.frontend.generation.vocabulary import Vocabulary
-from sie.generation import LogprobText, PromptPiece, PromptScored
+from sie.values.errors import Internal
+from sie.values.generate import LogprobText, PromptPiece, PromptScored
 
 
 class PromptReader:

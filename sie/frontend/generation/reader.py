@@ -13,7 +13,7 @@ from sie.frontend.generation.parsers import OutputParser, ParserFactory, Piece, 
 from sie.frontend.generation.prompt_reader import PromptReader
 from sie.frontend.generation.stops import StopFilter
 from sie.frontend.generation.vocabulary import Vocabulary
-from sie.generation import (
+from sie.values.generate import (
     Finished,
     FinishReason,
     GenerateEvent,

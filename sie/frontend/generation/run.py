@@ -7,12 +7,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final, Protocol
 
-from sie.errors import Internal, SieError
-from sie.frontend.engine import ShmEngine
+from sie.frontend.engine.engine import ShmEngine
+from sie.frontend.engine.token_stream import TokenStream
+from sie.frontend.engine.worker_link import Pending
 from sie.frontend.generation.reader import Reader
-from sie.frontend.generation.token_stream import TokenStream
-from sie.frontend.links import Pending
-from sie.generation import (
+from sie.values.encode import Timing
+from sie.values.errors import Internal, SieError
+from sie.values.generate import (
     ChoiceReply,
     Ended,
     Finished,
@@ -26,7 +27,6 @@ from sie.generation import (
     TextDelta,
     ToolCallDelta,
 )
-from sie.types import Timing
 
 _LONG_S: Final = 86_400.0
 """The engine ends what takes too long; this only bounds one wait."""

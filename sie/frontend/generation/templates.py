@@ -23,7 +23,7 @@ from jinja2 import ext, nodes, sandbox
 from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
-from sie.errors import BadRequest
+from sie.values.errors import BadRequest
 
 _T = TypeVar("_T")
 

@@ -20,7 +20,7 @@ import msgspec
 
 from sie.frontend.generation.markers import JsonScanner, common_end, has_odd_quotes
 from sie.frontend.generation.parsers import OutputParser, Piece, Text
-from sie.generation import ToolCall
+from sie.values.generate import ToolCall
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _OPENERS: Final = ("<|python_tag|>", "```json", "```tool_call", "```tool_code", "```")

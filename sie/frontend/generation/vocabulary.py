@@ -15,10 +15,10 @@ import msgspec
 import tokenizers
 from tokenizers import decoders
 
-from sie.cards import ModelCard
-from sie.errors import BadRequest
 from sie.frontend.generation.detokenise import ByteDecoder, TextDecoder, TokenDecoder
 from sie.frontend.inputs.tokenize import unicode_error
+from sie.values.card import ModelCard
+from sie.values.errors import BadRequest
 
 _NUM_BYTES: Final = 256
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")

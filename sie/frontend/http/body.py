@@ -10,8 +10,8 @@ import asyncio
 import time
 from typing import Any, Protocol
 
-from sie.errors import BadRequest, ClientGone, InputTooLong, SieError
-from sie.limits import Limits
+from sie.config.limits import Limits
+from sie.values.errors import BadRequest, ClientGone, InputTooLong, SieError
 
 _WHOLE_BYTES = 256 * 1024
 """Up to here a body of known length is taken in one call; larger ones chunk by chunk."""

@@ -25,7 +25,7 @@ from typing import Any, Protocol, TypeVar, cast
 import msgspec
 import numpy as np
 
-from sie.errors import BadRequest
+from sie.values.errors import BadRequest
 
 MAX_CONTAINERS = 65_536 + 64
 """Most maps and lists in a JSON body: one for each of the most items that settings allow, and some around them."""

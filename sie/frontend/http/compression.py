@@ -8,7 +8,7 @@ from __future__ import annotations
 import zlib
 from typing import Final, Literal
 
-from sie.errors import BadRequest, InputTooLong, SieError
+from sie.values.errors import BadRequest, InputTooLong, SieError
 
 Coding = Literal["gzip", "deflate"]
 _WINDOW_BITS: Final[dict[Coding, int]] = {"gzip": 31, "deflate": 15}

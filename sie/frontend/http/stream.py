@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
-from sie.errors import ClientGone, SieError
+from sie.config.generation import Generation
 from sie.frontend.http.backlog import Backlog
-from sie.generation import GenerateEvent
-from sie.generation_settings import Generation
-from sie.types import Timing
+from sie.values.encode import Timing
+from sie.values.errors import ClientGone, SieError
+from sie.values.generate import GenerateEvent
 
 Headers = list[tuple[str, str]]
 STREAM_HEADERS: Final = (("content-type", "text/event-stream"), ("cache-control", "no-cache"))

@@ -15,10 +15,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.cards import ImageRule
-from sie.errors import BadRequest, DeadlineExceeded, Overloaded, SieError
+from sie.config.limits import Limits
 from sie.frontend.inputs.images import decode_image, fitted_size, open_image, prepare_image
-from sie.limits import Limits
+from sie.values.card import ImageRule
+from sie.values.errors import BadRequest, DeadlineExceeded, Overloaded, SieError
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image
 
-from sie.cards import ImageRule
-from sie.errors import BadRequest
+from sie.values.card import ImageRule
+from sie.values.errors import BadRequest
 
 FORMATS: Final = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF")
 """What is decoded, by content. Pillow calls a JPEG that holds several pictures MPO; its first one is read."""

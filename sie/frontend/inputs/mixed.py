@@ -1,4 +1,4 @@
-"""Owns the arrays of a request in which some items are images. Pure. Layout: `sie.headers.WorkHeader`."""
+"""Owns the arrays of a request in which some items are images. Pure. Layout: `sie.shm.extent_headers.WorkHeader`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.cards import ImageRule
 from sie.frontend.inputs.image_reader import ReadImages
 from sie.frontend.inputs.tokenize import bounds_of
+from sie.values.card import ImageRule
 
 Arrays = list[tuple[str, NDArray[Any]]]
 

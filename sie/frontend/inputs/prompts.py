@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sie.cards import ModelCard
 from sie.catalog.options import check_template
-from sie.errors import BadRequest
+from sie.values.card import ModelCard
+from sie.values.errors import BadRequest
 
 _DOCUMENT_PROMPTS = ("document", "passage")
 

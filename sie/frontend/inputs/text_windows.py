@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from sie.extraction import Entity
-from sie.spans import choose_spans
+from sie.values.extract import Entity
+from sie.values.spans import choose_spans
 
 _WORD: Final = re.compile(r"\w+(?:[-_]\w+)*|\S")  # gliner 0.2.29, WhitespaceTokenSplitter
 _MAX_WORD_CHARS: Final = 256

@@ -17,9 +17,9 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from sie.cards import ModelCard
 from sie.catalog.stub import BYTES_PER_TOKEN, count_stub_tokens
-from sie.errors import BadRequest, Internal, SieError
+from sie.values.card import ModelCard
+from sie.values.errors import BadRequest, Internal, SieError
 
 Int32Array = NDArray[np.int32]
 BytesArray = NDArray[np.uint8]
@@ -75,7 +75,7 @@ class Tokenizer:
         """
         late, static = card.late, card.static_queries
         if late is None:
-            # An extractor's texts are cut into windows, or beside their label, by `sie.frontend.extraction`.
+            # An extractor's texts are cut into windows, or beside their label, by `sie.frontend.operations.extraction`.
             # A prompt to generate from is refused when it is too long, or loses its oldest tokens.
             limit = card.max_sequence_length if card.extract is None and card.generate is None else None
             tokenizer = cls(card, _open(card, card.tokenizer_file, limit))

@@ -10,15 +10,15 @@ from typing import Any
 import msgspec
 
 from sie import __version__
-from sie.frontend.dialects import text_fields
-from sie.frontend.dialects.negotiate import JSON
-from sie.frontend.dialects.openai import wire_code
+from sie.config.limits import Limits
+from sie.frontend.dialects.native.negotiate import JSON
+from sie.frontend.dialects.openai import text_fields
+from sie.frontend.dialects.openai.embeddings import wire_code
 from sie.frontend.http import routes
 from sie.frontend.http.routes import Route
 from sie.frontend.openapi import generation_replies, messages_operations, replies, schemas
 from sie.frontend.openapi.operations import ACCESS, OPERATIONS, TAGS
 from sie.frontend.openapi.rows import Answer, Fault, Operation
-from sie.limits import Limits
 
 Document = dict[str, Any]
 

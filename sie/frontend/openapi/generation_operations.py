@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from sie.frontend.dialects.chat import ChatBody
-from sie.frontend.dialects.completions import CompletionsBody
-from sie.frontend.dialects.negotiate import JSON
+from sie.frontend.dialects.native.negotiate import JSON
+from sie.frontend.dialects.openai.chat import ChatBody
+from sie.frontend.dialects.openai.completions import CompletionsBody
 from sie.frontend.openapi.generation_replies import ChatAnswer, CompletionsAnswer
 from sie.frontend.openapi.rows import Answer, Fault, Operation
 

@@ -6,8 +6,8 @@ from typing import Any, Final, Literal
 
 from msgspec import Struct
 
-from sie.frontend.dialects.messages import MessagesBody
-from sie.frontend.dialects.negotiate import JSON
+from sie.frontend.dialects.anthropic.request import MessagesBody
+from sie.frontend.dialects.native.negotiate import JSON
 from sie.frontend.openapi.generation_operations import EVENTS
 from sie.frontend.openapi.rows import Answer, Fault, Operation
 

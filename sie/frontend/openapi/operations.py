@@ -10,13 +10,13 @@ from typing import Final
 
 import msgspec
 
-from sie.frontend.admin import ModelBody
-from sie.frontend.dialects.extract import ExtractBody
-from sie.frontend.dialects.negotiate import JSON, MSGPACK
-from sie.frontend.dialects.openai import EmbeddingsBody
-from sie.frontend.dialects.rerank import RerankBody
-from sie.frontend.dialects.score import ScoreBody
-from sie.frontend.dialects.sie import EncodeBody
+from sie.frontend.dialects.cohere.rerank import RerankBody
+from sie.frontend.dialects.native.encode import EncodeBody
+from sie.frontend.dialects.native.extract import ExtractBody
+from sie.frontend.dialects.native.negotiate import JSON, MSGPACK
+from sie.frontend.dialects.native.score import ScoreBody
+from sie.frontend.dialects.openai.embeddings import EmbeddingsBody
+from sie.frontend.models.admin import ModelBody
 from sie.frontend.openapi import (
     generation_operations,
     messages_operations,

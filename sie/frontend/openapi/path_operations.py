@@ -9,9 +9,9 @@ from typing import Final, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from sie.frontend.dialects.kserve_generate import TextInputBody
-from sie.frontend.dialects.native_generate import GenerateBody
-from sie.frontend.dialects.negotiate import JSON
+from sie.frontend.dialects.kserve.generate import TextInputBody
+from sie.frontend.dialects.native.generate import GenerateBody
+from sie.frontend.dialects.native.negotiate import JSON
 from sie.frontend.openapi.generation_operations import EVENTS
 from sie.frontend.openapi.generation_replies import CachedDetails
 from sie.frontend.openapi.rows import Answer, Fault, Operation

@@ -1,6 +1,6 @@
 """Owns the types of what this server answers, as JSON; they describe, and no request passes through them.
 
-As msgpack, arrays of numbers are maps (`sie.frontend.dialects.arrays`) and texts in base64 are bytes. Tests hold live
+As msgpack, arrays of numbers are maps (`sie.frontend.dialects.native.arrays`) and texts in base64 are bytes. Tests hold live
 answers against these types, so that none can say what the server does not.
 """
 
@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from sie.extraction import Classification, DetectedObject, ItemError, Relation
-from sie.frontend.dialects.extract import EntityBody
-from sie.frontend.dialects.sie_reply import TimingBody
+from sie.frontend.dialects.native.encode_reply import TimingBody
+from sie.frontend.dialects.native.extract import EntityBody
+from sie.values.extract import Classification, DetectedObject, ItemError, Relation
 
 
 class _Reply(Struct, kw_only=True, forbid_unknown_fields=True):

@@ -6,8 +6,8 @@ from typing import Any, Final, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from sie.frontend.dialects.negotiate import JSON
-from sie.frontend.dialects.responses import ResponsesBody
+from sie.frontend.dialects.native.negotiate import JSON
+from sie.frontend.dialects.responses.request import ResponsesBody
 from sie.frontend.openapi.generation_operations import EVENTS, FAULTS
 from sie.frontend.openapi.rows import Answer, Fault, Operation
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from sie.frontend.dialects.negotiate import JSON
+from sie.frontend.dialects.native.negotiate import JSON
 
 _StructType = type[msgspec.Struct]
 

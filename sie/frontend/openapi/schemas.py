@@ -16,8 +16,8 @@ from typing import Annotated, Any, Union, cast, get_args, get_origin
 
 import msgspec
 
+from sie.config.limits import Limits
 from sie.frontend.openapi.wire_types import TYPES, bounds
-from sie.limits import Limits
 
 Schema = dict[str, Any]
 REF = "#/components/schemas/{name}"

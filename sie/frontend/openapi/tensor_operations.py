@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from sie.frontend.dialects.kserve import InferBody
-from sie.frontend.dialects.negotiate import JSON
+from sie.frontend.dialects.kserve.infer import InferBody
+from sie.frontend.dialects.native.negotiate import JSON
 from sie.frontend.openapi.rows import Answer, Fault, Operation
 
 _BINARY: Final = "application/octet-stream"

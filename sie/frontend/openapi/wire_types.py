@@ -11,8 +11,8 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from sie.frontend.dialects.extract import ExtractOptions
-from sie.limits import Limits
+from sie.config.limits import Limits
+from sie.frontend.dialects.native.extract import ExtractOptions
 
 _TOKEN_ID: Final = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 _Text = str | None

@@ -11,14 +11,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from sie.errors import NotFound, SieError
-from sie.frontend.dialects import text_fields
-from sie.frontend.dialects.responses_replay import end_events, is_terminal, replay
-from sie.frontend.dialects.responses_reply import RUNNING
-from sie.frontend.offload import offload
+from sie.frontend.dialects.openai import text_fields
+from sie.frontend.dialects.responses.replay import end_events, is_terminal, replay
+from sie.frontend.dialects.responses.reply import RUNNING
+from sie.frontend.http.threads import offload
 from sie.frontend.responses.store import Followed
-from sie.generation import GenerateEvent, Started
-from sie.types import Timing
+from sie.values.encode import Timing
+from sie.values.errors import NotFound, SieError
+from sie.values.generate import GenerateEvent, Started
 
 LOOK_S: Final = 0.25
 """Time between two looks at the file."""

@@ -11,12 +11,12 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
-from sie.errors import BadRequest, ClientGone, Internal, SieError, Unavailable
-from sie.frontend.dialects.responses_reply import CANCELLED, ResponseRecord
+from sie.frontend.dialects.responses.reply import CANCELLED, ResponseRecord
 from sie.frontend.generation.run import Run
-from sie.generation import GenerateEvent
-from sie.logs import get_logger
-from sie.types import Timing
+from sie.runtime.logs import get_logger
+from sie.values.encode import Timing
+from sie.values.errors import BadRequest, ClientGone, Internal, SieError, Unavailable
+from sie.values.generate import GenerateEvent
 
 _log = get_logger(__name__)
 _LONG_S: Final = 86_400.0

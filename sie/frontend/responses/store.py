@@ -21,11 +21,11 @@ from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
-from sie.errors import Unavailable
-from sie.frontend.dialects.responses_reply import StreamForm
+from sie.config.limits import MIB
+from sie.frontend.dialects.responses.reply import StreamForm
 from sie.frontend.responses.events import EVENTS_SCHEMA, EventRows
-from sie.limits import MIB
-from sie.logs import get_logger
+from sie.runtime.logs import get_logger
+from sie.values.errors import Unavailable
 
 _log = get_logger(__name__)
 _SCHEMA_VERSION: Final = 2

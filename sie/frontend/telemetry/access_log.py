@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-from sie.errors import SieError
 from sie.frontend.access.key_use import KeyHolder
 from sie.frontend.http.routes import Route
-from sie.logs import get_logger
-from sie.types import Timing
+from sie.runtime.logs import get_logger
+from sie.values.encode import Timing
+from sie.values.errors import SieError
 
 _log = get_logger("sie.access")
 _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")

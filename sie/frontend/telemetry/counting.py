@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from sie.errors import ClientGone, Overloaded, SieError
 from sie.frontend.http.routes import COUNTED
-from sie.frontend.inference import Exchange
+from sie.frontend.routes.embed import Exchange
 from sie.frontend.telemetry.metrics import UNKNOWN_MODEL, FrontendMetrics
+from sie.values.errors import ClientGone, Overloaded, SieError
 
 _NO_REQUEST: Final = frozenset({204, 401, 403, 405, 429})
 """These never reached the model that their route is about, and are no requests in `sie_requests_total`."""

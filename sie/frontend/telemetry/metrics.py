@@ -1,7 +1,7 @@
 """Owns a frontend's counters, and the Prometheus page that adds up the counters of every process.
 
 The values live in shared counter pages (`sie.shm.pages`) that outlive the process which writes them, so a sum never
-falls when a process is replaced. Families are defined in `sie.families`; records of any other name are not shown.
+falls when a process is replaced. Families are defined in `sie.metrics.definitions`; records of any other name are not shown.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from sie import families
-from sie.families import FAMILIES, Family
+from sie.metrics import definitions
+from sie.metrics.definitions import FAMILIES, Family
 from sie.shm.pages import CounterPage, Gauge, Labels, Record
-from sie.types import Timing
+from sie.values.encode import Timing
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """What `render` returns. Version 0.0.4 is the one every scraper reads; our names need nothing newer."""
@@ -52,10 +52,10 @@ class FrontendMetrics:
         self._served: dict[tuple[str, str, str, int], tuple[_Observe, ...]] = {}
         self._refusals: dict[str, _Observe] = {}
         self._last_inference: dict[str, Gauge] = {}
-        self._lag = page.histogram(families.LOOP_LAG.name, (), families.LOOP_LAG.bounds)
-        self._lag_latest = page.gauge(families.LOOP_LAG_LATEST.name, ())
-        self._watchers = page.gauge(families.STATUS_WATCHERS.name, ())
-        self._extents = page.gauge(families.EXTENTS_IN_USE.name, families.EXTENTS_IN_USE.label_pairs("request"))
+        self._lag = page.histogram(definitions.LOOP_LAG.name, (), definitions.LOOP_LAG.bounds)
+        self._lag_latest = page.gauge(definitions.LOOP_LAG_LATEST.name, ())
+        self._watchers = page.gauge(definitions.STATUS_WATCHERS.name, ())
+        self._extents = page.gauge(definitions.EXTENTS_IN_USE.name, definitions.EXTENTS_IN_USE.label_pairs("request"))
 
     def record_served(  # noqa: PLR0917  # for every request that is served: keywords cost
         self, method: str, route: str, endpoint: str, model: str, status: int, total_s: float, body_bytes: int, timing: Timing
@@ -128,20 +128,20 @@ class FrontendMetrics:
         """Count one request that was refused before any work; reason is one of our own error codes."""
         add = self._refusals.get(reason)
         if add is None:
-            counter = self._page.counter(families.REFUSALS.name, families.REFUSALS.label_pairs(reason))
+            counter = self._page.counter(definitions.REFUSALS.name, definitions.REFUSALS.label_pairs(reason))
             add = self._refusals[reason] = counter.add
         add(1.0)
 
     def record_auth_failure(self, reason: str) -> None:
         """Count one request that was refused for its API key; reason is one of those that the family names."""
-        self._page.counter(families.AUTH_FAILURES.name, families.AUTH_FAILURES.label_pairs(reason)).add()
+        self._page.counter(definitions.AUTH_FAILURES.name, definitions.AUTH_FAILURES.label_pairs(reason)).add()
 
     def record_last_inference(self, model: str) -> None:
         """Publish that a tensor request to this model was answered now."""
         gauge = self._last_inference.get(model)
         if gauge is None:
-            labels = families.LAST_INFERENCE.label_pairs(self._model_label(model))
-            gauge = self._last_inference[model] = self._page.gauge(families.LAST_INFERENCE.name, labels)
+            labels = definitions.LAST_INFERENCE.label_pairs(self._model_label(model))
+            gauge = self._last_inference[model] = self._page.gauge(definitions.LAST_INFERENCE.name, labels)
         gauge.set(time.time())
 
     def record_loop_lag(self, lag_s: float) -> None:
@@ -159,8 +159,8 @@ class FrontendMetrics:
 
     def _request_handles(self, model: str, endpoint: str, status: str) -> tuple[_Observe, ...]:
         label = self._model_label(model)
-        count = self._page.counter(families.REQUESTS.name, families.REQUESTS.label_pairs(label, endpoint, status))
-        family = families.REQUEST_DURATION
+        count = self._page.counter(definitions.REQUESTS.name, definitions.REQUESTS.label_pairs(label, endpoint, status))
+        family = definitions.REQUEST_DURATION
         # The protocols of tensors tell the time of what failed apart from that of what did not.
         has_failed = endpoint == _TENSORS and status != "success"
         phases = (
@@ -177,11 +177,11 @@ class FrontendMetrics:
         verb = method if method in _METHODS else "OTHER"
         labels = (verb, route, label)
         page, code = self._page, str(status)
-        count = page.counter(families.HTTP_REQUESTS.name, families.HTTP_REQUESTS.label_pairs(*labels, code))
-        family = families.HTTP_DURATION
+        count = page.counter(definitions.HTTP_REQUESTS.name, definitions.HTTP_REQUESTS.label_pairs(*labels, code))
+        family = definitions.HTTP_DURATION
         duration = page.histogram(family.name, family.label_pairs(*labels, code), family.bounds)
         body = page.histogram(
-            families.HTTP_BODY.name, families.HTTP_BODY.label_pairs(*labels), families.HTTP_BODY.bounds
+            definitions.HTTP_BODY.name, definitions.HTTP_BODY.label_pairs(*labels), definitions.HTTP_BODY.bounds
         )
         handles = (count.add, duration.observe, body.observe)
         if label in (model, _NO_MODEL) and verb == method:
@@ -207,7 +207,7 @@ def merge(pages: Iterable[CounterPage]) -> Merged:
             family = _BY_NAME.get(record.name)
             if family is not None:
                 _merge_record(merged[record.name], family, record)
-    merged[families.DROPPED.name][()] = [num_dropped]
+    merged[definitions.DROPPED.name][()] = [num_dropped]
     return merged
 
 

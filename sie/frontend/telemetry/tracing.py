@@ -23,10 +23,10 @@ from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from sie import __version__
-from sie.errors import SieError
+from sie.config.sections import Tracing
 from sie.frontend.http.routes import Route
-from sie.setting_sections import Tracing
-from sie.types import Timing
+from sie.values.encode import Timing
+from sie.values.errors import SieError
 
 Headers = list[tuple[str, str]]
 _EXPORTER_LOG: Final = "opentelemetry.exporter.otlp.proto.grpc.exporter"

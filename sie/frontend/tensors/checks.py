@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from math import prod
 from typing import Final
 
-from sie.errors import BadRequest
-from sie.tensor_bytes import FramingError, element_bounds
-from sie.tensors import DATATYPES, ITEM_BYTES, MAX_RANK, Tensor, TensorRequest, TensorRule, TensorSpec
+from sie.values.bytes_tensor import FramingError, element_bounds
+from sie.values.errors import BadRequest
+from sie.values.tensor import DATATYPES, ITEM_BYTES, MAX_RANK, Tensor, TensorRequest, TensorRule, TensorSpec
 
 _MAX_SIZE: Final = (1 << 63) - 1
 _STUB_INPUT: Final = re.compile(r"INPUT[0-9]{1,2}")

@@ -10,9 +10,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.errors import BadRequest
-from sie.tensor_bytes import frame_elements
-from sie.tensors import DATATYPES, Tensor, TensorRule, TensorSpec
+from sie.values.bytes_tensor import frame_elements
+from sie.values.errors import BadRequest
+from sie.values.tensor import DATATYPES, Tensor, TensorRule, TensorSpec
 
 _UNRANKED: Final = frozenset({"BYTES", "BOOL", "FP16", "BF16"})
 

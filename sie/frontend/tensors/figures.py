@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from sie import families
-from sie.control_messages import ModelEntry
 from sie.frontend.telemetry.metrics import Merged, merge
 from sie.frontend.tensors.states import Figures
+from sie.ipc.messages import ModelEntry
+from sie.metrics import definitions
 from sie.shm.pages import CounterPage
 
 _ENDPOINT = "infer"
@@ -21,17 +21,17 @@ def read_figures(pages: Iterable[CounterPage], entries: Sequence[ModelEntry]) ->
 
 def _figures(merged: Merged, entry: ModelEntry) -> Figures:
     model = entry.card.id
-    requests, durations = merged[families.REQUESTS.name], merged[families.REQUEST_DURATION.name]
+    requests, durations = merged[definitions.REQUESTS.name], merged[definitions.REQUEST_DURATION.name]
 
     def count(*outcomes: str) -> int:
-        pairs = (families.REQUESTS.label_pairs(model, _ENDPOINT, outcome) for outcome in outcomes)
+        pairs = (definitions.REQUESTS.label_pairs(model, _ENDPOINT, outcome) for outcome in outcomes)
         return int(sum(requests.get(pair, [0.0])[0] for pair in pairs))
 
     def total_ns(phase: str) -> int:
-        return int(durations.get(families.REQUEST_DURATION.label_pairs(model, _ENDPOINT, phase), [0.0])[0] * 1e9)
+        return int(durations.get(definitions.REQUEST_DURATION.label_pairs(model, _ENDPOINT, phase), [0.0])[0] * 1e9)
 
-    steps = merged[families.BATCH_SIZE.name].get(families.BATCH_SIZE.label_pairs(model), [0.0])
-    last_used = merged[families.LAST_INFERENCE.name].get(families.LAST_INFERENCE.label_pairs(model), [0.0])
+    steps = merged[definitions.BATCH_SIZE.name].get(definitions.BATCH_SIZE.label_pairs(model), [0.0])
+    last_used = merged[definitions.LAST_INFERENCE.name].get(definitions.LAST_INFERENCE.label_pairs(model), [0.0])
     return Figures(
         num_succeeded=count("success"), num_failed=count("error", "queue_full", "cancelled"), success_ns=total_ns("total"),
         failure_ns=total_ns("failed"),

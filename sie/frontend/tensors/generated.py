@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sie.control_messages import ModelEntry
-from sie.errors import ClientGone
-from sie.frontend.dialects.kserve_generate import read_parameters, text_request
+from sie.frontend.dialects.kserve.generate import read_parameters, text_request
+from sie.frontend.engine.worker_link import Pending
 from sie.frontend.generation.start import Generator
-from sie.frontend.links import Pending
 from sie.frontend.tensors.held_reply import HeldReply
-from sie.tensor_bytes import frame_elements
-from sie.tensors import Tensor, TensorReply, TensorRequest
+from sie.ipc.messages import ModelEntry
+from sie.values.bytes_tensor import frame_elements
+from sie.values.errors import ClientGone
+from sie.values.tensor import Tensor, TensorReply, TensorRequest
 
 
 async def generate_tensor(

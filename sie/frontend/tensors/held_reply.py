@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sie.frontend.links import Reply
-from sie.tensors import TensorReply
+from sie.frontend.engine.worker_link import Reply
+from sie.values.tensor import TensorReply
 
 
 class HeldReply:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from sie.tensors import TensorSpec
+from sie.values.tensor import TensorSpec
 
 _CHANNELS: Final = (3, 1, 4)
 """What a size that is one of these is taken for, the likeliest first."""

@@ -13,24 +13,24 @@ from typing import Final, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from sie.control_messages import ModelEntry
-from sie.errors import Internal, ModelLoadFailed, NotFound, Unavailable, from_wire
-from sie.frontend.admin import ModelAdmin
-from sie.frontend.engine import ShmEngine
-from sie.frontend.links import Pending, Reply
-from sie.frontend.models import ModelTable
-from sie.frontend.replies import timing_of
-from sie.frontend.request_layout import RequestLayout, lay_out_bytes
+from sie.frontend.engine.engine import ShmEngine
+from sie.frontend.engine.request_layout import RequestLayout, lay_out_bytes
+from sie.frontend.engine.worker_link import Pending, Reply
+from sie.frontend.models.admin import ModelAdmin
+from sie.frontend.models.table import ModelTable
+from sie.frontend.operations.reply_reader import timing_of
 from sie.frontend.tensors.checks import check_request
+from sie.frontend.tensors.encoded_images import TensorImages
 from sie.frontend.tensors.held_reply import HeldReply
-from sie.frontend.tensors.images import TensorImages
+from sie.frontend.tensors.lookup import TensorTable, is_servable
 from sie.frontend.tensors.repository import RepositoryAdmin
-from sie.frontend.tensors.table import TensorTable, is_servable
-from sie.frontend.tensors.texts import ENCODER, GENERATOR, SCORER, TextTensors
-from sie.headers import ArrayRef, TensorForm, TensorReplyHeader, TensorTask, WorkHeader
+from sie.frontend.tensors.text_models import ENCODER, GENERATOR, SCORER, TextTensors
+from sie.ipc.messages import ModelEntry
 from sie.shm.extent import decode_header, split_extent
+from sie.shm.extent_headers import ArrayRef, TensorForm, TensorReplyHeader, TensorTask, WorkHeader
 from sie.shm.layout import ProtocolError
-from sie.tensors import Tensor, TensorReply, TensorRequest, TensorRule
+from sie.values.errors import Internal, ModelLoadFailed, NotFound, Unavailable, from_wire
+from sie.values.tensor import Tensor, TensorReply, TensorRequest, TensorRule
 
 _encode_task: Final = msgspec.msgpack.Encoder().encode
 _decoder: Final = msgspec.msgpack.Decoder(TensorReplyHeader)

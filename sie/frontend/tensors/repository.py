@@ -7,11 +7,11 @@ import contextlib
 import time
 from typing import Final
 
-from sie.control_messages import ManageRepository, ModelEntry
-from sie.errors import DeadlineExceeded, ModelLoadFailed
-from sie.frontend.admin import ModelAdmin
-from sie.frontend.models import ModelTable
-from sie.frontend.tensors.table import TensorTable
+from sie.frontend.models.admin import ModelAdmin
+from sie.frontend.models.table import ModelTable
+from sie.frontend.tensors.lookup import TensorTable
+from sie.ipc.messages import ManageRepository, ModelEntry
+from sie.values.errors import DeadlineExceeded, ModelLoadFailed
 
 _MOVING: Final = frozenset(("loading", "unloading"))
 _UNLOADING_NS: Final = 1_000_000_000

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from sie.cards import ModelState
-from sie.control_messages import ModelEntry
-from sie.errors import NotFound
-from sie.tensors import TensorRule
+from sie.ipc.messages import ModelEntry
+from sie.values.card import ModelState
+from sie.values.errors import NotFound
+from sie.values.tensor import TensorRule
 
 
 class VersionState(msgspec.Struct, frozen=True):

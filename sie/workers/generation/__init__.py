@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.cards import ModelCard
-from sie.generation import Sampling, TokenLogprob
+from sie.values.card import ModelCard
+from sie.values.generate import Sampling, TokenLogprob
 
 
 class Matcher(Protocol):
@@ -117,5 +117,5 @@ class GenerateRunner(Protocol):
         ...
 
     def compile_grammar(self, kind: str, text: str) -> Matcher:
-        """Return a fresh matcher (`sie.generation.GrammarKind`). Runs on any thread. Raises BadRequest."""
+        """Return a fresh matcher (`sie.values.generate.GrammarKind`). Runs on any thread. Raises BadRequest."""
         ...

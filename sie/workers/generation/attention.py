@@ -1,7 +1,7 @@
 """Owns the attention function under which a causal transformers model keeps its keys and values in blocks.
 
 Registered with `AttentionInterface`, it gets each layer's queries, keys and values of the step's row. As with
-`sie.workers.attention`, no mask function is registered, so transformers builds no mask. A layer finds its blocks on its
+`sie.workers.packed.attention`, no mask function is registered, so transformers builds no mask. A layer finds its blocks on its
 own module, where `PagedCache` put them: nothing of a step travels through the model or belongs to a thread, and models
 load while others run.
 
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from sie.workers.device import move
+from sie.workers.device.device import move
 from sie.workers.generation.gathered import Rule, attend_one
 
 NAME = "sie_paged"

@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from sie.generation import Sampling
-from sie.logs import get_logger
 from sie.native.attention import MAX_WIDTH
 from sie.native.decoder import can_decode
+from sie.runtime.logs import get_logger
+from sie.values.generate import Sampling
 from sie.workers.generation import Draw, Slot
 from sie.workers.generation.attention import PagedCache
 from sie.workers.generation.compiled_decoder import CompiledDecoder, Turning

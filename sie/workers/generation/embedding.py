@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sie.cards import ModelCard
-from sie.workers.batch import PackedBatch, pack_sequences
-from sie.workers.device import move
-from sie.workers.flash import attend_flash, can_attend_flash
+from sie.values.card import ModelCard
+from sie.workers.device.device import move
 from sie.workers.generation.attention import LayerCache, PagedCache
 from sie.workers.generation.gathered import Rule, attend_one, band_mask
+from sie.workers.packed.batch import PackedBatch, pack_sequences
+from sie.workers.packed.flash import attend_flash, can_attend_flash
 from sie.workers.runners.encode import dense_rows
 from sie.workers.runners.head import Head
 

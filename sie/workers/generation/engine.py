@@ -11,18 +11,18 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from sie.errors import BadRequest, Internal, NonFinite, ResourceExhausted, SieError
-from sie.generation import GenerateTotals, TokenFrame
-from sie.logs import get_logger
+from sie.runtime.logs import get_logger
 from sie.shm.extent import begin_extent, extent_bytes
-from sie.workers.ceilings import Ceiling, lower_ceiling
+from sie.values.errors import BadRequest, Internal, NonFinite, ResourceExhausted, SieError
+from sie.values.generate import GenerateTotals, TokenFrame
 from sie.workers.generation import Chosen, GenerateRunner, Matcher
-from sie.workers.generation.frames import note_sent, take_records
 from sie.workers.generation.kv import BlockPool
 from sie.workers.generation.planner import Limits, Part, Planner
 from sie.workers.generation.sequences import Job, Sequence, Tokens
 from sie.workers.generation.step import StepSize, run_parts
-from sie.workers.requests import Link
+from sie.workers.generation.token_frames import note_sent, take_records
+from sie.workers.requests.request import Link
+from sie.workers.scheduling.ceilings import Ceiling, lower_ceiling
 
 _log = get_logger(__name__)
 _to_msgpack = msgspec.msgpack.Encoder().encode

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sie.logs import get_logger
+from sie.runtime.logs import get_logger
 from sie.workers.generation.norms import norm_factors
 
 _log = get_logger(__name__)

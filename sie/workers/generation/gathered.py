@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from sie.workers.generation.layout import DecodeGroup, PromptPart, StepLayout
+from sie.workers.generation.step_layout import DecodeGroup, PromptPart, StepLayout
 
 if TYPE_CHECKING:
     from sie.workers.generation.attention import LayerCache

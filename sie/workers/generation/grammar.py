@@ -15,12 +15,12 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
-from sie.cards import ModelCard
-from sie.errors import BadRequest, Internal, SieError
-from sie.generation import JSON_SPACE
+from sie.values.card import ModelCard
+from sie.values.errors import BadRequest, Internal, SieError
+from sie.values.generate import JSON_SPACE
 from sie.workers.generation import Matcher
 from sie.workers.generation.tags import Spellings, read_spellings
-from sie.workers.silence import reading
+from sie.workers.stall_notices import reading
 
 _FORMS: dict[str, Any] = {
     "json_schema": functools.partial(LLMatcher.grammar_from_json_schema, defaults={"whitespace_pattern": JSON_SPACE}),

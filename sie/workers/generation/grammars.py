@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from sie.errors import BadRequest, Internal, SieError
-from sie.logs import get_logger
+from sie.runtime.logs import get_logger
+from sie.values.errors import BadRequest, Internal, SieError
 from sie.workers.generation import GenerateRunner, Matcher
 from sie.workers.generation.sequences import Job
 

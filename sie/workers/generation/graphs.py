@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sie.logs import get_logger
+from sie.runtime.logs import get_logger
 from sie.workers.generation import Slot
 from sie.workers.generation.attention import PagedCache
 from sie.workers.generation.sampling import likeliest

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.errors import SieError
+from sie.values.errors import SieError
 from sie.workers.generation import Draw, Matcher
 
 Hidden = NDArray[np.bool_] | SieError

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from sie.logs import get_logger
+from sie.runtime.logs import get_logger
 
 _log = get_logger(__name__)
 _TOLERANCE = 2e-2

@@ -17,13 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sie.cards import ModelCard
 from sie.catalog.files import refuse
-from sie.errors import ModelLoadFailed
-from sie.generation import Sampling
-from sie.generation_settings import Generation
-from sie.limits import MIB
-from sie.logs import get_logger
+from sie.config.generation import Generation
+from sie.config.limits import MIB
+from sie.runtime.logs import get_logger
+from sie.values.card import ModelCard
+from sie.values.errors import ModelLoadFailed
+from sie.values.generate import Sampling
 from sie.workers.generation import Draw, Slot, attention
 from sie.workers.generation.attention import LayerForm, PagedCache, Recorder
 from sie.workers.generation.decoder_probe import choose_decoder, relative_distance

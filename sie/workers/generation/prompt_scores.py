@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.generation import PromptPiece
+from sie.values.generate import PromptPiece
 from sie.workers.generation import Scored
 
 LEAST_LOGPROB = -9999.0

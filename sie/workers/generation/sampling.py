@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sie.errors import NonFinite, SieError
-from sie.generation import Sampling, TokenLogprob
-from sie.workers.device import move, read
+from sie.values.errors import NonFinite, SieError
+from sie.values.generate import Sampling, TokenLogprob
+from sie.workers.device.device import move, read
 from sie.workers.generation import Chosen, Draw
 from sie.workers.generation.masks import FindHidden, Hidden, find_hidden
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.generation import GenerateTask, TokenLogprob
+from sie.values.generate import GenerateTask, TokenLogprob
 from sie.workers.generation import Draw, Matcher, Scored
 from sie.workers.generation.kv import first_key
 from sie.workers.generation.prompt_scores import PromptScores

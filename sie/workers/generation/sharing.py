@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sie.logs import get_logger
+from sie.runtime.logs import get_logger
 
 _log = get_logger(__name__)
 _MAX_DIFFERENCE = 1e-4

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from sie.errors import Internal, SieError
-from sie.logs import get_logger
-from sie.workers.faults import DeviceLostError, forget_frames, is_out_of_memory, is_sticky
+from sie.runtime.logs import get_logger
+from sie.values.errors import Internal, SieError
+from sie.workers.device.faults import DeviceLostError, forget_frames, is_out_of_memory, is_sticky
+from sie.workers.device.memory import free_cached
 from sie.workers.generation import Chosen, GenerateRunner, Slot
 from sie.workers.generation.planner import Part, Plan
-from sie.workers.memory import free_cached
 
 _log = get_logger(__name__)
 

@@ -14,10 +14,10 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.cards import ModelCard
 from sie.catalog.stub import END_OF_TEXT
-from sie.errors import BadRequest, Internal
-from sie.generation import TokenLogprob
+from sie.values.card import ModelCard
+from sie.values.errors import BadRequest, Internal
+from sie.values.generate import TokenLogprob
 from sie.workers.generation import Chosen, Draw, Matcher, Scored, Slot
 from sie.workers.runners.stub_faults import StubFaults
 

@@ -14,8 +14,8 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from sie.cards import ModelCard
 from sie.catalog.added_tokens import read_added_tokens
+from sie.values.card import ModelCard
 
 _CALL_TAGS: Final = ("<tool_call>", "</tool_call>")
 

@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sie.workers.device import move
-from sie.workers.flash import attend_flash, can_attend_flash
+from sie.workers.device.device import move
 from sie.workers.generation import Slot
 from sie.workers.generation.gathered import GatheredStep, Rule
-from sie.workers.generation.layout import StepLayout
+from sie.workers.generation.step_layout import StepLayout
+from sie.workers.packed.flash import attend_flash, can_attend_flash
 
 if TYPE_CHECKING:
     from sie.workers.generation.attention import LayerCache

@@ -1,7 +1,7 @@
 """Owns what the step loop may ask of a loaded model, whatever kind it is.
 
 A runner turns one step's inputs into rows and knows nothing of rings, requests or dtypes: the loop passes its rows on
-to `sie.workers.finish`. It is called from one thread at a time.
+to `sie.workers.requests.finish`. It is called from one thread at a time.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.cards import AdapterSpec, ModelCard
-from sie.extraction import Extraction, ExtractTask
-from sie.headers import WorkHeader
+from sie.shm.extent_headers import WorkHeader
+from sie.values.card import AdapterSpec, ModelCard
+from sie.values.extract import Extraction, ExtractTask
 from sie.workers.generation import GenerateRunner
-from sie.workers.tensors import OutputTensor, TensorInputs
+from sie.workers.requests.tensors import OutputTensor, TensorInputs
 
 
 class Pair(NamedTuple):
@@ -240,7 +240,7 @@ class Detector(Protocol):
     def run_boxes(self, images: Sequence[SearchedImage], thresholds: Sequence[float]) -> Sequence[NDArray[np.float32]]:
         """Return the boxes (b, 5 + k) float32 of each image whose score is over its threshold.
 
-        The columns are those of `sie.headers.ReplyHeader`. Images may look for different things, and the runner groups
+        The columns are those of `sie.shm.extent_headers.ReplyHeader`. Images may look for different things, and the runner groups
         what must run together.
         """
         ...
@@ -278,7 +278,7 @@ class TensorRunner(Protocol):
         """Return each request's outputs, in the order in which it names them, else the card's.
 
         All of them run at once: they are alike but for their rows, which together are at most the card's
-        max_batch_size (`sie.workers.tensors.grouping`). Raises BadRequest for what the model rejects.
+        max_batch_size (`sie.workers.requests.tensors.grouping`). Raises BadRequest for what the model rejects.
         """
         ...
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sie.cards import ModelCard
-from sie.extraction import TokenClassification
-from sie.workers.batch import PackedBatch, pack_sequences
+from sie.values.card import ModelCard
+from sie.values.extract import TokenClassification
+from sie.workers.packed.batch import PackedBatch, pack_sequences
 from sie.workers.runners import Pair
 from sie.workers.runners.encode import Backbone, Execution, weight_bytes
 from sie.workers.runners.score import HeadView, ScoreModel, pack_pairs
@@ -47,7 +47,7 @@ class TokenModel:
 
 
 class TokenClassifyRunner:
-    """A loaded model that gives each token a class. Built by `sie.workers.loader`; used by one thread at a time."""
+    """A loaded model that gives each token a class. Built by `sie.workers.loading.loader`; used by one thread at a time."""
 
     def __init__(self, card: ModelCard, model: TokenModel, *, execution: Execution, whole: bool, dtype: str) -> None:
         self.card = card
@@ -77,7 +77,7 @@ class TokenClassifyRunner:
 
 
 class PairClassifyRunner:
-    """A loaded model that gives each pair of texts a class. Built by `sie.workers.loader`; used by one thread."""
+    """A loaded model that gives each pair of texts a class. Built by `sie.workers.loading.loader`; used by one thread."""
 
     def __init__(self, card: ModelCard, model: ScoreModel, *, execution: Execution, view: HeadView, dtype: str) -> None:
         self.card = card

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from sie.cards import LateInteraction
+from sie.values.card import LateInteraction
 from sie.workers.runners import Comparison, Side
 from sie.workers.runners.splade import Entries
 

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sie.cards import ImageRule
-from sie.errors import BadRequest
+from sie.values.card import ImageRule
+from sie.values.errors import BadRequest
 from sie.workers.runners import SearchedImage
 
 Key = TypeVar("Key", bound=Hashable)

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
-from sie.cards import ImageRule, ModelCard
 from sie.catalog.files import refuse
-from sie.errors import Internal
-from sie.workers.batch import PackedBatch, pack_sequences
-from sie.workers.device import move
-from sie.workers.probe import MAX_DIFFERENCE, choose_execution, difference, probe_sequences
+from sie.values.card import ImageRule, ModelCard
+from sie.values.errors import Internal
+from sie.workers.device.device import move
+from sie.workers.packed.batch import PackedBatch, pack_sequences
+from sie.workers.packed.probe import MAX_DIFFERENCE, choose_execution, difference, probe_sequences
 from sie.workers.runners import ImageItem, StepOutputs, Want
 from sie.workers.runners.encode import Backbone, Execution, weight_bytes
 

@@ -1,8 +1,8 @@
 """Owns the runner of an encoder: token ids of a step in, one float32 row a text out, nothing padded.
 
-Two ways lead to the same hidden states. Packed: the whole step is one row, under `sie.workers.attention`. In
+Two ways lead to the same hidden states. Packed: the whole step is one row, under `sie.workers.packed.attention`. In
 rectangles: sequences of equal length form a batch without a mask, for architectures whose attention does not go
-through the registry. `sie.workers.probe` says which one a model takes.
+through the registry. `sie.workers.packed.probe` says which one a model takes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sie.cards import ModelCard
-from sie.errors import BadRequest, InputTooLong
-from sie.workers.attention import Boundaries, packed_step
-from sie.workers.batch import PackedBatch, pack_sequences, rounded_tokens, with_filler
-from sie.workers.compiled_encoder import CompiledEncoder
-from sie.workers.device import move, read
-from sie.workers.lora import LoraAdapters, StepRows
-from sie.workers.rounded_linear import RoundedLinear
+from sie.values.card import ModelCard
+from sie.values.errors import BadRequest, InputTooLong
+from sie.workers.device.device import move, read
+from sie.workers.lora.lora_layers import LoraAdapters, StepRows
+from sie.workers.packed.attention import Boundaries, packed_step
+from sie.workers.packed.batch import PackedBatch, pack_sequences, rounded_tokens, with_filler
+from sie.workers.packed.rounded_linear import RoundedLinear
+from sie.workers.runners.compiled_encoder import CompiledEncoder
 from sie.workers.runners.head import Head
 
 
@@ -140,7 +140,7 @@ class Backbone:
 
 
 class EncodeRunner:
-    """A loaded encoder. Built by `sie.workers.loader`; used by one thread at a time."""
+    """A loaded encoder. Built by `sie.workers.loading.loader`; used by one thread at a time."""
 
     takes: Literal["tokens"] = "tokens"
 

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from torch.export.passes import move_to_device_pass
 from torch.utils import _pytree as pytree
 
-from sie.cards import ModelCard
 from sie.catalog.exported import ExportedError, ExportedFile, open_exported
 from sie.catalog.files import refuse
-from sie.errors import BadRequest
-from sie.workers.device import resolve_device
-from sie.workers.faults import is_out_of_memory, is_sticky
+from sie.values.card import ModelCard
+from sie.values.errors import BadRequest
+from sie.workers.device.device import resolve_device
+from sie.workers.device.faults import is_out_of_memory, is_sticky
+from sie.workers.requests.tensors import OutputTensor, TensorInputs
 from sie.workers.runners.tensor_arrays import as_array, cut_rows, input_of, names_sizes
-from sie.workers.tensors import OutputTensor, TensorInputs
 
 _FAULTS = (RuntimeError, ValueError, KeyError, AssertionError, TypeError, AttributeError)
 """What torch raises for a program that it cannot read; a broken one is no fault of ours."""

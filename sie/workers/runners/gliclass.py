@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sie.cards import ModelCard
-from sie.errors import BadRequest
-from sie.extraction import Gliclass
+from sie.values.card import ModelCard
+from sie.values.errors import BadRequest
+from sie.values.extract import Gliclass
 from sie.workers.runners.encode import weight_bytes
 
 
 class GliclassRunner:
-    """A loaded GLiClass model. Built by `sie.workers.libraries`; used by one thread at a time."""
+    """A loaded GLiClass model. Built by `sie.workers.loading.libraries`; used by one thread at a time."""
 
     def __init__(self, card: ModelCard, model: Any, device: torch.device, dtype: str) -> None:
         assert isinstance(card.extract, Gliclass)

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sie.cards import ModelCard
-from sie.errors import BadRequest
-from sie.extraction import Entity, Extraction, ExtractTask, Gliner, Relation
-from sie.limits import Limits
-from sie.spans import choose_spans
+from sie.config.limits import Limits
+from sie.values.card import ModelCard
+from sie.values.errors import BadRequest
+from sie.values.extract import Entity, Extraction, ExtractTask, Gliner, Relation
+from sie.values.spans import choose_spans
 from sie.workers.runners.encode import weight_bytes
 
 _DEFAULT_THRESHOLD = 0.5
@@ -31,7 +31,7 @@ Words = list[tuple[str, int, int]]
 
 
 class GlinerRunner:
-    """A loaded GLiNER model. Built by `sie.workers.libraries`; used by one thread at a time."""
+    """A loaded GLiNER model. Built by `sie.workers.loading.libraries`; used by one thread at a time."""
 
     def __init__(self, card: ModelCard, model: Any, dtype: str, limits: Limits) -> None:
         assert isinstance(card.extract, Gliner)

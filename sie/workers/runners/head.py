@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from sie.cards import PipelineStep
 from sie.catalog.files import refuse
-from sie.workers.pooling import pool
+from sie.values.card import PipelineStep
+from sie.workers.packed.pooling import pool
 
 
 class Head:

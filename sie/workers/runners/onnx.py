@@ -17,13 +17,13 @@ import onnxruntime
 from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as states  # pyright: ignore[reportAttributeAccessIssue]
 
-from sie.cards import ModelCard
 from sie.catalog.files import refuse
-from sie.errors import BadRequest
-from sie.logs import get_logger
-from sie.tensors import TensorRule
+from sie.runtime.logs import get_logger
+from sie.values.card import ModelCard
+from sie.values.errors import BadRequest
+from sie.values.tensor import TensorRule
+from sie.workers.requests.tensors import OutputTensor, TensorInputs
 from sie.workers.runners.tensor_arrays import as_array, cut_rows, input_of, names_sizes, without_source
-from sie.workers.tensors import OutputTensor, TensorInputs
 
 _log = get_logger(__name__)
 _TYPES = {

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sie.cards import ModelCard
-from sie.workers.batch import PackedBatch, pack_sequences
-from sie.workers.device import move
+from sie.values.card import ModelCard
+from sie.workers.device.device import move
+from sie.workers.packed.batch import PackedBatch, pack_sequences
 from sie.workers.runners import Side, StepOutputs, Want
 from sie.workers.runners.compare import TextVectors, compare
 from sie.workers.runners.encode import Backbone, Execution, dense_rows, lora_adapters, weight_bytes
@@ -38,7 +38,7 @@ class Heads(NamedTuple):
 
 
 class OutputsRunner:
-    """A loaded model with several outputs, or one that is not dense. Built by `sie.workers.loader`."""
+    """A loaded model with several outputs, or one that is not dense. Built by `sie.workers.loading.loader`."""
 
     takes: Literal["wants"] = "wants"
 

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sie.cards import ModelCard
 from sie.catalog.files import refuse
-from sie.errors import Internal
+from sie.values.card import ModelCard
+from sie.values.errors import Internal
 from sie.workers.runners import SearchedImage
 from sie.workers.runners.detect import PixelScale, Recent, check_queries, group_images, over_threshold, stack_pixels
 from sie.workers.runners.encode import weight_bytes

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sie.cards import ModelCard, ScoreRule
-from sie.workers.batch import PackedBatch, pack_sequences
+from sie.values.card import ModelCard, ScoreRule
+from sie.workers.packed.batch import PackedBatch, pack_sequences
 from sie.workers.runners import Pair
 from sie.workers.runners.encode import Backbone, Execution
 from sie.workers.runners.stand_in import ModelHead
@@ -85,7 +85,7 @@ class ScoreModel:
 
 
 class ScoreRunner:
-    """A loaded model that scores pairs. Built by `sie.workers.loader`; used by one thread at a time."""
+    """A loaded model that scores pairs. Built by `sie.workers.loading.loader`; used by one thread at a time."""
 
     def __init__(
         self,

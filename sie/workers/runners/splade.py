@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sie.cards import SparseOutput
 from sie.catalog.files import refuse
-from sie.errors import NonFinite
-from sie.workers.batch import PackedBatch
+from sie.values.card import SparseOutput
+from sie.values.errors import NonFinite
+from sie.workers.packed.batch import PackedBatch
 from sie.workers.runners.stand_in import ModelHead
 
 Entries = tuple[NDArray[np.int32], NDArray[np.float32]]

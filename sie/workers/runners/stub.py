@@ -18,14 +18,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.cards import AdapterSpec, ModelCard
 from sie.catalog.stub import adapted_text, count_stub_tokens
-from sie.errors import Internal
-from sie.extraction import Classification, DetectedObject, Entity, Extraction, ExtractTask
-from sie.headers import TensorForm, TensorTask
+from sie.shm.extent_headers import TensorForm, TensorTask
+from sie.values.card import AdapterSpec, ModelCard
+from sie.values.errors import Internal
+from sie.values.extract import Classification, DetectedObject, Entity, Extraction, ExtractTask
+from sie.workers.requests.tensors import OutputTensor, TensorInputs
 from sie.workers.runners import ImageItem, StepOutputs, Want
 from sie.workers.runners.stub_faults import StubFaults
-from sie.workers.tensors import OutputTensor, TensorInputs
 
 _NUM_ENTRIES = 16
 """Most entries of a stub's sparse vector."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.cards import StubOptions
+from sie.values.card import StubOptions
 
 Text = bytes | memoryview | NDArray[np.uint8]
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.errors import BadRequest, Internal
-from sie.headers import TensorForm
-from sie.tensor_bytes import FramingError, frame_elements, split_elements
-from sie.tensors import DATATYPES
-from sie.workers.tensors import OutputTensor, TensorInputs
+from sie.shm.extent_headers import TensorForm
+from sie.values.bytes_tensor import FramingError, frame_elements, split_elements
+from sie.values.errors import BadRequest, Internal
+from sie.values.tensor import DATATYPES
+from sie.workers.requests.tensors import OutputTensor, TensorInputs
 
 _ABOUT_INPUTS = re.compile(
     r"shape|dimension|\bdim\b|axis|axes|rank|broadcast|out of (data )?bounds|out of range|indices|index|length|"

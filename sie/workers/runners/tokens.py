@@ -16,12 +16,12 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from sie.cards import LateInteraction, ModelCard
 from sie.catalog.files import refuse
-from sie.workers.batch import PackedBatch
-from sie.workers.device import move, read
+from sie.values.card import LateInteraction, ModelCard
+from sie.workers.device.device import move, read
+from sie.workers.packed.batch import PackedBatch
 from sie.workers.runners.head import build_layers
-from sie.workers.silence import read_tokenizer
+from sie.workers.stall_notices import read_tokenizer
 
 
 class QueryExpansion:

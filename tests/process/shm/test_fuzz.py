@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from sie.headers import ArrayRef, WorkHeader
 from sie.shm.attach import Attachment, PendingAttachment
 from sie.shm.extent import array_view, begin_extent, plan_arrays, read_extent
+from sie.shm.extent_headers import ArrayRef, WorkHeader
 from sie.shm.large import LargeBudget
 from sie.shm.layout import DESCRIPTOR, PROLOGUE_BYTES, Descriptor, ProtocolError
 from sie.shm.space import OutboundSpace

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from sie.cards import ImageRule, ModelCard
 from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
-from sie.errors import ModelLoadFailed
-from sie.extraction import Detection
+from sie.values.card import ImageRule, ModelCard
+from sie.values.errors import ModelLoadFailed
+from sie.values.extract import Detection
 
 # As google/owlv2-base-patch16-ensemble and IDEA-Research/grounding-dino-tiny have them.
 OWL = {

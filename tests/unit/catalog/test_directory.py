@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from sie.cards import ModelCard
 from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
-from sie.errors import ModelLoadFailed
+from sie.values.card import ModelCard
+from sie.values.errors import ModelLoadFailed
 
 CONFIG = {
     "model_type": "bert",

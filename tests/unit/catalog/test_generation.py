@@ -11,7 +11,7 @@ import pytest
 from sie.catalog.directory import read_card
 from sie.catalog.generation import finish_generator
 from sie.catalog.spec import ModelSpec
-from sie.errors import ModelLoadFailed
+from sie.values.errors import ModelLoadFailed
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 8, "vocab_size": 64,

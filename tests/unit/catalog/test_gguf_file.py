@@ -13,7 +13,7 @@ from sie.catalog.generation import finish_generator
 from sie.catalog.gguf_file import find_gguf, read_gguf_card
 from sie.catalog.prepare import Request, prepare
 from sie.catalog.spec import parse_model_spec
-from sie.errors import ModelLoadFailed
+from sie.values.errors import ModelLoadFailed
 from tests.gguf_models import BOS, CONTEXT, EOS, write_tiny_llama
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}<think>{% endfor %}"

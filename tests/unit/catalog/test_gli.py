@@ -9,8 +9,8 @@ import pytest
 from sie.catalog.directory import read_card
 from sie.catalog.hub import ALLOWED
 from sie.catalog.spec import ModelSpec
-from sie.errors import ModelLoadFailed
-from sie.extraction import Gliclass, Gliner
+from sie.values.errors import ModelLoadFailed
+from sie.values.extract import Gliclass, Gliner
 
 BERT = {"model_type": "bert", "max_position_embeddings": 512, "vocab_size": 100}
 DEBERTA = {"model_type": "deberta-v2", "max_position_embeddings": 512, "vocab_size": 100}

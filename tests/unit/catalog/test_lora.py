@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from sie.cards import AdapterSpec, StubOptions
 from sie.catalog.lora import find_lora_weights, read_lora_config
 from sie.catalog.spec import parse_adapter_spec
-from sie.errors import BadRequest, Internal
+from sie.values.card import AdapterSpec, StubOptions
+from sie.values.errors import BadRequest, Internal
 
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["query", "value"]}
 SAVED_BY_PEFT: dict[str, Any] = {

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from sie.catalog.model_file import read_model_file
-from sie.config_sources import SettingsError
-from sie.errors import BadRequest
+from sie.config.sources import SettingsError
+from sie.values.errors import BadRequest
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from importlib.resources import files
 
 import pytest
 
-from sie.cards import LateInteraction, ModelCard
 from sie.catalog.cards import complete_card, make_card
 from sie.catalog.options import check_profile_options
 from sie.catalog.profiles import (
@@ -19,8 +18,9 @@ from sie.catalog.profiles import (
     model_of,
 )
 from sie.catalog.spec import ModelSpec, parse_model_spec
-from sie.errors import BadRequest, ModelLoadFailed
 from sie.frontend.inputs.prompts import apply_prompt
+from sie.values.card import LateInteraction, ModelCard
+from sie.values.errors import BadRequest, ModelLoadFailed
 
 E5_TASK = "Given a web search query, retrieve relevant passages that answer the query"
 BGE = "Represent this sentence for searching relevant passages: "

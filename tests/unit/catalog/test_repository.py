@@ -8,7 +8,7 @@ import pytest
 from sie.catalog.repository import find_models
 from sie.catalog.spec import ModelSpec, TensorSource
 from sie.catalog.tensor_rule import read_tensor_card
-from sie.errors import ModelLoadFailed
+from sie.values.errors import ModelLoadFailed
 from tests import onnx_models
 
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from sie.cards import ImageRule, StubOptions
 from sie.catalog.cards import make_card
 from sie.catalog.spec import ModelSpec, parse_model_spec
 from sie.catalog.stub import END_OF_TEXT, count_stub_tokens, stub_card
-from sie.errors import BadRequest
+from sie.values.card import ImageRule, StubOptions
+from sie.values.errors import BadRequest
 
 
 @pytest.mark.parametrize(

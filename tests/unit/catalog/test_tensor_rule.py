@@ -7,9 +7,9 @@ import pytest
 
 from sie.catalog.spec import ModelSpec, TensorSource
 from sie.catalog.tensor_rule import read_tensor_card
-from sie.errors import ModelLoadFailed
 from sie.proto.compile import FOLDER, compiled
-from sie.tensors import QueuePolicy, TensorRule, TensorSpec
+from sie.values.errors import ModelLoadFailed
+from sie.values.tensor import QueuePolicy, TensorRule, TensorSpec
 from tests import onnx_models
 
 BOTH = """

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import transformers
 
-from sie.cards import ImageRule, ModelCard, TextPadding
 from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
-from sie.errors import ModelLoadFailed
+from sie.values.card import ImageRule, ModelCard, TextPadding
+from sie.values.errors import ModelLoadFailed
 
 CLIP = {
     "model_type": "clip",

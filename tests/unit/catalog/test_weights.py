@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from sie.cards import ModelCard
 from sie.catalog.weights import with_num_weights
+from sie.values.card import ModelCard
 
 
 def num_weights(directory: Path) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sie.api_keys import ApiKey, render_entry
 from sie.doctor.access import check_access
+from sie.values.api_key import ApiKey, render_entry
 from tests.unit.doctor.test_host import bad, settings
 
 KEY = render_entry(ApiKey(name="a", digest=bytes(32), scopes=("infer",)))

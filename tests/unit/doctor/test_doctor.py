@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from sie import cli, doctor
-from sie.config_sources import SettingsError
+from sie import doctor
+from sie.commands import cli
+from sie.config.settings import Loaded, all_keys, load_settings
+from sie.config.sources import SettingsError
 from sie.doctor import AREAS, Finding, examine, render_json, render_text
-from sie.settings import Loaded, all_keys, load_settings
 
 STUB = ("--model", "a=stub:dense=8")
 OK = Finding(area="disk", level="ok", message="room")
@@ -41,7 +42,7 @@ def run(capsys, *args: str) -> tuple[int, list[dict[str, str]]]:
 def test_every_area_has_its_say_and_torch_is_not_imported():
     code = (
         "import sys\n"
-        "from sie import cli\n"
+        "from sie.commands import cli\n"
         f"status = cli.main({['doctor', '--json', '--port', '0', *STUB]!r})\n"
         "print(sorted({'torch', 'transformers'} & set(sys.modules)), status, file=sys.stderr)"
     )

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from sie.config.settings import Settings
 from sie.doctor import Finding, gpu
-from sie.settings import Settings
 
 GIB = 1 << 30
 HEALTHY: dict[str, Any] = {

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from sie.config.limits import MIB
+from sie.config.settings import Settings
 from sie.doctor import Finding, host, kernel, software
-from sie.limits import MIB
-from sie.settings import Settings
 
 
 def settings(**sections: dict[str, Any]) -> Settings:

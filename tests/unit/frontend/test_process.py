@@ -11,18 +11,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from sie import control_messages
-from sie.cards import ModelCard
-from sie.control import Channel
-from sie.control_messages import Launch, ModelEntry, Models
-from sie.errors import BadRequest, SieError
+from sie.config.sections import Memory
+from sie.config.settings import Settings
 from sie.frontend.process import FrontendProcess
-from sie.setting_sections import Memory
-from sie.settings import Settings
+from sie.ipc import messages as control_messages
+from sie.ipc.channel import Channel
+from sie.ipc.messages import Launch, ModelEntry, Models
 from sie.shm.attach import Attachment
 from sie.shm.large import LargeBudget
 from sie.shm.pages import CounterPage
 from sie.shm.space import OutboundSpace
+from sie.values.card import ModelCard
+from sie.values.errors import BadRequest, SieError
 from tests.unit.engine_rig import MIB
 
 LAUNCH = Launch(control_path="", supervisor_pid=1, role="frontend", slot=0, incarnation=1)

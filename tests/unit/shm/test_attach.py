@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from sie.shm.attach import Attachment, PendingAttachment
+from sie.shm.attach_messages import Announce, Message, Offer, Retire, send
 from sie.shm.large import LargeBudget
 from sie.shm.layout import LAYOUT_VERSION, RELEASE, REPLY, SUBMIT, Descriptor, ProtocolError
-from sie.shm.messages import Announce, Message, Offer, Retire, send
 from sie.shm.segment import Segment
 from sie.shm.space import OutboundSpace
 

@@ -6,7 +6,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from sie.headers import ArrayRef, WorkHeader
 from sie.shm.extent import (
     MAX_HEADER_BYTES,
     array_view,
@@ -19,6 +18,7 @@ from sie.shm.extent import (
     write_extent,
     write_pieces,
 )
+from sie.shm.extent_headers import ArrayRef, WorkHeader
 from sie.shm.layout import ProtocolError
 from sie.shm.segment import Segment
 

@@ -11,16 +11,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from sie import control_messages
-from sie.cards import AdapterSpec, ModelCard
-from sie.control_messages import AdapterReport, LoadAdapter, ModelEntry, ModelReport, UnloadAdapter
-from sie.errors import Internal, WireError, to_wire
-from sie.progress import Progress
-from sie.settings import Settings
+from sie.config.settings import Settings
+from sie.ipc import messages
+from sie.ipc.messages import AdapterReport, LoadAdapter, ModelEntry, ModelReport, UnloadAdapter
+from sie.runtime.progress import Progress
 from sie.supervisor import adapter_loads as module
 from sie.supervisor.adapter_loads import AdapterLoads
 from sie.supervisor.children import Child
 from sie.supervisor.devices import WorkerSlot
+from sie.values.card import AdapterSpec, ModelCard
+from sie.values.errors import Internal, WireError, to_wire
 
 LOCAL, OTHER = (AdapterSpec(model="m", id=name, directory=f"/{name}") for name in "ab")
 REMOTE = AdapterSpec(model="m", id="org/r", revision="v1")
@@ -192,5 +192,5 @@ async def test_adapter_whose_model_is_gone_is_not_late_and_loads_behind_it(desk:
 
 @at_desk
 async def test_models_without_adapters_are_passed_on_as_they_are(desk: Desk) -> None:
-    entry = control_messages.ModelEntry(card=ModelCard(id="n", kind="encoder"), state="loaded")
+    entry = messages.ModelEntry(card=ModelCard(id="n", kind="encoder"), state="loaded")
     assert desk.loads.entries((entry,))[0] is entry

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sie.cards import AdapterSpec
-from sie.control_messages import AdapterReport
-from sie.errors import BadRequest, Internal, to_wire
+from sie.ipc.messages import AdapterReport
 from sie.supervisor.adapters import AdapterBook, AdapterRecord
+from sie.values.card import AdapterSpec
+from sie.values.errors import BadRequest, Internal, to_wire
 
 FAULT = to_wire(Internal("it does not fit"))
 

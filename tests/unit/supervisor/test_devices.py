@@ -6,7 +6,7 @@ import pytest
 
 from sie.supervisor import devices
 from sie.supervisor.devices import WorkerSlot, resolve_devices
-from sie.supervisor.host import StartError
+from sie.supervisor.host_resources import StartError
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from sie.cards import ModelCard, StubOptions
 from sie.supervisor.evictions import (
     Memory,
     Policy,
@@ -12,6 +11,7 @@ from sie.supervisor.evictions import (
     needed_bytes,
     plan_evictions,
 )
+from sie.values.card import ModelCard, StubOptions
 
 POLICY = Policy(pressure_pct=90.0)
 LIMITED = Policy(pressure_pct=100.0, max_model_bytes=100)

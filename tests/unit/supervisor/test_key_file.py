@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from sie.api_keys import ApiKey, KeyFileError, render_entry
 from sie.supervisor.key_file import KeyFileWatch
+from sie.values.api_key import ApiKey, KeyFileError, render_entry
 
 A = render_entry(ApiKey(name="a", digest=bytes(32), scopes=("infer",)))
 B = render_entry(ApiKey(name="b", digest=bytes([1]) * 32, scopes=("infer",)))

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from sie.setting_sections import Access
-from sie.supervisor.host import StartError
+from sie.config.sections import Access
+from sie.supervisor.host_resources import StartError
 from sie.supervisor.listen import exposure_warnings, resolve_host
 
 OPEN, IN_CLEAR = "no api_keys", "no tls_cert"

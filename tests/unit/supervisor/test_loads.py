@@ -11,19 +11,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from sie import control_messages
-from sie.cards import ModelCard, StubOptions
 from sie.catalog.spec import ModelSpec
-from sie.control_messages import ModelReport
-from sie.errors import Internal, WireError, to_wire
-from sie.progress import Progress
-from sie.settings import Settings
+from sie.config.settings import Settings
+from sie.ipc import messages
+from sie.ipc.messages import ModelReport
+from sie.runtime.progress import Progress
 from sie.supervisor import loads as loads_module
 from sie.supervisor.children import Child
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.evictions import Memory
 from sie.supervisor.loads import Loads
 from sie.supervisor.models import ModelBook
+from sie.values.card import ModelCard, StubOptions
+from sie.values.errors import Internal, WireError, to_wire
 
 
 class FakeCrew:
@@ -83,10 +83,10 @@ class Office:
     def report(self, model: str, state: Any, slot: int = 0, **details: Any) -> None:
         self.loads.report(self.crew.workers[slot], ModelReport(model, state, **details))
 
-    async def broadcasts(self) -> list[control_messages.Models]:
+    async def broadcasts(self) -> list[messages.Models]:
         await asyncio.gather(*self.tasks)
         await asyncio.sleep(0)
-        return [message for _, message in self.crew.take() if isinstance(message, control_messages.Models)]
+        return [message for _, message in self.crew.take() if isinstance(message, messages.Models)]
 
 
 def card(model: str) -> ModelCard:
@@ -110,8 +110,8 @@ def in_office(**options: Any) -> Callable[[Callable[[Office], Any]], Callable[[p
 async def test_start_loads_what_readiness_waits_for_on_every_worker(office: Office) -> None:
     office.loads.start()
     assert office.crew.take() == [
-        ("worker-0", control_messages.Load(card("p"))),
-        ("worker-1", control_messages.Load(card("p"))),
+        ("worker-0", messages.Load(card("p"))),
+        ("worker-1", messages.Load(card("p"))),
     ]
 
 
@@ -120,7 +120,7 @@ async def test_child_that_joins_hears_what_it_missed(office: Office) -> None:
     office.loads.greet(office.crew.workers[1])
     office.loads.greet(office.crew.frontends[0])
     (worker, load), (frontend, models) = office.crew.take()
-    assert (worker, load) == ("worker-1", control_messages.Load(card("p")))
+    assert (worker, load) == ("worker-1", messages.Load(card("p")))
     assert (frontend, [entry.card.id for entry in models.entries]) == ("frontend-0", ["p", "l"])
 
 
@@ -128,9 +128,9 @@ async def test_child_that_joins_hears_what_it_missed(office: Office) -> None:
 async def test_hub_model_is_prepared_before_it_is_loaded(office: Office) -> None:
     office.loads.want("l")
     office.loads.want("l")
-    assert [message for _, message in office.crew.take() if isinstance(message, control_messages.Load)] == []
+    assert [message for _, message in office.crew.take() if isinstance(message, messages.Load)] == []
     await asyncio.gather(*office.tasks)
-    assert [name for name, message in office.crew.take() if message == control_messages.Load(card("l"))] == [
+    assert [name for name, message in office.crew.take() if message == messages.Load(card("l"))] == [
         "worker-0",
         "worker-1",
     ]
@@ -189,7 +189,7 @@ async def test_failed_preload_is_tried_again_after_its_cool_down(office: Office)
     office.loads.tick(retry_at_s - 1)
     assert office.crew.take() == []
     office.loads.tick(retry_at_s)
-    assert [message for _, message in office.crew.take()] == [control_messages.Load(card("p"))] * 2
+    assert [message for _, message in office.crew.take()] == [messages.Load(card("p"))] * 2
 
 
 @in_office()
@@ -220,8 +220,8 @@ async def test_idle_lazy_model_is_unloaded_everywhere(office: Office) -> None:
     assert office.crew.take() == []
     office.loads.tick(used_s + 11)
     assert office.crew.take() == [
-        ("worker-0", control_messages.Unload("l")),
-        ("worker-1", control_messages.Unload("l")),
+        ("worker-0", messages.Unload("l")),
+        ("worker-1", messages.Unload("l")),
     ]
     assert office.crew.counted == [("sie_idle_evictions_total", "l")]
 
@@ -232,7 +232,7 @@ async def test_idle_model_stays_when_the_setting_says_never(office: Office) -> N
     office.report("l", "loaded")
     office.crew.take()
     office.loads.tick(1e9)
-    assert not any(isinstance(message, control_messages.Unload) for _, message in office.crew.take())
+    assert not any(isinstance(message, messages.Unload) for _, message in office.crew.take())
 
 
 # --- reloading --------------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ async def test_replaced_models_come_and_go_and_readiness_waits_for_none(office: 
     heard = office.crew.take()
     assert left == ()
     assert [message for name, message in heard if name == "worker-0"] == [
-        control_messages.Load(card("n")), control_messages.Unload("l"),
+        messages.Load(card("n")), messages.Unload("l"),
     ]  # fmt: skip
     (models,) = await office.broadcasts()
     assert [(entry.card.id, entry.state) for entry in models.entries] == [("p", "loaded"), ("n", "loading")]
@@ -269,7 +269,7 @@ async def test_a_model_that_comes_lazily_loads_when_it_is_asked_for(office: Offi
     office.loads.replace([*known(), (ModelSpec(id="n"), False, card("n"))])
     assert office.crew.take() == []
     office.loads.want("n")
-    assert ("worker-0", control_messages.Load(card("n"))) in office.crew.take()
+    assert ("worker-0", messages.Load(card("n"))) in office.crew.take()
 
 
 @in_office(pinned=("n",))
@@ -299,7 +299,7 @@ async def test_a_model_removed_while_it_loads_is_not_kept(office: Office) -> Non
     office.loads.replace(known()[1:])
     office.crew.take()
     office.report("p", "loaded", slot=1)
-    assert office.crew.take() == [("worker-1", control_messages.Unload("p"))]
+    assert office.crew.take() == [("worker-1", messages.Unload("p"))]
 
 
 @in_office()
@@ -308,7 +308,7 @@ async def test_a_model_removed_while_it_is_fetched_is_not_loaded(office: Office)
     office.loads.replace(known()[:1])
     office.crew.take()
     await asyncio.gather(*office.tasks)
-    assert [message for _, message in office.crew.take() if isinstance(message, control_messages.Load)] == []
+    assert [message for _, message in office.crew.take() if isinstance(message, messages.Load)] == []
 
 
 def known() -> list[tuple[ModelSpec, bool, ModelCard | None]]:
@@ -348,7 +348,7 @@ async def test_unload_on_request_takes_a_preloaded_model_out_of_readiness_until_
 ) -> None:
     loaded_everywhere(office, "p")
     office.loads.manage("unload", "p")
-    assert sent(office) == everywhere(control_messages.Unload("p"))
+    assert sent(office) == everywhere(messages.Unload("p"))
     assert view(office, "p") == "unloading"
     gone_everywhere(office, "p")
     assert (view(office, "p"), office.loads.reason()) == ("available", "")
@@ -368,7 +368,7 @@ async def test_load_on_request_forgets_the_cool_down_of_an_earlier_failure(offic
     assert sent(office) == []
     office.loads.manage("load", "p")
     office.loads.manage("load", "p")
-    assert sent(office) == everywhere(control_messages.Load(card("p")))
+    assert sent(office) == everywhere(messages.Load(card("p")))
     assert view(office, "p") == "loading"
 
 
@@ -376,7 +376,7 @@ async def test_load_on_request_forgets_the_cool_down_of_an_earlier_failure(offic
 async def test_reload_waits_until_the_model_has_gone_everywhere(office: Office) -> None:
     loaded_everywhere(office, "p")
     office.loads.manage("reload", "p")
-    assert sent(office) == everywhere(control_messages.Unload("p"))
+    assert sent(office) == everywhere(messages.Unload("p"))
     office.report("p", "unloading", 0)
     office.report("p", "available", 0)
     office.loads.want("p")
@@ -386,7 +386,7 @@ async def test_reload_waits_until_the_model_has_gone_everywhere(office: Office) 
     office.report("p", "available", 1)
     assert view(office, "p") == "loading"
     office.loads.tick(0.0)
-    assert sent(office) == everywhere(control_messages.Load(card("p")))
+    assert sent(office) == everywhere(messages.Load(card("p")))
     loaded_everywhere(office, "p")
     assert view(office, "p") == "loaded"
 
@@ -399,7 +399,7 @@ async def test_reload_of_a_model_whose_worker_dies_meanwhile_goes_on(office: Off
         office.loads.forget_worker(slot, blame=False)
     sent(office)
     office.loads.tick(0.0)
-    assert sent(office) == everywhere(control_messages.Load(card("p")))
+    assert sent(office) == everywhere(messages.Load(card("p")))
 
 
 @in_office()
@@ -408,11 +408,11 @@ async def test_reload_of_a_model_whose_load_is_unanswered_waits_for_the_unload(o
     sent(office)
     office.loads.manage("reload", "p")
     office.loads.tick(0.0)
-    assert sent(office) == everywhere(control_messages.Unload("p")), "a load now would be taken for the first one"
+    assert sent(office) == everywhere(messages.Unload("p")), "a load now would be taken for the first one"
     loaded_everywhere(office, "p")
     gone_everywhere(office, "p")
     office.loads.tick(0.0)
-    assert sent(office) == everywhere(control_messages.Load(card("p")))
+    assert sent(office) == everywhere(messages.Load(card("p")))
 
 
 @in_office()
@@ -422,7 +422,7 @@ async def test_reload_of_a_directory_reads_its_files_anew(office: Office) -> Non
     office.loads.manage("reload", "d")
     assert sent(office) == []
     await asyncio.gather(*office.tasks)
-    assert sent(office) == everywhere(control_messages.Load(office.prepared))
+    assert sent(office) == everywhere(messages.Load(office.prepared))
 
 
 @in_office()
@@ -430,7 +430,7 @@ async def test_model_that_is_unloaded_before_it_was_fetched_is_not_loaded(office
     office.loads.want("l")
     office.loads.manage("unload", "l")
     await asyncio.gather(*office.tasks)
-    assert control_messages.Load(card("l")) not in [message for _, message in sent(office)]
+    assert messages.Load(card("l")) not in [message for _, message in sent(office)]
     assert view(office, "l") == "available"
 
 
@@ -443,7 +443,7 @@ async def test_report_that_crosses_an_unload_does_not_bring_the_model_back(offic
     gone_everywhere(office, "p")
     assert view(office, "p") == "available"
     office.loads.greet(office.crew.workers[0])
-    assert control_messages.Load(card("p")) not in [message for _, message in sent(office)]
+    assert messages.Load(card("p")) not in [message for _, message in sent(office)]
 
 
 @in_office()
@@ -475,16 +475,14 @@ async def test_load_waits_until_the_models_that_make_room_have_gone_and_memory_w
     new = add_stub(office, "new", 40)
     sent(office)
     office.loads.want("new")
-    assert sent(office) == everywhere(control_messages.Unload("old")), (
-        "two workers share the host's memory: 60 + 80 > 100 MiB"
-    )
+    assert sent(office) == everywhere(messages.Unload("old")), "two workers share the host's memory: 60 + 80 > 100 MiB"
     office.loads.take_memory(office.crew.workers[0], EMPTY)
     office.loads.greet(office.crew.workers[0])
-    assert control_messages.Load(new) not in [message for _, message in sent(office)]
+    assert messages.Load(new) not in [message for _, message in sent(office)]
     loaded_everywhere(office, "p")
     gone_everywhere(office, "old")
     office.loads.take_memory(office.crew.workers[0], EMPTY)
-    assert sent(office) == everywhere(control_messages.Load(new))
+    assert sent(office) == everywhere(messages.Load(new))
     assert office.crew.counted == [("sie_pressure_evictions_total", "old")]
 
 
@@ -497,7 +495,7 @@ async def test_load_beside_another_one_waits_for_that_to_end(office: Office) -> 
     assert sent(office) == []
     loaded_everywhere(office, "first", 20 << 20)
     office.loads.take_memory(office.crew.workers[0], EMPTY)
-    assert sent(office) == everywhere(control_messages.Load(new))
+    assert sent(office) == everywhere(messages.Load(new))
 
 
 @in_office(max_model_bytes=100 << 20)
@@ -506,13 +504,13 @@ async def test_load_that_no_worker_has_answered_yet_counts_as_one_that_goes_on(o
     office.loads.want("first")
     office.loads.want("second")
     office.loads.take_memory(office.crew.workers[0], EMPTY)
-    assert sent(office) == everywhere(control_messages.Load(first)), "60 + 60 > 100 MiB"
+    assert sent(office) == everywhere(messages.Load(first)), "60 + 60 > 100 MiB"
     loaded_everywhere(office, "first", 30 << 20)
     office.loads.take_memory(office.crew.workers[0], EMPTY)
-    assert sent(office) == everywhere(control_messages.Unload("first"))
+    assert sent(office) == everywhere(messages.Unload("first"))
     gone_everywhere(office, "first")
     office.loads.take_memory(office.crew.workers[0], EMPTY)
-    assert sent(office) == everywhere(control_messages.Load(second))
+    assert sent(office) == everywhere(messages.Load(second))
 
 
 @in_office(max_model_bytes=100 << 20)
@@ -528,7 +526,7 @@ async def test_worker_that_dies_with_an_unanswered_load_does_not_hold_others_up(
     office.loads.manage("unload", "first")
     sent(office)
     office.loads.want("second")
-    assert sent(office) == everywhere(control_messages.Load(second))
+    assert sent(office) == everywhere(messages.Load(second))
 
 
 @in_office(max_model_bytes=100 << 20)
@@ -556,14 +554,14 @@ async def test_device_under_pressure_gives_up_one_model_at_a_time(office: Office
     assert sent(office) == []
     for _ in range(2):
         office.loads.take_memory(office.crew.workers[1], FULL)
-    assert sent(office) == everywhere(control_messages.Unload("b"))
+    assert sent(office) == everywhere(messages.Unload("b"))
     gone_everywhere(office, "b")
     office.loads.take_memory(office.crew.workers[1], Memory(0, 0))
     office.loads._relieved_s = 0.0
     office.loads.take_memory(office.crew.workers[1], Memory(0, 0))
     assert sent(office) == [], "nothing is known of the memory"
     office.loads.take_memory(office.crew.workers[1], FULL)
-    assert sent(office) == everywhere(control_messages.Unload("a"))
+    assert sent(office) == everywhere(messages.Unload("a"))
     gone_everywhere(office, "a")
     office.loads._relieved_s = 0.0
     office.loads.take_memory(office.crew.workers[1], FULL)
@@ -580,7 +578,7 @@ async def test_step_without_memory_costs_another_model_its_place_and_never_its_o
     assert sent(office) == []
     office.loads.relieve(office.crew.workers[0], "p")
     office.loads.relieve(office.crew.workers[0], "p")
-    assert sent(office) == everywhere(control_messages.Unload("a"))
+    assert sent(office) == everywhere(messages.Unload("a"))
     assert office.crew.counted == [("sie_oom_evictions_triggered_total", "a")]
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from sie.supervisor.losses import DeviceLosses, plan_after_loss, tokens_after_kill
-from sie.workers.faults import EXIT_STATUS
+from sie.workers.device.faults import EXIT_STATUS
 
 
 def plans(*at_s: float) -> list[float]:

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from sie.cards import ModelCard
 from sie.catalog.spec import ModelSpec
-from sie.control_messages import ModelEntry, ModelReport
-from sie.errors import Internal, WireError, to_wire
+from sie.ipc.messages import ModelEntry, ModelReport
 from sie.supervisor.models import ModelBook
+from sie.values.card import ModelCard
+from sie.values.errors import Internal, WireError, to_wire
 
 RETRY_S = 30.0
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import msgspec
 
-from sie import control_messages
-from sie.cards import ModelCard
 from sie.catalog.spec import ModelSpec, RepositoryModel
-from sie.control_messages import ManageRepository, ModelReport
-from sie.errors import Internal, WireError, from_wire, to_wire
-from sie.progress import Progress
-from sie.settings import Settings
+from sie.config.settings import Settings
+from sie.ipc import messages
+from sie.ipc.messages import ManageRepository, ModelReport
+from sie.runtime.progress import Progress
 from sie.supervisor.loads import Loads
 from sie.supervisor.models import ModelBook
 from sie.supervisor.repository import Repositories
+from sie.values.card import ModelCard
+from sie.values.errors import Internal, WireError, from_wire, to_wire
 from tests.unit.supervisor.test_loads import FakeCrew
 
 
@@ -69,7 +69,7 @@ class Office:
         """Ask as an administrator; return what workers were told. `error` is what the answer said."""
         self.repositories.manage(self.crew.frontends[0], ManageRepository(7, action, name))
         told = await self.settle()
-        (answer,) = [message for _, message in self.heard if isinstance(message, control_messages.Managed)]
+        (answer,) = [message for _, message in self.heard if isinstance(message, messages.Managed)]
         assert answer.number == 7
         self.error = from_wire(answer.error).message if answer.error else ""
         return told
@@ -87,13 +87,13 @@ class Office:
         """Let these workers answer the latest `Stage` of a model."""
         number = max(
             message.number for _, message in self.heard
-            if isinstance(message, control_messages.Stage) and message.card.id == model_id
+            if isinstance(message, messages.Stage) and message.card.id == model_id
         )  # fmt: skip
         error = to_wire(Internal(reason, extras={"error_class": "CONFIG"})) if reason else None
         for slot in slots:
-            self.loads.hear(self.crew.workers[slot], control_messages.Staged(number, model_id, error))
+            self.loads.hear(self.crew.workers[slot], messages.Staged(number, model_id, error))
 
-    def entry(self, model_id: str) -> control_messages.ModelEntry:
+    def entry(self, model_id: str) -> messages.ModelEntry:
         return next(entry for entry in self.book.entries() if entry.card.id == model_id)
 
     def directory(self, model_id: str) -> str:
@@ -105,11 +105,11 @@ class Office:
 
 
 def _short(message: Any) -> Any:
-    if isinstance(message, control_messages.Load):
+    if isinstance(message, messages.Load):
         return ("load", message.card.id)
-    if isinstance(message, control_messages.Stage):
+    if isinstance(message, messages.Stage):
         return ("stage", message.card.id)
-    if isinstance(message, control_messages.Unstage):
+    if isinstance(message, messages.Unstage):
         return ("unstage", message.model)
     return ("unload", message.model)
 

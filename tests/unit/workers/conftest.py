@@ -13,7 +13,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from sie.cards import ModelCard
+from sie.values.card import ModelCard
 
 WORDS = [f"w{i}" for i in range(200)]
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "[unused0]", "[unused1]", ".", ","]

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 import transformers
 
-from sie.workers.encoder_formats import choose_encoder_format, round_encoder
+from sie.workers.runners.encoder_formats import choose_encoder_format, round_encoder
 
 SMALL = {"vocab_size": 200, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "pad_token_id": 0,
          "intermediate_size": 128, "max_position_embeddings": 300}  # fmt: skip

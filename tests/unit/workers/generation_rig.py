@@ -13,24 +13,24 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.cards import ModelCard
 from sie.catalog.spec import parse_model_spec
 from sie.catalog.stub import stub_card
-from sie.errors import SieError, WireError, from_wire
-from sie.generation import GenerateTask, GenerateTotals, PromptPiece, Sampling, TokenFrame, TokenLogprob
-from sie.headers import WorkHeader
 from sie.shm.attach import Attachment
 from sie.shm.extent import extent_bytes, plan_arrays, read_extent, set_cancelled, set_stopped, write_extent
+from sie.shm.extent_headers import WorkHeader
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, SUBMIT, TOKENS, Descriptor
 from sie.shm.pool import ExtentPool, Lease
 from sie.shm.space import OutboundSpace
+from sie.values.card import ModelCard
+from sie.values.errors import SieError, WireError, from_wire
+from sie.values.generate import GenerateTask, GenerateTotals, PromptPiece, Sampling, TokenFrame, TokenLogprob
 from sie.workers.generation import Chosen, GenerateRunner, Slot
 from sie.workers.generation.engine import Begin, Engine, EngineLimits
-from sie.workers.generation.host import read_task
+from sie.workers.generation.engines import read_task
 from sie.workers.generation.sequences import Job
 from sie.workers.generation.step import StepSize
 from sie.workers.generation.stub import StubGenerator
-from sie.workers.requests import Request
+from sie.workers.requests.request import Request
 
 FAR_NS = 1 << 62
 MODEL = "stub/g"

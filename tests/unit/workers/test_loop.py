@@ -10,12 +10,13 @@ import time
 import numpy as np
 import pytest
 
-from sie import control_messages, families
-from sie.control_messages import PeerFault
-from sie.errors import BadRequest, DeadlineExceeded, Internal, Overloaded, Unavailable, WorkerLost
+from sie.ipc import messages
+from sie.ipc.messages import PeerFault
+from sie.metrics import definitions
+from sie.shm.attach_messages import Retire, send
 from sie.shm.layout import REPLY
-from sie.shm.messages import Retire, send
-from sie.workers.scheduler import Budget
+from sie.values.errors import BadRequest, DeadlineExceeded, Internal, Overloaded, Unavailable, WorkerLost
+from sie.workers.scheduling.scheduler import Budget
 from tests.unit.engine_rig import DEADLINE_S, MIB, Rig, SumRunner, Worker, card, checksum, in_rig
 
 TWO_ITEMS = Budget(max_tokens=1000, max_items=2, max_age_ns=10**12)
@@ -110,7 +111,7 @@ async def test_quick_steps_of_one_model_do_not_shorten_another_s_allowance(rig: 
 
 
 def queue_depth(worker: Worker, model: str) -> float:
-    name, labels = families.QUEUE_DEPTH.name, families.QUEUE_DEPTH.label_pairs(model)
+    name, labels = definitions.QUEUE_DEPTH.name, definitions.QUEUE_DEPTH.label_pairs(model)
     return sum(record.value for record in worker.counters.records() if (record.name, record.labels) == (name, labels))
 
 
@@ -247,7 +248,7 @@ async def test_frontend_that_does_not_attach_leaves_the_others_served(rig: Rig) 
     worker = rig.start_worker("m")
     reading, writing = os.pipe()
     pidfd = os.pidfd_open(os.getpid())
-    worker.supervisor.send(control_messages.Attach(5, 99), [reading, pidfd])
+    worker.supervisor.send(messages.Attach(5, 99), [reading, pidfd])
     for fd in (reading, writing, pidfd):
         os.close(fd)
     pending = rig.submit([1])
@@ -260,7 +261,7 @@ async def test_frontend_that_does_not_attach_leaves_the_others_served(rig: Rig) 
 async def test_message_that_is_not_for_a_worker_is_ignored_and_its_descriptors_closed(rig: Rig) -> None:
     worker = rig.start_worker("m")
     reading, writing = os.pipe()
-    worker.supervisor.send(control_messages.Drain(), [writing])
+    worker.supervisor.send(messages.Drain(), [writing])
     os.close(writing)
     worker.turn()
 
@@ -289,7 +290,7 @@ async def test_load_runs_beside_the_steps(rig: Rig) -> None:
         return SumRunner(model)
 
     worker.build = build
-    worker.supervisor.send(control_messages.Load(card("slow")))
+    worker.supervisor.send(messages.Load(card("slow")))
     pending = rig.submit([1])
     await rig.serve(worker)
     assert await rig.rows(pending) == [checksum([1])]
@@ -318,7 +319,7 @@ async def test_unload_serves_what_is_queued_and_refuses_what_comes_later(rig: Ri
     worker.heard()
     queued = [rig.submit([i]) for i in range(1, 7)]
     worker.turn()
-    worker.supervisor.send(control_messages.Unload("m"))
+    worker.supervisor.send(messages.Unload("m"))
     worker.turn()
     late = rig.submit([9])
     worker.turn(4)
@@ -335,7 +336,7 @@ async def test_unload_does_not_wait_for_other_models_to_be_idle(rig: Rig) -> Non
     worker = rig.start_worker("m", "n")
     worker.heard()
     busy = [rig.submit([i], model="n") for i in range(1, 9)]
-    worker.supervisor.send(control_messages.Unload("m"))
+    worker.supervisor.send(messages.Unload("m"))
     worker.turn(2)
 
     assert worker.states() == [("m", "unloading"), ("m", "available")]
@@ -351,8 +352,8 @@ async def test_load_that_overtakes_an_unload_keeps_the_model_and_its_queue(rig: 
     worker.heard()
     queued = [rig.submit([i]) for i in range(1, 6)]
     worker.turn()
-    worker.supervisor.send(control_messages.Unload("m"))
-    worker.supervisor.send(control_messages.Load(card("m")))
+    worker.supervisor.send(messages.Unload("m"))
+    worker.supervisor.send(messages.Load(card("m")))
     worker.turn(4)
     await rig.settle()
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from sie import control_messages, families
-from sie.errors import BadRequest, ResourceExhausted
+from sie.ipc import messages
+from sie.metrics import definitions
 from sie.shm.pages import CounterPage
-from sie.workers.ceilings import Ceiling, drop_outgrown, lower_ceiling
-from sie.workers.faults import DeviceLostError, is_out_of_memory, is_sticky
+from sie.values.errors import BadRequest, ResourceExhausted
+from sie.workers.device.faults import DeviceLostError, is_out_of_memory, is_sticky
 from sie.workers.recovery import Recovery
-from sie.workers.scheduler import Budget, State, Waiting, plan_step
+from sie.workers.scheduling.ceilings import Ceiling, drop_outgrown, lower_ceiling
+from sie.workers.scheduling.scheduler import Budget, State, Waiting, plan_step
 from sie.workers.telemetry import WorkerMetrics
 from tests.unit.engine_rig import Rig, SumRunner, card, checksum, in_rig
 
@@ -50,7 +51,7 @@ def failed_steps(runner: SmallRunner) -> list[list[list[int]]]:
     return [step for step in runner.steps if sum(map(len, step)) > runner.room]
 
 
-def count(worker: Any, family: families.Family) -> float:
+def count(worker: Any, family: definitions.Family) -> float:
     return sum(record.value for record in worker.counters.records() if record.name == family.name)
 
 
@@ -162,10 +163,10 @@ async def test_recovery_is_counted_and_asks_for_another_model_s_memory_once_a_st
     await rig.serve(worker)
     for pending in requests:
         await rig.rows(pending)
-    assert [message for message in worker.heard() if isinstance(message, control_messages.MemoryShort)] == [
-        control_messages.MemoryShort("m")
+    assert [message for message in worker.heard() if isinstance(message, messages.MemoryShort)] == [
+        messages.MemoryShort("m")
     ]
-    counted = {family.name: count(worker, family) for family in families.FAMILIES if "_oom_" in family.name}
+    counted = {family.name: count(worker, family) for family in definitions.FAMILIES if "_oom_" in family.name}
     assert counted == {
         "sie_oom_recoveries_attempted_total": 1, "sie_oom_recoveries_succeeded_total": 1,
         "sie_oom_terminal_failures_total": 0, "sie_oom_cache_clears_total": 2, "sie_oom_batch_splits_total": 2,
@@ -174,7 +175,7 @@ async def test_recovery_is_counted_and_asks_for_another_model_s_memory_once_a_st
     lost = rig.submit([1] * 3)
     await rig.serve(worker)
     assert isinstance(await rig.error(lost), ResourceExhausted)
-    assert (count(worker, families.OOM_ATTEMPTED), count(worker, families.OOM_FAILED)) == (2, 1)
+    assert (count(worker, definitions.OOM_ATTEMPTED), count(worker, definitions.OOM_FAILED)) == (2, 1)
 
 
 @in_rig()

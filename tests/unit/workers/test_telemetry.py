@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from sie import families
-from sie.families import FAMILIES
+from sie.metrics import definitions
+from sie.metrics.definitions import FAMILIES
 from sie.shm.pages import CounterPage
 from sie.workers.telemetry import GpuIdentity, GpuTelemetry, WorkerMetrics, gpu_identity, gpu_type
 
@@ -264,31 +264,31 @@ def test_worker_counters_use_the_defined_families(page):
         assert record.bounds == defined[name].bounds
     values = {name: (dict(record.labels), record.value) for name, record in by_name.items()}
     assert values == {
-        families.STEP_DURATION.name: ({"worker": "3"}, 0.004),
-        families.MODEL_BUSY.name: ({"model": "m"}, 0.004),
-        families.STEP_TOKENS.name: ({"worker": "3"}, 100),
-        families.BATCH_SIZE.name: ({"model": "m"}, 8),
-        families.TOKENS_PROCESSED.name: ({"model": "m"}, 100),
-        families.QUEUE_DEPTH.name: ({"model": "m"}, 5),
-        families.MODEL_LOADED.name: ({"model": "m", "device": "cpu"}, 1),
-        families.MODEL_MEMORY.name: ({"model": "m", "device": "cpu"}, 1024),
-        families.EXTENTS_IN_USE.name: ({"segment": "reply"}, 7),
+        definitions.STEP_DURATION.name: ({"worker": "3"}, 0.004),
+        definitions.MODEL_BUSY.name: ({"model": "m"}, 0.004),
+        definitions.STEP_TOKENS.name: ({"worker": "3"}, 100),
+        definitions.BATCH_SIZE.name: ({"model": "m"}, 8),
+        definitions.TOKENS_PROCESSED.name: ({"model": "m"}, 100),
+        definitions.QUEUE_DEPTH.name: ({"model": "m"}, 5),
+        definitions.MODEL_LOADED.name: ({"model": "m", "device": "cpu"}, 1),
+        definitions.MODEL_MEMORY.name: ({"model": "m", "device": "cpu"}, 1024),
+        definitions.EXTENTS_IN_USE.name: ({"segment": "reply"}, 7),
         **{name: ({"model": "m"}, 0) for name in defined if name.startswith("sie_oom_") and "evictions" not in name},
     }
-    assert sum(by_name[families.BATCH_SIZE.name].buckets) == 2
+    assert sum(by_name[definitions.BATCH_SIZE.name].buckets) == 2
 
 
 def test_an_unloaded_model_is_published_as_zero(page):
     metrics = WorkerMetrics(page, "0")
     metrics.set_model("m", "cpu", loaded=True, memory_bytes=1024)
     metrics.set_model("m", "cpu", loaded=False, memory_bytes=0)
-    loaded = [record.value for record in page.records() if record.name == families.MODEL_LOADED.name]
+    loaded = [record.value for record in page.records() if record.name == definitions.MODEL_LOADED.name]
     assert loaded == [0]
 
 
 def test_a_share_of_values_that_are_not_finite_grows_and_is_forgotten_when_the_model_is_well_again(page):
     def share() -> float:
-        return next(record.value for record in page.records() if record.name == families.NON_FINITE_SHARE.name)
+        return next(record.value for record in page.records() if record.name == definitions.NON_FINITE_SHARE.name)
 
     metrics = WorkerMetrics(page, "0")
     metrics.count_non_finite("m", 1)

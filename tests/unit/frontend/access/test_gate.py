@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from sie.api_keys import ApiKey, digest_of
-from sie.control_messages import Keys
-from sie.errors import Forbidden, RateLimited, Unauthorized
 from sie.frontend.access.gate import TICKET_S, Access
 from sie.frontend.telemetry.metrics import merge
+from sie.ipc.messages import Keys
 from sie.shm.pages import CounterPage
+from sie.values.api_key import ApiKey, digest_of
+from sie.values.errors import Forbidden, RateLimited, Unauthorized
 
 S = 1_000_000_000
 SECRET = b"s" * 32

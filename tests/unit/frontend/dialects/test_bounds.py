@@ -12,10 +12,11 @@ import pytest
 from msgspec import inspect
 
 from sie.catalog.options import LENGTHS, check_options
-from sie.errors import BadRequest
-from sie.frontend import admin, dialects
-from sie.frontend.dialects import tensor_json
-from sie.frontend.dialects.extract import _typed_options
+from sie.frontend import dialects
+from sie.frontend.dialects.kserve import tensor_json
+from sie.frontend.dialects.native.extract import _typed_options
+from sie.frontend.models import admin
+from sie.values.errors import BadRequest
 
 MODULES = [
     admin, *(importlib.import_module(f"{dialects.__name__}.{found.name}") for found in pkgutil.iter_modules(dialects.__path__)),

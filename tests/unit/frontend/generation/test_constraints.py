@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from sie.errors import BadRequest
+from sie.frontend.generation.choose_parser import choose_parser
 from sie.frontend.generation.constraints import constrain
-from sie.frontend.generation.formats import choose_parser
-from sie.generation import ChatMessage, GenerateRequest, GenerateRule, Grammar, Tool, ToolCall, ToolChoice
+from sie.values.errors import BadRequest
+from sie.values.generate import ChatMessage, GenerateRequest, GenerateRule, Grammar, Tool, ToolCall, ToolChoice
 
 CITY: dict[str, Any] = {
     "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False,

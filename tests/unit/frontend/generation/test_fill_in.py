@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from tokenizers import Tokenizer, normalizers, processors
 
-from sie.cards import ModelCard
-from sie.errors import BadRequest
 from sie.frontend.generation.fill_in import find_marks, gap_ids, require_marks
 from sie.frontend.generation.vocabulary import FileVocabulary
+from sie.values.card import ModelCard
+from sie.values.errors import BadRequest
 from tests.unit import tiny_tokenizers
 
 STYLES = [

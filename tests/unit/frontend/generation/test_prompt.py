@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from sie.cards import ModelCard
-from sie.errors import BadRequest, InputTooLong
 from sie.frontend.generation.prompt import Marks, chat_ids, chat_variables, check_ids, fit, render_chat
 from sie.frontend.generation.templates import compile_template, render, run_limited
 from sie.frontend.generation.vocabulary import FileVocabulary, StubVocabulary, Vocabulary
-from sie.generation import ChatMessage, GenerateRequest, GenerateRule, Tool, ToolCall, ToolChoice
+from sie.values.card import ModelCard
+from sie.values.errors import BadRequest, InputTooLong
+from sie.values.generate import ChatMessage, GenerateRequest, GenerateRule, Tool, ToolCall, ToolChoice
 from tests.unit import tiny_tokenizers
 
 CHATML = (

@@ -10,10 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from sie.errors import BadRequest, ClientGone, Internal, WorkerLost
+from sie.config.generation import Generation
 from sie.frontend.generation.run import Run
 from sie.frontend.generation.start import Generator, check_request, plan_task
-from sie.generation import (
+from sie.values.errors import BadRequest, ClientGone, Internal, WorkerLost
+from sie.values.generate import (
     ChatMessage,
     Ended,
     Finished,
@@ -28,8 +29,7 @@ from sie.generation import (
     TokenRecord,
     Tool,
 )
-from sie.generation_settings import Generation
-from tests.unit.frontend.hand_worker import HandRig, generator
+from tests.unit.frontend.engine.hand_worker import HandRig, generator
 
 RULE = GenerateRule(
     context_length=100,

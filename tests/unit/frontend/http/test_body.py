@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from sie.errors import BadRequest, ClientGone, InputTooLong, SieError
 from sie.frontend.http.body import _WHOLE_BYTES, BodyReader
+from sie.values.errors import BadRequest, ClientGone, InputTooLong, SieError
 
 MAX_BYTES = 1 << 20
 IDLE_S = 10.0

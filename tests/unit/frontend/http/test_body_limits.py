@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sie.errors import BadRequest
 from sie.frontend.http import body_limits
 from sie.frontend.http.body_limits import check_json, check_utf8, decode_free_form, decode_typed
+from sie.values.errors import BadRequest
 
 MAX_DEPTH = 8
 

@@ -7,8 +7,8 @@ import zlib
 
 import pytest
 
-from sie.errors import BadRequest, InputTooLong, SieError
 from sie.frontend.http.compression import choose_coding, compress, decompress
+from sie.values.errors import BadRequest, InputTooLong, SieError
 
 MIB = 1 << 20
 TEXT = b"some tensors" * 1000

@@ -13,8 +13,8 @@ from granian._granian import CallbackScheduler
 from granian.server import mp
 
 from sie.frontend.http.intake import Intake, Scheduler
-from sie.frontend.inference import Exchange
-from sie.frontend.offload import LARGE_BYTES
+from sie.frontend.http.threads import LARGE_BYTES
+from sie.frontend.routes.embed import Exchange
 
 DEADLINE_S = 5.0
 

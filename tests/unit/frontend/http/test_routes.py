@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 
 from sie.frontend.app import App
-from sie.frontend.generation.handlers import TextRoutes
 from sie.frontend.http.routes import ROUTES, match, redirect_of
-from sie.frontend.inference import Inference
-from sie.frontend.tensors.kserve import KServe
-from sie.frontend.tensors.trtis import Trtis
+from sie.frontend.routes.embed import Inference
+from sie.frontend.routes.generate import TextRoutes
+from sie.frontend.routes.kserve import KServe
+from sie.frontend.routes.trtis import Trtis
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sie.cards import ImageRule
-from sie.errors import BadRequest, DeadlineExceeded, Overloaded
+from sie.config.limits import Limits
 from sie.frontend.inputs import image_reader
 from sie.frontend.inputs.image_reader import ImageReader, ReadImages
-from sie.limits import Limits
+from sie.values.card import ImageRule
+from sie.values.errors import BadRequest, DeadlineExceeded, Overloaded
 from tests.unit.frontend.inputs.test_images import encoded, noise
 
 NEVER_NS = 1 << 62

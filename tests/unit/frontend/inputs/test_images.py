@@ -14,9 +14,9 @@ import transformers
 from PIL import Image
 from transformers.image_transforms import get_size_with_aspect_ratio
 
-from sie.cards import ImageRule
-from sie.errors import BadRequest
 from sie.frontend.inputs.images import FORMATS, decode_image, fitted_size, open_image, prepare_image
+from sie.values.card import ImageRule
+from sie.values.errors import BadRequest
 
 PATH = "$.items[2].images[1].data"
 UNDECODABLE = f"image data is not a decodable image - at `{PATH}`"

@@ -11,10 +11,10 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
-from sie.cards import ModelCard, PairTemplate, ScoreRule, StubOptions
-from sie.errors import BadRequest
 from sie.frontend.inputs.pairs import pair_arrays
 from sie.frontend.inputs.tokenize import Tokenizer
+from sie.values.card import ModelCard, PairTemplate, ScoreRule, StubOptions
+from sie.values.errors import BadRequest
 
 WORDS = ["<s>", "</s>", "<unk>", "{", "}", "query", *(f"w{i}" for i in range(50))]
 IDS = {word: number for number, word in enumerate(WORDS)}

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from sie.cards import ModelCard
-from sie.errors import BadRequest
 from sie.frontend.inputs.prompts import apply_prompt
+from sie.values.card import ModelCard
+from sie.values.errors import BadRequest
 
 PLAIN = ModelCard(id="plain", kind="encoder")
 PROMPTED = ModelCard(id="prompted", kind="encoder", prompts={"query": "q: ", "passage": "p: "}, default_prompt="d: ")

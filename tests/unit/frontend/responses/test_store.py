@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from sie.errors import Unavailable
 from sie.frontend.responses import store
 from sie.frontend.responses.store import Kept, ResponseFile, ResponseStore, StoreLimits, is_running, process_name
+from sie.values.errors import Unavailable
 
 LIMITS = StoreLimits(max_responses=100, max_bytes=1 << 30, max_age_s=1000.0)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from sie.errors import BadRequest, SieError
 from sie.frontend.http.routes import match
 from sie.frontend.telemetry.access_log import AccessLog
-from sie.types import Timing
+from sie.values.encode import Timing
+from sie.values.errors import BadRequest, SieError
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 

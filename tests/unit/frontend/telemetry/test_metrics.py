@@ -8,9 +8,9 @@ import os
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sie import families
-from sie.families import FAMILIES
 from sie.frontend.telemetry.metrics import CONTENT_TYPE, FrontendMetrics, render
+from sie.metrics import definitions
+from sie.metrics.definitions import FAMILIES
 from sie.shm.pages import CounterPage
 
 PAGE_BYTES = 64 * 1024
@@ -118,9 +118,9 @@ def test_gauges_are_sums_except_where_the_largest_is_meant(new_page):
         metrics = FrontendMetrics(page, set())
         metrics.record_loop_lag(lag_s)
         metrics.set_extents_in_use(extents)
-        labels = families.MODEL_LOADED.label_pairs("m", "cpu")
-        page.gauge(families.MODEL_LOADED.name, labels).set(1)
-        page.gauge(families.MODEL_MEMORY.name, labels).set(100)
+        labels = definitions.MODEL_LOADED.label_pairs("m", "cpu")
+        page.gauge(definitions.MODEL_LOADED.name, labels).set(1)
+        page.gauge(definitions.MODEL_MEMORY.name, labels).set(100)
     samples = scrape(*pages)
     assert samples[key("sie_event_loop_lag_latest_seconds")] == 0.5
     assert samples[key("sie_extents_in_use", segment="request")] == 7
@@ -130,8 +130,8 @@ def test_gauges_are_sums_except_where_the_largest_is_meant(new_page):
 
 def test_a_value_that_is_not_reported_has_no_sample(new_page):
     page = new_page()
-    labels = families.GPU_UTILIZATION.label_pairs("cuda:0", "0", "NVIDIA L4", "l4", "u")
-    page.gauge(families.GPU_UTILIZATION.name, labels).set(math.nan)
+    labels = definitions.GPU_UTILIZATION.label_pairs("cuda:0", "0", "NVIDIA L4", "l4", "u")
+    page.gauge(definitions.GPU_UTILIZATION.name, labels).set(math.nan)
     assert not [name for name, _ in scrape(page) if name == "sie_gpu_utilization_percent"]
 
 

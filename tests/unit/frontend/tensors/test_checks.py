@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sie.errors import BadRequest
 from sie.frontend.tensors.checks import check_request
-from sie.tensor_bytes import frame_elements
-from sie.tensors import DATATYPES, Tensor, TensorRequest, TensorRule, TensorSpec
+from sie.values.bytes_tensor import frame_elements
+from sie.values.errors import BadRequest
+from sie.values.tensor import DATATYPES, Tensor, TensorRequest, TensorRule, TensorSpec
 
 RULE = TensorRule(
     name="m", version="1", platform="onnxruntime_onnx", max_batch_size=8,

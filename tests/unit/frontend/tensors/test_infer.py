@@ -19,13 +19,23 @@ import pytest
 import torch
 from PIL import Image
 
-from sie import control_messages
-from sie.cards import ModelCard, StubOptions
 from sie.catalog.spec import ModelSpec, TensorSource, parse_model_spec
 from sie.catalog.stub import stub_card
 from sie.catalog.tensor_rule import read_tensor_card
-from sie.control_messages import ModelEntry
-from sie.errors import (
+from sie.config.limits import Limits
+from sie.frontend.inputs.image_reader import ImageReader
+from sie.frontend.models.admin import ModelAdmin
+from sie.frontend.models.table import ModelTable
+from sie.frontend.operations.encode import Encoder
+from sie.frontend.operations.score import Scorer
+from sie.frontend.tensors.encoded_images import TensorImages
+from sie.frontend.tensors.infer import Tensors
+from sie.frontend.tensors.text_models import TextTensors
+from sie.ipc import messages
+from sie.ipc.messages import ModelEntry
+from sie.values.bytes_tensor import frame_elements, split_elements
+from sie.values.card import ModelCard, StubOptions
+from sie.values.errors import (
     BadRequest,
     DeadlineExceeded,
     Internal,
@@ -35,17 +45,7 @@ from sie.errors import (
     Unavailable,
     to_wire,
 )
-from sie.frontend.admin import ModelAdmin
-from sie.frontend.encode import Encoder
-from sie.frontend.inputs.image_reader import ImageReader
-from sie.frontend.models import ModelTable
-from sie.frontend.score import Scorer
-from sie.frontend.tensors.images import TensorImages
-from sie.frontend.tensors.infer import Tensors
-from sie.frontend.tensors.texts import TextTensors
-from sie.limits import Limits
-from sie.tensor_bytes import frame_elements, split_elements
-from sie.tensors import DATATYPES, Tensor, TensorRequest
+from sie.values.tensor import DATATYPES, Tensor, TensorRequest
 from sie.workers.runners.exported import load_exported
 from sie.workers.runners.onnx import load_onnx
 from sie.workers.runners.stub import StubRunner
@@ -123,7 +123,7 @@ class Office:
     def know(self, *entries: ModelEntry) -> None:
         """Hear of these models from the supervisor, beside those known."""
         self.rig.entries.update({entry.card.id: entry for entry in entries})
-        self.models.update(control_messages.Models(tuple(self.rig.entries.values()), ready=True))
+        self.models.update(messages.Models(tuple(self.rig.entries.values()), ready=True))
 
     def ask(self, name: str, arrays: dict[str, Any], **request: Any) -> asyncio.Task[dict[str, Any]]:
         """Submit a request; the task's result is each output as an array (BYTES: elements and shape)."""

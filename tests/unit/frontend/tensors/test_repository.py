@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from sie.cards import ModelCard
-from sie.control_messages import ManageRepository, ModelEntry, Models
-from sie.errors import DeadlineExceeded, Internal, ModelLoadFailed, SieError, Unavailable, to_wire
-from sie.frontend.admin import ModelAdmin
-from sie.frontend.models import ModelTable
+from sie.frontend.models.admin import ModelAdmin
+from sie.frontend.models.table import ModelTable
+from sie.frontend.tensors.lookup import TensorTable
 from sie.frontend.tensors.repository import RepositoryAdmin
-from sie.frontend.tensors.table import TensorTable
-from sie.tensors import TensorRule
+from sie.ipc.messages import ManageRepository, ModelEntry, Models
+from sie.values.card import ModelCard
+from sie.values.errors import DeadlineExceeded, Internal, ModelLoadFailed, SieError, Unavailable, to_wire
+from sie.values.tensor import TensorRule
 
 
 class Office:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from sie.errors import BadRequest
+from sie.values.errors import BadRequest
 from tests.generation_models import Stream, random_prompt, step
 
 

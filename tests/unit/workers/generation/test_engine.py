@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from sie.catalog.stub import END_OF_TEXT
-from sie.errors import Internal, NonFinite, ResourceExhausted
-from sie.generation import Sampling
-from sie.workers.faults import DeviceLostError
-from sie.workers.generation.frames import take_records
+from sie.values.errors import Internal, NonFinite, ResourceExhausted
+from sie.values.generate import Sampling
+from sie.workers.device.faults import DeviceLostError
+from sie.workers.generation.token_frames import take_records
 from tests.unit.workers.generation_rig import EngineRig, Frontend, echo
 
 PROMPT = list(b"a prompt that is a little longer than a few blocks")

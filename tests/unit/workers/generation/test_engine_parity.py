@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from sie.generation import Sampling
+from sie.values.generate import Sampling
 from tests.generation_models import generate, load, random_prompt
 from tests.unit.workers.generation_rig import EngineRig
 

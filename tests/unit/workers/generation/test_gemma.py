@@ -7,10 +7,10 @@ import pytest
 import torch
 import transformers
 
-from sie.cards import ModelCard
-from sie.generation import GenerateRule
-from sie.generation_settings import Generation
-from sie.workers.loader import load_generator
+from sie.config.generation import Generation
+from sie.values.card import ModelCard
+from sie.values.generate import GenerateRule
+from sie.workers.loading.loader import load_generator
 from tests.generation_models import Stream, generate, step
 from tests.gguf_models import assemble_gemma
 from tests.unit.workers.generation_rig import EngineRig

@@ -7,14 +7,14 @@ import json
 import numpy as np
 import pytest
 
-from sie.cards import ModelCard
 from sie.catalog.gguf_file import read_gguf_card
-from sie.errors import BadRequest
-from sie.generation import GenerateRule, Sampling
-from sie.generation_settings import Generation
+from sie.config.generation import Generation
+from sie.values.card import ModelCard
+from sie.values.errors import BadRequest
+from sie.values.generate import GenerateRule, Sampling
 from sie.workers.generation import Draw
 from sie.workers.generation.grammar import GrammarCompiler
-from sie.workers.loader import load_generator
+from sie.workers.loading.loader import load_generator
 from tests.generation_models import Stream
 from tests.gguf_models import EOS, write_tiny_llama
 from tests.unit.tiny_tokenizers import byte_level

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import sie.workers.generation
-from sie.workers import flash
 from sie.workers.generation.graphs import Answers, DecodeGraphs, StepInputs, _Recorded
 from sie.workers.generation.sampling import likeliest
 from sie.workers.generation.varlen import DecodeStep, can_attend
+from sie.workers.packed import flash
 from tests import paged_reference, varlen_stand_ins
 from tests.generation_models import Stream, load, random_prompt, step
 from tests.triton_interpreter import IS_INTERPRETED, interpreted, needs_triton, run_interpreted

@@ -9,21 +9,21 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from sie import control_messages
-from sie.cards import ModelCard
 from sie.catalog.spec import parse_model_spec
 from sie.catalog.stub import stub_card
-from sie.errors import BadRequest, InputTooLong, SieError
-from sie.generation import Sampling
-from sie.generation_settings import Generation
-from sie.setting_sections import Memory, Scheduler
-from sie.settings import Settings
+from sie.config.generation import Generation
+from sie.config.sections import Memory, Scheduler
+from sie.config.settings import Settings
+from sie.ipc import messages
 from sie.shm.attach import PendingAttachment
 from sie.shm.large import LargeBudget
 from sie.shm.space import OutboundSpace
+from sie.values.card import ModelCard
+from sie.values.errors import BadRequest, InputTooLong, SieError
+from sie.values.generate import Sampling
 from sie.workers.generation.stub import StubGenerator
 from sie.workers.runners.stub import StubRunner
-from sie.workers.scheduler import Budget
+from sie.workers.scheduling.scheduler import Budget
 from tests.unit.engine_rig import Worker
 from tests.unit.workers.generation_rig import MODEL, RingFrontend, echo, make_card
 
@@ -45,7 +45,7 @@ class LoopRig:
         ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pending = PendingAttachment(ends[0], os.pidfd_open(os.getpid()), 1, self._space, 16)
         pidfd = os.pidfd_open(os.getpid())
-        self.worker.supervisor.send(control_messages.Attach(0, 1), [ends[1].fileno(), pidfd])
+        self.worker.supervisor.send(messages.Attach(0, 1), [ends[1].fileno(), pidfd])
         ends[1].close()
         os.close(pidfd)
         self.worker.turn(2)
@@ -212,7 +212,7 @@ def test_model_that_goes_finishes_its_streams_and_takes_no_more(rig: LoopRig) ->
     rig.worker.heard()
     request = rig.frontend.generate(b"stream", ignore_eos=True, max_tokens=30)
     rig.turn(3)
-    rig.worker.supervisor.send(control_messages.Unload(MODEL))
+    rig.worker.supervisor.send(messages.Unload(MODEL))
     rig.turn(2)
     late = rig.error(rig.frontend.generate(b"late"))
     assert late is not None
@@ -238,7 +238,7 @@ def test_steps_without_memory_are_counted_and_ask_for_some(rig: LoopRig) -> None
     assert counts["sie_oom_recoveries_attempted_total"] == counts["sie_oom_batch_splits_total"] == 2
     assert counts["sie_oom_recoveries_succeeded_total"] == 1
     assert counts["sie_oom_terminal_failures_total"] == 0
-    assert control_messages.MemoryShort(MODEL) in rig.worker.heard()
+    assert messages.MemoryShort(MODEL) in rig.worker.heard()
 
 
 def test_figures_of_a_model_follow_its_requests(rig: LoopRig) -> None:

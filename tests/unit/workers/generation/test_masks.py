@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from sie.catalog.gguf_file import read_gguf_card
-from sie.errors import BadRequest
-from sie.generation import Sampling
-from sie.generation_settings import Generation
+from sie.config.generation import Generation
+from sie.values.errors import BadRequest
+from sie.values.generate import Sampling
 from sie.workers.generation import Draw
 from sie.workers.generation import runner as runner_module
 from sie.workers.generation.grammar import GrammarMatcher
 from sie.workers.generation.masks import MaskThread, fill_each, find_hidden
-from sie.workers.loader import load_generator
+from sie.workers.loading.loader import load_generator
 from tests.gguf_models import EOS, write_tiny_llama
 from tests.unit.workers.generation_rig import EngineRig
 

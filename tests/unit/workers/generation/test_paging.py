@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sie.errors import BadRequest, ModelLoadFailed
-from sie.workers.generation.formats import choose_format
+from sie.values.errors import BadRequest, ModelLoadFailed
+from sie.workers.generation.weight_formats import choose_format
 from tests.generation_models import VOCABULARY, Stream, load, random_prompt, save, step
 
 

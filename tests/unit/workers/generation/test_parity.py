@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from sie.generation import Sampling
+from sie.values.generate import Sampling
 from sie.workers.generation import Draw
 from tests.generation_models import (
     FAMILIES,

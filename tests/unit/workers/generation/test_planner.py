@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from sie.generation import GenerateTask
+from sie.values.generate import GenerateTask
 from sie.workers.generation.kv import BlockPool
 from sie.workers.generation.planner import Limits, Plan, Planner, share_budget
 from sie.workers.generation.sequences import Job, Sequence, Tokens

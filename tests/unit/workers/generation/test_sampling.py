@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from sie.errors import NonFinite
-from sie.generation import Sampling
+from sie.values.errors import NonFinite
+from sie.values.generate import Sampling
 from sie.workers.generation import Draw
 from sie.workers.generation.sampling import choose, uniform
 

@@ -20,7 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from sie.generation import Sampling
+from sie.values.generate import Sampling
 from sie.workers.generation import Draw
 from sie.workers.generation.sampling import choose, uniform
 

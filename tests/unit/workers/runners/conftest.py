@@ -13,8 +13,8 @@ from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
 from sie.frontend.inputs.prompts import apply_prompt
 from sie.frontend.inputs.tokenize import Tokenizer
-from sie.headers import WorkHeader
-from sie.workers.loader import load_encoder
+from sie.shm.extent_headers import WorkHeader
+from sie.workers.loading.loader import load_encoder
 
 
 class Served:

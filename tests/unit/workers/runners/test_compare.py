@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sie.cards import ModelCard
-from sie.frontend.comparisons import comparison_arrays, resolve_compared
-from sie.headers import WorkHeader
-from sie.types import ScoreRequest
+from sie.frontend.operations.comparisons import comparison_arrays, resolve_compared
+from sie.shm.extent_headers import WorkHeader
+from sie.values.card import ModelCard
+from sie.values.encode import ScoreRequest
+from sie.workers.requests.quantise import finish_rows
 from sie.workers.runners import Comparison, Side
 from sie.workers.runners import compare as compare_module
 from sie.workers.runners.compare import max_sims, sparse_dots
-from sie.workers.runners.quantise import finish_rows
 from tests.unit.workers.runners.test_tokens import CASES, FIXED, WIDTH, write_own
 
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}

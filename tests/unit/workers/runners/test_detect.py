@@ -14,13 +14,13 @@ from PIL import Image
 
 from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
-from sie.errors import BadRequest, Internal, ModelLoadFailed
-from sie.extraction import DetectedObject, Detection, ExtractTask
-from sie.frontend.extraction.boxes import BoxReading, box_threshold
 from sie.frontend.inputs.image_reader import ReadImages
 from sie.frontend.inputs.images import prepare_image
 from sie.frontend.inputs.tokenize import Tokenizer
-from sie.workers.loader import load_detector
+from sie.frontend.operations.extraction.boxes import BoxReading, box_threshold
+from sie.values.errors import BadRequest, Internal, ModelLoadFailed
+from sie.values.extract import DetectedObject, Detection, ExtractTask
+from sie.workers.loading.loader import load_detector
 from sie.workers.runners import SearchedImage
 from sie.workers.runners.detect import Recent
 from sie.workers.runners.square import to_square

@@ -15,14 +15,14 @@ import transformers
 from numpy.typing import NDArray
 from PIL import Image
 
-from sie.cards import ModelCard
 from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
-from sie.errors import BadRequest, InputTooLong, Internal
 from sie.frontend.inputs.images import prepare_image
 from sie.frontend.inputs.tokenize import Tokenizer
-from sie.workers import attention
-from sie.workers.loader import load_dual_encoder
+from sie.values.card import ModelCard
+from sie.values.errors import BadRequest, InputTooLong, Internal
+from sie.workers.loading.loader import load_dual_encoder
+from sie.workers.packed import attention
 from sie.workers.runners import ImageItem
 from sie.workers.runners.dual import DualRunner
 from tests.unit.dual_checkpoints import FAMILIES, PROCESSORS, save_dual_encoder

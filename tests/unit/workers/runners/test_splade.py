@@ -14,9 +14,9 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from sie.cards import SparseOutput
-from sie.errors import Internal, ModelLoadFailed
-from sie.workers.batch import pack_sequences
+from sie.values.card import SparseOutput
+from sie.values.errors import Internal, ModelLoadFailed
+from sie.workers.packed.batch import pack_sequences
 from sie.workers.runners import splade
 
 RTOL, ATOL = 2e-3, 2e-4

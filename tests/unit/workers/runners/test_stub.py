@@ -6,12 +6,12 @@ import time
 import numpy as np
 import pytest
 
-from sie.cards import ModelCard
 from sie.catalog.spec import parse_model_spec
 from sie.catalog.stub import stub_card
-from sie.errors import Internal
-from sie.extraction import DetectedObject, Extraction, ExtractTask
-from sie.headers import WorkHeader
+from sie.shm.extent_headers import WorkHeader
+from sie.values.card import ModelCard
+from sie.values.errors import Internal
+from sie.values.extract import DetectedObject, Extraction, ExtractTask
 from sie.workers.runners import ImageItem
 from sie.workers.runners.stub import StubRunner
 

@@ -14,8 +14,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from sie.errors import ModelLoadFailed
-from sie.workers.runners.quantise import finish_rows
+from sie.values.errors import ModelLoadFailed
+from sie.workers.requests.quantise import finish_rows
 
 MAX_DIFFERENCE = 2e-4
 """Of a component of a vector of unit length."""

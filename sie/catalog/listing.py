@@ -1,0 +1,226 @@
+"""Owns what `sie models` shows: each configured model and what its files say, without loading or downloading it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from sie.catalog.cards import make_card
+from sie.catalog.gguf_file import find_gguf
+from sie.catalog.model_file import read_model_file
+from sie.catalog.profiles import DEFAULT_PROFILE, Profiles, entry_ids, fold_default, known_profiles
+from sie.catalog.spec import ModelSpec, parse_adapter_spec, parse_model_spec, repository_specs
+from sie.config.sections import Models
+from sie.config.settings import Loaded
+from sie.config.sources import SettingsError, Source
+from sie.values.card import AdapterSpec, ModelCard
+from sie.values.errors import BadRequest, SieError
+
+Start = Literal["preload", "lazy", "explicit"]
+_HEADINGS = ("MODEL", "START", "DIMS", "MAX TOKENS", "ARCHITECTURE", "SOURCE")
+
+
+class ModelRow(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One configured model; card is None for one on the hub and for one whose files are refused (then error)."""
+
+    id: str
+    start: Start
+    source: str
+    card: ModelCard | None = None
+    error: str | None = None
+    profiles: Profiles = {}
+    loras: tuple[str, ...] = ()
+
+
+def check_models(loaded: Loaded) -> dict[str, tuple[ModelSpec, Start]]:
+    """Return the spec of every configured model by id.
+
+    Where a model is named by a flag (or its variable or key) and has a section in the file of models, the flag says
+    where its files are and when it loads. Raises SettingsError for a spec or a file that cannot be read, for an id named
+    twice and for a default or pinned model that is unknown.
+    """
+    specs: dict[str, tuple[ModelSpec, Start]] = {}
+    models = loaded.settings.models
+    named: tuple[tuple[str, Start, tuple[str, ...]], ...] = (
+        ("model", "preload", models.preload),
+        ("lazy_model", "lazy", models.lazy),
+    )
+    for name, start, texts in named:
+        for text in texts:
+            spec = _parse(text, name, loaded.sources[name])
+            if spec.id in specs:
+                raise SettingsError(f"{name} (from {loaded.sources[name]}): {spec.id!r} is named twice")
+            if spec.stub is not None and spec.stub.has_faults and not loaded.settings.testing.test:
+                raise SettingsError(
+                    f"{name} (from {loaded.sources[name]}): {text!r} fails on purpose, which is refused without `test`"
+                )
+            specs[spec.id] = (spec, start)
+    for directory in models.repositories:
+        if not Path(directory).is_dir():
+            source = loaded.sources["model_repository"]
+            raise SettingsError(f"model_repository (from {source}): there is no directory {directory}")
+    _add_from_file(loaded, specs)
+    entries = [entry for spec, _ in specs.values() for entry in entry_ids(spec.id, _profiles(spec))]
+    if models.default_model and fold_default(models.default_model) not in entries:
+        source = loaded.sources["default_model"]
+        raise SettingsError(f"default_model (from {source}): {models.default_model!r} is none of the models served")
+    for name in models.pinned:
+        if name not in specs:
+            raise SettingsError(
+                f"pinned_model (from {loaded.sources['pinned_model']}): {name!r} is none of the models served"
+            )
+    weights = models.encoder_weights
+    return {
+        model_id: (msgspec.structs.replace(spec, default_encoder_weights=weights), start)
+        for model_id, (spec, start) in specs.items()
+    }
+
+
+def _add_from_file(loaded: Loaded, specs: dict[str, tuple[ModelSpec, Start]]) -> None:
+    """Add what the file of models says to the models that settings name, and the models that only it names."""
+    path = loaded.settings.models.catalog
+    if not path:
+        return
+    try:
+        sections = read_model_file(path)
+    except (BadRequest, SettingsError) as error:
+        raise SettingsError(f"catalog (from {loaded.sources['catalog']}): {error}") from None
+    for model_id, (model, profiles) in sections.items():
+        own: Start = "preload" if model.preload else "lazy"
+        spec, start = specs.get(model_id) or (
+            ModelSpec(id=model_id, directory=model.directory, revision=model.revision), own
+        )  # fmt: skip
+        spec = msgspec.structs.replace(
+            spec,
+            max_sequence_length=model.max_sequence_length,
+            encoder_weights=model.encoder_weights,
+            profiles=profiles,
+        )
+        specs[model_id] = (spec, start)
+
+
+def _profiles(spec: ModelSpec) -> Profiles:
+    return {**known_profiles(spec.id), **spec.profiles}
+
+
+def check_adapters(loaded: Loaded) -> list[AdapterSpec]:
+    """Return the spec of every declared adapter; `check_models` has passed.
+
+    Raises SettingsError for a spec that cannot be read, for an adapter named twice, for one whose model is not
+    served, or is a stub while it is not, or the other way round, and for a profile whose adapter is not declared.
+    """
+    specs: dict[tuple[str, str], AdapterSpec] = {}
+    models = check_models(loaded)
+    for text in loaded.settings.models.loras:
+        where = f"lora (from {loaded.sources['lora']})"
+        try:
+            spec = parse_adapter_spec(text)
+        except BadRequest as error:
+            raise SettingsError(f"{where}: {error.message}") from None
+        if spec.model not in models:
+            raise SettingsError(f"{where}: {spec.model!r}, of adapter {spec.id!r}, is none of the models served")
+        if (spec.model, spec.id) in specs:
+            raise SettingsError(f"{where}: {spec.id!r} of {spec.model!r} is named twice")
+        if (spec.stub is None) != (models[spec.model][0].stub is None):
+            raise SettingsError(f"{where}: {spec.id!r}: a stub's adapters are stubs, and those of no other model")
+        specs[spec.model, spec.id] = spec
+    for model_id, (model, _) in models.items():
+        for name, options in _profiles(model).items():
+            adapter = options.get("lora_id")
+            if adapter is not None and (model_id, adapter) not in specs:
+                raise SettingsError(f"profile {name!r} of {model_id!r}: adapter {adapter!r} is not declared by 'lora'")
+    return list(specs.values())
+
+
+def list_models(loaded: Loaded) -> list[ModelRow]:
+    """Return one row a model, in the order in which they were named."""
+    rows = [_read(spec, start) for spec, start in check_models(loaded).values()]
+    rows += _repository_rows(loaded.settings.models)
+    adapters = check_adapters(loaded)
+    return [
+        msgspec.structs.replace(row, loras=tuple(spec.id for spec in adapters if spec.model == row.id)) for row in rows
+    ]
+
+
+def render_table(rows: list[ModelRow]) -> str:
+    """Return the rows as aligned columns, below each what its profiles are offered as, and the reason if it cannot be served."""
+    table = [_HEADINGS, *map(_cells, rows)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(_HEADINGS))]
+    lines: list[str] = []
+    for cells, row in zip(table, [None, *rows], strict=True):
+        lines.append("  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
+        if row is not None:
+            entries = entry_ids(row.id, row.profiles) if row.profiles else ()
+            lines += [f"  {entry}: {_shown(row.profiles, entry)}" for entry in entries]
+        if row is not None and row.card is not None and row.card.encoder_weights != "auto":
+            lines.append(f"  encoder_weights: {row.card.encoder_weights}")
+        if row is not None and row.error:
+            lines.append(f"  cannot be served: {row.error}")
+        if row is not None and row.loras:
+            lines.append(f"  adapters: {', '.join(row.loras)}")
+    return "\n".join(lines)
+
+
+def _parse(text: str, name: str, source: Source) -> ModelSpec:
+    try:
+        return parse_model_spec(text)
+    except BadRequest as error:
+        raise SettingsError(f"{name} (from {source}): {error.message}") from None
+
+
+def _read(spec: ModelSpec, start: Start) -> ModelRow:
+    row = ModelRow(spec.id, start, _source(spec), profiles=_profiles(spec))
+    if spec.stub is None and spec.directory is None:
+        return row
+    try:
+        card = _read_card(spec)
+    except SieError as error:
+        return msgspec.structs.replace(row, error=error.message)
+    return msgspec.structs.replace(row, card=card, profiles=card.profiles)
+
+
+def _read_card(spec: ModelSpec) -> ModelCard:
+    if spec.directory is not None and find_gguf(spec.id, spec.directory):
+        # Its vocabulary alone takes seconds to read, and only a load needs it.
+        return ModelCard(id=spec.id, kind="generator", architecture="gguf", outputs=("generate",))
+    if spec.tensor is None:
+        return make_card(spec, spec.directory or "")
+    from sie.catalog.tensor_rule import read_tensor_card  # imports protobuf
+
+    return read_tensor_card(spec)
+
+
+def _repository_rows(models: Models) -> list[ModelRow]:
+    """Return a row for each version of each model of the repositories, and for each model without any."""
+    if not models.repositories:
+        return []
+    from sie.catalog.repository import find_models  # imports protobuf
+
+    start: Start = "explicit" if models.repository_control == "explicit" else "preload"
+    rows: list[ModelRow] = []
+    for model in find_models(tuple(str(Path(directory).absolute()) for directory in models.repositories)):
+        if not model.versions:
+            rows.append(ModelRow(model.name, start, f"{model.repository}/{model.name}", error=model.reason))
+        rows += [_read(spec, start) for spec in repository_specs(model, models.default_max_batch_size)]
+    return rows
+
+
+def _source(spec: ModelSpec) -> str:
+    if spec.stub is not None:
+        return "stub"
+    return spec.directory or f"hub{'@' + spec.revision if spec.revision else ''}"
+
+
+def _shown(profiles: Profiles, entry_id: str) -> str:
+    """Return the options of an entry's profile as one line."""
+    options = profiles[entry_id.partition(":")[2] or DEFAULT_PROFILE]
+    return ", ".join(f"{name}={msgspec.json.encode(value).decode()}" for name, value in options.items()) or "no options"
+
+
+def _cells(row: ModelRow) -> tuple[str, ...]:
+    if row.card is None:
+        return (row.id, row.start, "-", "-", "-", row.source)
+    dims = ",".join(f"{output} {dim}" for output, dim in row.card.dims.items())
+    return (row.id, row.start, dims, str(row.card.max_sequence_length or "-"), row.card.architecture, row.source)

@@ -1,0 +1,139 @@
+"""Owns the command `sie bench`: puts a load on a server that runs already, and says how it answered.
+
+What it needs is imported when it runs: every other `sie` command imports this file, too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sie.commands.target_options import target_options
+from sie.loadgen import DIALECTS
+
+if TYPE_CHECKING:
+    from sie.loadgen.plan import Measured, Plan
+
+_COUNT = click.IntRange(1, 100_000)
+_SECONDS = click.FloatRange(0, 86_400)
+_POSITIVE = click.FloatRange(0, 1_000_000, min_open=True)
+
+
+@click.command()
+@click.option("--model", required=True, help="Id of the model to ask.")
+@click.option(
+    "--url",
+    default="http://127.0.0.1:8080",
+    show_default=True,
+    help="http[s]://HOST:PORT, grpc[s]://HOST:PORT or unix:PATH.",
+)
+@click.option(
+    "--dialect", type=click.Choice(DIALECTS), default=DIALECTS[0], show_default=True, help="Wire protocol to speak."
+)
+@click.option(
+    "--encoding",
+    type=click.Choice(["binary", "json"]),
+    default="binary",
+    show_default=True,
+    help="msgpack, base64 or raw tensors, whichever the dialect has; or plain JSON.",
+)
+@click.option(
+    "--texts",
+    default="mixed",
+    show_default=True,
+    help="Tokens of each text: 12, 12:0.6,64:0.3,230:0.1 with weights, or mixed, which is that.",
+)
+@click.option("--items", type=_COUNT, default=1, show_default=True, help="Texts in a request.")
+@click.option("--label", "labels", multiple=True, help="Label to extract; repeatable.")
+@click.option(
+    "--connections",
+    type=_COUNT,
+    multiple=True,
+    default=(32,),
+    show_default=True,
+    help="Closed loop over so many; repeatable. An open loop has the most of them.",
+)
+@click.option(
+    "--rate",
+    "rates",
+    type=_POSITIVE,
+    multiple=True,
+    help="Open loop: requests a second, whatever the answers do; repeatable.",
+)
+@click.option(
+    "--arrivals",
+    type=click.Choice(["poisson", "constant"]),
+    default="poisson",
+    show_default=True,
+    help="Open loop: the gaps between requests.",
+)
+@click.option(
+    "--find-max",
+    "find_max_ms",
+    type=_POSITIVE,
+    metavar="MS",
+    help="Find the highest rate with p99 below MS; begins at --rate.",
+)
+@click.option("--seconds", type=_SECONDS, default=10.0, show_default=True, help="Length of each load.")
+@click.option(
+    "--warmup", type=_SECONDS, default=1.0, show_default=True, help="Seconds of load before the first one that counts."
+)
+@click.option("--within-ms", type=_POSITIVE, default=100.0, show_default=True, help="What a good answer may take.")
+@click.option("--distinct", type=_COUNT, default=128, show_default=True, help="Different requests that take turns.")
+@click.option("--seed", type=int, default=1, show_default=True, help="Other texts with the same lengths.")
+@target_options
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def bench(
+    *, url: str, key: str, ca_file: str, cert_file: str, key_file: str, within_ms: float, as_json: bool, **planned: Any
+) -> int:
+    """Measure a server that runs already.
+
+    Requests of the same lengths in turn, answers compared with what the server says to each request alone. Exit status
+    1: no good answer, or a wrong one.
+
+    \b
+      sie bench --model sentence-transformers/all-MiniLM-L6-v2
+      sie bench --model mine --connections 1 --connections 32 --connections 128 --texts 12
+      sie bench --model mine --rate 500 --rate 1000 --within-ms 20
+      sie bench --model mine --find-max 50 --dialect openai --url https://host:8443 --ca ca.pem
+    """  # fmt: skip
+    from sie.loadgen.dialects import WrongAnswerError
+    from sie.loadgen.generator import RefusedError
+    from sie.loadgen.plan import Plan, measure
+    from sie.loadgen.target import TargetError, parse_target
+
+    plan = Plan(**planned)
+    try:
+        target = parse_target(url, key=key, ca_file=ca_file, cert_file=cert_file, key_file=key_file)
+        if not as_json:
+            _print_head(plan, url)
+        measured = list(measure(target, plan))
+    except (TargetError, RefusedError, WrongAnswerError, ValueError) as error:
+        click.echo(f"sie: {error}", err=True)
+        return 1
+    _print_json(measured, plan, url, within_ms) if as_json else _print_table(measured, plan, within_ms)
+    return int(not any(one.run.num_good for one in measured))
+
+
+def _print_head(plan: Plan, url: str) -> None:
+    from sie.loadgen.tables import describe
+
+    click.echo(describe(plan, url) + "\n")
+
+
+def _print_table(measured: list[Measured], plan: Plan, within_ms: float) -> None:
+    from sie.loadgen.tables import COLUMNS, load_row, notes, render_table
+
+    click.echo(render_table(COLUMNS, [load_row(one, plan, within_ms) for one in measured]))
+    click.echo("\n" + "\n".join(notes(measured, within_ms)))
+
+
+def _print_json(measured: list[Measured], plan: Plan, url: str, within_ms: float) -> None:
+    import msgspec
+
+    from sie.loadgen.tables import measured_object
+
+    loads = [measured_object(one, plan, within_ms) for one in measured]
+    page = {"url": url, "plan": plan, "within_ms": within_ms, "loads": loads}
+    click.echo(msgspec.json.format(msgspec.json.encode(page)).decode())

@@ -1,0 +1,156 @@
+"""Owns the command `sie`: its flags, its help, its exit statuses. The flags are derived from `sie.config.settings`.
+
+Imports only what `--help` needs; each command imports the rest itself. Exit statuses: 0 done, 1 failed while running,
+2 a command that does not exist, 78 (EX_CONFIG) a setting or flag that stops the start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import click
+import msgspec
+
+from sie import __version__
+from sie.commands.bench import bench
+from sie.commands.chat import chat
+from sie.commands.keys import keys
+from sie.commands.service import service
+from sie.config.bundled import with_bundled_model
+from sie.config.display import RENDERERS
+from sie.config.flags import ConfiguredCommand
+from sie.config.settings import Loaded, load_settings
+from sie.config.sources import SettingsError
+from sie.doctor import AREAS
+
+EX_CONFIG = 78
+
+_CONTEXT = {"max_content_width": 120, "help_option_names": ["-h", "--help"]}
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status. Everything that stops a start is one line on stderr."""
+    try:
+        result = cli.main(args=args, prog_name="sie", standalone_mode=False)
+    except SettingsError as error:
+        click.echo(f"sie: {error}", err=True)
+        return EX_CONFIG
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        return 130
+    return result if isinstance(result, int) else 0
+
+
+@click.group(context_settings=_CONTEXT)
+def cli() -> None:
+    """One inference server: one engine, several wire dialects.
+
+    Without a model it serves the bundled all-MiniLM-L6-v2 on http://127.0.0.1:8080:
+
+    \b
+      sie serve
+      sie serve --model my/model=/srv/models/mine --port 9000
+    """
+
+
+@cli.command(cls=ConfiguredCommand)
+def serve(config_file: str | None, **flags: Any) -> int:
+    """Serve models until SIGTERM.
+
+    Every flag is also a SIE_* variable and a TOML key: `sie config` shows what is in force.
+    """
+    from sie.catalog.listing import check_adapters
+
+    def load() -> Loaded:
+        return with_bundled_model(_load(config_file, flags))
+
+    loaded = load()
+    check_adapters(loaded)
+    from sie import supervisor
+    from sie.supervisor.host_resources import StartError
+
+    try:
+        return supervisor.main(loaded, load)
+    except StartError as error:
+        raise SettingsError(str(error)) from error
+
+
+@cli.command(cls=ConfiguredCommand, params=[click.Option(["--json", "as_json"], is_flag=True, help="Print JSON.")])
+def models(config_file: str | None, as_json: bool, **flags: Any) -> None:
+    """List the models that `serve` would serve."""
+    from sie.catalog.listing import list_models, render_table
+
+    rows = list_models(with_bundled_model(_load(config_file, flags)))
+    click.echo(msgspec.json.format(msgspec.json.encode(rows)).decode() if as_json else render_table(rows))
+
+
+@cli.command(
+    cls=ConfiguredCommand,
+    params=[
+        click.Option(
+            ["--format", "output_format"], type=click.Choice(list(RENDERERS)), default="text", help="How to print them."
+        )
+    ],
+)
+def config(config_file: str | None, output_format: str, **flags: Any) -> None:
+    """Print every setting, its value, and where the value came from."""
+    click.echo(RENDERERS[output_format](_load(config_file, flags)), nl=False)
+
+
+cli.add_command(bench)
+cli.add_command(chat)
+cli.add_command(keys)
+cli.add_command(service)
+
+
+@cli.command(
+    cls=ConfiguredCommand,
+    params=[
+        click.Option(["--json", "as_json"], is_flag=True, help="Print JSON."),
+        click.Option(["--only"], type=click.Choice(AREAS), multiple=True, help="Look at this alone; repeatable."),
+        click.Option(
+            ["--wait-s"], type=click.FloatRange(0, 3600), default=0.0, help="Look again until no error is left."
+        ),
+    ],
+)
+def doctor(config_file: str | None, as_json: bool, only: tuple[str, ...], wait_s: float, **flags: Any) -> int:
+    """Check this host and these settings, and say how to mend what is wrong.
+
+    Exit status 1 when there is an error: then the server would not start, or not serve.
+    """
+    from sie.doctor import examine, render_json, render_text
+
+    findings = examine(lambda: with_bundled_model(_load(config_file, flags)), only or AREAS, wait_s)
+    click.echo(render_json(findings) if as_json else render_text(findings), nl=False)
+    return int(any(finding.level == "error" for finding in findings))
+
+
+@cli.command()
+def version() -> None:
+    """Print the version."""
+    click.echo(f"sie {__version__}")
+
+
+@cli.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print a shell's completion script.
+
+    \b
+    For bash:
+      sie completion bash > ~/.local/share/bash-completion/completions/sie
+    """
+    from click.shell_completion import get_completion_class
+
+    completer = get_completion_class(shell)
+    assert completer is not None
+    click.echo(completer(cli, {}, "sie", "_SIE_COMPLETE").source(), nl=False)
+
+
+def _load(config_file: str | None, flags: dict[str, Any]) -> Loaded:
+    given = {name: value for name, value in flags.items() if value is not None and value != ()}
+    return load_settings(config_file, os.environ, given)

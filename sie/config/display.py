@@ -1,0 +1,95 @@
+"""Owns how settings are shown: a table with sources, JSON, a TOML file to start from, and docs/settings.md."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from sie.config.reloadable import LIVE
+from sie.config.settings import Loaded, Settings, all_keys
+from sie.config.sources import CONFIG_VARIABLE, Key
+
+_MAX_VALUE_CHARS = 48
+
+
+def render_text(loaded: Loaded) -> str:
+    """Return every setting, its value and its source, in aligned columns by section."""
+    rows = [(key.section, key.name, _literal(loaded.value(key)), str(loaded.sources[key.name])) for key in all_keys()]
+    name_width = max(len(row[1]) for row in rows)
+    value_width = min(_MAX_VALUE_CHARS, max(len(row[2]) for row in rows))
+    lines: list[str] = []
+    for section, group in itertools.groupby(rows, key=lambda row: row[0]):
+        lines += ["", f"[{section}]"]
+        lines += [f"  {name:<{name_width}}  {value:<{value_width}}  {source}" for _, name, value, source in group]
+    return "\n".join(lines[1:]) + "\n"
+
+
+def render_json(loaded: Loaded) -> str:
+    """Return `{section: {name: {"value": ..., "source": ...}}}`."""
+    tree: dict[str, dict[str, Any]] = {}
+    for key in all_keys():
+        entry = {"value": loaded.value(key), "source": str(loaded.sources[key.name])}
+        tree.setdefault(key.section, {})[key.name] = entry
+    return json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
+
+
+def render_toml(loaded: Loaded) -> str:
+    """Return a file for `--config` that says what is in force: defaults are commented out."""
+    lines: list[str] = []
+    for section, keys in itertools.groupby(all_keys(), key=lambda key: key.section):
+        lines += ["", f"[{section}]"]
+        for key in keys:
+            mark = "# " if loaded.sources[key.name].kind == "default" else ""
+            lines.append(f"{mark}{key.name} = {_literal(loaded.value(key))}")
+    return "\n".join(lines[1:]) + "\n"
+
+
+def render_markdown() -> str:
+    """Return the documentation page; it tells of defaults, not of values in force."""
+    return "\n".join(_page()) + "\n"
+
+
+RENDERERS: dict[str, Callable[[Loaded], str]] = {
+    "text": render_text,
+    "json": render_json,
+    "toml": render_toml,
+    "markdown": lambda _: render_markdown(),
+}
+
+
+def _page() -> Iterator[str]:
+    yield "# Settings"
+    yield ""
+    yield "Written by `sie config --format markdown` from `sie/config/sections.py` and `sie/config/limits.py`; `make fix` brings it up to date."
+    yield ""
+    yield "The key `max_body_bytes` under `[limits]` in a TOML file is the flag `--max-body-bytes` and the variable"
+    yield "`SIE_MAX_BODY_BYTES`. A flag beats a variable, a variable beats the file, and the file beats the default."
+    yield f"`--config FILE` or `{CONFIG_VARIABLE}` names the file. Repeat a flag to give a list; in a variable white"
+    yield "space separates its values. An unknown key stops the start, with exit status 78."
+    yield "`sie config` shows what is in force and where each value came from; `sie config --format toml` writes a file"
+    yield "to start from."
+    yield ""
+    live = ", ".join(f"`{key.name}`" for key in all_keys() if key.name in LIVE)
+    yield f"`systemctl reload sie`, which is SIGHUP, makes a running server take over: {live}."
+    yield "All else waits for a restart, and the log says so. A file that is wrong changes nothing."
+    for section, keys in itertools.groupby(all_keys(), key=lambda key: key.section):
+        doc = section_doc(section)
+        yield from ("", f"## [{section}]", "", doc, "", "| key | default | accepts | meaning |", "|---|---|---|---|")
+        yield from (_row(key) for key in keys)
+
+
+def section_doc(section: str) -> str:
+    """Return the first line of what a section says about itself."""
+    return (type(getattr(Settings(), section)).__doc__ or "").splitlines()[0]
+
+
+def _row(key: Key) -> str:
+    cells = (f"`{key.name}`", f"`{_literal(key.default)}`", key.expects, key.doc)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _literal(value: Any) -> str:
+    """Return `value` as TOML writes it; JSON's form of texts, numbers, booleans and lists is the same."""
+    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)

@@ -1,0 +1,157 @@
+"""Owns the tree of settings, and reading it from file, environment and flags.
+
+A key `max_body_bytes` of the section `limits` is the flag `--max-body-bytes`, the variable `SIE_MAX_BODY_BYTES`, the
+TOML key `max_body_bytes` under `[limits]` and a row of docs/settings.md; names are unique over the whole tree. Order:
+default < file < environment < flag. An unknown or bad key stops the start. Nothing else reads the environment, and only
+a reload changes settings after the start (`sie.config.reloadable`). Imports nothing slow: every `sie` command waits for it.
+`sie.config.sections`, `sie.config.generation`, `sie.config.grpc_limits` and `sie.config.limits` have the keys, each in one place; `sie.config.sources` reads the values.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sie.config.generation import Generation
+from sie.config.grpc_limits import Grpc
+from sie.config.limits import Limits
+from sie.config.sections import (  # fmt: skip
+    Access,
+    Devices,
+    Memory,
+    Models,
+    Scheduler,
+    Server,
+    Status,
+    Supervisor,
+    Testing,
+    Tracing,
+)
+from sie.config.sources import (
+    CONFIG_VARIABLE,
+    Key,
+    SettingsError,
+    Source,
+    describe_key,
+    read_environment,
+    read_file,
+    read_flags,
+)
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole tree. It encodes with msgspec, so that a process can be handed it."""
+
+    server: Server = Server()
+    access: Access = Access()
+    models: Models = Models()
+    devices: Devices = Devices()
+    limits: Limits = Limits()
+    grpc: Grpc = Grpc()
+    memory: Memory = Memory()
+    scheduler: Scheduler = Scheduler()
+    generation: Generation = Generation()
+    supervisor: Supervisor = Supervisor()
+    status: Status = Status()
+    tracing: Tracing = Tracing()
+    testing: Testing = Testing()
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """Settings together with the source of each, by the name of its key."""
+
+    settings: Settings
+    sources: dict[str, Source]
+
+    def value(self, key: Key) -> Any:
+        """Return the value of `key`."""
+        return getattr(getattr(self.settings, key.section), key.attribute)
+
+
+@functools.cache
+def all_keys() -> tuple[Key, ...]:
+    """Return every setting in the order of the tree."""
+    return tuple(
+        describe_key(section.name, item)
+        for section in msgspec.structs.fields(Settings)
+        for item in msgspec.structs.fields(section.type)
+    )
+
+
+def load_settings(config_file: str | None, environ: Mapping[str, str], flags: Mapping[str, Any]) -> Loaded:
+    """Return the settings that file, environment and flags give together.
+
+    config_file may be None: then `SIE_CONFIG` names it, if set. flags are by key name, text (lists: a sequence of
+    texts) as given on the command line. Raises SettingsError for the first thing that is unknown or wrong.
+    """
+    keys = all_keys()
+    path = config_file or environ.get(CONFIG_VARIABLE)
+    values: dict[str, dict[str, Any]] = {section: {} for section in Settings.__struct_fields__}
+    sources = {key.name: Source("default") for key in keys}
+    layers = (read_file(keys, path) if path else (), read_environment(keys, environ), read_flags(keys, flags))
+    for key, value, source in itertools.chain(*layers):
+        values[key.section][key.attribute] = value
+        sources[key.name] = source
+    for key, directory, source in _system_directories(keys, environ):
+        if not values[key.section].get(key.attribute):
+            values[key.section][key.attribute] = directory
+            sources[key.name] = source
+    sections = {section.name: section.type(**values[section.name]) for section in msgspec.structs.fields(Settings)}
+    settings = Settings(**sections)
+    _check_together(settings, sources)
+    return Loaded(settings, sources)
+
+
+def _system_directories(keys: tuple[Key, ...], environ: Mapping[str, str]) -> Iterator[tuple[Key, str, Source]]:
+    """Yield what an empty directory stands for; systemd's variables may hold several, colon-separated.
+
+    The last resort for runtime_dir lies where every user may write: who makes it must refuse another owner's.
+    """
+    by_name = {key.name: key for key in keys}
+    shared = Path(environ.get("TMPDIR") or "/tmp")  # noqa: S108  # the system's own name for it
+    home = Path(environ.get("HOME") or "/")
+    for name, systemd, user, fallback in (
+        ("runtime_dir", "RUNTIME_DIRECTORY", "XDG_RUNTIME_DIR", shared / f"sie-{os.getuid()}"),
+        ("cache_dir", "CACHE_DIRECTORY", "XDG_CACHE_HOME", home / ".cache/sie"),
+        ("state_dir", "STATE_DIRECTORY", "XDG_STATE_HOME", home / ".local/state/sie"),
+    ):
+        if environ.get(systemd):
+            yield by_name[name], environ[systemd].split(":")[0], Source("default", systemd)
+        elif environ.get(user):
+            yield by_name[name], f"{environ[user]}/sie", Source("default", user)
+        else:
+            yield by_name[name], str(fallback), Source("default")
+
+
+def _check_together(settings: Settings, sources: Mapping[str, Source]) -> None:
+    """Refuse values that are each allowed but not with one another."""
+    memory, limits, access = settings.memory, settings.limits, settings.access
+    smallest = min(memory.request_segment_bytes, memory.reply_segment_bytes)
+    problems = (
+        ("ring_capacity", memory.ring_capacity & (memory.ring_capacity - 1) != 0, "must be a power of two"),
+        ("large_extent_bytes", memory.large_extent_bytes > smallest, f"must fit into every segment ({smallest} bytes)"),
+        (
+            "max_item_text_bytes",
+            limits.max_item_text_bytes > limits.max_body_bytes,
+            f"must not be over max_body_bytes ({limits.max_body_bytes})",
+        ),
+        ("tls_cert", bool(access.tls_cert) and not access.tls_key, "needs tls_key beside it"),
+        ("tls_key", bool(access.tls_key) and not access.tls_cert, "needs tls_cert beside it"),
+        ("tls_client_ca", bool(access.tls_client_ca) and not access.tls_cert, "needs tls_cert and tls_key beside it"),
+        ("uds", bool(access.uds) and bool(access.tls_cert), "a Unix socket takes no TLS; leave tls_cert out"),
+        ("failpoints", bool(settings.testing.failpoints) and not settings.testing.test, "are refused without `test`"),
+        (
+            "max_queued_images",
+            limits.max_queued_images < limits.max_images,
+            f"must not be under max_images ({limits.max_images}), or such a request would never be taken",
+        ),
+    )
+    for name, is_wrong, reason in problems:
+        if is_wrong:
+            raise SettingsError(f"{name} (from {sources[name]}): {reason}")

@@ -1,0 +1,188 @@
+"""Owns how the value of a setting is read from a TOML file, from variables and from flags.
+
+Knows no setting by name: `sie.config.settings` hands over the keys. Whatever is unknown or wrong raises SettingsError, whose
+message says where it was found, what it was and what it should have been.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import FieldInfo
+
+ENV_PREFIX = "SIE_"
+CONFIG_VARIABLE = "SIE_CONFIG"
+"""Names the TOML file when `--config` does not; the only `SIE_*` variable that is not a setting."""
+
+
+class SettingsError(Exception):
+    """A setting that stops the start; the message names where it was said, the key and the reason."""
+
+
+class Key(msgspec.Struct, frozen=True):
+    """One setting as every view of it needs it: flags, variables, TOML, documentation."""
+
+    section: str
+    attribute: str
+    name: str
+    annotation: Any
+    default: Any
+    doc: str
+    expects: str
+    """What a value must be, to follow "not": `an integer from 0 to 65535`."""
+    form: str = ""
+    """How a text is made up, where it is more than a text: `auto, cpu, cpu:N, ...`."""
+    known_as: str = ""
+    """Variable by which other servers of an API know it; what is wrong there is passed over, as they do."""
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+    @property
+    def is_list(self) -> bool:
+        return isinstance(self.default, tuple)
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Where a value came from; name is the file, variable or flag; a default has none but for what it follows."""
+
+    kind: Literal["default", "file", "environment", "flag"]
+    name: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}".rstrip()
+
+
+Keys = tuple[Key, ...]
+Found = Iterator[tuple[Key, Any, Source]]
+
+
+def describe_key(section: str, item: FieldInfo) -> Key:
+    """Return the key that the field `item` of the struct for `section` declares.
+
+    Its type is `Annotated[type, Meta(description=...)]`; `extra={"form": ...}` says in words what a pattern accepts,
+    and `"known_as"` a further variable.
+    """
+    plain: Any
+    meta: Meta
+    plain, meta = typing.get_args(item.type)
+    form: str = (meta.extra or {}).get("form", "")
+    return Key(
+        section=section,
+        attribute=item.name,
+        name=item.encode_name,
+        annotation=item.type,
+        default=item.default,
+        doc=meta.description or "",
+        expects=form or _expected(plain, meta),
+        form=form,
+        known_as=(meta.extra or {}).get("known_as", ""),
+    )
+
+
+def read_file(keys: Keys, path: str) -> Found:
+    """Yield what the TOML file at `path` sets, in its order."""
+    known = {(key.section, key.name): key for key in keys}
+    sections = list(dict.fromkeys(key.section for key in keys))
+    for section, table in read_toml(path).items():
+        if section not in sections:
+            home = next((key.section for key in keys if key.name == section), None)
+            hint = f"; it belongs under [{home}]" if home else did_you_mean(section, sections)
+            raise SettingsError(f"{path}: {section}: unknown section{hint}")
+        if not isinstance(table, dict):
+            raise SettingsError(f"{path}: {section}: a section, written [{section}], is expected")
+        for name, raw in typing.cast("dict[str, Any]", table).items():
+            key = known.get((section, name))
+            if key is None:
+                raise SettingsError(f"{path}: [{section}] {name}: unknown key{_hint_for_key(keys, section, name)}")
+            yield key, _convert(key, raw, f"{path}: [{section}] {name}", from_text=False), Source("file", path)
+
+
+def _hint_for_key(keys: Keys, section: str, name: str) -> str:
+    home = next((key.section for key in keys if key.name == name), None)
+    if home is not None:
+        return f"; it belongs under [{home}]"
+    return did_you_mean(name, [key.name for key in keys if key.section == section])
+
+
+def read_toml(path: str) -> dict[str, Any]:
+    """Return the tables of a TOML file. Raises SettingsError, with the path, for one that cannot be read."""
+    import tomllib  # only who has a file pays for the parser
+
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"{path}: is not UTF-8 text") from None
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{path}: is not TOML: {error}") from None
+
+
+def read_environment(keys: Keys, environ: Mapping[str, str]) -> Found:
+    """Yield what `SIE_*` variables set, behind what others do that keys are known as; a list is separated by white space."""
+    for key in keys:
+        if key.known_as in environ:
+            with contextlib.suppress(SettingsError):
+                value = _convert(key, environ[key.known_as], key.known_as, from_text=True)
+                yield key, value, Source("environment", key.known_as)
+    known = {key.variable: key for key in keys}
+    for variable in sorted(environ):
+        if not variable.startswith(ENV_PREFIX) or variable == CONFIG_VARIABLE:
+            continue
+        key = known.get(variable)
+        if key is None:
+            hint = did_you_mean(variable, [*known, CONFIG_VARIABLE])
+            raise SettingsError(f"environment: {variable}: unknown variable{hint}")
+        text = environ[variable]
+        raw = text.split() if key.is_list else text
+        yield key, _convert(key, raw, f"environment: {variable}", from_text=True), Source("environment", variable)
+
+
+def read_flags(keys: Keys, flags: Mapping[str, Any]) -> Found:
+    """Yield what flags set; by key name, each a text or, for a list, a sequence of texts."""
+    known = {key.name: key for key in keys}
+    for name, raw in flags.items():
+        key = known.get(name)
+        if key is None:
+            flag = "--" + name.replace("_", "-")
+            raise SettingsError(f"{flag}: unknown flag{did_you_mean(flag, [key.flag for key in known.values()])}")
+        yield key, _convert(key, raw, key.flag, from_text=True), Source("flag", key.flag)
+
+
+def _expected(plain: Any, meta: Meta) -> str:
+    if typing.get_origin(plain) is Literal:
+        return "one of " + ", ".join(typing.get_args(plain))
+    if plain in (int, float):
+        return f"{'an integer' if plain is int else 'a number'} from {meta.ge} to {meta.le}"
+    if plain is bool:
+        return "true or false"
+    if meta.min_length:
+        return "a text that is not empty"
+    return f"a text of at most {meta.max_length} characters" if meta.max_length else "a text"
+
+
+def _convert(key: Key, raw: Any, where: str, *, from_text: bool) -> Any:
+    try:
+        return msgspec.convert(raw, key.annotation, strict=not from_text)
+    except msgspec.ValidationError:
+        shown = raw if isinstance(raw, str) else msgspec.json.encode(raw, enc_hook=str).decode()
+        raise SettingsError(f"{where}: {shown!r} is not {key.expects}") from None
+
+
+def did_you_mean(wrong: str, known: Sequence[str]) -> str:
+    """Return `; did you mean X?` for the nearest of `known`, or nothing when none is near."""
+    near = difflib.get_close_matches(wrong, known, n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,0 +1,182 @@
+"""Owns the conversation on the wire of `/v1/messages`: blocks of content to the messages that chat templates know.
+
+Source: generation API reference, section 6.1. Results of tools become messages of the role `tool`, in the place where they
+stand between a user's texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from sie.frontend.dialects.openai.chat_messages import NAME, name_results
+from sie.frontend.dialects.openai.text_fields import wrong
+from sie.values.generate import ChatMessage, ToolCall
+
+_MAX_LIST: Final = 65_536
+_DROPPED: Final = frozenset(
+    {
+        "redacted_thinking",
+        "server_tool_use",
+        "web_search_tool_result",
+        "web_fetch_tool_result",
+        "tool_search_tool_result",
+        "code_execution_tool_result",
+        "bash_code_execution_tool_result",
+        "text_editor_code_execution_tool_result",
+    }
+)
+"""What a server-side tool of another server left in a conversation; no template has a place for it."""
+_MEDIA: Final = frozenset({"image", "document", "audio", "video", "container_upload", "search_result"})
+_to_json: Final = msgspec.json.Encoder().encode
+
+
+class TextBlock(msgspec.Struct):
+    """A block that must be text."""
+
+    type: str
+    text: str | None = None
+
+
+class BlockField(TextBlock):
+    """One block of a content; which fields count depends on its type, and so does the form of what is dropped."""
+
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: Any = None
+    is_error: bool | None = None
+
+
+_ResultContent = str | Annotated[list[TextBlock], Meta(max_length=_MAX_LIST)] | None
+
+
+class InputMessage(msgspec.Struct):
+    """One message."""
+
+    role: Literal["user", "assistant"]
+    content: str | Annotated[list[BlockField], Meta(max_length=_MAX_LIST)]
+
+
+def read_conversation(messages: Sequence[InputMessage]) -> list[ChatMessage]:
+    """Return the conversation. Raises BadRequest naming the block."""
+    if not messages:
+        raise wrong("messages", "must hold at least one message")
+    read: list[ChatMessage] = []
+    for number, message in enumerate(messages):
+        path = f"messages[{number}].content"
+        if isinstance(message.content, str):
+            read.append(ChatMessage(role=message.role, content=message.content))
+        elif message.role == "user":
+            read.extend(_read_user(message.content, path))
+        else:
+            read.append(_read_assistant(message.content, path))
+    return name_results(_one_turn_each(read))
+
+
+def ends_begun(messages: Sequence[ChatMessage]) -> bool:
+    """Tell whether a conversation ends with the beginning of an answer, which is to go on there, and nothing else."""
+    *before, last = messages
+    is_text = bool(last.content) and not last.tool_calls and last.reasoning is None
+    return bool(before) and last.role == "assistant" and is_text
+
+
+def _one_turn_each(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return a conversation in which users' messages that follow each other are one, and so are assistants'.
+
+    Many templates refuse any other. Source: the anthropic client 2.12, `messages` of `message_create_params`.
+    """
+    turns: list[ChatMessage] = []
+    for message in messages:
+        last = turns[-1] if turns else None
+        if last is None or last.role != message.role or message.role == "tool":
+            turns.append(message)
+            continue
+        turns[-1] = ChatMessage(
+            role=message.role,
+            content=_lines(last.content, message.content),
+            tool_calls=last.tool_calls + message.tool_calls,
+            reasoning=_lines(last.reasoning, message.reasoning),
+        )
+    return turns
+
+
+def _lines(*texts: str | None) -> str | None:
+    given = [text for text in texts if text]
+    return "\n".join(given) if given else texts[0]
+
+
+def join_text(blocks: Sequence[TextBlock], path: str) -> str:
+    """Return the text of blocks that must all be text, a line each. Raises BadRequest naming the block."""
+    return "\n".join(_text(block, f"{path}[{number}]") for number, block in enumerate(blocks))
+
+
+def _read_user(blocks: Sequence[BlockField], path: str) -> Iterator[ChatMessage]:
+    texts: list[str] = []
+    for number, block in enumerate(blocks):
+        here = f"{path}[{number}]"
+        if block.type in _DROPPED:
+            continue
+        if block.type != "tool_result":
+            texts.append(_text(block, here))
+            continue
+        if texts:
+            yield ChatMessage(role="user", content="\n".join(texts))
+            texts = []
+        yield _read_result(block, here)
+    if texts or not blocks:
+        yield ChatMessage(role="user", content="\n".join(texts))
+
+
+def _read_result(block: BlockField, path: str) -> ChatMessage:
+    if not block.tool_use_id:
+        raise wrong(f"{path}.tool_use_id", "is required")
+    try:
+        content: _ResultContent = msgspec.convert(block.content, _ResultContent)
+    except msgspec.ValidationError as error:
+        raise wrong(f"{path}.content", f"must be a text or blocks: {error}") from None
+    text = join_text(content, f"{path}.content") if isinstance(content, list) else content
+    return ChatMessage(role="tool", content=text or "", tool_call_id=block.tool_use_id)
+
+
+def _read_assistant(blocks: Sequence[BlockField], path: str) -> ChatMessage:
+    texts: list[str] = []
+    reasoning: list[str] = []
+    calls: list[ToolCall] = []
+    for number, block in enumerate(blocks):
+        here = f"{path}[{number}]"
+        if block.type == "tool_use":
+            calls.append(_read_call(block, here))
+        elif block.type == "thinking":
+            reasoning.append(block.thinking or "")
+        elif block.type not in _DROPPED:
+            texts.append(_text(block, here))
+    return ChatMessage(
+        role="assistant",
+        content="\n".join(texts) if texts or not calls else None,
+        tool_calls=tuple(calls),
+        reasoning="\n".join(reasoning) or None,
+    )
+
+
+def _read_call(block: BlockField, path: str) -> ToolCall:
+    if not block.id or not block.name:
+        raise wrong(f"{path}.{'name' if block.id else 'id'}", "is required")
+    if not NAME.fullmatch(block.name):
+        raise wrong(f"{path}.name", "must be of letters, digits and _.:/-, at most 256")
+    return ToolCall(id=block.id, name=block.name, arguments=_to_json(block.input or {}).decode())
+
+
+def _text(block: TextBlock, path: str) -> str:
+    if block.type in _MEDIA:
+        raise wrong(f"{path}.type", f"is {block.type!r}; text is served, media and documents are not")
+    if block.type != "text":
+        raise wrong(f"{path}.type", f"is {block.type[:40]!r}, which is not known here")
+    if block.text is None:
+        raise wrong(f"{path}.text", "is required")
+    return block.text

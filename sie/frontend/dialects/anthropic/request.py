@@ -1,0 +1,175 @@
+"""Owns the wire of `/v1/messages` and `/v1/messages/count_tokens`: bodies to a typed request.
+
+What is written back is in `sie.frontend.dialects.anthropic.reply`. Source: generation API reference, section 6, and the types
+of the anthropic client 2.12. Every mistake is a 400.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from sie.config.limits import Limits
+from sie.frontend.dialects.anthropic.content import InputMessage, TextBlock, ends_begun, join_text, read_conversation
+from sie.frontend.dialects.openai.agent_fields import refuse_agent_tool
+from sie.frontend.dialects.openai.chat import ResponseFormat, read_effort, read_format, read_thinking
+from sie.frontend.dialects.openai.chat_tools import ToolField, read_tools
+from sie.frontend.dialects.openai.sampling_fields import Number
+from sie.frontend.dialects.openai.text_fields import (
+    SamplingFields,
+    decode_body,
+    read_grammar,
+    read_sampling_fields,
+    read_stop,
+    wrong,
+)
+from sie.values.generate import ChatMessage, GenerateRequest, Grammar, Tool, ToolChoice
+
+_MAX_LIST: Final = 65_536
+_MODES: Final[dict[str, Literal["auto", "required", "none"]]] = {"auto": "auto", "any": "required", "none": "none"}
+_CLIENT_TOOLS: Final = frozenset({None, "custom", "function"})
+NAMES: Final = {"stop": "stop_sequences"}
+"""What this route calls fields that the generation core names."""
+
+
+class InputTool(msgspec.Struct):
+    """A function of the client's; any other type of tool would run on the server."""
+
+    name: str | None = None
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class InputToolChoice(msgspec.Struct):
+    """Which tools may or must be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct):
+    """Whether the model reasons first."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Number | None = None
+
+
+class OutputFormat(msgspec.Struct):
+    """The schema that the answer must follow."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct):
+    """What form the answer has, and how much the model reasons."""
+
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
+class MessagesBody(SamplingFields, kw_only=True):
+    """The body of a request."""
+
+    messages: Annotated[list[InputMessage], Meta(max_length=_MAX_LIST)]
+    system: str | Annotated[list[TextBlock], Meta(max_length=_MAX_LIST)] | None = None
+    stop_sequences: Annotated[list[str], Meta(max_length=_MAX_LIST)] | None = None
+    tools: Annotated[list[InputTool], Meta(max_length=_MAX_LIST)] | None = None
+    tool_choice: InputToolChoice | None = None
+    thinking: Thinking | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
+    response_format: ResponseFormat | None = None
+    container: Any = None
+    metadata: Any = None
+
+
+_DECODER: Final = msgspec.json.Decoder(MessagesBody)
+_to_json: Final = msgspec.json.Encoder().encode
+
+
+def decode_messages(body: bytes, content_type: str | None, limits: Limits) -> GenerateRequest:
+    """Return the request in a body. Raises BadRequest naming the field."""
+    call = decode_body(_DECODER, body, content_type, limits)
+    if call.container is not None and call.container != {}:
+        raise wrong("container", "asks for skills or a container, and the server has none")
+    request = read_sampling_fields(call)
+    conversation = read_conversation(call.messages)
+    request.messages = [*_read_system(call.system), *conversation]
+    request.continues = ends_begun(conversation)
+    request.tools = _read_tools(call.tools or ())
+    request.tool_choice = _read_choice(call.tool_choice, request.tools)
+    request.parallel_tool_calls = call.tool_choice is None or not call.tool_choice.disable_parallel_tool_use
+    request.grammar = _read_grammar(call)
+    request.thinking, request.reasoning_effort = _read_thinking(call)
+    request.stop = read_stop(call.stop_sequences, "stop_sequences")
+    return request
+
+
+def _read_system(system: str | Sequence[TextBlock] | None) -> list[ChatMessage]:
+    text = system if isinstance(system, str) else join_text(system or (), "system")
+    return [ChatMessage(role="system", content=text)] if text else []
+
+
+def _read_tools(tools: Sequence[InputTool]) -> tuple[Tool, ...]:
+    fields: list[ToolField] = []
+    for number, tool in enumerate(tools):
+        path = f"tools[{number}]"
+        if tool.type not in _CLIENT_TOOLS:
+            refuse_agent_tool(str(tool.type), path)
+        if tool.input_schema is None:
+            raise wrong(f"{path}.input_schema", "is required")
+        fields.append(
+            ToolField(
+                name=tool.name or "", description=tool.description, parameters=tool.input_schema, strict=tool.strict
+            )
+        )
+    return read_tools(fields)
+
+
+def _read_choice(choice: InputToolChoice | None, tools: Sequence[Tool]) -> ToolChoice:
+    if choice is None:
+        return ToolChoice()
+    if choice.type == "tool":
+        if choice.name not in {tool.name for tool in tools}:
+            raise wrong("tool_choice.name", f"is {str(choice.name)[:80]!r}, which is none of the tools")
+        return ToolChoice(mode="required", names=(choice.name or "",))
+    if choice.type == "any" and not tools:
+        raise wrong("tool_choice", "is 'any', and there are no tools")
+    return ToolChoice(mode=_MODES[choice.type])
+
+
+def _read_thinking(call: MessagesBody) -> tuple[bool | None, str | None]:
+    if call.thinking is not None:
+        is_on = call.thinking.type != "disabled"
+        if call.enable_thinking not in (None, is_on):
+            raise wrong("thinking", f"is {call.thinking.type!r}, and 'enable_thinking' says otherwise")
+        call.enable_thinking = is_on
+    if call.output_config is not None and call.output_config.effort is not None:
+        if call.reasoning_effort is not None:
+            raise wrong("reasoning_effort", "and 'output_config.effort' cannot both be given")
+        # How much to reason, not whether: a model that was told not to stays silent.
+        effort = call.output_config.effort.strip().lower()
+        effort = "xhigh" if effort == "max" else effort
+        read_effort(effort, "output_config.effort")
+        call.reasoning_effort = None if call.enable_thinking is False else effort
+    return read_thinking(call)
+
+
+def _read_grammar(call: MessagesBody) -> Grammar | None:
+    form = call.output_config.format if call.output_config is not None else None
+    given = [name for name, value in (("grammar", call.grammar), ("response_format", call.response_format),
+                                      ("output_config", form)) if value is not None]  # fmt: skip
+    if len(given) > 1:
+        raise wrong(given[0], f"and {given[1]!r} cannot both be given")
+    if form is not None:
+        return Grammar(kind="json_schema", value=_to_json(form.schema).decode(), field="output_config.format")
+    return read_grammar(call.grammar) or read_format(call.response_format)

@@ -1,0 +1,1 @@
+"""Cohere's rerank API on the wire."""

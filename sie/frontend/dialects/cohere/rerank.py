@@ -1,0 +1,99 @@
+"""Owns the wire of `/v1/rerank`, Cohere's shape: JSON both ways, errors in OpenAI's envelope.
+
+Source: SIE API reference, section 10.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from sie.config.limits import Limits
+from sie.frontend.dialects.openai.embeddings import DEFAULT_MODEL, field_of
+from sie.frontend.http.body_limits import check_json, decode_free_form, decode_typed
+from sie.frontend.inputs.profile_options import merge_options, refuse_adapter
+from sie.frontend.operations.comparisons import resolve_compared
+from sie.frontend.operations.score import resolve_score
+from sie.values.card import ModelCard
+from sie.values.encode import ScoreReply, ScoreRequest
+from sie.values.errors import BadRequest, InputTooLong
+
+_MOST_DOCUMENTS = 65_536  # the most that settings allow; the setting itself is checked after decoding
+_ABSENT = msgspec.Raw(b"")
+_to_json = msgspec.json.Encoder().encode
+
+
+class RerankBody(msgspec.Struct, gc=False, kw_only=True, forbid_unknown_fields=True):
+    model: str | None = None
+    query: str
+    documents: Annotated[list[str], msgspec.Meta(max_length=_MOST_DOCUMENTS)]
+    top_n: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    return_documents: bool | None = None
+    options: msgspec.Raw = _ABSENT
+
+
+class RerankCall(msgspec.Struct, frozen=True):
+    """A decoded request, and which part of the ranking is wanted; top_n None wants all of it."""
+
+    request: ScoreRequest
+    top_n: int | None
+    return_documents: bool
+
+
+_DECODER = msgspec.json.Decoder(RerankBody)
+
+
+def decode_rerank(body: bytes, limits: Limits) -> RerankCall:
+    """Return the request in a rerank body; pass its `request` to `resolve_rerank` next.
+
+    Raises BadRequest (InputTooLong for limits); an unknown field is one.
+    """
+    check_json(body, limits.max_depth)
+    try:
+        call = decode_typed(_DECODER, body)
+    except BadRequest as error:
+        raise BadRequest(error.message, extras={"param": field_of(error.message)}) from None
+    documents = call.documents
+    if not documents:
+        raise BadRequest("Field 'documents' must not be empty", extras={"param": "documents"})
+    if len(documents) > limits.max_candidates:
+        raise BadRequest(
+            f"Field 'documents' must hold at most {limits.max_candidates} entries, got {len(documents)}; "
+            "split the request",
+            extras={"param": "documents"},
+        )
+    if len(body) > limits.max_item_text_bytes:  # JSON escapes only shrink, so no text can be longer
+        _check_sizes(call, limits.max_item_text_bytes)
+    options = decode_free_form(call.options, msgpack=False, path="$.options", max_depth=limits.max_depth)
+    request = ScoreRequest(model=call.model or DEFAULT_MODEL, query=call.query, documents=documents, options=options)
+    return RerankCall(request, call.top_n, bool(call.return_documents))
+
+
+def _check_sizes(call: RerankBody, max_bytes: int) -> None:
+    texts = [("query", call.query), *((f"documents[{i}]", text) for i, text in enumerate(call.documents))]
+    for name, text in texts:
+        if len(text.encode()) > max_bytes:
+            raise InputTooLong(f"Field '{name}' must hold at most {max_bytes} bytes of UTF-8 text")
+
+
+def resolve_rerank(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
+    """Return the request with its instruction final. Raises BadRequest for what this model cannot serve."""
+    request = resolve_score(request, card)
+    if request.options or card.profiles:
+        request.options = merge_options(card, request.options, "$.options")
+        refuse_adapter(card, request.options, "scores")
+    request.instruction = request.options.get("instruction")
+    request.compared = resolve_compared(request.options, card)
+    return request
+
+
+def encode_ranking(call: RerankCall, reply: ScoreReply) -> bytes:
+    """Return the body of a rerank reply: the best top_n documents, best first."""
+    results: list[dict[str, Any]] = []
+    for index in reply.ranking()[: call.top_n]:
+        result: dict[str, Any] = {"index": index, "relevance_score": reply.scores[index]}
+        if call.return_documents:
+            result["document"] = {"text": call.request.documents[index]}
+        results.append(result)
+    return _to_json({"model": reply.model, "results": results, "usage": {"input_tokens": reply.input_tokens}})

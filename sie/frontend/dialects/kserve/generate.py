@@ -1,0 +1,164 @@
+"""Owns the wire of `/v2/models/{model}/generate` and `/generate_stream`: a text in, a text or pieces of it out.
+
+Source: Triton's generate extension and KServe v2 sheet, section 11. What is beside `text_input` may stand in
+`parameters` or at the top, where it counts first. Others than those named here have no effect, as on the other KServe routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from sie.config.limits import Limits
+from sie.frontend.dialects.kserve.parameters import EMPTY_FINAL_RESPONSE, checked_parameters
+from sie.frontend.dialects.openai.sampling_fields import Count, SamplingNumbers, StopText, StopTexts, write_sampling
+from sie.frontend.dialects.openai.text_fields import KEEP_ALIVE, data_line, read_stop
+from sie.frontend.http.body_limits import check_json, check_utf8, decode_typed
+from sie.values.errors import BadRequest, SieError
+from sie.values.generate import Ended, GenerateEvent, GenerateReply, GenerateRequest, Started, TextDelta
+from sie.values.tensor import TensorRule
+
+_DEFAULT_MAX_TOKENS: Final = 16
+"""As on `/v1/completions`."""
+_to_json: Final = msgspec.json.Encoder().encode
+
+
+class GenerateParameters(SamplingNumbers, kw_only=True):
+    """How a text is generated. None: not given."""
+
+    stream: bool | None = None
+    max_tokens: Count | None = None
+    stop: StopText | StopTexts | None = None
+    exclude_input_in_output: bool | None = None
+
+
+OneText = Annotated[list[str], Meta(min_length=1, max_length=1)]
+"""A list is a tensor of as many elements, a text one of one; there is one text."""
+
+
+class TextInputBody(GenerateParameters, kw_only=True):
+    """The body of a request."""
+
+    text_input: str | OneText
+    id: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+_DECODER: Final = msgspec.json.Decoder(TextInputBody)
+
+
+class Shown(msgspec.Struct, frozen=True, kw_only=True):
+    """How an answer is written."""
+
+    rule: TensorRule
+    id: str = ""
+    in_pieces: bool = False
+    echo: bool = False
+
+    def answer(self, text: str) -> dict[str, Any]:
+        """Return one answer, or one of the pieces."""
+        head = {"id": self.id} if self.id else {}
+        return {**head, "model_name": self.rule.name, "model_version": self.rule.version, "text_output": text}
+
+
+def decode_text_input(
+    body: bytes, rule: TensorRule, limits: Limits, *, is_stream: bool
+) -> tuple[GenerateRequest, Shown]:
+    """Return the request in a body, and how its answer is written; its model is the caller's to name.
+
+    is_stream: it came to `/generate_stream`. Raises BadRequest with the field at fault.
+    """
+    check_json(body, limits.max_depth)
+    check_utf8(body)
+    call = decode_typed(_DECODER, body)
+    given = read_parameters(call.parameters)
+    for field in GenerateParameters.__struct_fields__:
+        if (value := getattr(call, field)) is not None:
+            setattr(given, field, value)
+    texts = [call.text_input] if isinstance(call.text_input, str) else call.text_input
+    request = text_request(texts, given, is_stream=is_stream)
+    in_pieces, echo = is_stream and given.stream is not False, given.exclude_input_in_output is False
+    return request, Shown(rule=rule, id=call.id or "", in_pieces=in_pieces, echo=echo)
+
+
+def read_parameters(parameters: Mapping[str, Any] | None) -> GenerateParameters:
+    """Return what a request's parameters say. Raises BadRequest for a wrong type or name."""
+    given = parameters or {}
+    checked_parameters({name: value for name, value in given.items() if name != "stop"}, own=(EMPTY_FINAL_RESPONSE,))
+    try:
+        # Not strictly: gRPC has parameters for texts and whole numbers, so that a client sends a temperature as a text.
+        return msgspec.convert(given, GenerateParameters, strict=False)
+    except msgspec.ValidationError as error:
+        raise BadRequest(str(error).replace("`$.", "`$.parameters.")) from None
+
+
+def text_request(texts: list[str], given: GenerateParameters, *, is_stream: bool) -> GenerateRequest:
+    """Return the request for what follows texts; its model is the caller's to name.
+
+    Raises BadRequest for one that asks for many answers where there is one.
+    """
+    if given.stream and not is_stream:
+        raise BadRequest("parameter 'stream' is true, and there is one answer; /generate_stream has many")
+    request = GenerateRequest(
+        model="",
+        texts=texts,
+        max_tokens=given.max_tokens or _DEFAULT_MAX_TOKENS,
+        stop=read_stop(given.stop),
+        stream=is_stream,
+    )
+    write_sampling(given, request)
+    return request
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def encode_text_output(reply: GenerateReply, shown: Shown, prompts: Sequence[str]) -> bytes:
+    """Return the body of a whole answer; prompts has its prompt where it is wanted back."""
+    return _to_json(shown.answer("".join(prompts) + reply.choices[0].text))
+
+
+class TextOutputWriter:
+    """Writes a stream: an answer for each piece, or one for all of them. It ends without a word."""
+
+    keep_alive = KEEP_ALIVE
+
+    def __init__(self, shown: Shown, prompts: Sequence[str]) -> None:
+        self._shown = shown
+        self._prompt = "".join(prompts)
+        self._held: list[str] = []
+        self._is_begun = False
+
+    def write(self, events: Sequence[GenerateEvent]) -> bytes:
+        """See `sie.frontend.http.stream.EventWriter`."""
+        return b"".join(map(self._write, events))
+
+    def write_error(self, error: SieError) -> bytes:
+        """See `sie.frontend.http.stream.EventWriter`."""
+        return data_line({"error": error.message})
+
+    def _write(self, event: GenerateEvent) -> bytes:
+        match event:
+            case Started():
+                return self._add(self._prompt)
+            case TextDelta(_, text):
+                return self._add(text)
+            case Ended() if self._held or not self._is_begun:
+                return self._send("".join(self._held))
+            case _:
+                return b""
+
+    def _add(self, text: str) -> bytes:
+        if not text:
+            return b""
+        if self._shown.in_pieces:
+            return self._send(text)
+        self._held.append(text)
+        return b""
+
+    def _send(self, text: str) -> bytes:
+        self._is_begun = True
+        return data_line(self._shown.answer(text))

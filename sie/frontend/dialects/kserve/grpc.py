@@ -1,0 +1,254 @@
+"""Owns the KServe v2 gRPC wire of inference: a ModelInferRequest's bytes to a typed request, a reply to bytes.
+
+Pure. Tensors in `raw_input_contents` are views of the message; replies always fill `raw_output_contents`. Whether names,
+types and shapes are the model's is for `sie.frontend.tensors.checks`. Source: Open Inference Protocol v2, gRPC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from sie.frontend.dialects.kserve.infer import InferCall, Wanted
+from sie.frontend.dialects.kserve.parameters import (
+    EMPTY_FINAL_RESPONSE,
+    check_sequence,
+    checked_parameters,
+    checked_priority,
+    flag,
+    unsigned,
+)
+from sie.frontend.dialects.kserve.protobuf_wire import append_bytes, cut_views, parse
+from sie.proto import message_class
+from sie.values.bytes_tensor import frame_elements
+from sie.values.errors import BadRequest
+from sie.values.tensor import DATATYPES, Tensor, TensorReply, TensorRequest, TensorRule
+
+FINAL_RESPONSE: Final = "triton_final_response"
+_RAW_INPUTS: Final = 7
+_RAW_OUTPUTS: Final = 6
+_INFER_RESPONSE: Final = 2
+_RESPONSE_ID: Final = 3
+_MAX_TENSORS: Final = 1024
+_WRAPPED: Final = 1 << 63
+"""Triton's C++ client writes the id of a sequence, which has no sign, as `int64_param`."""
+_MAX_KEPT_BYTES: Final = 2048
+"""A longer request is read each time, whatever it shares with others; what is kept is kept by the hundred."""
+_MAX_KEPT_OUTPUTS: Final = 16
+_TYPED: Final = {
+    "BOOL": "bool_contents", "INT8": "int_contents", "INT16": "int_contents", "INT32": "int_contents",
+    "INT64": "int64_contents", "UINT8": "uint_contents", "UINT16": "uint_contents", "UINT32": "uint_contents",
+    "UINT64": "uint64_contents", "FP32": "fp32_contents", "FP64": "fp64_contents", "BYTES": "bytes_contents",
+}  # fmt: skip
+_NARROW: Final = frozenset({"INT8", "INT16", "UINT8", "UINT16"})
+_REQUEST: Final = message_class("kserve", "inference.ModelInferRequest")
+_RESPONSE: Final = message_class("kserve", "inference.ModelInferResponse")
+
+
+class InferMessage(NamedTuple):
+    """A parsed ModelInferRequest: its bytes without the raw contents, the message in them, and the raw contents.
+
+    Requests that differ in their tensors alone have the same bytes and share the message: nobody may change it.
+    """
+
+    rest: bytes
+    message: Any
+    raw: list[memoryview]
+
+
+def parse_infer(data: bytes) -> InferMessage:
+    """Return the message in data. Raises BadRequest for what is none."""
+    rest, raw = cut_views(data, _RAW_INPUTS)
+    return InferMessage(rest, (_parse if _is_kept(rest, raw) else _parse.__wrapped__)(rest), raw)
+
+
+def _is_kept(rest: bytes, raw: list[memoryview]) -> bool:
+    return bool(raw) and len(rest) <= _MAX_KEPT_BYTES
+
+
+@lru_cache(maxsize=256)
+def _parse(rest: bytes) -> Any:
+    return parse(_REQUEST, rest)
+
+
+class _Form(NamedTuple):
+    """What a request says beside its elements."""
+
+    inputs: tuple[tuple[str, str, tuple[int, ...]], ...]
+    typed: str | None
+    """The name of the first input with typed contents; None without one."""
+    wanted: tuple[Wanted, ...]
+    outputs: tuple[str, ...]
+    priority: int
+    timeout_us: int
+    parameters: dict[str, Any]
+
+
+def decode_infer(parsed: InferMessage, model: str, rule: TensorRule, max_values: int) -> InferCall:
+    """Return the request; model is the hosted id, max_values bounds the elements that come typed. Raises BadRequest."""
+    rest, message, raw = parsed
+    form = _kept_form(rest) if _is_kept(rest, raw) else _form_of(message)
+    inputs: list[Tensor] = []
+    if raw:
+        inputs = _raw_inputs(form, raw, rule.name)
+    else:
+        for item in message.inputs:
+            inputs.append(Tensor(item.name, item.datatype, tuple(item.shape), _typed(item, max_values)))
+            max_values -= prod(item.shape)
+    request = TensorRequest(
+        model=model, inputs=inputs, outputs=form.outputs, id=message.id,
+        priority=checked_priority(form.priority, rule), timeout_us=form.timeout_us, parameters=form.parameters,
+    )  # fmt: skip
+    return InferCall(request=request, wanted=form.wanted, is_binary=True)
+
+
+@lru_cache(maxsize=256)
+def _kept_form(rest: bytes) -> _Form:
+    return _form_of(_parse(rest))
+
+
+def _form_of(message: Any) -> _Form:
+    if len(message.inputs) > _MAX_TENSORS or len(message.outputs) > _MAX_TENSORS:
+        raise BadRequest(f"a request has at most {_MAX_TENSORS} inputs and as many outputs")
+    parameters = _parameters(message.parameters)
+    check_sequence(parameters, least_id=-_WRAPPED)
+    flag(parameters, EMPTY_FINAL_RESPONSE)
+    wanted = _wanted(message.outputs)
+    for item in message.inputs:
+        _check_parameters(item)
+    typed = next((item.name for item in message.inputs if item.HasField("contents")), None)
+    return _Form(
+        tuple([(item.name, item.datatype, tuple(item.shape)) for item in message.inputs]),
+        typed, wanted, tuple([output.name for output in wanted]),
+        unsigned(parameters, "priority"), unsigned(parameters, "timeout"), parameters,
+    )  # fmt: skip
+
+
+def wants_final_response(message: Any) -> bool:
+    """Tell whether the last reply on a stream is to be marked as such."""
+    return message.parameters[EMPTY_FINAL_RESPONSE].bool_param if EMPTY_FINAL_RESPONSE in message.parameters else False
+
+
+def _raw_inputs(form: _Form, raw: Sequence[memoryview], model: str) -> list[Tensor]:
+    if form.typed is not None:
+        raise BadRequest(
+            f"contents field must not be specified when using raw_input_contents for '{form.typed}' for model '{model}'"
+        )
+    if len(raw) < len(form.inputs):
+        raise BadRequest(
+            f"unable to find data for input tensor '{form.inputs[len(raw)][0]}' for model '{model}' in request."
+        )
+    if len(raw) > len(form.inputs):
+        raise BadRequest(
+            f"Size of raw_input_contents: {len(raw)} is different than number of inputs: {len(form.inputs)}"
+        )
+    return [Tensor(*item, data) for item, data in zip(form.inputs, raw, strict=True)]
+
+
+def _check_parameters(item: Any) -> None:
+    if "shared_memory_region" in _parameters(item.parameters):
+        raise BadRequest(f"'{item.name}': shared memory is not supported by this server")
+
+
+def _typed(item: Any, max_values: int) -> memoryview:
+    """Return the elements of an input's contents as the raw form has them."""
+    name, datatype = item.name, item.datatype
+    if datatype not in DATATYPES:
+        raise BadRequest(f"invalid datatype '{datatype[:32]}' for input {name}")
+    field = _TYPED.get(datatype)
+    if field is None:
+        if item.HasField("contents"):
+            raise BadRequest(f"input '{name}' of datatype {datatype} must be sent in raw_input_contents")
+        return memoryview(b"")
+    contents = item.contents
+    for other, _ in contents.ListFields():
+        if other.name != field:
+            raise BadRequest(f"input '{name}' of datatype {datatype} must be sent in {field}, not in {other.name}")
+    values = getattr(contents, field)
+    count = prod(item.shape)
+    if any(size < 0 for size in item.shape) or len(values) != count:
+        raise BadRequest(
+            f"Shape does not match true shape of '{field}': input '{name}' has {len(values)} elements and its shape is "
+            f"{list(item.shape)[:32]}"
+        )
+    if count > max_values:
+        raise BadRequest(
+            f"the typed elements of a request are over max_tensor_values; send '{name}' in raw_input_contents"
+        )
+    if datatype == "BYTES":
+        return memoryview(frame_elements(values))
+    return memoryview(_packed(values, name, datatype))
+
+
+def _packed(values: Any, name: str, datatype: str) -> bytes:
+    dtype = np.dtype(DATATYPES[datatype])
+    if datatype not in _NARROW:
+        return np.array(values, dtype).tobytes()
+    wide, bounds = np.array(values, np.int64), np.iinfo(dtype)
+    if wide.size and (wide.min() < bounds.min or wide.max() > bounds.max):
+        raise BadRequest(f"a value of input '{name}' does not fit into {datatype}")
+    return wide.astype(dtype).tobytes()
+
+
+def _wanted(outputs: Sequence[Any]) -> tuple[Wanted, ...]:
+    """Return each output that is asked for, once."""
+    wanted: dict[str, Wanted] = {}
+    for output in outputs:
+        _check_parameters(output)
+        num_classes = unsigned(_parameters(output.parameters), "classification")
+        wanted.setdefault(output.name, Wanted(output.name, is_binary=True, num_classes=num_classes))
+    return tuple(wanted.values())
+
+
+def _parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters as they are in JSON. Raises BadRequest for one without a value, and as HTTP does."""
+    found: dict[str, Any] = {}
+    for name, parameter in parameters.items():
+        choice = parameter.WhichOneof("parameter_choice")
+        if choice is None:
+            raise BadRequest(f"parameter '{name}' has no value")
+        found[name] = getattr(parameter, choice)
+    return checked_parameters(found, own=(EMPTY_FINAL_RESPONSE,))
+
+
+def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule, *, is_final: bool = False) -> bytes:
+    """Return a ModelInferResponse; outputs asked for as classes have become BYTES before.
+
+    is_final marks the last reply to a request on a stream.
+    """
+    forms = tuple([(output.name, output.datatype, output.shape) for output in reply.outputs])
+    head = (_response_head if len(forms) <= _MAX_KEPT_OUTPUTS else _response_head.__wrapped__)(
+        rule.name, rule.version, forms, is_final=is_final
+    )
+    if call.request.id:
+        head = append_bytes(head, _RESPONSE_ID, [call.request.id.encode()])
+    return append_bytes(head, _RAW_OUTPUTS, [output.data for output in reply.outputs])
+
+
+@lru_cache(maxsize=256)
+def _response_head(
+    name: str, version: str, forms: tuple[tuple[str, str, tuple[int, ...]], ...], *, is_final: bool
+) -> bytes:
+    """Return what is the same in all replies of one form: names, types and shapes."""
+    response = _RESPONSE(model_name=name, model_version=version)
+    if is_final:
+        response.parameters[FINAL_RESPONSE].bool_param = True
+    for output, datatype, shape in forms:
+        response.outputs.add(name=output, datatype=datatype, shape=shape)
+    return response.SerializeToString()
+
+
+def stream_reply(response: bytes) -> bytes:
+    """Return a ModelStreamInferResponse with an encoded ModelInferResponse."""
+    return append_bytes(b"", _INFER_RESPONSE, [response])
+
+
+def stream_error(message: str, request_id: str) -> bytes:
+    """Return a ModelStreamInferResponse that tells of a failure."""
+    response = message_class("kserve", "inference.ModelStreamInferResponse")(error_message=message)
+    response.infer_response.id = request_id
+    return response.SerializeToString()

@@ -1,0 +1,96 @@
+"""Owns the wire of `/v2/models/{model}/generate` for models of tensors: members of the body are inputs, outputs are members.
+
+A member that is called as an input is one: a scalar is a tensor of shape [1], a list one of shape [n], in a batch of one
+where the model has batches. `parameters` are those of a request to infer; other members have no effect.
+Pure. Source: Triton's generate extension and KServe v2 sheet, section 11.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+from typing import Any, Final
+
+import msgspec
+
+from sie.config.limits import Limits
+from sie.frontend.dialects.kserve.parameters import check_sequence, checked_parameters, checked_priority, unsigned
+from sie.frontend.dialects.kserve.tensor_json import elements_from_json, elements_to_json
+from sie.frontend.http.body_limits import check_json, check_utf8, decode_typed
+from sie.values.errors import BadRequest
+from sie.values.tensor import Tensor, TensorReply, TensorRequest, TensorRule, TensorSpec
+
+_RESERVED: Final = ("id", "parameters")
+_ROOM: Final = 1024
+"""Commas and brackets of a body beside those of its elements."""
+_ABSENT: Final = msgspec.Raw(b"")
+_TEXTS: Final = msgspec.json.Decoder(list[str])
+_to_json: Final = msgspec.json.Encoder().encode
+
+
+def decode_members(body: bytes, model: str, rule: TensorRule, limits: Limits) -> TensorRequest:
+    """Return the request in a body; model is the hosted id. Raises BadRequest with the member at fault."""
+    check_json(body, limits.max_depth, limits.max_tensor_values + _ROOM, limits.max_tensor_values + _ROOM)
+    check_utf8(body)
+    members = decode_typed(_decoder(tuple(spec.name for spec in rule.inputs)), body)
+    parameters = checked_parameters(members.parameters)
+    check_sequence(parameters)
+    values = [getattr(members, _field(index)) for index in range(len(rule.inputs))]
+    inputs = [_tensor(value, spec, rule) for value, spec in zip(values, rule.inputs, strict=True) if bytes(value)]
+    return TensorRequest(
+        model=model, inputs=inputs, id=members.id or "", parameters=parameters,
+        priority=checked_priority(unsigned(parameters, "priority"), rule), timeout_us=unsigned(parameters, "timeout"),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _decoder(names: tuple[str, ...]) -> msgspec.json.Decoder[Any]:
+    """Return what reads the members of these names, and skips all others without building them."""
+    fields = {_field(index): name for index, name in enumerate(names) if name not in _RESERVED}
+    members = msgspec.defstruct(
+        "Members",
+        [("id", str | None, None), ("parameters", dict[str, Any] | None, None)]
+        + [(_field(index), msgspec.Raw, _ABSENT) for index in range(len(names))],
+        rename=fields,
+    )
+    return msgspec.json.Decoder(members)
+
+
+def _field(index: int) -> str:
+    return f"input_{index}"
+
+
+def _tensor(value: msgspec.Raw, spec: TensorSpec, rule: TensorRule) -> Tensor:
+    text = bytes(value)
+    is_list = text.startswith(b"[")
+    elements = msgspec.Raw(text if is_list else b"[%b]" % text)
+    count = _count(elements, spec) if is_list else 1
+    shape = (
+        () if not (is_list or spec.shape) else (1, count) if rule.max_batch_size and len(spec.shape) == 2 else (count,)
+    )
+    data = elements_from_json(elements, spec.name, spec.datatype, count)
+    return Tensor(spec.name, spec.datatype, shape, memoryview(data))
+
+
+def _count(elements: msgspec.Raw, spec: TensorSpec) -> int:
+    """Return how many elements a list has. Raises BadRequest for texts that are none."""
+    text = bytes(elements)
+    if spec.datatype == "BYTES":
+        try:
+            return len(_TEXTS.decode(text))
+        except (msgspec.DecodeError, UnicodeError) as error:
+            raise BadRequest(f"the data of input '{spec.name}' must be a list of texts: {error}") from None
+    return text.count(b",") + 1 if text[1:-1].strip() else 0
+
+
+def encode_members(request: TensorRequest, reply: TensorReply, rule: TensorRule) -> bytes:
+    """Return the body of an answer: each output as a flat list, one element as a scalar.
+
+    Raises BadRequest for an output that JSON cannot hold.
+    """
+    body: dict[str, Any] = {"id": request.id} if request.id else {}
+    body |= {"model_name": rule.name, "model_version": rule.version}
+    for output in reply.outputs:
+        elements = elements_to_json(output.data, output.name, output.datatype)
+        body[output.name] = msgspec.Raw(elements[1:-1] if prod(output.shape) == 1 else elements)
+    return _to_json(body)

@@ -1,0 +1,158 @@
+"""Owns the KServe v2 REST wire beside inference: bodies about the server, its models, their state and their figures.
+
+Pure: values come in, bytes go out. Sources: Open Inference Protocol v2; Triton's model repository and statistics
+extensions; OpenVINO Model Server's configuration API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from sie import __version__
+from sie.frontend.http.body_limits import decode_typed
+from sie.frontend.tensors.states import Figures, VersionState
+from sie.values.card import ModelState
+from sie.values.errors import BadRequest
+from sie.values.tensor import TensorRule, TensorSpec
+
+EXTENSIONS: Final = ("classification", "model_repository", "schedule_policy", "model_configuration", "binary_tensor_data", "parameters",
+                     "statistics")  # fmt: skip
+_INDEX_STATES: Final[dict[ModelState, str]] = {
+    "loaded": "READY", "loading": "LOADING", "unloading": "UNLOADING", "failed": "UNAVAILABLE", "available": "UNAVAILABLE",
+}  # fmt: skip
+_CONFIG_STATES: Final[dict[ModelState, str]] = {
+    "loaded": "AVAILABLE", "loading": "LOADING", "unloading": "UNLOADING", "failed": "LOADING", "available": "END",
+}  # fmt: skip
+
+
+class _IndexBody(msgspec.Struct):
+    ready: bool = False
+
+
+class _ManageBody(msgspec.Struct):
+    parameters: dict[Annotated[str, msgspec.Meta(max_length=256)], Any] = {}
+
+
+_INDEX: Final = msgspec.json.Decoder(_IndexBody)
+_MANAGE: Final = msgspec.json.Decoder(_ManageBody)
+
+
+def server_metadata_body(name: str) -> bytes:
+    """Return the body of `GET /v2`."""
+    return msgspec.json.encode({"name": name, "version": __version__, "extensions": EXTENSIONS})
+
+
+def model_metadata_body(rule: TensorRule, versions: Sequence[str]) -> bytes:
+    """Return the body of `GET /v2/models/{m}[/versions/{v}]`."""
+    return msgspec.json.encode(model_metadata(rule, versions))
+
+
+def model_metadata(rule: TensorRule, versions: Sequence[str]) -> dict[str, Any]:
+    """Return the protocol's ModelMetadataResponse."""
+    return {
+        "name": rule.name, "versions": versions, "platform": rule.platform,
+        "inputs": [_spec(spec) for spec in rule.inputs], "outputs": [_spec(spec) for spec in rule.outputs],
+    }  # fmt: skip
+
+
+def _spec(spec: TensorSpec) -> dict[str, Any]:
+    return {"name": spec.name, "datatype": spec.datatype, "shape": spec.shape}
+
+
+def decode_index(body: bytes) -> bool:
+    """Return whether only ready models are asked for. Raises BadRequest."""
+    return decode_typed(_INDEX, body).ready if body else False
+
+
+def index_body(states: Iterable[VersionState], *, only_ready: bool) -> bytes:
+    """Return the body of `POST /v2/repository/index`."""
+    return msgspec.json.encode(index_entries(states, only_ready=only_ready))
+
+
+def index_entries(states: Iterable[VersionState], *, only_ready: bool) -> list[dict[str, str]]:
+    """Return the protocol's ModelIndex of each version, and the bare name of a model that was never loaded, once."""
+    entries: list[dict[str, str]] = []
+    for found in states:
+        state = _INDEX_STATES[found.state]
+        if only_ready and state != "READY":
+            continue
+        entry = {"name": found.name}
+        if found.state != "available" or found.reason:
+            entry |= {"version": found.version, "state": state, "reason": found.reason}
+        if entry not in entries[-1:]:
+            entries.append(entry)
+    return entries
+
+
+def check_manage(body: bytes, action: str) -> None:
+    """Raise BadRequest for the body of a load or unload, which action is, that asks for what is not done here."""
+    parameters = decode_typed(_MANAGE, body).parameters if body else {}
+    check_manage_parameters(parameters, action)
+
+
+def check_manage_parameters(parameters: Mapping[str, Any], action: str) -> None:
+    """Raise BadRequest for a parameter that a load or an unload does not have.
+
+    A configuration or files sent along would be a second way to put models on the host.
+    """
+    for name, value in parameters.items():
+        if action != "unload" or name != "unload_dependents":
+            raise _refused_parameter(name)
+        if not isinstance(value, bool):
+            raise BadRequest(f"parameter '{name}' must be a bool")
+
+
+def _refused_parameter(name: str) -> BadRequest:
+    if name == "config" or name.startswith("file:"):
+        return BadRequest(f"parameter '{name}' is not supported: models come from the directory model_repository alone")
+    return BadRequest(f"unrecognized parameter '{name}'")
+
+
+def statistics_body(figures: Mapping[tuple[str, str], Figures]) -> bytes:
+    """Return the body of `GET /v2/models/stats`, by (name, version)."""
+    return msgspec.json.encode({"model_stats": [statistics(*key, found) for key, found in figures.items()]})
+
+
+def statistics(name: str, version: str, found: Figures) -> dict[str, Any]:
+    """Return the protocol's ModelStatistics of one version."""
+    return {
+        "name": name,
+        "version": version,
+        "last_inference": found.last_used_ms,
+        "inference_count": found.num_rows,
+        "execution_count": found.num_steps,
+        "inference_stats": {
+            "success": {"count": found.num_succeeded, "ns": found.success_ns},
+            "fail": {"count": found.num_failed, "ns": found.failure_ns},
+            "queue": {"count": found.num_succeeded, "ns": found.queue_ns},
+            "compute_input": {"count": found.num_succeeded, "ns": 0},
+            "compute_infer": {"count": found.num_succeeded, "ns": found.infer_ns},
+            "compute_output": {"count": found.num_succeeded, "ns": 0},
+            "cache_hit": {"count": 0, "ns": 0},
+            "cache_miss": {"count": 0, "ns": 0},
+        },
+        "response_stats": {},
+        "batch_stats": [],
+        "memory_usage": [{"type": found.device, "id": 0, "byte_size": found.memory_bytes}]
+        if found.memory_bytes
+        else [],
+    }
+
+
+def config_statuses_body(states: Iterable[VersionState]) -> bytes:
+    """Return OVMS's body of `GET /v1/config`: the state of every version by model."""
+    models: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for found in states:
+        status = {"error_code": "UNKNOWN", "error_message": found.reason} if found.reason else \
+                 {"error_code": "OK", "error_message": "OK"}  # fmt: skip
+        versions = models.setdefault(found.name, {"model_version_status": []})["model_version_status"]
+        versions.append({"version": found.version, "state": _CONFIG_STATES[found.state], "status": status})
+    return msgspec.json.encode(models)
+
+
+def model_config_body(rule: TensorRule) -> bytes:
+    """Return the body of `GET /v2/models/{m}/config`."""
+    return msgspec.json.encode(rule.config)

@@ -1,0 +1,67 @@
+"""Owns the parameters of KServe v2 requests, over HTTP and gRPC: which values they may have, whoever reads them. Pure.
+
+Source: Open Inference Protocol v2 and Triton's parameters, sequence and schedule policy extensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any, Final
+
+from sie.values.errors import BadRequest
+from sie.values.tensor import TensorRule
+
+EMPTY_FINAL_RESPONSE: Final = "triton_enable_empty_final_response"
+"""Asks, over gRPC, that the last reply to a request on a stream is marked as such."""
+_RESERVED: Final = "triton_"
+_UNSIGNED_LIMIT: Final = 1 << 64
+
+
+def checked_parameters(parameters: dict[str, Any] | None, own: Container[str] = ()) -> dict[str, Any]:
+    """Return parameters whose types and names are allowed; own are the reserved names that mean something there.
+
+    Raises BadRequest.
+    """
+    for name, value in (parameters or {}).items():
+        if not isinstance(value, bool | int | float | str):
+            raise BadRequest(f"parameter '{name}' has invalid type. It should be either 'int', 'bool', or 'string'.")
+        if name.startswith(_RESERVED) and name not in own:
+            raise BadRequest(f"parameter '{name}' starts with '{_RESERVED}', which is reserved")
+    return parameters or {}
+
+
+def check_sequence(parameters: dict[str, Any], *, least_id: int = 0) -> None:
+    """Raise BadRequest unless what is said of a sequence has the right types; no model here is one of sequences."""
+    sequence = parameters.get("sequence_id", "")
+    if not isinstance(sequence, str) and not (type(sequence) is int and least_id <= sequence < _UNSIGNED_LIMIT):
+        raise BadRequest(f"parameter 'sequence_id' must be an integer from {least_id}, or a string")
+    flag(parameters, "sequence_start")
+    flag(parameters, "sequence_end")
+
+
+def flag(parameters: dict[str, Any], name: str, *, default: bool = False) -> bool:
+    """Return a parameter that is a flag. Raises BadRequest."""
+    value = parameters.get(name, default)
+    if not isinstance(value, bool):
+        raise BadRequest(f"parameter '{name}' must be a bool")
+    return value
+
+
+def unsigned(parameters: dict[str, Any], name: str) -> int:
+    """Return a parameter that is a number of 64 bits, 0 without it. Raises BadRequest."""
+    value = parameters.get(name, 0)
+    if type(value) is not int or not 0 <= value < _UNSIGNED_LIMIT:
+        raise BadRequest(f"parameter '{name}' must be an integer that is not negative")
+    return value
+
+
+def checked_priority(priority: int, rule: TensorRule) -> int:
+    """Return a request's priority, 0 for the model's own. Raises BadRequest for one that the model does not have.
+
+    A model without priorities takes any, and treats all alike.
+    """
+    if 0 < rule.num_priorities < priority:
+        raise BadRequest(
+            f"parameter 'priority' is {priority}, and model '{rule.name}' has {rule.num_priorities} levels"
+        )
+    return priority

@@ -1,0 +1,62 @@
+"""Owns what the trace and log settings of KServe v2 look like here: they can be read, and nothing is changed by them.
+
+Pure. How this server traces and logs is for its own settings to say (`sie serve --tracing`, `--log-level`).
+Source: Triton's trace and logging extensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, cast
+
+import msgspec
+
+from sie.frontend.http.body_limits import decode_typed
+from sie.values.errors import BadRequest
+
+TRACE: Final[dict[str, Any]] = {
+    "trace_level": ["OFF"], "trace_rate": "1000", "trace_count": "-1", "log_frequency": "0", "trace_file": "",
+    "trace_mode": "triton",
+}  # fmt: skip
+"""Numbers are texts here, as the protocol has them."""
+_LEVELS: Final = ("debug", "info", "warning", "error")
+_GIVEN: Final = msgspec.json.Decoder(dict[str, Any])
+_MAX_SETTINGS: Final = 64
+
+
+def log_settings(level: str) -> dict[str, Any]:
+    """Return what is logged at a level of ours."""
+    rank = _LEVELS.index(level)
+    return {
+        "log_file": "", "log_info": rank <= 1, "log_warning": rank <= 2, "log_error": True,
+        "log_verbose_level": int(rank == 0), "log_format": "default",
+    }  # fmt: skip
+
+
+def decode_settings(body: bytes) -> dict[str, Any]:
+    """Return the settings in the body of a request; empty for one without. Raises BadRequest."""
+    return decode_typed(_GIVEN, body) if body else {}
+
+
+def check_unchanged(given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise BadRequest for settings of which one is unknown or would change; null stands for the default, their value."""
+    if len(given) > _MAX_SETTINGS:
+        raise BadRequest(f"at most {_MAX_SETTINGS} settings are taken")
+    for name, value in given.items():
+        if name not in own:
+            raise BadRequest(f"unknown setting '{name[:64]}'")
+        if value is not None and not any(type(value) is type(same) and value == same for same in _forms(own[name])):
+            raise BadRequest(f"setting '{name}' cannot be changed through this API; the server's own settings say it")
+
+
+def _forms(setting: Any) -> tuple[Any, ...]:
+    """Return how a setting may be written: a text may stand in a list, as over gRPC, and a list's one text alone."""
+    if isinstance(setting, list):
+        texts = cast("list[Any]", setting)
+        return (texts, texts[0]) if len(texts) == 1 else (texts,)
+    return (setting, [setting]) if isinstance(setting, str) else (setting,)
+
+
+def settings_body(settings: Mapping[str, Any]) -> bytes:
+    """Return the body of an answer."""
+    return msgspec.json.encode(settings)

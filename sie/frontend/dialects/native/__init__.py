@@ -1,0 +1,1 @@
+"""The native SIE API on the wire: encode, score, extract and generate."""

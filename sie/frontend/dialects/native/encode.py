@@ -1,0 +1,304 @@
+"""Owns the native SIE wire: encode bodies to a typed request, and errors to bytes; `sie_reply` has the replies.
+
+A request is read in two steps, because the order of the answers is part of the wire: `decode_encode` (a malformed body
+is 400 even for an unknown model), then the caller finds the model (404), then `resolve_encode` judges profile, options,
+output types and modality against its card (400). Source: SIE API reference, sections 2, 3, 5, 9, 11 and 12.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
+
+import msgspec
+
+from sie.catalog.options import OUTPUT_TYPES
+from sie.config.limits import Limits
+from sie.frontend.http.body_limits import MAX_FREE_FORM_BYTES, check_json, decode_free_form, decode_typed
+from sie.frontend.inputs.profile_options import merge_options
+from sie.values.card import ModelCard
+from sie.values.encode import OUTPUT_DTYPES, EncodeRequest, MediaItems
+from sie.values.errors import BadRequest, InputTooLong, NotFound, SieError
+
+_MOST_ITEMS = 65_536  # the most that settings allow; the setting itself is checked after decoding
+_MOST_NAMES = 64
+_MAX_SUGGEST_CHARS = 200
+_ABSENT = msgspec.Raw(b"")
+_DENSE_ONLY = ("dense",)
+
+
+class Media(msgspec.Struct, gc=False):
+    data: memoryview
+    format: str | None = None
+
+
+class Audio(msgspec.Struct, gc=False, forbid_unknown_fields=True):
+    data: memoryview
+    format: str | None = None
+    sample_rate: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] | None = None
+
+
+class Item(msgspec.Struct, gc=False):
+    """One item of a native request, in every operation."""
+
+    id: str | None = None
+    text: str | None = None
+    images: Annotated[list[Media], msgspec.Meta(max_length=_MOST_NAMES)] | None = None
+    audio: Audio | None = None
+    video: Media | None = None
+    document: Media | None = None
+    metadata: msgspec.Raw = _ABSENT
+
+
+class EncodeParams(msgspec.Struct, gc=False):
+    output_types: Annotated[list[str], msgspec.Meta(max_length=_MOST_NAMES)] | None = None
+    output_dtype: str | None = None
+    instruction: str | None = None
+    options: msgspec.Raw = _ABSENT
+
+
+class EncodeBody(msgspec.Struct, gc=False):
+    items: Annotated[list[Item], msgspec.Meta(max_length=_MOST_ITEMS)]
+    params: EncodeParams | None = None
+
+
+_FROM_MSGPACK = msgspec.msgpack.Decoder(EncodeBody)
+_FROM_JSON = msgspec.json.Decoder(EncodeBody)
+_METADATA = msgspec.msgpack.Decoder(dict[str, Any] | None)
+_NO_PARAMS = EncodeParams()
+
+
+def decode_encode(body: bytes, msgpack: bool, model: str, limits: Limits) -> EncodeRequest:
+    """Return the request in an encode body, shapes and sizes checked; pass it to `resolve_encode` next.
+
+    Unknown fields are ignored, except in `audio`. Raises BadRequest (InputTooLong for limits) with the path of the
+    fault in its text.
+    """
+    call = read_encode(body, msgpack, limits)
+    text = bare_text(call, len(body), limits)
+    if text is not None:
+        return EncodeRequest(model=model, texts=[text])
+    return to_encode(call, msgpack, model, len(body), limits)
+
+
+def read_encode(body: bytes, msgpack: bool, limits: Limits) -> EncodeBody:
+    """Return what an encode body holds. Raises BadRequest as `decode_encode`."""
+    if not msgpack:
+        check_json(body, limits.max_depth)
+    return decode_typed(_FROM_MSGPACK if msgpack else _FROM_JSON, body)
+
+
+def bare_text(call: EncodeBody, body_bytes: int, limits: Limits) -> str | None:
+    """Return the text of a request that is one text and nothing else, as most small ones: then there is nothing to check."""
+    items = call.items
+    if len(items) != 1 or call.params is not None or body_bytes > limits.max_item_text_bytes:
+        return None
+    (item,) = items
+    if item.id is not None or item.metadata is not _ABSENT:
+        return None
+    return None if item.images or item.audio or item.video or item.document else item.text
+
+
+def to_encode(call: EncodeBody, msgpack: bool, model: str, body_bytes: int, limits: Limits) -> EncodeRequest:
+    """Return the request in what `read_encode` gave. Raises as `decode_encode`."""
+    items = call.items
+    check_count(items, limits.max_items)
+    check_items(items, msgpack, body_bytes, limits.max_item_text_bytes)
+    params = call.params or _NO_PARAMS
+    non_text = find_non_text(items)
+    media = None if non_text is None else read_media(items, limits)
+    ids = [item.id for item in items]
+    return EncodeRequest(
+        model=model,
+        texts=[item.text or "" for item in items] if non_text is None else None,
+        ids=[] if ids.count(None) == len(ids) else ids,
+        output_types=None if params.output_types is None else tuple(params.output_types),
+        output_dtype=params.output_dtype,
+        instruction=params.instruction,
+        options={} if params.options is _ABSENT else decode_free_form(
+            params.options, msgpack=msgpack, path="$.params.options", max_depth=limits.max_depth
+        ),
+        non_text_item=non_text,
+        media=media,
+    )  # fmt: skip
+
+
+def read_media(items: Sequence[Item], limits: Limits) -> MediaItems:
+    """Return the items of a request that holds more than texts. Raises BadRequest for what is over a limit."""
+    images = {index: [image.data for image in item.images] for index, item in enumerate(items) if item.images}
+    if sum(map(len, images.values())) > limits.max_images:
+        raise BadRequest(f"A request must hold at most {limits.max_images} images; split it")
+    for index, encoded in images.items():
+        if len(encoded) > limits.max_item_images:
+            raise BadRequest(f"Field 'items[{index}].images' must hold at most {limits.max_item_images} images")
+        for number, data in enumerate(encoded):
+            if data.nbytes > limits.max_image_bytes:
+                raise InputTooLong(
+                    f"Field 'items[{index}].images[{number}].data' must hold at most {limits.max_image_bytes} bytes",
+                    code=BadRequest.code,
+                )
+    return MediaItems(texts=[item.text for item in items], images=images, other=_find_other(items))
+
+
+def _find_other(items: Sequence[Item]) -> str | None:
+    for index, item in enumerate(items):
+        for name in ("audio", "video", "document"):
+            if getattr(item, name) is not None:
+                return f"$.items[{index}].{name}"
+    return None
+
+
+def check_media(media: MediaItems, card: ModelCard) -> None:
+    """Raise BadRequest unless every item is a text or images, for a model that takes both."""
+    if media.other is not None:
+        kind = media.other.rpartition(".")[2]
+        raise BadRequest(f"Model '{card.id}' does not take {kind} input - at `{media.other}`")
+    for index, text in enumerate(media.texts):
+        if text is None and index not in media.images:
+            raise BadRequest(f"Model '{card.id}' requires text or image input - at `$.items[{index}]`")
+
+
+def check_count(items: Sequence[Item], max_items: int) -> None:
+    """Raise BadRequest unless there are 1 to max_items items."""
+    if not items:
+        raise BadRequest("Field 'items' must not be empty")
+    if len(items) > max_items:
+        raise BadRequest(f"Field 'items' must hold at most {max_items} items, got {len(items)}; split the request")
+
+
+def check_items(
+    items: Sequence[Item], msgpack: bool, body_bytes: int, max_item_bytes: int, field: str = "items[{}]"
+) -> None:
+    """Check each item's metadata type and its size: UTF-8 bytes of the text and wire bytes of the metadata.
+
+    field is where an item stands in the body, `{}` its number.
+    """
+    may_exceed = body_bytes > max_item_bytes  # JSON escapes only shrink
+    for index, item in enumerate(items):
+        metadata = item.metadata
+        if metadata is not _ABSENT:
+            _check_metadata(metadata, msgpack, body_bytes, field.format(index))
+        if may_exceed:
+            num_bytes = len((item.text or "").encode()) + memoryview(metadata).nbytes
+            if num_bytes > max_item_bytes:
+                raise InputTooLong(
+                    f"Field '{field.format(index)}' must hold at most {max_item_bytes} bytes of UTF-8 text",
+                    code=BadRequest.code,
+                )
+
+
+def _check_metadata(raw: msgspec.Raw, msgpack: bool, body_bytes: int, field: str) -> None:
+    """Raise BadRequest unless metadata is a map with valid texts in it, whose value nobody reads.
+
+    In msgpack only decoding finds its texts: that is done for small bodies, since 2 MiB of empty maps take 150 MB.
+    """
+    view = memoryview(raw)
+    first = view[0]
+    is_map = first & 0xF0 == 0x80 or first in (0xDE, 0xDF, 0xC0) if msgpack else first in b"{n"
+    if not is_map:
+        raise BadRequest(f"Expected `object | null` - at `$.{field}.metadata`")
+    try:
+        if not msgpack:
+            str(view, "utf-8")
+        elif body_bytes <= MAX_FREE_FORM_BYTES:
+            decode_typed(_METADATA, bytes(view))
+    except UnicodeDecodeError:
+        raise BadRequest(f"Invalid UTF-8 in a string - in `$.{field}.metadata`") from None
+    except BadRequest as error:
+        raise BadRequest(f"{error.message} - in `$.{field}.metadata`") from None
+
+
+def find_non_text(items: Sequence[Item]) -> int | None:
+    """Return the index of the first item without a text, or with media beside it."""
+    for index, item in enumerate(items):
+        if item.text is None or item.images or item.audio or item.video or item.document:
+            return index
+    return None
+
+
+def resolve_encode(request: EncodeRequest, card: ModelCard) -> EncodeRequest:
+    """Return the request with every precedence applied: output_types, output_dtype and instruction are final.
+
+    `options` becomes the profile's with the request's on top, for the prompt, the tokenizer and the worker to read
+    (`is_query`, `normalize`, templates, lengths). Raises BadRequest for a profile, option, output or item that this
+    model cannot serve.
+    """
+    if request.options or card.profiles:
+        request.options = merge_options(card, request.options, "$.params.options")
+    options = request.options
+    request.output_types = _resolve_output_types(request, card)
+    request.output_dtype = request.output_dtype or options.get("output_dtype") or "float32"
+    if request.output_dtype not in OUTPUT_DTYPES:
+        raise BadRequest(f"Unsupported output_dtype: {request.output_dtype}")
+    if request.instruction is None:
+        request.instruction = options.get("instruction")
+    if request.non_text_item is not None:
+        media = request.media
+        if media is None or card.image is None:
+            raise BadRequest(f"Model '{card.id}' requires text input - at `$.items[{request.non_text_item}]`")
+        check_media(media, card)
+        request.texts = [text or "" for text in media.texts]
+        request.images = media.images or None
+    return request
+
+
+def _resolve_output_types(request: EncodeRequest, card: ModelCard) -> tuple[str, ...]:
+    wanted: Sequence[Any] | None = request.options.get("output_types")
+    if wanted is None:
+        if request.output_types is None and "dense" in card.outputs:
+            return _DENSE_ONLY
+        wanted = _DENSE_ONLY if request.output_types is None else request.output_types
+    if not wanted:
+        raise BadRequest("Field 'output_types' must not be empty")
+    for name in wanted:
+        if name not in OUTPUT_TYPES:
+            raise BadRequest(f"Unknown output type {name!r}. Valid: {list(OUTPUT_TYPES)}")
+        if name not in card.outputs:
+            reason = card.missing_outputs.get(name)
+            because = f" ({reason})" if reason else ""
+            raise BadRequest(
+                f"Model '{card.id}' does not support output type '{name}'{because}. Available: {card.wire_outputs}"
+            )
+    return tuple(dict.fromkeys(wanted))
+
+
+_to_json = msgspec.json.Encoder().encode
+
+
+def error_body(error: SieError) -> bytes:
+    """Return the native envelope: `{"detail": {code, message, ...extras}}`. Always JSON."""
+    return _to_json({"detail": {"code": error.code, "message": error.message, **error.extras}})
+
+
+def not_found_body() -> bytes:
+    """Return the body of a 404 for an unknown path."""
+    return b'{"detail":"Not Found"}'
+
+
+def method_not_allowed_body() -> bytes:
+    """Return the body of a 405; the `Allow` header is the caller's."""
+    return b'{"detail":"Method Not Allowed"}'
+
+
+def model_not_found(model: str, known: Iterable[str]) -> NotFound:
+    """Return the error for an unknown model id, with up to three near ids.
+
+    The wire has no full stop before the suggestion. Source: SIE API reference, section 2.
+    """
+    message = f"Model '{model}' not found"
+    near = _near_ids(model, list(known)) if len(model) <= _MAX_SUGGEST_CHARS else []
+    if near:
+        message += f" Did you mean {', '.join(repr(id_) for id_ in near)}?"
+    return NotFound(message)
+
+
+def _near_ids(model: str, known: list[str]) -> list[str]:
+    """Match on the full id first, then on the part after the last slash."""
+    near = difflib.get_close_matches(model, known, n=3, cutoff=0.6)
+    by_tail: dict[str, list[str]] = {}
+    for id_ in known:
+        by_tail.setdefault(id_.rpartition("/")[2], []).append(id_)
+    for tail in difflib.get_close_matches(model.rpartition("/")[2], by_tail, n=3, cutoff=0.6):
+        near += [id_ for id_ in by_tail[tail] if id_ not in near]
+    return near[:3]

@@ -1,0 +1,107 @@
+"""Owns the native wire of `/v1/score`. Source: SIE API reference, sections 6 and 11.
+
+Read in two steps, as encode is: `decode_score` needs no model, `resolve_score` judges the request against its card.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from sie.config.limits import Limits
+from sie.frontend.dialects.native.arrays import pack
+from sie.frontend.dialects.native.encode import Item, check_count, check_items, find_non_text
+from sie.frontend.http.body_limits import check_json, decode_free_form, decode_typed
+from sie.frontend.inputs.profile_options import merge_options, refuse_adapter
+from sie.frontend.operations import score
+from sie.frontend.operations.comparisons import resolve_compared
+from sie.values.card import ModelCard
+from sie.values.encode import ScoreReply, ScoreRequest
+
+_MOST_ITEMS = 65_536  # the most that settings allow; the setting itself is checked after decoding
+_ABSENT = msgspec.Raw(b"")
+_to_json = msgspec.json.Encoder().encode
+
+
+class ScoreBody(msgspec.Struct, gc=False):
+    query: Item
+    items: Annotated[list[Item], msgspec.Meta(max_length=_MOST_ITEMS)]
+    instruction: str | None = None
+    options: msgspec.Raw = _ABSENT
+
+
+class _Score(msgspec.Struct, frozen=True):
+    item_id: str
+    score: float
+    rank: int
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    input_tokens: int
+
+
+class _ReplyBody(msgspec.Struct, frozen=True):
+    model: str
+    query_id: str | None
+    scores: list[_Score]
+    usage: _Usage
+
+
+_FROM_MSGPACK = msgspec.msgpack.Decoder(ScoreBody)
+_FROM_JSON = msgspec.json.Decoder(ScoreBody)
+
+
+def decode_score(body: bytes, msgpack: bool, model: str, limits: Limits) -> ScoreRequest:
+    """Return the request in a score body, shapes and sizes checked; pass it to `resolve_score` next.
+
+    Unknown fields are ignored. Raises BadRequest (InputTooLong for limits) with the path of the fault in its text.
+    """
+    if not msgpack:
+        check_json(body, limits.max_depth)
+    call = decode_typed(_FROM_MSGPACK if msgpack else _FROM_JSON, body)
+    items = call.items
+    check_count(items, limits.max_candidates)
+    check_items([call.query], msgpack, len(body), limits.max_item_text_bytes, "query")
+    check_items(items, msgpack, len(body), limits.max_item_text_bytes)
+    non_text = _find_non_text(call)
+    ids = [item.id for item in items]
+    return ScoreRequest(
+        model=model,
+        query=call.query.text or "",
+        documents=[item.text or "" for item in items] if non_text is None else [],
+        query_id=call.query.id,
+        ids=ids if any(id_ is not None for id_ in ids) else [],
+        instruction=call.instruction,
+        options=decode_free_form(call.options, msgpack=msgpack, path="$.options", max_depth=limits.max_depth),
+        non_text=non_text,
+    )
+
+
+def _find_non_text(call: ScoreBody) -> str | None:
+    if find_non_text([call.query]) is not None:
+        return "$.query"
+    index = find_non_text(call.items)
+    return None if index is None else f"$.items[{index}]"
+
+
+def resolve_score(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
+    """Return the request with its instruction final. Raises BadRequest for what this model cannot serve."""
+    request = score.resolve_score(request, card)
+    if request.options or card.profiles:
+        request.options = merge_options(card, request.options, "$.options")
+        refuse_adapter(card, request.options, "scores")
+    if request.instruction is None:
+        request.instruction = request.options.get("instruction")
+    request.compared = resolve_compared(request.options, card)
+    return request
+
+
+def encode_scores(request: ScoreRequest, reply: ScoreReply, msgpack: bool) -> bytes:
+    """Return the body of a score reply, best first; an item without an id is called `item-<index>`."""
+    scores = [
+        _Score((request.ids[index] if request.ids else None) or f"item-{index}", reply.scores[index], rank)
+        for rank, index in enumerate(reply.ranking())
+    ]
+    body = _ReplyBody(reply.model, request.query_id, scores, _Usage(reply.input_tokens))
+    return pack(body) if msgpack else _to_json(body)

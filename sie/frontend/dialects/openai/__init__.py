@@ -1,0 +1,1 @@
+"""OpenAI's embeddings, chat, completions and models on the wire."""

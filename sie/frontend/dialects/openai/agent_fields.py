@@ -1,0 +1,59 @@
+"""Owns the fields and tools by which a client asks the server to act: run code, search, keep files and sessions.
+
+Nothing of that is served; a request that asks for it is refused with the field's name.
+Source: generation API reference, sections 3.1 and 8.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sie.frontend.dialects.openai.sampling_fields import SamplingNumbers
+from sie.values.errors import BadRequest
+
+
+class AgentFields(SamplingNumbers, kw_only=True):
+    """What no route serves, beside the sampling fields: a struct has one base with fields, so they stand in a row.
+
+    A field that is null, false or empty asks for nothing.
+    """
+
+    files: Any = None
+    session_id: Any = None
+    agent_permission: Any = None
+    code_execution_permission: Any = None
+    enable_shell: Any = None
+    enable_code_execution: Any = None
+    max_tool_rounds: Any = None
+    web_search_options: Any = None
+
+
+_OWN = tuple(field for field in AgentFields.__struct_fields__ if field not in SamplingNumbers.__struct_fields__)
+AGENT_TOOLS = frozenset(
+    {"code_interpreter", "web_search", "web_search_preview", "shell", "namespace", "file_search", "mcp"}
+)
+"""Types of tools that the server itself would run."""
+
+
+def forget_agent_fields(body: AgentFields, *served: str) -> None:
+    """Take out what is no field of a route, and so ignored there as every unknown field is; served are its own ones."""
+    for field in _OWN:
+        if field not in served:
+            setattr(body, field, None)
+
+
+def refuse_agent_fields(body: AgentFields) -> None:
+    """Raise BadRequest for the first field by which the request asks the server to act."""
+    for field in _OWN:
+        value = getattr(body, field)
+        is_absent = value is None or value is False or (value != {} and isinstance(value, list | str) and not value)
+        if not is_absent:
+            text = f"Field '{field}' asks the server to act as an agent, which it does not do"
+            raise BadRequest(text, extras={"param": field})
+
+
+def refuse_agent_tool(kind: str, path: str) -> None:
+    """Raise BadRequest for a tool that is no function of the client's."""
+    reason = "would run on the server, which runs none" if kind in AGENT_TOOLS else "is not known"
+    raise BadRequest(f"Field '{path}.type': a tool of type {kind!r} {reason}; 'function' is served",
+                     extras={"param": path})  # fmt: skip

@@ -1,0 +1,248 @@
+"""Owns the wire of `/v1/chat/completions`: bodies to a typed request, replies and events to bytes.
+
+Source: generation API reference, section 3, and the types of the openai client 3.52.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from sie.config.limits import Limits
+from sie.frontend.dialects.openai.chat_messages import MessageField, read_messages
+from sie.frontend.dialects.openai.chat_tools import ToolField, read_tool_choice, read_tools
+from sie.frontend.dialects.openai.sampling_fields import Count, Number
+from sie.frontend.dialects.openai.sse_chunks import ChunkWriter
+from sie.frontend.dialects.openai.text_fields import (
+    Shown,
+    TextFields,
+    decode_body,
+    read_text_fields,
+    usage_object,
+    wants_usage,
+    wrong,
+)
+from sie.values.generate import (
+    Finished,
+    FinishReason,
+    GenerateEvent,
+    GenerateReply,
+    GenerateRequest,
+    Grammar,
+    LogprobText,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    ToolCall,
+    ToolCallDelta,
+)
+
+_MAX_LIST: Final = 65_536
+_NO_EFFORTS: Final = frozenset({"off", "none"})
+_EFFORTS: Final = _NO_EFFORTS | {"low", "medium", "high", "xhigh"}
+_to_json: Final = msgspec.json.Encoder().encode
+
+
+class JsonSchema(msgspec.Struct):
+    """A schema that the answer must follow."""
+
+    schema: dict[str, Any] | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """What form the answer has."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ChatBody(TextFields, kw_only=True):
+    """The body of a request."""
+
+    messages: str | Annotated[list[MessageField], Meta(max_length=_MAX_LIST)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Number | None = None
+    tools: Annotated[list[ToolField], Meta(max_length=_MAX_LIST)] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Annotated[list[str], Meta(max_length=16)] | None = None
+    audio: Any = None
+    user: Any = None
+
+
+_DECODER: Final = msgspec.json.Decoder(ChatBody)
+
+
+def decode_chat(body: bytes, content_type: str | None, limits: Limits) -> tuple[GenerateRequest, Shown]:
+    """Return the request in a body, and how its answer is written. Raises BadRequest naming the field."""
+    call = decode_body(_DECODER, body, content_type, limits)
+    _refuse_unserved(call)
+    request = read_text_fields(call)
+    request.messages = read_messages(call.messages)
+    if call.max_completion_tokens is not None:
+        request.max_tokens = call.max_completion_tokens
+    request.tools = read_tools(call.tools or ())
+    request.tool_choice = read_tool_choice(call.tool_choice, request.tools)
+    request.parallel_tool_calls = call.parallel_tool_calls is not False
+    if call.response_format is not None and request.grammar is not None:
+        raise wrong("grammar", "and 'response_format' cannot both be given")
+    request.grammar = request.grammar or read_format(call.response_format)
+    request.logprobs = _read_logprobs(call)
+    thinking, request.reasoning_effort = read_thinking(call)
+    request.thinking = thinking is not False  # on where nothing is said, in templates of either default: section 3.1
+    return request, Shown.begin("chatcmpl", num_choices=request.num_choices, wants_usage=wants_usage(call))
+
+
+def _refuse_unserved(call: ChatBody) -> None:
+    for field in ("chat_template", "functions", "function_call", "audio"):
+        if getattr(call, field) is not None:
+            reasons = {
+                "chat_template": "is not taken from a request: templates are the server's own",
+                "audio": "is not served: answers are text",
+            }
+            raise wrong(field, reasons.get(field, "is not served; use 'tools' and 'tool_choice'"))
+    if call.modalities is not None and call.modalities != ["text"]:
+        raise wrong("modalities", "must be ['text']")
+
+
+def _read_logprobs(call: ChatBody) -> int | None:
+    if not call.top_logprobs:
+        return 0 if call.logprobs else None
+    if not call.logprobs:
+        raise wrong("top_logprobs", "needs 'logprobs': true beside it")
+    return call.top_logprobs
+
+
+def read_format(form: ResponseFormat | None) -> Grammar | None:
+    """Return what a format binds the answer to. Raises BadRequest for one without its schema."""
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return Grammar(kind="json_schema", value='{"type":"object"}')
+    if form.json_schema is None or form.json_schema.schema is None:
+        raise wrong("response_format.json_schema", "must hold a 'schema'")
+    return Grammar(kind="json_schema", value=_to_json(form.json_schema.schema).decode())
+
+
+class ThinkingFields(Protocol):
+    """The fields that say whether and how much the model reasons."""
+
+    chat_template_kwargs: dict[str, Any] | None
+    enable_thinking: bool | None
+    reasoning_effort: str | None
+
+
+def read_thinking(call: ThinkingFields) -> tuple[bool | None, str | None]:
+    """Return whether the model is to reason, and how much. Source: sheet, section 3.1."""
+    fallbacks = call.chat_template_kwargs or {}
+    thinking, effort = call.enable_thinking, call.reasoning_effort
+    if thinking is None and isinstance(fallbacks.get("enable_thinking"), bool):
+        thinking = fallbacks["enable_thinking"]
+    if effort is None and isinstance(fallbacks.get("reasoning_effort"), str):
+        effort = fallbacks["reasoning_effort"]
+    if effort is None:
+        return thinking, None
+    is_on, level = read_effort(effort, "reasoning_effort")
+    if thinking is not None and thinking != is_on:
+        raise wrong("reasoning_effort", f"is {effort[:40]!r}, and 'enable_thinking' says otherwise")
+    return is_on, level
+
+
+def read_effort(effort: str, field: str) -> tuple[bool, str | None]:
+    """Return whether the model is to reason, and how much if it is. Raises BadRequest naming the field."""
+    level = effort.strip().lower()
+    if level not in _EFFORTS:
+        raise wrong(field, f"must be one of off, none, low, medium, high, xhigh, not {effort[:40]!r}")
+    is_on = level not in _NO_EFFORTS
+    return is_on, level if is_on else None
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def encode_chat(reply: GenerateReply, shown: Shown) -> bytes:
+    """Return the body of a whole answer."""
+    choices: list[dict[str, Any]] = []
+    for index, choice in enumerate(reply.choices):
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": choice.text if choice.text or not choice.calls else None,
+            "refusal": None,
+            "tool_calls": [_call(number, call) for number, call in enumerate(choice.calls)] or None,
+        }
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
+        choices.append(
+            {
+                "index": index,
+                "message": message,
+                "finish_reason": choice.reason,
+                "logprobs": _logprobs(choice.logprobs),
+            }
+        )
+    head = shown.head("chat.completion", reply.model)
+    return _to_json({**head, "choices": choices, "usage": usage_object(reply.usage)})
+
+
+def logprob_object(one: LogprobText) -> dict[str, Any]:
+    """Return a token with its logprob; bytes that are no character by themselves stand in `bytes` alone."""
+    return {
+        "token": one.text,
+        "logprob": one.logprob,
+        "bytes": list(one.raw),
+        "top_logprobs": [
+            {"token": other.text, "logprob": other.logprob, "bytes": list(other.raw)} for other in one.top
+        ],
+    }
+
+
+def _call(number: int, call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": number, "id": call.id, "type": "function", "function": function}
+
+
+class ChatWriter(ChunkWriter):
+    """Writes a stream: an opening chunk with every choice's role, deltas, finishing chunks."""
+
+    def __init__(self, shown: Shown, model: str) -> None:
+        super().__init__(shown, "chat.completion.chunk", model)
+
+    def _chunks(self, event: GenerateEvent) -> list[list[dict[str, Any]]]:
+        match event:
+            case Started():
+                role = {"role": "assistant", "content": ""}
+                return [[_choice(index, role) for index in range(self._shown.num_choices)]]
+            case TextDelta(choice, text, logprobs):
+                return [[_choice(choice, {"content": text}, logprobs=logprobs)]]
+            case ReasoningDelta(choice, text):
+                return [[_choice(choice, {"reasoning_content": text})]]
+            case ToolCallDelta(choice, number, call):
+                return [[_choice(choice, {"tool_calls": [_call(number, call)]})]]
+            case Finished(choice, reason):
+                return [[_choice(choice, {}, reason)]]
+            case _:
+                return []
+
+
+def _choice(
+    index: int, delta: dict[str, Any], reason: FinishReason | None = None, logprobs: Sequence[LogprobText] = ()
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "finish_reason": reason, "logprobs": _logprobs(logprobs)}
+
+
+def _logprobs(logprobs: Sequence[LogprobText]) -> dict[str, Any] | None:
+    return {"content": [logprob_object(one) for one in logprobs], "refusal": None} if logprobs else None

@@ -1,0 +1,111 @@
+"""Owns tools and the choice among them on the wire of chat. Source: generation API reference, section 3.4."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, cast
+
+import msgspec
+
+from sie.frontend.dialects.openai.agent_fields import refuse_agent_tool
+from sie.frontend.dialects.openai.chat_messages import NAME
+from sie.frontend.dialects.openai.text_fields import wrong
+from sie.values.generate import Tool, ToolChoice
+
+_MODES: Final = ("auto", "required")
+
+
+class FunctionField(msgspec.Struct):
+    """A function of the client's."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolField(msgspec.Struct):
+    """A tool: the function nested, or flat."""
+
+    type: str = "function"
+    function: FunctionField | None = None
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+def read_tools(tools: Sequence[ToolField]) -> tuple[Tool, ...]:
+    """Return the tools. Raises BadRequest for one that is no function, has no name, or that of another one."""
+    read: dict[str, Tool] = {}
+    for number, tool in enumerate(tools):
+        path = f"tools[{number}]"
+        if tool.type != "function":
+            refuse_agent_tool(tool.type, path)
+        made = tool.function or FunctionField(tool.name or "", tool.description, tool.parameters, tool.strict)
+        named = f"{path}.function.name" if tool.function is not None else f"{path}.name"
+        if not NAME.fullmatch(made.name):
+            raise wrong(named, "must be of letters, digits and _.:/-, at most 256")
+        if made.name in read:
+            raise wrong(named, f"is {made.name!r}, as another tool's")
+        read[made.name] = Tool(
+            name=made.name, description=made.description, parameters=made.parameters, strict=bool(made.strict)
+        )
+    return tuple(read.values())
+
+
+def read_tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
+    """Return which tools may or must be called. Raises BadRequest for a shape or a name that is not known."""
+    names = frozenset(tool.name for tool in tools)
+    if choice is None or choice == "auto":
+        return ToolChoice()
+    if choice == "none":
+        return ToolChoice(mode="none")
+    if choice == "required":
+        if not tools:
+            raise _wrong("is 'required', and there are no tools")
+        return ToolChoice(mode="required")
+    if not isinstance(choice, dict):
+        raise _wrong("must be 'auto', 'none', 'required' or an object")
+    fields = cast("dict[str, Any]", choice)
+    if fields.get("type") == "function":
+        return ToolChoice(mode="required", names=(_known(_name_of(fields), names),))
+    if fields.get("type") == "allowed_tools":
+        return _read_allowed(fields.get("allowed_tools", fields), names)
+    raise _wrong("must have the type 'function' or 'allowed_tools'")
+
+
+def _read_allowed(allowed: Any, names: frozenset[str]) -> ToolChoice:
+    if not isinstance(allowed, dict):
+        raise _wrong("must hold 'mode' and 'tools'")
+    fields = cast("dict[str, Any]", allowed)
+    mode, entries = fields.get("mode", "auto"), fields.get("tools")
+    if mode not in _MODES:
+        raise _wrong("must have the mode 'auto' or 'required'")
+    if not isinstance(entries, list) or not entries:
+        raise _wrong("must allow at least one tool")
+    found = [_known(_name_of(entry), names) for entry in cast("list[Any]", entries)]
+    return ToolChoice(mode=mode, names=tuple(dict.fromkeys(found)))
+
+
+def _name_of(entry: Any) -> Any:
+    """Return the name in `{"type": "function", "function": {"name"}}`, nested or flat."""
+    if not isinstance(entry, dict):
+        raise _wrong("must name functions")
+    fields = cast("dict[str, Any]", entry)
+    if fields.get("type", "function") != "function":
+        raise _wrong(f"names a tool of type {str(fields['type'])[:40]!r}; only functions can be chosen")
+    nested = fields.get("function")
+    return cast("dict[str, Any]", nested).get("name") if isinstance(nested, dict) else fields.get("name")
+
+
+def _known(name: Any, names: frozenset[str]) -> str:
+    if not isinstance(name, str) or name not in names:
+        raise _wrong(f"names {str(name)[:80]!r}, which is none of the tools")
+    return name
+
+
+def _wrong(reason: str) -> Exception:
+    error = wrong("tool_choice", reason)
+    error.code = "TOOL_CHOICE_INVALID"  # type: ignore[misc]  # an instance narrows its class's default
+    return error

@@ -1,0 +1,247 @@
+"""Owns the wire of `/v1/completions`: prompts without a template. Source: generation API reference, section 4."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from sie.config.limits import Limits
+from sie.frontend.dialects.openai.agent_fields import forget_agent_fields
+from sie.frontend.dialects.openai.prompt_offsets import find_offsets
+from sie.frontend.dialects.openai.sampling_fields import Number
+from sie.frontend.dialects.openai.sse_chunks import ChunkWriter
+from sie.frontend.dialects.openai.text_fields import (
+    Shown,
+    TextFields,
+    decode_body,
+    read_text_fields,
+    usage_object,
+    wants_usage,
+    wrong,
+)
+from sie.values.generate import (
+    ChoiceReply,
+    Finished,
+    FinishReason,
+    GenerateEvent,
+    GenerateReply,
+    GenerateRequest,
+    LogprobText,
+    PromptScored,
+    Started,
+    TextDelta,
+)
+
+_DEFAULT_MAX_TOKENS: Final = 16
+"""Source: OpenAI API reference, completions."""
+_MOST_IDS: Final = 1 << 24
+_TokenIds = Annotated[list[Number], Meta(max_length=_MOST_IDS)]
+_Prompts = Annotated[list[str | Number | _TokenIds], Meta(max_length=_MOST_IDS)]
+_NAMES: Final = {"messages": "prompt", "top_logprobs": "logprobs"}
+_to_json: Final = msgspec.json.Encoder().encode
+
+
+class CompletionsBody(TextFields, kw_only=True):
+    """The body of a request."""
+
+    prompt: str | _Prompts
+    max_tokens: Number | None = None
+    best_of: Number | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    logprobs: Number | bool | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    user: Any = None
+
+
+_DECODER: Final = msgspec.json.Decoder(CompletionsBody)
+
+
+def decode_completions(body: bytes, content_type: str | None, limits: Limits) -> tuple[GenerateRequest, Shown]:
+    """Return the request in a body, and how its answer is written. Raises BadRequest naming the field."""
+    call = decode_body(_DECODER, body, content_type, limits)
+    forget_agent_fields(call)
+    request = read_text_fields(call)
+    if call.max_tokens is None:
+        request.max_tokens = _DEFAULT_MAX_TOKENS
+    if not request.max_tokens and not call.echo:
+        raise wrong("max_tokens", "must be at least 1, but beside 'echo'")
+    if call.tools:
+        raise wrong("tools", "are served on /v1/chat/completions")
+    request.logprobs = None if call.logprobs is None or call.logprobs is False else int(call.logprobs)
+    request.prompt_logprobs = request.logprobs if call.echo else None
+    num_prompts = _read_prompt(call.prompt, request)
+    request.suffix = _read_suffix(call, request)
+    if num_prompts > limits.max_items:
+        raise wrong("prompt", f"must hold at most max_items ({limits.max_items}) prompts, not {num_prompts}")
+    num_choices, has_logprobs = num_prompts * request.num_choices, request.logprobs is not None
+    return request, Shown.begin(
+        "cmpl", num_choices=num_choices, wants_usage=wants_usage(call), echo=bool(call.echo),
+        num_hidden=_read_best_of(call.best_of, request), has_logprobs=has_logprobs,
+        names=_NAMES if call.best_of is None else {**_NAMES, "n": "best_of"},
+    )  # fmt: skip
+
+
+def _read_best_of(best_of: int | None, request: GenerateRequest) -> int:
+    """Have more choices generated than shown, and their logprobs, where that is asked for; return how many more."""
+    num_hidden = best_of - request.num_choices if best_of is not None else 0
+    if num_hidden < 0:
+        raise wrong("best_of", f"must be at least 'n' ({request.num_choices})")
+    if num_hidden:
+        if request.stream:
+            raise wrong("best_of", "over 'n' cannot be streamed: which are the best is known at the end")
+        request.num_choices += num_hidden
+        request.logprobs = request.logprobs or 0
+    return num_hidden
+
+
+def _read_suffix(call: CompletionsBody, request: GenerateRequest) -> str:
+    """Return what stands behind a gap. Raises BadRequest beside what a prompt with a gap has not."""
+    if call.suffix:
+        if request.texts is None:
+            raise wrong("suffix", "needs a prompt that is text: token ids may hold their own marks")
+        if request.prompt_logprobs is not None:
+            raise wrong("suffix", "beside 'echo' has no 'logprobs': the prompt is written around the gap")
+        if request.truncate_prompt:
+            raise wrong("suffix", "and 'truncate_sequence' cannot both be given")
+    return call.suffix or ""
+
+
+def _read_prompt(prompt: str | list[Any], request: GenerateRequest) -> int:
+    """Set the request's prompts and return how many there are."""
+    if isinstance(prompt, str):
+        request.texts = [prompt]
+        return 1
+    kinds = set(map(type, prompt))
+    if not kinds:
+        raise wrong("prompt", "must not be empty")
+    if kinds == {str}:
+        request.texts = prompt
+    elif kinds == {int}:
+        request.token_lists = [prompt]
+    elif kinds == {list}:
+        request.token_lists = prompt
+    else:
+        raise wrong("prompt", "must be all texts, all token ids or all lists of token ids")
+    return len(request.texts if request.texts is not None else request.token_lists or ())
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def encode_completions(reply: GenerateReply, shown: Shown, prompts: Sequence[str]) -> bytes:
+    """Return the body of a whole answer; prompts are those to echo, if any."""
+    choices: list[dict[str, Any]] = []
+    for index, choice in enumerate(_best(reply.choices, shown)):
+        echo, logprobs = _echoed(prompts, index, shown), None
+        if shown.has_logprobs:
+            scored = reply.scored[_prompt_of(index, shown, len(reply.scored))] if reply.scored else ()
+            logprobs = Logprobs().whole(echo, scored, choice.logprobs)
+        choices.append(_choice(index, echo + choice.text, choice.reason, logprobs))
+    head = shown.head("text_completion", reply.model)
+    return _to_json({**head, "choices": choices, "usage": usage_object(reply.usage)})
+
+
+def _best(choices: Sequence[ChoiceReply], shown: Shown) -> Sequence[ChoiceReply]:
+    """Return the choices to show: of each prompt's, those whose tokens are the likeliest in the mean.
+
+    Source: OpenAI API reference, completions, `best_of`.
+    """
+    if not shown.num_hidden:
+        return choices
+    num_prompts = (len(choices) - shown.num_choices) // shown.num_hidden
+    size = len(choices) // num_prompts
+    best: list[ChoiceReply] = []
+    for start in range(0, len(choices), size):
+        ranked = sorted(choices[start : start + size], key=_mean_logprob, reverse=True)
+        best += ranked[: size - shown.num_hidden]
+    return best
+
+
+def _mean_logprob(choice: ChoiceReply) -> float:
+    return sum(one.logprob for one in choice.logprobs) / max(1, len(choice.logprobs))
+
+
+class Logprobs:
+    """Writes logprobs in the shape of this route, whose offsets count characters from the first that is shown."""
+
+    def __init__(self) -> None:
+        self._offset = 0
+
+    def whole(
+        self, prompt: str, scored: Sequence[LogprobText], logprobs: Sequence[LogprobText]
+    ) -> dict[str, Any] | None:
+        """Return all tokens of a choice, those of its prompt first where they are wanted; None where there are none."""
+        if not scored:
+            return self.take(logprobs) if logprobs else None
+        first, rest = self.take_prompt(prompt, scored), self.take(logprobs)
+        return {key: first[key] + rest[key] for key in first}
+
+    def take_prompt(self, prompt: str, scored: Sequence[LogprobText]) -> dict[str, Any]:
+        """Return the tokens of a prompt; nothing is known of the first one. Source: OpenAI API reference, completions."""
+        shown = self.take(scored)
+        shown["token_logprobs"][0] = shown["top_logprobs"][0] = None
+        shown["text_offset"] = find_offsets(prompt, [one.raw for one in scored])
+        self._offset = len(prompt)
+        return shown
+
+    def take(self, logprobs: Sequence[LogprobText]) -> dict[str, Any]:
+        """Return the next tokens."""
+        offsets: list[int] = []
+        for one in logprobs:
+            offsets.append(self._offset)
+            self._offset += len(one.text)
+        return {
+            "tokens": [one.text for one in logprobs],
+            "token_logprobs": [one.logprob for one in logprobs],
+            "top_logprobs": [{other.text: other.logprob for other in (*reversed(one.top), one)} for one in logprobs],
+            "text_offset": offsets,
+        }
+
+
+class CompletionsWriter(ChunkWriter):
+    """Writes a stream: texts, finishing chunks."""
+
+    def __init__(self, shown: Shown, model: str, prompts: Sequence[str]) -> None:
+        super().__init__(shown, "text_completion", model)
+        self._prompts = prompts
+        self._logprobs = [Logprobs() for _ in range(shown.num_choices)]
+
+    def _chunks(self, event: GenerateEvent) -> list[list[dict[str, Any]]]:
+        match event:
+            case Started() if self._shown.echo and not self._shown.has_logprobs:
+                indices = range(self._shown.num_choices)
+                return [[_choice(index, _echoed(self._prompts, index, self._shown))] for index in indices]
+            case PromptScored(prompt, tokens):
+                text, size = self._prompts[prompt], self._shown.num_choices // len(self._prompts)
+                indices = range(prompt * size, (prompt + 1) * size)
+                return [
+                    [_choice(index, text, logprobs=self._logprobs[index].take_prompt(text, tokens))]
+                    for index in indices
+                ]
+            case TextDelta(choice, text, logprobs):
+                shown = self._logprobs[choice].take(logprobs) if logprobs else None
+                return [[_choice(choice, text, logprobs=shown)]]
+            case Finished(choice, reason):
+                return [[_choice(choice, "", reason)]]
+            case _:
+                return []
+
+
+def _choice(
+    index: int, text: str, reason: FinishReason | None = None, logprobs: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "finish_reason": reason, "logprobs": logprobs}
+
+
+def _echoed(prompts: Sequence[str], index: int, shown: Shown) -> str:
+    """Return what stands before a choice's text: its prompt, where the request wants it back."""
+    return prompts[_prompt_of(index, shown, len(prompts))] if shown.echo and prompts else ""
+
+
+def _prompt_of(index: int, shown: Shown, num_prompts: int) -> int:
+    return index // (shown.num_choices // num_prompts)

@@ -1,0 +1,256 @@
+"""Owns the OpenAI embeddings wire: `/v1/embeddings` bodies to a typed request, replies and errors to bytes.
+
+Read in two steps, as the native dialect is: `decode_embeddings` needs no model, `resolve_embeddings` judges the request
+against the model's card. Always JSON, whatever `Accept` says. Sources: SIE API reference, section 9; the error
+envelope carries `message` beside `error`, which satisfies readers of both forms.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+import pybase64
+
+from sie.config.limits import Limits
+from sie.frontend.http.body_limits import check_json, decode_typed
+from sie.frontend.inputs.profile_options import gives, merge_options
+from sie.values.card import ModelCard
+from sie.values.encode import EncodeReply, EncodeRequest
+from sie.values.errors import BadRequest, InputTooLong, SieError
+
+DEFAULT_MODEL = "default"
+"""The id of a request that names no model."""
+
+_MOST_TOKENS = 1 << 20
+_TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+_TokenIds = Annotated[list[_TokenId], msgspec.Meta(max_length=_MOST_TOKENS)]
+# One list type for the three kinds of list, since a union may hold only one: `_read_input` tells them apart.
+_Inputs = Annotated[list[str | _TokenId | _TokenIds], msgspec.Meta(max_length=_MOST_TOKENS)]
+
+_CODES = {
+    "INVALID_INPUT": "invalid_request",
+    "INPUT_TOO_LONG": "invalid_request",
+    "MODEL_NOT_FOUND": "model_not_found",
+    "UNAUTHORIZED": "invalid_api_key",
+    "FORBIDDEN": "insufficient_permissions",
+    "RATE_LIMIT": "rate_limit_exceeded",
+    "QUEUE_FULL": "server_overloaded",
+    "INFERENCE_ERROR": "inference_error",
+    "INTERNAL_ERROR": "inference_error",
+}
+_TYPES = {403: "permission_error", 429: "rate_limit_error"}
+_PATH = re.compile(r" - at `(?:key` in `)?\$([^`]*)`$")
+_PATH_STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
+_MISSING = re.compile(r"Object missing required field `([^`]+)`")
+_NAMED = re.compile(r"Object (?:missing required|contains unknown) field `([^`]+)`")
+_EXPECTED = re.compile(r"Expected `([a-z]+)")
+_SCHEMA_TYPES = {"str": "string_type", "int": "int_type", "array": "list_type", "object": "model_attributes_type"}
+
+
+class EmbeddingsBody(msgspec.Struct, gc=False, kw_only=True):
+    input: str | _Inputs
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    """What no model can give, 0 too, is the model's to refuse: 400, not 422."""
+    user: str | None = None
+
+
+class EmbeddingsCall(msgspec.Struct, frozen=True):
+    """A decoded request, and how its vectors are to be written."""
+
+    request: EncodeRequest
+    base64: bool
+
+
+_DECODER = msgspec.json.Decoder(EmbeddingsBody)
+_to_json = msgspec.json.Encoder().encode
+
+
+def decode_embeddings(body: bytes, content_type: str | None, limits: Limits) -> EmbeddingsCall:
+    """Return the request in an embeddings body; pass its `request` to `resolve_embeddings` next.
+
+    `input` is a text, a list of texts, a token array or a list of token arrays. Unknown fields are ignored.
+    Raises BadRequest: status 422 with the faults in its extras for a body that breaks the schema, is not JSON or is not
+    declared as JSON; 400 for an empty or too long input.
+    """
+    if not _is_json(content_type):
+        raise _schema_error("model_attributes_type", ["body"], "Input should be a valid JSON object")
+    check_json(body, limits.max_depth)
+    try:
+        call = decode_typed(_DECODER, body)
+    except BadRequest as exc:
+        raise _from_decoder(exc.message) from None
+    request = EncodeRequest(model=call.model or DEFAULT_MODEL, dimensions=call.dimensions)
+    _read_input(call.input, request)
+    _check_sizes(request, limits, len(body))
+    return EmbeddingsCall(request, call.encoding_format == "base64")
+
+
+def _is_json(content_type: str | None) -> bool:
+    """Accept what a JSON route accepts: no header, `application/json`, `application/*+json`, with any parameters."""
+    if not content_type:
+        return True
+    main, _, sub = content_type.partition(";")[0].strip().lower().partition("/")
+    return main == "application" and (sub == "json" or sub.endswith("+json"))
+
+
+def _read_input(value: str | list[Any], request: EncodeRequest) -> None:
+    if isinstance(value, str):
+        request.texts = [value]
+        return
+    kinds = set(map(type, value))
+    if not kinds:
+        raise BadRequest("Input cannot be empty", extras={"param": "input"})
+    if kinds == {str}:
+        request.texts = value
+    elif kinds == {int}:
+        request.token_lists = [value]
+    elif kinds == {list}:
+        request.token_lists = value
+    else:
+        raise _schema_error(
+            "union_type", ["body", "input"], "Input should be all strings, all integers or all arrays of integers"
+        )
+    if request.token_lists is not None and not all(request.token_lists):
+        raise BadRequest("Input cannot be empty", extras={"param": "input"})
+
+
+def _check_sizes(request: EncodeRequest, limits: Limits, body_bytes: int) -> None:
+    count = len(request.texts if request.texts is not None else request.token_lists or ())
+    if count > limits.max_items:
+        raise BadRequest(
+            f"Field 'input' must hold at most {limits.max_items} entries, got {count}; split the request",
+            extras={"param": "input"},
+        )
+    if body_bytes <= limits.max_item_text_bytes:  # JSON escapes only shrink, so no text can be longer
+        return
+    for index, text in enumerate(request.texts or ()):
+        if len(text.encode()) > limits.max_item_text_bytes:
+            raise InputTooLong(
+                f"Field 'input[{index}]' must hold at most {limits.max_item_text_bytes} bytes of UTF-8 text",
+                extras={"param": "input"},
+            )
+
+
+def resolve_embeddings(request: EncodeRequest, card: ModelCard) -> EncodeRequest:
+    """Return the request with the default profile's options, and the outputs that this route always has: dense, float32.
+
+    Raises BadRequest for a model without dense vectors, for token arrays to a model that reads text, and for
+    `dimensions` that the model cannot be cut to.
+    """
+    if not gives(card, "dense"):
+        raise BadRequest(f"Model '{card.id}' does not support embeddings", extras={"param": "model"})
+    if request.token_lists is not None and not card.tokenizer_file:
+        raise BadRequest(f"Model '{card.id}' requires text input, not token arrays", extras={"param": "input"})
+    if request.dimensions is not None:
+        _check_dimensions(request.dimensions, card)
+    if card.profiles:
+        request.options = merge_options(card, {}, "$.options")
+        request.instruction = request.options.get("instruction")
+    request.output_types = ("dense",)
+    request.output_dtype = "float32"
+    return request
+
+
+def _check_dimensions(dimensions: int, card: ModelCard) -> None:
+    native = card.dims.get("dense", 0)
+    shorter = card.matryoshka
+    allowed = shorter if isinstance(shorter, bool) else dimensions in shorter
+    if dimensions == native or (allowed and 0 < dimensions < native):
+        return
+    can_do = f"1 to {native}" if shorter is True else f"{sorted({native, *(shorter or ())})}"
+    raise BadRequest(
+        f"Model '{card.id}' cannot give {dimensions} dimensions. Available: {can_do}",
+        code="unsupported_field",
+        extras={"param": "dimensions"},
+    )
+
+
+def encode_embeddings(reply: EncodeReply, base64: bool) -> bytes:
+    """Return the body of an embeddings reply.
+
+    Reads reply.values once and keeps no view of it. base64 is of the row's little-endian float32 bytes.
+    """
+    rows = _rows_base64(reply) if base64 else _rows_float(reply)
+    parts = [b'{"object":"list","data":[']
+    for index, row in enumerate(rows):
+        comma = b"," if index else b""
+        parts += (comma, b'{"object":"embedding","index":%d,"embedding":' % index, row, b"}")
+    usage = {
+        "prompt_tokens": reply.input_tokens,
+        "total_tokens": reply.input_tokens,
+        "sie_token_source": "worker",
+    }
+    parts += (b'],"model":', _to_json(reply.model), b',"usage":', _to_json(usage), b"}")
+    return b"".join(parts)
+
+
+def _rows_base64(reply: EncodeReply) -> list[bytes]:
+    rows = reply.values.cast("B")
+    row_bytes = rows.nbytes // reply.num_items
+    starts = range(0, rows.nbytes, row_bytes)
+    return [b'"' + pybase64.b64encode(rows[start : start + row_bytes]) + b'"' for start in starts]
+
+
+def _rows_float(reply: EncodeReply) -> list[bytes]:
+    rows = np.frombuffer(reply.values.cast("B"), reply.dtype).reshape(reply.num_items, reply.width)
+    return [_to_json(row) for row in rows.tolist()]
+
+
+def error_body(error: SieError) -> bytes:
+    """Return `{"error": {message, type, param, code, ...}, "message"}`; for schema faults `detail` holds them, too."""
+    body: dict[str, Any] = {"error": error_object(error), "message": error.message}
+    if "schema_faults" in error.extras:
+        body["detail"] = error.extras["schema_faults"]
+    return _to_json(body)
+
+
+def error_object(error: SieError) -> dict[str, Any]:
+    """Return OpenAI's error object for any error of ours; other extras (`attempts`, ...) follow the four fields."""
+    extras = {key: value for key, value in error.extras.items() if key != "schema_faults"}
+    return {
+        "message": error.message,
+        "type": _TYPES.get(error.http_status)
+        or ("invalid_request_error" if error.http_status < 500 else "server_error"),
+        "param": extras.pop("param", None),
+        "code": wire_code(error.code),
+        **extras,
+    }
+
+
+def wire_code(code: str) -> str:
+    """Return what this dialect calls one of our codes."""
+    return _CODES.get(code, code)
+
+
+def _from_decoder(message: str) -> BadRequest:
+    """Turn msgspec's text into the fault list that clients of this route know."""
+    at = _PATH.search(message)
+    loc: list[str | int] = ["body"]
+    if at:
+        loc += [name or int(number) for name, number in _PATH_STEP.findall(at[1])]
+    text = message[: at.start()] if at else message
+    if missing := _MISSING.search(text):
+        return _schema_error("missing", [*loc, missing[1]], "Field required")
+    expected = _EXPECTED.match(text)
+    if expected:
+        return _schema_error(_SCHEMA_TYPES.get(expected[1], "value_error"), loc, text)
+    return _schema_error("value_error" if at else "json_invalid", loc, text)
+
+
+def field_of(message: str) -> str | None:
+    """Return the field at the top of a body that a decoder's text is about, for `param`; None when it is about the whole."""
+    at = _PATH.search(message)
+    found = (_PATH_STEP.match(at[1]) if at else None) or _NAMED.search(message)
+    return found[1] if found else None
+
+
+def _schema_error(kind: str, loc: list[str | int], msg: str) -> BadRequest:
+    """Return the 422. `input` is null: a client's own bytes are not sent back to it."""
+    faults = [{"type": kind, "loc": loc, "msg": msg, "input": None}]
+    param = str(loc[1]) if len(loc) > 1 else None
+    return BadRequest(msg, http_status=422, extras={"param": param, "schema_faults": faults})

@@ -1,0 +1,126 @@
+"""Owns the bodies of `/v1/models`, one object that readers of the SIE, OpenAI and Anthropic forms all understand.
+
+A card is SIE's ModelInfo plus OpenAI's `id, object, created, owned_by` plus Anthropic's `type, display_name`.
+Source: SIE API reference, section 14.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from sie.catalog.profiles import DEFAULT_PROFILE
+from sie.values.card import ModelCard, ModelState
+from sie.values.errors import SieError
+
+OWNER = "local"
+"""Source: generation API reference, section 1.4."""
+
+_to_json = msgspec.json.Encoder().encode
+
+
+def model_info(
+    card: ModelCard,
+    state: ModelState = "available",
+    last_error: dict[str, Any] | None = None,
+    created: int = 0,
+    loras: Mapping[str, str] | None = None,
+    *,
+    is_reloading: bool = False,
+) -> dict[str, Any]:
+    """Return one model as the list shows it.
+
+    last_error is null or `{code, message, attempts, permanent}`; created is in seconds since 1970; loras holds the
+    state of each adapter that requests may name. is_reloading: it goes, or is gone, to come back.
+    """
+    return {
+        "id": card.id,
+        "object": "model",
+        "created": created,
+        "owned_by": OWNER,
+        "type": "model",
+        "display_name": card.id,
+        "name": card.id,
+        "inputs": list(card.inputs),
+        "outputs": card.wire_outputs,
+        "dims": dict(card.dims),
+        "loaded": state == "loaded",
+        "max_sequence_length": card.max_sequence_length,
+        "profiles": {name: _profile(card, name) for name in card.profiles or (DEFAULT_PROFILE,)},
+        "state": state,
+        "last_error": last_error,
+        "revision": card.revision,
+        "capabilities": None,
+        "routing": {"policy": None, "upstream_kind": None},
+        **(
+            _generator_facts(card, "loading" if is_reloading and state not in ("loaded", "failed") else state)
+            if card.generate is not None
+            else {}
+        ),
+        **({"encoder_weights": card.encoder_weights} if card.encoder_weights != "auto" else {}),
+        **({"loras": [{"id": name, "state": lora_state} for name, lora_state in loras.items()]} if loras else {}),
+    }
+
+
+def _generator_facts(card: ModelCard, state: ModelState) -> dict[str, Any]:
+    """Return what readers of the generation API look for. Source: generation API reference, section 1.4."""
+    rule = card.generate
+    assert rule is not None
+    status = {"loaded": "loaded", "loading": "reloading"}.get(state, "unloaded")
+    has_tools = bool(rule.tool_chat_template) or "tools" in rule.chat_template
+    return {"status": status, "root": card.id, "tools_available": has_tools}
+
+
+def _profile(card: ModelCard, name: str) -> dict[str, Any]:
+    narrowed = card.profiles.get(name, {}).get("output_types")
+    return {
+        "is_default": name == DEFAULT_PROFILE,
+        "output_types": list(narrowed) if narrowed else card.wire_outputs,
+        "output_similarity": card.similarity,
+        "identity": None,
+        "remote_contract_sha256": None,
+        "remote_execution_sha256": None,
+        "runtime_instance_id": None,
+    }
+
+
+def models_body(infos: Sequence[dict[str, Any]], default: str | None = None) -> bytes:
+    """Return the list; default, the id that a request without a model gets, is an entry of `data` only."""
+    data = [*infos, *({**info, "id": "default"} for info in infos if info["id"] == default)]
+    return _to_json(
+        {
+            "object": "list",
+            "data": data,
+            "has_more": False,
+            "first_id": data[0]["id"] if data else None,
+            "last_id": data[-1]["id"] if data else None,
+            "models": list(infos),
+        }
+    )
+
+
+def model_body(info: dict[str, Any]) -> bytes:
+    """Return one model's own body."""
+    return _to_json(info)
+
+
+def error_body(error: SieError, error_object: Mapping[str, Any]) -> bytes:
+    """Return any error of the two routes: `detail` for SIE clients, and `error` (OpenAI's object) for the others."""
+    return _to_json({"detail": {"code": error.code, "message": error.message, **error.extras}, "error": error_object})
+
+
+def model_not_found_body(error: SieError) -> bytes:
+    """Return the 404 of `/v1/models/{id}`: `detail` for SIE clients and `error` for the others."""
+    return _to_json(
+        {
+            "detail": {"code": error.code, "message": error.message, **error.extras},
+            "error": {
+                "message": error.message,
+                "type": "invalid_request_error",
+                "param": "model",
+                "code": "model_not_found",
+            },
+        }
+    )

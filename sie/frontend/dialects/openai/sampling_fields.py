@@ -1,0 +1,50 @@
+"""Owns the sampling fields that every route has under the same names, and the bounds of all of them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from sie.values.generate import GenerateRequest
+
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Number = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Temperature = Annotated[float, Meta(ge=0, le=1e6)]
+TopK = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+Share = Annotated[float, Meta(ge=-1e9, le=1e9)]
+"""Outside 0 to 1 it is off."""
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=1e6)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+StopText = Annotated[str, Meta(min_length=1)]
+StopTexts = Annotated[list[StopText], Meta(max_length=65_536)]
+
+
+class SamplingNumbers(msgspec.Struct, kw_only=True):
+    """How tokens are chosen. None: not given."""
+
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    seed: Seed | None = None
+    ignore_eos: bool | None = None
+
+
+def write_sampling(fields: SamplingNumbers, request: GenerateRequest) -> None:
+    """Have a request's tokens chosen as its fields say."""
+    request.temperature = fields.temperature
+    request.top_p = fields.top_p
+    request.top_k = fields.top_k
+    request.min_p = fields.min_p
+    request.presence_penalty = fields.presence_penalty
+    request.frequency_penalty = fields.frequency_penalty
+    request.repetition_penalty = fields.repetition_penalty
+    request.seed = fields.seed
+    request.ignore_eos = bool(fields.ignore_eos)

@@ -1,0 +1,52 @@
+"""Owns the form of a stream on OpenAI's chat and completions: chunks under one head, the usage once, `[DONE]`.
+
+Source: generation API reference, sections 3.5 and 4.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from sie.frontend.dialects.openai.text_fields import DONE, KEEP_ALIVE, Shown, data_line, error_events, usage_object
+from sie.values.errors import SieError
+from sie.values.generate import Ended, Finished, GenerateEvent, GenerateUsage
+
+
+class ChunkWriter(ABC):
+    """Writes a stream, but for what a route makes of its own events.
+
+    The usage stands on the chunk that finishes the last choice, or where the request wants it in a chunk of its own.
+    """
+
+    keep_alive = KEEP_ALIVE
+
+    def __init__(self, shown: Shown, kind: str, model: str) -> None:
+        """Kind is what a chunk's `object` says."""
+        self._shown = shown
+        self._head = shown.head(kind, model)
+
+    def write(self, events: Sequence[GenerateEvent]) -> bytes:
+        """See `sie.frontend.http.stream.EventWriter`."""
+        usage = events[-1].usage if isinstance(events[-1], Ended) else None
+        last = max((number for number, event in enumerate(events) if isinstance(event, Finished)), default=-1)
+        parts: list[bytes] = []
+        for number, event in enumerate(events):
+            if isinstance(event, Ended):
+                parts += [*([self._chunk([], event.usage)] if self._shown.wants_usage else []), DONE]
+            else:
+                ends_all = number == last and not self._shown.wants_usage
+                parts += [self._chunk(choices, usage if ends_all else None) for choices in self._chunks(event)]
+        return b"".join(parts)
+
+    def write_error(self, error: SieError) -> bytes:
+        """See `sie.frontend.http.stream.EventWriter`."""
+        return error_events(error)
+
+    @abstractmethod
+    def _chunks(self, event: GenerateEvent) -> list[list[dict[str, Any]]]:
+        """Return the `choices` of each chunk that an event comes to."""
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: GenerateUsage | None = None) -> bytes:
+        return data_line({**self._head, "choices": choices, "usage": usage_object(usage) if usage else None})

@@ -1,0 +1,291 @@
+"""Owns what OpenAI's chat and completions have in common on the wire: sampling fields, their checks, usage, errors.
+
+Source: generation API reference, sections 2, 3.1 and 3.3. A field of the wrong type is 422, a wrong value 400; unknown
+fields are ignored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import time
+from collections.abc import Generator, Mapping
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from sie.config.limits import Limits
+from sie.frontend.dialects.openai import embeddings
+from sie.frontend.dialects.openai.agent_fields import AgentFields, refuse_agent_fields
+from sie.frontend.dialects.openai.sampling_fields import Bias, Count, Share, write_sampling
+from sie.frontend.http.body_limits import check_json
+from sie.values.errors import BadRequest, NotFound, SieError
+from sie.values.generate import GenerateRequest, GenerateUsage, Grammar
+
+_FINGERPRINT: Final = "local"
+DONE: Final = b"data: [DONE]\n\n"
+KEEP_ALIVE: Final = b": keep-alive\n\n"
+"""A comment, which no client reads as an event."""
+_MAX_LIST: Final = 65_536
+_MAX_ID_DIGITS: Final = 10
+_JSON_GRAMMARS: Final = ("json_schema", "llguidance")
+_JSON_ENDS: Final = ("/json", "+json")
+_PATH: Final = re.compile(r" - at `(?:key in `)?\$\.?([^`]*)`$")
+_OUT_OF_BOUNDS: Final = re.compile(r"Expected `[^`]*` (?:[<>]|of length)")
+_MISSING: Final = re.compile(r"Object missing required field `([^`]+)`")
+_NAMING: Final = ("Field", "with")
+"""Words before the quoted name of a field in our messages."""
+_StructT = TypeVar("_StructT", bound=msgspec.Struct)
+
+_to_json: Final = msgspec.json.Encoder().encode
+
+
+class GrammarField(msgspec.Struct):
+    """What binds an answer, in this server's own spelling."""
+
+    type: Literal["json_schema", "regex", "lark", "llguidance"]
+    value: Any
+
+
+class StreamEnding(msgspec.Struct):
+    """How a stream ends."""
+
+    include_usage: bool | None = None
+
+
+class SamplingFields(AgentFields, kw_only=True):
+    """The fields that OpenAI's and Anthropic's routes have. None: not given."""
+
+    model: str | None = None
+    max_tokens: Count | None = None
+    dry_multiplier: Share | None = None
+    logit_bias: dict[str, Bias] | None = None
+    truncate_sequence: bool | None = None
+    grammar: GrammarField | None = None
+    adapter: Any = None
+    stream: bool | None = None
+
+
+class TextFields(SamplingFields, kw_only=True):
+    """The fields that OpenAI's routes have beside them."""
+
+    n: Count | None = None
+    stop: str | Annotated[list[str], Meta(max_length=_MAX_LIST)] | None = None
+    stream_options: StreamEnding | None = None
+
+
+class Shown(msgspec.Struct, frozen=True, kw_only=True):
+    """How an answer is written: what is the same in all of its parts."""
+
+    id: str
+    created: int
+    num_choices: int
+    """Of all prompts."""
+    wants_usage: bool = False
+    """Whether a stream ends with a part of its own for usage."""
+    echo: bool = False
+    num_hidden: int = 0
+    """How many more choices of each prompt are generated than shown."""
+    has_logprobs: bool = False
+    names: dict[str, str] = {}
+    """What the request calls fields that the generation core names; those that are the same are left out."""
+
+    @classmethod
+    def begin(cls, prefix: str, **facts: Any) -> Shown:
+        """Return a new answer's, with an id and the time of now."""
+        return cls(id=f"{prefix}-{secrets.token_hex(16)}", created=int(time.time()), **facts)
+
+    def head(self, kind: str, model: str) -> dict[str, Any]:
+        """Return what an answer, or each of its chunks, begins with; kind is its `object`."""
+        head = {"id": self.id, "object": kind, "created": self.created, "model": model}
+        return {**head, "system_fingerprint": _FINGERPRINT}
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+def decode_body(
+    decoder: msgspec.json.Decoder[_StructT], body: bytes, content_type: str | None, limits: Limits
+) -> _StructT:
+    """Return a typed body. Raises BadRequest: 415 for another content type, 400 for what is not JSON
+    or out of bounds, 422 for a wrong type.
+    """
+    kind = (content_type or "").partition(";")[0].strip().lower()
+    if kind and not kind.endswith(_JSON_ENDS):
+        raise BadRequest(f"Content-Type must be application/json, not {kind!r}", http_status=415)
+    check_json(body, limits.max_depth)
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _syntax_error(body) or _type_error(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(f"The body is not valid JSON: {error}", code="INVALID_JSON") from None
+    except RecursionError:
+        raise BadRequest("The body is nested too deep") from None
+
+
+def _syntax_error(body: bytes) -> BadRequest | None:
+    """Return what is wrong with a body as JSON, which goes before what is wrong with its fields."""
+    try:
+        msgspec.json.decode(body, type=msgspec.Raw)
+    except msgspec.DecodeError as error:
+        return BadRequest(f"The body is not valid JSON: {error}", code="INVALID_JSON")
+    return None
+
+
+def _type_error(message: str) -> BadRequest:
+    at = _PATH.search(message)
+    missing = _MISSING.search(message)
+    path = at[1] if at else ""
+    param = ".".join(part for part in (path, missing[1] if missing else "") if part) or None
+    text = message[: at.start()] if at else message
+    if missing:
+        text = f"Field '{param}' is required"
+    elif path:
+        text = f"Field '{path}': {text[0].lower()}{text[1:]}"
+    status = 400 if _OUT_OF_BOUNDS.match(message) else 422
+    return BadRequest(text, http_status=status, extras={"param": param})
+
+
+@contextlib.contextmanager
+def renamed(names: Mapping[str, str]) -> Generator[None]:
+    """Have errors name fields as a route does that calls some of them by other names."""
+    try:
+        yield
+    except BadRequest as error:
+        field = str(error.extras.get("param"))
+        if field in names:
+            error.extras = {**error.extras, "param": names[field]}
+        for own, name in names.items():
+            for words in _NAMING:
+                error.message = error.message.replace(f"{words} '{own}'", f"{words} '{name}'")
+        raise
+
+
+def wrong(field: str, reason: str) -> BadRequest:
+    """Return the refusal of a field's value."""
+    return BadRequest(f"Field '{field}' {reason}", extras={"param": field})
+
+
+def read_text_fields(body: TextFields) -> GenerateRequest:
+    """Return a request with all that OpenAI's routes have in common. Raises BadRequest for a wrong value."""
+    request = read_sampling_fields(body)
+    request.num_choices = body.n or 1
+    request.stop = read_stop(body.stop)
+    return request
+
+
+def read_sampling_fields(body: SamplingFields) -> GenerateRequest:
+    """Return a request with all that every route has in common. Raises BadRequest for a wrong value."""
+    refuse_agent_fields(body)
+    if body.dry_multiplier:
+        raise wrong("dry_multiplier", "is not served; leave it out, or give 0")
+    if body.adapter is not None:
+        raise wrong("adapter", "is not served for generation")
+    request = GenerateRequest(
+        model=body.model or embeddings.DEFAULT_MODEL,
+        max_tokens=body.max_tokens,
+        logit_bias=read_bias(body.logit_bias or {}),
+        truncate_prompt=bool(body.truncate_sequence),
+        grammar=read_grammar(body.grammar),
+        stream=bool(body.stream),
+    )
+    write_sampling(body, request)
+    return request
+
+
+def wants_usage(body: TextFields) -> bool:
+    """Tell whether a stream is to end with a part for its usage."""
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+def read_grammar(field: GrammarField | None) -> Grammar | None:
+    """Return a grammar; a schema may be JSON or text of it. Raises BadRequest."""
+    if field is None:
+        return None
+    value: Any = field.value
+    if isinstance(value, str):
+        return Grammar(kind=field.type, value=value, field="grammar")
+    if field.type in _JSON_GRAMMARS and isinstance(value, dict):
+        return Grammar(kind=field.type, value=_to_json(value).decode(), field="grammar")
+    raise wrong("grammar.value", f"must be a text{' or an object' if field.type in _JSON_GRAMMARS else ''}")
+
+
+def read_bias(bias: dict[str, float]) -> dict[int, float]:
+    """Return biases by token id. Raises BadRequest for a key that is none."""
+    for key in bias:
+        if not (key.isascii() and key.isdigit() and len(key) < _MAX_ID_DIGITS):
+            raise wrong("logit_bias", f"has the key {key[:20]!r}, which is no token id")
+    return {int(key): value for key, value in bias.items()}
+
+
+def read_stop(stop: str | list[str] | None, field: str = "stop") -> tuple[str, ...]:
+    """Return the stop strings. Raises BadRequest for an empty one."""
+    stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(stops):
+        raise wrong(field, "must not hold an empty text")
+    return tuple(dict.fromkeys(stops))
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def usage_object(usage: GenerateUsage) -> dict[str, Any]:
+    """Return what an answer cost, with the rates that this API adds to OpenAI's counts."""
+    total_s = usage.prompt_s + usage.completion_s
+    total = usage.prompt_tokens + usage.completion_tokens
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": total,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "avg_tok_per_sec": _rate(total, total_s),
+        "avg_prompt_tok_per_sec": _rate(usage.prompt_tokens, usage.prompt_s),
+        "avg_compl_tok_per_sec": _rate(usage.completion_tokens, usage.completion_s),
+        "total_time_sec": round(total_s, 6),
+        "total_prompt_time_sec": round(usage.prompt_s, 6),
+        "total_completion_time_sec": round(usage.completion_s, 6),
+    }
+
+
+def _rate(count: int, elapsed_s: float) -> float:
+    return round(count / elapsed_s, 3) if elapsed_s > 0 else 0.0
+
+
+def data_line(value: Any) -> bytes:
+    """Return one unnamed event."""
+    return b"data: %b\n\n" % _to_json(value)
+
+
+def named_event(name: str, value: dict[str, Any]) -> bytes:
+    """Return one event whose data names it, too."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), _to_json({"type": name, **value}))
+
+
+def error_object(error: SieError) -> dict[str, Any]:
+    """Return OpenAI's error object: lower-case codes, none for a mistake that has no name of its own."""
+    made = embeddings.error_object(error)
+    if isinstance(error, NotFound) or error.code == "MODEL_NOT_FOUND":
+        made["param"] = made["param"] or "model"
+    made["code"] = code_word(error.code) if error.code != BadRequest.code else None
+    if error.http_status >= 500:
+        made["type"] = "server_error"
+    return made
+
+
+def code_word(code: str) -> str:
+    """Return what these routes call one of our codes."""
+    return embeddings.wire_code(code).lower()
+
+
+def error_body(error: SieError) -> bytes:
+    """Return `{"error": {message, type, param, code}, "message"}`."""
+    return _to_json({"error": error_object(error), "message": error.message})
+
+
+def error_events(error: SieError) -> bytes:
+    """Return what a stream ends with when it fails."""
+    return data_line({"error": error_object(error)}) + DONE

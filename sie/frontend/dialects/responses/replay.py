@@ -1,0 +1,134 @@
+"""Owns the stream of a response that was made without one: its events, read from the object that is kept of it.
+
+Each text is one delta, as nobody noted the pieces in which it came; everything else is as in a stream that was followed.
+The same object always has the same events, so a client can go on from the number of any of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+
+from sie.frontend.dialects.openai import text_fields
+from sie.frontend.dialects.responses.items import Item, full_name
+from sie.frontend.dialects.responses.reply import CANCELLED, RUNNING, ResponseRecord
+from sie.frontend.dialects.responses.request import ResponsesCall
+from sie.values.errors import SieError
+from sie.values.generate import (
+    Ended,
+    Finished,
+    GenerateEvent,
+    GenerateRequest,
+    GenerateUsage,
+    LogprobText,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    ToolCall,
+    ToolCallDelta,
+)
+
+_OWN: Final = frozenset({
+    "id", "object", "created_at", "completed_at", "status", "model", "error", "incomplete_details", "output",
+    "output_text", "usage", "store",
+})  # fmt: skip
+"""Keys of an object that are no echo of the request."""
+_STATUSES: Final = {"rate_limit_exceeded": 429, "server_error": 500}
+_TERMINAL: Final = tuple(b"event: response.%b\n" % name for name in (b"completed", b"incomplete", b"failed"))
+
+
+def replay(body: bytes) -> list[bytes]:
+    """Return the events of a response as it is now: all of one that has ended, the first two of one that has not."""
+    made: dict[str, Any] = msgspec.json.decode(body)
+    record, output = _record(made), made["output"]
+    if made["status"] in RUNNING:
+        record.apply([Started(0, 0)], 0)
+    else:
+        record.apply([Started(0, 0), *(event for item in output for event in _written(item))], 0)
+        _end(record, made)
+    return record.take_unkept()[1]
+
+
+def end_events(body: bytes, number: int) -> list[bytes]:
+    """Return the last events, from this number on, of a stream whose maker is gone without having written them."""
+    made: dict[str, Any] = msgspec.json.decode(body)
+    status = made["status"] if made["status"] in ("completed", "incomplete") else "failed"
+    events: list[tuple[str, dict[str, Any]]] = [(f"response.{status}", {"response": made})]
+    if made["error"] is not None:
+        events.insert(0, ("error", {**made["error"], "param": None}))
+    return [
+        text_fields.named_event(name, {"sequence_number": number + index, **fields})
+        for index, (name, fields) in enumerate(events)
+    ]
+
+
+def is_terminal(event: bytes) -> bool:
+    """Tell the last event of a stream."""
+    return event.startswith(_TERMINAL)
+
+
+def _record(made: dict[str, Any]) -> ResponseRecord:
+    """Return a record of nothing yet that will have the ids and names of this object's."""
+    ids = iter([item["id"] for item in made["output"]])
+    calls = [item for item in made["output"] if item["type"] == "function_call"]
+    call = ResponsesCall(
+        request=GenerateRequest(model=made["model"], stream=True),
+        instructions=None,
+        previous_id=None,
+        items=[],
+        echoed={key: value for key, value in made.items() if key not in _OWN},
+        namespaces={_name(item): (item["namespace"], item["name"]) for item in calls if item.get("namespace")},
+        stores=made["store"],
+        is_background=False,
+    )
+    record = ResponseRecord(
+        made["id"], made["created_at"], call, made["model"], max_kept_bytes=sys.maxsize, new_id=lambda _kind: next(ids)
+    )
+    record.is_followed = False
+    return record
+
+
+def _written(item: Item) -> Iterator[GenerateEvent]:
+    """Yield what a model wrote that came to this item of an output."""
+    if item["type"] == "function_call":
+        yield ToolCallDelta(0, 0, ToolCall(id=item["call_id"], name=_name(item), arguments=item["arguments"]))
+        return
+    for part in item["content"]:
+        if item["type"] == "reasoning":
+            yield ReasoningDelta(0, part["text"])
+        else:
+            yield TextDelta(0, part["text"], tuple(_logprob(one) for one in part["logprobs"]))
+
+
+def _end(record: ResponseRecord, made: dict[str, Any]) -> None:
+    status, output = made["status"], made["output"]
+    if status in ("completed", "incomplete"):
+        record.apply([Finished(0, "length" if status == "incomplete" else "stop"), Ended(_usage(made["usage"]))],
+                     made["completed_at"] or 0)  # fmt: skip
+        return
+    if output and output[-1]["status"] == "completed":
+        record.apply([Finished(0, "stop")], 0)
+    error = made["error"] or {"message": "The response was cancelled", "code": CANCELLED}
+    code = CANCELLED if status == "cancelled" else None
+    record.fail(SieError(error["message"], code=code, http_status=_STATUSES.get(error["code"], 400)))
+
+
+def _name(call: Item) -> str:
+    return full_name(call.get("namespace"), call["name"])
+
+
+def _usage(usage: dict[str, Any]) -> GenerateUsage:
+    return GenerateUsage(
+        prompt_tokens=usage["input_tokens"],
+        completion_tokens=usage["output_tokens"],
+        cached_tokens=usage["input_tokens_details"]["cached_tokens"],
+        reasoning_tokens=usage["output_tokens_details"]["reasoning_tokens"],
+    )
+
+
+def _logprob(one: dict[str, Any]) -> LogprobText:
+    top = tuple(_logprob(other) for other in one.get("top_logprobs", ()))
+    return LogprobText(text=one["token"], raw=bytes(one["bytes"]), logprob=one["logprob"], top=top)

@@ -1,0 +1,100 @@
+"""Owns the TensorRT Inference Server v1 gRPC wire of inference, both generations of it. Pure.
+
+The generation shows in the bytes of the request's header alone: what the first calls an input's `byte_size`, one number,
+has the field number of the second's `dims`, packed. Source: TRTIS v1 sheet, sections 2 and 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from sie.frontend.dialects.kserve.protobuf_wire import BYTES, VARINT, append_bytes, parse, parse_with_views, wire_fields
+from sie.frontend.dialects.trtis.infer import InferHead, InputHead, head_of
+from sie.frontend.tensors.paths import is_version
+from sie.proto import message_class
+from sie.values.errors import BadRequest
+
+_PACKAGE: Final = "nvidia.inferenceserver"
+_REQUEST: Final = message_class("trtis", f"{_PACKAGE}.InferRequest")
+_HEADER: Final = message_class("trtis", f"{_PACKAGE}.InferRequestHeader")
+_RESPONSE: Final = message_class("trtis", f"{_PACKAGE}.InferResponse")
+_RESPONSE_HEADER: Final = message_class("trtis", f"{_PACKAGE}.InferResponseHeader")
+_RAW_INPUT: Final = 4
+_RAW_OUTPUT: Final = 3
+_VERSION: Final = 2
+_INPUT: Final = 2
+_OUTPUT: Final = 3
+_SIZE_OR_DIMS: Final = 2
+
+
+class InferMessage(NamedTuple):
+    """A parsed InferRequest; version is empty for the latest, and what release 0.8 sent need be no number."""
+
+    model: str
+    version: str
+    header: bytes
+    raw: list[memoryview]
+
+
+def parse_infer(data: bytes) -> InferMessage:
+    """Return the message in data. Raises MalformedMessage for what is none."""
+    message, raw = parse_with_views(_REQUEST, data, _RAW_INPUT)
+    version = str(message.model_version) if message.model_version > 0 else _text_version(message)
+    return InferMessage(message.model_name, version, message.meta_data, raw)
+
+
+def _text_version(message: Any) -> str:
+    """Return the version as release 0.8 sends it; no version is 0 or less."""
+    for field in UnknownFieldSet(message):
+        if field.field_number == _VERSION and field.wire_type == BYTES:
+            return bytes(field.data).decode(errors="replace")
+    return ""
+
+
+def check_version(version: str) -> None:
+    """Raise BadRequest for a version that is neither empty nor a decimal number."""
+    if version and not is_version(version):
+        raise BadRequest(f"invalid model version '{version[:32]}': it must be a number")
+
+
+def parse_head(header: bytes) -> InferHead:
+    """Return the request's header, of whichever generation. Raises BadRequest."""
+    head = head_of(parse(_HEADER, header))
+    if not _is_first_generation(header):
+        return head
+    inputs = tuple(InputHead(i.name, (), 0, i.dims[0] if i.dims else 0) for i in head.inputs)
+    return msgspec.structs.replace(head, inputs=inputs, is_first_generation=True)
+
+
+def id_of(header: bytes) -> int:
+    """Return the request's id, 0 where it cannot be read."""
+    try:
+        return parse(_HEADER, header).id
+    except BadRequest:
+        return 0
+
+
+def _is_first_generation(header: bytes) -> bool:
+    view = memoryview(header)
+    for field in wire_fields(view):
+        if field.number in (_INPUT, _OUTPUT) and field.wire_type == BYTES:
+            for inner in wire_fields(view[field.value_start : field.end]):
+                if inner.number == _SIZE_OR_DIMS and inner.wire_type == VARINT:
+                    return True
+    return False
+
+
+def encode_infer(status: Any, header: Any, raw: Sequence[memoryview]) -> bytes:
+    """Return an InferResponse with a reply's header message and its raw outputs."""
+    response = _RESPONSE(request_status=status, meta_data=header.SerializeToString())
+    return append_bytes(response.SerializeToString(), _RAW_OUTPUT, raw)
+
+
+def encode_failure(status: Any, request_id: int) -> bytes:
+    """Return an InferResponse that tells of a failure."""
+    header = _RESPONSE_HEADER(id=request_id).SerializeToString()
+    return _RESPONSE(request_status=status, meta_data=header).SerializeToString()

@@ -1,0 +1,147 @@
+"""Owns what the TensorRT Inference Server v1 API says of requests, server and models: `NV-Status` and ServerStatus.
+
+Source: NVIDIA TensorRT Inference Server, request_status.proto and server_status.proto, release 1.15.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any, Final, Literal
+
+import msgspec
+from google.protobuf import json_format, text_format
+
+from sie import __version__
+from sie.frontend.dialects.trtis.infer import one_line
+from sie.frontend.tensors.states import Figures
+from sie.proto import message_class
+from sie.values.card import ModelState
+from sie.values.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    Forbidden,
+    Internal,
+    ModelLoadFailed,
+    NotFound,
+    Overloaded,
+    SieError,
+    Unavailable,
+)
+from sie.values.tensor import TensorRule
+
+SERVER_ID: Final = "inference:0"
+_MAX_MESSAGE_CHARS: Final = 1024
+_BINARY: Final = ("content-type", "application/octet-stream")
+_PACKAGE: Final = "nvidia.inferenceserver"
+_READY_STATES: Final[dict[ModelState, str]] = {
+    "loaded": "MODEL_READY", "loading": "MODEL_LOADING", "unloading": "MODEL_UNLOADING",
+    "failed": "MODEL_UNAVAILABLE", "available": "MODEL_UNAVAILABLE",
+}  # fmt: skip
+_CODES: Final[tuple[tuple[type[SieError], str], ...]] = (
+    (BadRequest, "INVALID_ARG"), (NotFound, "NOT_FOUND"), (Forbidden, "UNAVAILABLE"), (Overloaded, "UNAVAILABLE"),
+    (ModelLoadFailed, "UNAVAILABLE"), (Unavailable, "UNAVAILABLE"), (DeadlineExceeded, "UNAVAILABLE"),
+    (Internal, "INTERNAL"),
+)  # fmt: skip
+_numbers = itertools.count(1)
+
+Format = Literal["text", "binary", "json"]
+
+
+def request_status(code: str = "SUCCESS", text: str = "") -> Any:
+    """Return a RequestStatus message with the next number of this process."""
+    cls = message_class("trtis", f"{_PACKAGE}.RequestStatus")
+    return cls(code=code, msg=text[:_MAX_MESSAGE_CHARS], server_id=SERVER_ID, request_id=next(_numbers))
+
+
+def status_of(error: SieError) -> Any:
+    """Return the RequestStatus of a failure; what has no code of its own is UNKNOWN."""
+    own = error.code if error.code in ("UNSUPPORTED", "ALREADY_EXISTS") else "UNKNOWN"
+    code = next((code for cls, code in _CODES if isinstance(error, cls)), own)
+    return request_status(code, error.message)
+
+
+def failure(error: SieError) -> tuple[int, list[tuple[str, str]], bytes]:
+    """Return status, headers and body of the answer to a failure.
+
+    The status is 400 whatever the reason is, but 401 and 403 where it is about who asks.
+    """
+    http_status = error.http_status if error.http_status in (401, 403, 429) else 400
+    headers = [("nv-status", status_line(status_of(error)))]
+    if "infer_id" in error.extras:
+        request_id = error.extras["infer_id"]
+        headers += [("nv-inferresponse", f"id: {request_id}" if request_id else ""), _BINARY]
+    return http_status, headers, b""
+
+
+def status_line(status: Any) -> str:
+    """Return the value of the header `NV-Status`."""
+    return one_line(status)
+
+
+class Described(msgspec.Struct, frozen=True):
+    """One version of a model, as the status tells it."""
+
+    rule: TensorRule
+    state: ModelState
+    reason: str
+    figures: Figures
+
+
+def server_status(models: Iterable[Described], *, state: str, uptime_ns: int) -> Any:
+    """Return the ServerStatus message; state is a name of ServerReadyState."""
+    message = message_class("trtis", f"{_PACKAGE}.ServerStatus")(
+        id=SERVER_ID, version=__version__, uptime_ns=uptime_ns, ready_state=state
+    )
+    for found in models:
+        status = message.model_status[found.rule.name]
+        if not status.config.name:
+            json_format.ParseDict(found.rule.config, status.config, ignore_unknown_fields=True)
+            status.config.name = found.rule.name
+        version = status.version_status[int(found.rule.version)]
+        version.ready_state = _READY_STATES[found.state]
+        if found.reason:
+            version.ready_state_reason.message = found.reason
+        _add_figures(version, found.figures)
+    return message
+
+
+def _add_figures(version: Any, figures: Figures) -> None:
+    version.model_execution_count = figures.num_steps
+    version.model_inference_count = figures.num_rows
+    version.last_inference_timestamp_milliseconds = figures.last_used_ms
+    if figures.num_succeeded or figures.num_failed:
+        stats = version.infer_stats[1]
+        for name, count, total_ns in (
+            ("success", figures.num_succeeded, figures.success_ns), ("failed", figures.num_failed, figures.failure_ns),
+            ("compute", figures.num_succeeded, figures.infer_ns), ("queue", figures.num_succeeded, figures.queue_ns),
+            ("compute_infer", figures.num_succeeded, figures.infer_ns),
+        ):  # fmt: skip
+            duration = getattr(stats, name)
+            duration.count, duration.total_time_ns = count, total_ns
+
+
+def repository_index(names: Iterable[str]) -> Any:
+    """Return the ModelRepositoryIndex message."""
+    message = message_class("trtis", f"{_PACKAGE}.ModelRepositoryIndex")()
+    for name in names:
+        message.models.add(name=name)
+    return message
+
+
+def choose_format(query: str, accept: str) -> Format:
+    """Return the form that `?format=` asks for, else `Accept: application/json`; any other word means text."""
+    for pair in query.split("&"):
+        name, _, value = pair.partition("=")
+        if name == "format":
+            return "binary" if value == "binary" else "json" if value == "json" else "text"
+    return "json" if accept == "application/json" else "text"
+
+
+def encode_message(message: Any, form: Format) -> tuple[str, bytes]:
+    """Return the Content-Type and the body of a message."""
+    if form == "binary":
+        return "application/octet-stream", message.SerializeToString()
+    if form == "json":
+        return "application/json", json_format.MessageToJson(message, preserving_proto_field_name=True).encode()
+    return "text/plain", text_format.MessageToString(message).encode()

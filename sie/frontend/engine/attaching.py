@@ -1,0 +1,63 @@
+"""Owns how a frontend and a worker that the supervisor introduced come to share their memory."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+from sie.runtime.logs import get_logger
+from sie.shm.attach import Attachment, PendingAttachment
+from sie.shm.layout import ProtocolError
+from sie.shm.space import OutboundSpace
+
+_log = get_logger(__name__)
+
+
+class Attaching:
+    """The workers that were offered this frontend's memory, and have yet to answer; on_attached is told who did."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        space: OutboundSpace,
+        ring_capacity: int,
+        on_attached: Callable[[int, Attachment], None],
+    ) -> None:
+        self._loop = loop
+        self._space = space
+        self._ring_capacity = ring_capacity
+        self._on_attached = on_attached
+        self._pending: dict[int, tuple[int, PendingAttachment]] = {}
+
+    def begin(self, slot: int, generation: int, fds: list[int]) -> None:
+        """Send our offer and go on; the worker answers when its step is done. fds are the socket to it and its pidfd."""
+        try:
+            sock = socket.socket(fileno=fds[0])
+            pending = PendingAttachment(sock, fds[1], generation, self._space, self._ring_capacity)
+        except OSError as error:
+            _log.warning("worker-%d cannot be attached: %s", slot, error)
+            return
+        self._pending[generation] = (slot, pending)
+        self._loop.add_reader(pending.sock_fd, self._finish, generation)
+
+    def end(self, generation: int) -> None:
+        """Give up a worker that died, if it has not answered."""
+        found = self._pending.pop(generation, None)
+        if found is not None:
+            self._loop.remove_reader(found[1].sock_fd)
+            found[1].close()
+
+    def _finish(self, generation: int) -> None:
+        slot, pending = self._pending[generation]
+        try:
+            attachment: Attachment | None = pending.try_finish()
+        except (OSError, ProtocolError) as error:
+            _log.warning("worker-%d did not attach: %s", slot, error)
+            self._loop.remove_reader(pending.sock_fd)
+            del self._pending[generation]
+            return
+        if attachment is not None:
+            self._loop.remove_reader(pending.sock_fd)
+            del self._pending[generation]
+            self._on_attached(slot, attachment)

@@ -1,0 +1,46 @@
+"""Sees clients leave while their requests wait, and gives their work up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any, Final
+
+from sie.frontend.engine.engine import ShmEngine
+from sie.frontend.engine.worker_link import Pending
+from sie.values.errors import ClientGone
+
+_WATCH_AFTER_NS: Final = 50_000_000
+"""A request that waited this long gets a watcher of its client's connection; most are answered before."""
+
+
+class ClientWatch:
+    """The requests of one frontend that wait, with the connections that they came by."""
+
+    def __init__(self, engine: ShmEngine) -> None:
+        self._engine = engine
+        self._unwatched: deque[tuple[Pending, Any]] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, pending: Pending, protocol: Any) -> None:
+        """See to it that the work is given up when its client leaves before the answer is there."""
+        self._unwatched.append((pending, protocol))
+
+    def tick(self, now_ns: int) -> None:
+        """Begin to watch the clients whose requests have waited for a while."""
+        unwatched = self._unwatched
+        while unwatched and (unwatched[0][0].future.done() or now_ns - unwatched[0][0].submitted_ns > _WATCH_AFTER_NS):
+            pending, protocol = unwatched.popleft()
+            if not pending.future.done():
+                task = asyncio.get_running_loop().create_task(self._await_disconnect(pending, protocol))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _await_disconnect(self, pending: Pending, protocol: Any) -> None:
+        gone = asyncio.ensure_future(protocol.client_disconnect())
+        try:
+            await asyncio.wait((gone, pending.future), return_when=asyncio.FIRST_COMPLETED)
+            if not pending.future.done():
+                self._engine.abandon(pending, ClientGone("the client left before its answer was there"))
+        finally:
+            gone.cancel()

@@ -1,0 +1,399 @@
+"""Owns every request between a dialect and the workers: submit, reply, resubmit after a death, give up in time.
+
+Dialects know only `submit` and the `Reply` that its future brings. A request's bytes lie in this frontend's own
+segment, so that a worker's death costs time and not the answer: what it had not answered goes, from the same bytes,
+to a live worker, or waits in `held` for the restart, until its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from sie.config.limits import Limits
+from sie.config.settings import Settings
+from sie.frontend.engine import admission
+from sie.frontend.engine.placement import choose_worker
+from sie.frontend.engine.quarantine import QuarantinedInputs, poison
+from sie.frontend.engine.reply_drain import Answers, end, overdue
+from sie.frontend.engine.request_layout import RequestLayout, lay_out, lay_out_once
+from sie.frontend.engine.token_stream import TokenStream
+from sie.frontend.engine.worker_link import Pending, WorkerLink
+from sie.frontend.models.adapters import is_coming, loading, workers_with
+from sie.ipc.messages import ModelEntry, PeerFault, Quarantine
+from sie.runtime import failpoints
+from sie.runtime.logs import get_logger
+from sie.shm.attach import Attachment
+from sie.shm.extent import set_cancelled, write_extent, write_parts, write_pieces
+from sie.shm.extent_headers import WorkHeader
+from sie.shm.layout import FLAG_ALONE, ProtocolError
+from sie.shm.pool import Lease
+from sie.shm.space import OutboundSpace
+from sie.values.errors import ClientGone, Overloaded, SieError, Unavailable, WorkerLost
+
+_log = get_logger(__name__)
+_MAX_STRIKES = 2
+_PIECE_BYTES = 1 << 20
+"""Of a large payload so much is copied between two turns of the event loop: about a millisecond."""
+
+
+class ShmEngine:
+    """The engine of one frontend process. Everything runs on its event loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        space: OutboundSpace,
+        find_model: Callable[[str], ModelEntry | None],
+        send: Callable[[Quarantine | PeerFault], None],
+    ) -> None:
+        self._limits = settings.limits
+        self._max_per_link = settings.memory.ring_capacity // 2
+        self._max_stream_bytes = settings.memory.request_segment_bytes // 2
+        self._space = space
+        self._find_model = find_model
+        self._send = send
+        self._links: dict[int, WorkerLink] = {}
+        self._dying: dict[int, WorkerLink] = {}
+        self._held: dict[int, Pending] = {}
+        self._ids = itertools.count(1)
+        self._quarantined = QuarantinedInputs()
+        self._answers = Answers(find_model, self._take_back)
+
+    # --- asking ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_pending(self) -> int:
+        """Requests that a worker has, or that wait for one."""
+        return len(self._held) + sum(len(link.pending) for link in self._all_links())
+
+    @property
+    def num_extents(self) -> int:
+        """Request extents under a lease."""
+        return self._space.num_leased
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens submitted and not answered, over all workers."""
+        return sum(link.outstanding_tokens for link in self._links.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """How fast answers come back, smoothed; what `Retry-After` is computed from."""
+        return self._answers.tokens_per_s
+
+    def reconfigure(self, limits: Limits) -> None:
+        """Take over reloaded limits for what is submitted from now on."""
+        self._limits = limits
+
+    def check_open(self) -> None:
+        """Refuse a request before its body is read when no worker could take even one token more.
+
+        Raises Overloaded.
+        """
+        max_tokens = self._limits.max_queued_tokens
+        for link in self._links.values():
+            if link.outstanding_tokens < max_tokens:
+                return
+        if self._links:
+            raise self._overloaded("the queue holds max_queued_tokens")
+
+    def submit(
+        self, header: WorkHeader, arrays: Sequence[tuple[str, NDArray[Any]]], num_tokens: int, deadline_ns: int
+    ) -> Pending:
+        """Hand one request to a worker and return its record; await `pending.future` for the Reply.
+
+        arrays are what the header's operation needs, by name; an `id:profile` in header.model becomes the model that
+        workers know. Raises Overloaded when memory or the queue is full, PoisonInput for a quarantined input, Unavailable
+        when no worker has the model.
+        """
+        layout = lay_out(header, arrays)
+        with self._lease(layout) as lease:
+            write_extent(lease.view, layout.header, layout.refs, [array for _, array in arrays])
+            return self._hand_over(lease, layout, header.lora, num_tokens, deadline_ns)
+
+    def submit_parts(
+        self, layout: RequestLayout, parts: Sequence[bytes | memoryview], num_tokens: int, deadline_ns: int
+    ) -> Pending:
+        """Do as `submit` does for a request that is laid out already and whose arrays are there as bytes."""
+        with self._lease(layout) as lease:
+            write_parts(lease.view, layout.head, layout.places, parts)
+            return self._hand_over(lease, layout, "", num_tokens, deadline_ns)
+
+    async def submit_large(
+        self, header: WorkHeader, arrays: Sequence[tuple[str, NDArray[Any]]], num_tokens: int, deadline_ns: int
+    ) -> Pending:
+        """Do as `submit` does, and let the event loop turn while the arrays, which may be of megabytes, are copied."""
+        layout = lay_out(header, arrays)
+        with self._lease(layout) as lease:
+            own = [array for _, array in arrays]
+            for _ in write_pieces(lease.view, layout.header, layout.refs, own, _PIECE_BYTES):
+                await asyncio.sleep(0)
+            return self._hand_over(lease, layout, header.lora, num_tokens, deadline_ns)
+
+    async def submit_stream(
+        self,
+        header: WorkHeader,
+        arrays: Sequence[tuple[str, NDArray[Any]]],
+        num_tokens: int,
+        deadline_ns: int,
+        stream: TokenStream,
+    ) -> Pending:
+        """Do as `submit_large` does for work whose tokens go to stream; deadline_ns is that of the first token.
+
+        Such work, which stays long, gets at most half of the request segment: over it, Overloaded.
+        """
+        layout = lay_out_once(header, arrays)
+        held = sum(pending.lease.nbytes for pending in self._all_pending() if pending.stream is not None)
+        if held + layout.nbytes > self._max_stream_bytes:
+            raise self._overloaded("half of the request memory holds prompts")
+        with self._lease(layout) as lease:
+            own = [array for _, array in arrays]
+            for _ in write_pieces(lease.view, layout.header, layout.refs, own, _PIECE_BYTES):
+                await asyncio.sleep(0)
+            pending = self._hand_over(lease, layout, header.lora, num_tokens, deadline_ns, stream=stream)
+        stream.join(pending)
+        return pending
+
+    def _lease(self, layout: RequestLayout) -> Lease:
+        lease = self._space.lease(layout.nbytes)
+        if lease is None:
+            raise self._overloaded("request memory is full")
+        return lease
+
+    def _hand_over(
+        self, lease: Lease, layout: RequestLayout, adapter: str, num_tokens: int, deadline_ns: int,
+        *, stream: TokenStream | None = None,
+    ) -> Pending:  # fmt: skip
+        """Give a written request to a worker, or hold it until there is one."""
+        pending = Pending(
+            next(self._ids),
+            layout.model,
+            lease=lease,
+            length=layout.nbytes,
+            num_tokens=num_tokens,
+            deadline_ns=deadline_ns,
+            submitted_ns=time.monotonic_ns(),
+            future=asyncio.get_running_loop().create_future(),
+            adapter=adapter,
+            stream=stream,
+        )
+        if self._quarantined:
+            self._quarantined.check(lease.view[: layout.nbytes])
+        link = self._choose(pending)
+        failpoints.reach("frontend.before_commit")
+        if link is None or not self._try_submit(link, pending):
+            self._hold(pending)
+        failpoints.reach("frontend.after_push")
+        lease.hand_over(pending.request_id)
+        return pending
+
+    def _choose(self, pending: Pending) -> WorkerLink | None:
+        """Return the worker for a new request, or None when it has to wait for one that is being restarted."""
+        candidates = self._candidates(pending)
+        link = choose_worker(candidates)
+        if link is None:
+            return None
+        if len(link.pending) >= self._max_per_link:
+            link = choose_worker(filter(self._has_room, candidates))
+            if link is None:
+                raise self._overloaded("the ring is full")
+        max_tokens = self._limits.max_queued_tokens
+        if link.outstanding_tokens + pending.num_tokens > max_tokens:
+            admission.check_queue(link.outstanding_tokens, pending.num_tokens, max_tokens, self.tokens_per_s)
+        return link
+
+    def _try_submit(self, link: WorkerLink, pending: Pending) -> bool:
+        """Give a request to a worker; False when that turns out to have gone. Raises Overloaded when its ring is full."""
+        try:
+            if link.try_submit(pending):
+                return True
+        except ConnectionError:  # met by a large payload, whose memory is announced on the socket
+            self._set_aside(link)
+            return False
+        except ProtocolError as error:
+            self._accuse(link, error)
+            return False
+        raise self._overloaded("the ring is full")
+
+    def _candidates(self, pending: Pending) -> list[WorkerLink]:
+        if pending.num_strikes >= _MAX_STRIKES:
+            return []
+        entry, links = self._find_model(pending.model), self._links
+        workers = entry.workers if entry is not None and not pending.adapter else workers_with(entry, pending.adapter)
+        return [links[slot] for slot in workers if slot in links]
+
+    def _has_room(self, link: WorkerLink) -> bool:
+        return len(link.pending) < self._max_per_link
+
+    def _hold(self, pending: Pending) -> None:
+        entry = self._find_model(pending.model)
+        if entry is None or not (entry.recovering or entry.workers):
+            raise Unavailable(f"Model '{pending.model}' is not loaded", code="MODEL_NOT_LOADED")
+        if not is_coming(entry, pending.adapter):
+            raise loading(pending.model, pending.adapter)
+        held_tokens = sum(other.num_tokens for other in self._held.values()) if self._held else 0
+        admission.check_queue(held_tokens, pending.num_tokens, self._limits.max_queued_tokens, self.tokens_per_s)
+        self._held[pending.request_id] = pending
+
+    def _overloaded(self, reason: str) -> SieError:
+        return admission.overloaded(reason, self.queued_tokens, self.tokens_per_s)
+
+    # --- giving up ------------------------------------------------------------------------------------------------
+
+    def abandon(self, pending: Pending, error: SieError) -> None:
+        """End the client's wait with an error and tell the worker not to run it; the lease stays with the worker."""
+        if not pending.future.done():
+            pending.future.set_exception(error)
+        if self._held.pop(pending.request_id, None) is not None:
+            pending.lease.end()
+        elif pending.link is not None and pending.request_id in pending.link.pending:
+            set_cancelled(pending.lease.view)
+
+    def finish(self, pending: Pending) -> None:
+        """Do as `abandon` does for a request that nobody waits for any more, since all that was wanted of it is there."""
+        if not pending.future.done():
+            self.abandon(pending, ClientGone("nothing more is wanted"))
+
+    def expire(self, now_ns: int) -> None:
+        """Abandon what is past its deadline, give replies back, and measure how fast answers come; the process's tick."""
+        for pending in self._all_pending():
+            if pending.deadline_ns <= now_ns and not pending.future.done():
+                self.abandon(pending, overdue(pending))
+        for link in self._links.values():
+            link.give_back()
+        self._answers.measure(now_ns, is_busy=self.queued_tokens > 0)
+
+    def _all_links(self) -> list[WorkerLink]:
+        return [*self._links.values(), *self._dying.values()]
+
+    def _all_pending(self) -> list[Pending]:
+        pending = list(self._held.values())
+        for link in self._all_links():
+            pending += link.pending.values()
+        return pending
+
+    # --- workers come and go --------------------------------------------------------------------------------------
+
+    def attach(self, slot: int, attachment: Attachment) -> None:
+        """Start to use a worker. Its replies are read whenever its bell rings."""
+        link = WorkerLink(slot, attachment, self._accuse)
+        self._links[slot] = link
+        loop = asyncio.get_running_loop()
+        loop.add_reader(attachment.bell_fd, self._on_bell, link)
+        loop.add_reader(attachment.sock_fd, self._on_socket, link)
+        self.place_held()
+
+    def place_held(self) -> None:
+        """Give waiting requests to workers that have their model now; call when models or workers changed."""
+        for pending in list(self._held.values()):
+            link = choose_worker(filter(self._has_room, self._candidates(pending)))
+            with contextlib.suppress(Overloaded):  # it goes on waiting
+                if link is not None and self._try_submit(link, pending):
+                    del self._held[pending.request_id]
+
+    def fail_held(self) -> None:
+        """End the wait of requests whose model will not come back; `quarantine` ends that of the others."""
+        for pending in [held for held in self._held.values() if held.num_strikes < _MAX_STRIKES]:
+            entry = self._find_model(pending.model)
+            if entry is None or not (entry.recovering or entry.workers):
+                self.abandon(pending, WorkerLost(f"Model '{pending.model}' was lost with its worker"))
+            elif not is_coming(entry, pending.adapter):
+                self.abandon(pending, loading(pending.model, pending.adapter))
+
+    def _on_socket(self, link: WorkerLink) -> None:
+        """Read announcements; at the end of file give it no more work, and wait for word of its death."""
+        try:
+            if link.attachment.read_socket():
+                return
+        except ProtocolError as error:
+            self._accuse(link, error)
+            return
+        asyncio.get_running_loop().remove_reader(link.attachment.sock_fd)
+        self._set_aside(link)
+
+    def _accuse(self, link: WorkerLink, error: ProtocolError) -> None:
+        """Believe nothing that this worker says any more; its requests wait until the supervisor has ended it."""
+        _log.error("worker-%d broke the protocol: %s", link.slot, error)
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(link.attachment.bell_fd)
+        loop.remove_reader(link.attachment.sock_fd)
+        self._set_aside(link)
+        self._send(PeerFault(link.slot))
+
+    def _set_aside(self, link: WorkerLink) -> None:
+        """Give a worker no more work, and wait for word of its death."""
+        if self._links.get(link.slot) is link:
+            del self._links[link.slot]
+            self._dying[link.generation] = link
+
+    def bury(self, slot: int, generation: int, suspects: tuple[int, ...]) -> None:
+        """Take back the work of a worker that is proven dead, and give it to others.
+
+        ORDER: its ring is drained a last time first, since what it has answered must not run again.
+        """
+        link = self._dying.pop(generation, None)
+        if link is None:
+            link = self._links.get(slot)
+            if link is None or link.generation != generation:
+                return
+            del self._links[slot]
+        try:
+            self._answers.drain(link)
+        except ProtocolError as error:
+            _log.error("worker-%d died while it wrote: %s", slot, error)
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(link.attachment.bell_fd)
+        loop.remove_reader(link.attachment.sock_fd)
+        link.is_alive = False
+        orphans, link.pending = list(link.pending.values()), {}
+        for pending in orphans:
+            self._rehome(pending, pending.request_id in suspects)
+        # Replies already handed out keep the mapping alive through their views; the rest goes now.
+        link.attachment.close()
+
+    def _rehome(self, pending: Pending, is_suspect: bool) -> None:
+        if pending.future.done():
+            pending.lease.end()
+            return
+        if not pending.may_run_again():
+            end(pending, WorkerLost("worker_lost: the worker died while it generated; what it had sent stands"))
+            return
+        if is_suspect:
+            self._strike(pending)
+        self._take_back(pending)
+
+    def _take_back(self, pending: Pending) -> None:
+        pending.link = None
+        self._held[pending.request_id] = pending
+
+    def _strike(self, pending: Pending) -> None:
+        """Count a death against a request.
+
+        The first time it ran among others, so any of them may be to blame: each goes on alone. The second time it is
+        refused, but its client hears so only when all frontends have: it might ask another one at once.
+        """
+        pending.num_strikes += 1
+        pending.flags |= FLAG_ALONE
+        if pending.num_strikes >= _MAX_STRIKES:
+            self._send(Quarantine(pending.digest()))
+
+    def quarantine(self, digest: bytes) -> None:
+        """Refuse this input from now on: it killed two workers, the second time alone. The supervisor says so to all."""
+        self._quarantined.add(digest)
+        for pending in [held for held in self._held.values() if held.num_strikes and held.digest() == digest]:
+            self.abandon(pending, poison())
+
+    def _on_bell(self, link: WorkerLink) -> None:
+        try:
+            self._answers.drain(link)
+        except ProtocolError as error:
+            self._accuse(link, error)
+        if self._held:
+            self.place_held()  # what a dead worker left may have been more than the others' rings could take

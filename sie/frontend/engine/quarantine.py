@@ -1,0 +1,64 @@
+"""Owns the inputs that are refused because they killed two workers, known by what they hold and not by who sent them."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+import msgspec
+
+from sie.shm.extent import array_view, read_extent
+from sie.shm.extent_headers import WorkHeader
+from sie.values.errors import PoisonInput
+from sie.values.generate import GenerateTask
+
+_decoder = msgspec.msgpack.Decoder(WorkHeader)
+_task_decoder = msgspec.msgpack.Decoder(GenerateTask)
+_encoder = msgspec.msgpack.Encoder()
+_QUARANTINE_S = 600.0
+"""Long enough to stop a retry loop; short enough that a fault which was not the input's heals by itself."""
+
+
+class QuarantinedInputs:
+    """Digests of refused inputs, each until its time is over."""
+
+    def __init__(self) -> None:
+        self._until_s: dict[bytes, float] = {}
+
+    def __bool__(self) -> bool:
+        """Whether there may be any."""
+        return bool(self._until_s)
+
+    def add(self, digest: bytes) -> None:
+        """Refuse this input from now on."""
+        now_s = time.monotonic()
+        self._until_s = {key: until_s for key, until_s in self._until_s.items() if until_s > now_s}
+        self._until_s[digest] = now_s + _QUARANTINE_S
+
+    def check(self, extent: memoryview) -> None:
+        """Raise PoisonInput when a request's extent holds a refused input."""
+        if self._until_s.get(digest_of(extent), 0.0) > time.monotonic():
+            raise poison()
+
+
+def digest_of(extent: memoryview) -> bytes:
+    """Return the identity of a request's input: its header and its arrays, without the unused bytes between them."""
+    header, payload = read_extent(extent, _decoder)
+    if header.operation == "generate":
+        header = msgspec.structs.replace(header, task=_input_of(header.task))
+    digest = hashlib.blake2b(_encoder.encode(header), digest_size=16)
+    for ref in header.arrays:
+        digest.update(array_view(payload, ref).data)
+    return digest.digest()
+
+
+def _input_of(task: bytes) -> bytes:
+    """Return a task to generate without its seed, which may be random, and its salt, which says who sent it."""
+    asked = _task_decoder.decode(task)
+    sampling = msgspec.structs.replace(asked.sampling, seed=0)
+    return _encoder.encode(msgspec.structs.replace(asked, sampling=sampling, salt=b""))
+
+
+def poison() -> PoisonInput:
+    """Return what the client of a refused input hears."""
+    return PoisonInput("This input was running when a worker died, twice; it is refused")

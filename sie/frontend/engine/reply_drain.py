@@ -1,0 +1,106 @@
+"""Owns what workers say: each descriptor ends its request, or feeds its stream; and how fast answers come back.
+
+What a worker wrote is checked here, before anything is settled: a request whose reply cannot be read waits like the
+worker's others, until the supervisor has ended that worker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from sie.frontend.engine.token_stream import read_frame
+from sie.frontend.engine.worker_link import Pending, Reply, WorkerLink, read_error
+from sie.ipc.messages import ModelEntry
+from sie.shm.layout import ERROR, REPLY, TOKENS, Descriptor, ProtocolError
+from sie.values.errors import DeadlineExceeded, SieError
+
+_RATE_WEIGHT = 0.2
+_MIN_RATE_SPAN_S = 0.5
+
+
+class Answers:
+    """The answers of one engine's workers. hold takes a request back that has to wait for a worker."""
+
+    def __init__(self, find_model: Callable[[str], ModelEntry | None], hold: Callable[[Pending], None]) -> None:
+        self._find_model = find_model
+        self._hold = hold
+        self._tokens_done = 0
+        self.measured_ns = time.monotonic_ns()
+        self.tokens_per_s = 0.0
+        """How fast answers come back, smoothed; what `Retry-After` is computed from."""
+
+    def drain(self, link: WorkerLink) -> None:
+        """Take all that a worker has said. Raises ProtocolError for what it may not say."""
+        for descriptor in link.attachment.drain():
+            self._on_descriptor(link, descriptor)
+
+    def measure(self, now_ns: int, *, is_busy: bool) -> None:
+        """Take a sample of the rate, twice a second at most; an idle server's stays as it was."""
+        elapsed_s = (now_ns - self.measured_ns) / 1e9
+        if elapsed_s < _MIN_RATE_SPAN_S:
+            return
+        rate = self._tokens_done / elapsed_s
+        if rate or is_busy:
+            self.tokens_per_s += _RATE_WEIGHT * (rate - self.tokens_per_s) if self.tokens_per_s else rate
+        self._tokens_done, self.measured_ns = 0, now_ns
+
+    def _on_descriptor(self, link: WorkerLink, descriptor: Descriptor) -> None:
+        if descriptor.kind not in (REPLY, ERROR):
+            self._on_tokens(link, descriptor)
+            return
+        pending = link.pending.get(descriptor.request_id)
+        if pending is None:
+            raise ProtocolError(f"a reply to request {descriptor.request_id}, which is not outstanding")
+        view = link.attachment.view(descriptor) if descriptor.length else None
+        link.settle(pending)
+        self._tokens_done += pending.num_tokens
+        if view is None:
+            end(pending, DeadlineExceeded("the worker dropped the request at its deadline"))
+            return
+        reply = Reply(link, pending, descriptor.offset, view)
+        if descriptor.kind == ERROR:
+            self._on_error(pending, read_error(reply))
+        elif pending.future.done():
+            reply.release()
+            pending.lease.end()
+        else:
+            pending.lease.end()
+            pending.future.set_result(reply)
+
+    def _on_tokens(self, link: WorkerLink, descriptor: Descriptor) -> None:
+        """Feed what one or more steps gave to the streams they are for; the extent goes back at once."""
+        if descriptor.kind != TOKENS:
+            raise ProtocolError(f"a worker sent kind {descriptor.kind}")
+        records = read_frame(link.attachment.view(descriptor))
+        link.release(descriptor.offset)
+        now_ns = time.monotonic_ns()
+        for record in records:
+            pending = link.pending.get(record.request_id)
+            if pending is None or pending.stream is None:
+                raise ProtocolError(f"tokens for request {record.request_id}, which is no outstanding stream")
+            pending.stream.feed(record, now_ns)
+
+    def _on_error(self, pending: Pending, error: SieError) -> None:
+        """Pass a worker's error on; where its model is being restored, an unload or a restart only crossed our way."""
+        entry = self._find_model(pending.model)
+        is_coming_back = error.code == "MODEL_NOT_LOADED" and entry is not None and entry.recovering
+        if is_coming_back and not pending.future.done() and pending.may_run_again():
+            pending.link = None
+            self._hold(pending)
+        else:
+            end(pending, error)
+
+
+def end(pending: Pending, error: SieError) -> None:
+    """End a request that no worker has any more: its lease, and with this error its client's wait."""
+    pending.lease.end()
+    if not pending.future.done():
+        pending.future.set_exception(error)
+
+
+def overdue(pending: Pending) -> SieError:
+    """Return what a request hears whose deadline passed."""
+    if pending.stream is not None:
+        return pending.stream.overdue()
+    return DeadlineExceeded("the request's deadline passed before its answer was there")

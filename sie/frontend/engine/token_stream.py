@@ -1,0 +1,136 @@
+"""Owns the tokens of one request on their way from a worker to the request's handler, and when they are overdue.
+
+A worker's records are checked as they come: each choice's in order, none missing, none after its last. While the client
+was sent nothing, a worker's death only starts the stream anew; afterwards it ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from sie.shm.extent import clear_stopped, read_extent, set_stopped
+from sie.shm.layout import ProtocolError
+from sie.values.errors import DeadlineExceeded, SieError
+from sie.values.generate import GenerateTotals, TokenFrame, TokenRecord
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from sie.frontend.engine.worker_link import Pending, Reply
+
+_frame_decoder: Final = msgspec.msgpack.Decoder(TokenFrame)
+_totals_decoder: Final = msgspec.msgpack.Decoder(GenerateTotals)
+_ENDED: Final = -1
+
+
+def read_frame(view: memoryview) -> tuple[TokenRecord, ...]:
+    """Return the records of a `TOKENS` extent, of which nothing is kept. Raises ProtocolError."""
+    return read_extent(view, _frame_decoder)[0].records
+
+
+class StreamTimes(msgspec.Struct, frozen=True):
+    """How long a stream may pause, and last from its first token to its last."""
+
+    idle_ns: int
+    total_ns: int
+
+
+class TokenStream:
+    """What one request's worker has given, and its handler has not taken yet.
+
+    on_news is called whenever `take` has something new to return or to raise.
+    """
+
+    def __init__(self, num_choices: int, times: StreamTimes, on_news: Callable[[], None]) -> None:
+        self._num_sent = [0] * num_choices
+        self._times = times
+        self._on_news = on_news
+        self._records: list[TokenRecord] = []
+        self._pending: Pending | None = None
+        self._ends_ns = 0
+        self.first_ns = 0
+        """When the first token came; 0 before."""
+        self.is_sent = False
+        """Whether the client was sent anything; its handler says so."""
+        self.num_restarts = 0
+        """How often all that was taken became void, since another worker begins anew."""
+        self.totals: GenerateTotals | None = None
+        """What the worker says of the whole, once it is over."""
+
+    def join(self, pending: Pending) -> None:
+        """Belong to a submitted request from now on."""
+        self._pending = pending
+        pending.future.add_done_callback(self._on_end)
+
+    def take(self) -> list[TokenRecord]:
+        """Return the records since the last call. Raises what ended the request, once there is none left."""
+        records, self._records = self._records, []
+        future = self._pending.future if self._pending is not None else None
+        if not records and future is not None and future.done():
+            error = future.exception()
+            if error is not None:
+                raise error
+        return records
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing will come any more that `take` has not returned."""
+        return not self._records and self._pending is not None and self._pending.future.done()
+
+    # --- the engine's side ----------------------------------------------------------------------------------------
+
+    def feed(self, record: TokenRecord, now_ns: int) -> None:
+        """Take a record over. Raises ProtocolError for one that does not follow what came before."""
+        pending, choice = self._pending, record.choice
+        if not 0 <= choice < len(self._num_sent) or record.index != self._num_sent[choice]:
+            raise ProtocolError(f"tokens of choice {choice} from number {record.index} on, out of order")
+        self._num_sent[choice] = _ENDED if record.finish else record.index + len(record.token_ids)
+        if pending is None or pending.future.done():
+            return
+        if not self.first_ns:
+            self.first_ns, self._ends_ns = now_ns, now_ns + self._times.total_ns
+        pending.deadline_ns = min(now_ns + self._times.idle_ns, self._ends_ns)
+        self._records.append(record)
+        self._on_news()
+
+    def try_restart(self, now_ns: int) -> bool:
+        """Forget what came, as another worker will begin anew; False when the client was sent some of it already."""
+        if self.is_sent:
+            return False
+        if self.first_ns and self._pending is not None:
+            self._pending.deadline_ns = min(now_ns + self._times.idle_ns, self._ends_ns)
+        self._num_sent = [0] * len(self._num_sent)
+        self._records = []
+        self.num_restarts += 1
+        if self._pending is not None:
+            clear_stopped(self._pending.lease.view)
+        return True
+
+    def overdue(self) -> SieError:
+        """Return what a stream past its deadline ends with."""
+        if not self.first_ns:
+            return DeadlineExceeded("the request's deadline passed before its first token was there")
+        pending = self._pending
+        if pending is not None and pending.deadline_ns >= self._ends_ns:
+            return DeadlineExceeded("the answer took longer than generation_timeout_s")
+        return DeadlineExceeded("no token came for stream_idle_timeout_s")
+
+    def stop(self, choice: int) -> None:
+        """Ask the worker, if one has it, for no more of a choice."""
+        pending = self._pending
+        if pending is not None and pending.link is not None and pending.request_id in pending.link.pending:
+            set_stopped(pending.lease.view, choice)
+
+    def _on_end(self, future: asyncio.Future[Reply]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            reply = future.result()
+            try:
+                self.totals, _ = read_extent(reply.view, _totals_decoder)
+            except ProtocolError:
+                self.totals = None  # it says nothing that the records did not
+            finally:
+                reply.release()
+        self._on_news()

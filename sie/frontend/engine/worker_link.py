@@ -1,0 +1,175 @@
+"""Owns the frontend's end of one attachment: work out, replies in, and what is outstanding on that worker."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from sie.frontend.engine.quarantine import digest_of
+from sie.frontend.engine.token_stream import TokenStream
+from sie.runtime import failpoints
+from sie.shm.attach import Attachment
+from sie.shm.extent import read_extent
+from sie.shm.layout import SUBMIT, ProtocolError
+from sie.shm.pool import Lease
+from sie.values.errors import Internal, SieError, WireError, from_wire
+
+_MAX_STAGED: Final = 8
+"""So many requests of one turn of the event loop are worth a bell of their own: the worker begins meanwhile."""
+_MAX_KEPT_RELEASES: Final = 8
+_LARGE_REPLY_BYTES: Final = 64 * 1024
+_error_decoder: Final = msgspec.msgpack.Decoder(WireError)
+
+
+class Pending(msgspec.Struct, eq=False):  # a Struct is made in a third of the time: one for each request
+    """One submitted request until its terminal reply.
+
+    The lease outlives the client: a time-out or a disconnect ends the future, but only a terminal descriptor, or the
+    worker's proven death, ends the lease. num_strikes counts workers that died in a step with this request in it. A
+    request to generate has a stream, which takes its tokens, and its reply as soon as that is there.
+    """
+
+    request_id: int
+    model: str
+    lease: Lease
+    length: int
+    num_tokens: int
+    deadline_ns: int
+    submitted_ns: int
+    future: asyncio.Future[Reply]
+    adapter: str = ""
+    stream: TokenStream | None = None
+    link: WorkerLink | None = None
+    num_strikes: int = 0
+    flags: int = 0
+
+    def digest(self) -> bytes:
+        """Return the identity of this request's input."""
+        return digest_of(self.lease.view[: self.length])
+
+    def may_run_again(self) -> bool:
+        """Whether another worker may run it from the start; a stream is made ready for that."""
+        return self.stream is None or self.stream.try_restart(time.monotonic_ns())
+
+
+class Reply:
+    """A terminal reply's extent, read-only. `release` gives it back to the worker, once, after its bytes were copied.
+
+    It names no `Pending`, whose future it is the result of: such a ring would be left to the collector, which comes so
+    rarely that thousands of requests wait for it.
+    """
+
+    __slots__ = ("_address", "_link", "num_tokens", "submitted_ns", "view")
+
+    def __init__(self, link: WorkerLink, pending: Pending, address: int, view: memoryview) -> None:
+        self._link = link
+        self._address = address
+        self.num_tokens = pending.num_tokens
+        self.submitted_ns = pending.submitted_ns
+        self.view = view
+
+    def release(self) -> None:
+        """Let the worker use the extent again."""
+        failpoints.reach("frontend.before_release")
+        nbytes = len(self.view)
+        self.view = _EMPTY
+        self._link.release(self._address, nbytes)
+
+
+class WorkerLink:
+    """One worker, as the engine sees it."""
+
+    def __init__(
+        self, slot: int, attachment: Attachment, on_fault: Callable[[WorkerLink, ProtocolError], None]
+    ) -> None:
+        """on_fault is called when a worker is found to break the protocol after its request was taken."""
+        self._on_fault = on_fault
+        self.slot = slot
+        self.attachment = attachment
+        self.pending: dict[int, Pending] = {}
+        self.outstanding_tokens = 0
+        self.is_alive = True
+        self._releases: list[int] = []
+        self._num_staged = 0
+        self._flush_due = False
+
+    @property
+    def generation(self) -> int:
+        """The number of this attachment; unique over all attachments of the server."""
+        return self.attachment.generation
+
+    def try_submit(self, pending: Pending) -> bool:
+        """Give one request over; False when the ring is full. The worker hears of it as `_flush_soon` says."""
+        staged = self.attachment.stage(
+            SUBMIT, pending.flags, pending.request_id, pending.lease.address, pending.length,
+            pending.deadline_ns, pending.num_tokens,
+        )  # fmt: skip
+        if staged:
+            pending.link = self
+            self.pending[pending.request_id] = pending
+            self.outstanding_tokens += pending.num_tokens
+            self._num_staged += 1
+            if self._num_staged >= _MAX_STAGED:
+                self._publish()
+            elif not self._flush_due:
+                self._flush_soon()
+        return staged
+
+    def settle(self, pending: Pending) -> None:
+        """Take a request off the books; it is one of `pending`."""
+        del self.pending[pending.request_id]
+        self.outstanding_tokens -= pending.num_tokens
+
+    def release(self, address: int, nbytes: int = 0) -> None:
+        """Give a reply's extent back, with the next request: alone it would wake the worker for nothing.
+
+        Not so when it is large, or one of many, which is what the worker may be short of.
+        """
+        if not self.is_alive:
+            return
+        self._releases.append(address)
+        if not self._flush_due and (nbytes >= _LARGE_REPLY_BYTES or len(self._releases) >= _MAX_KEPT_RELEASES):
+            self._flush_soon()
+
+    def give_back(self) -> None:
+        """Give back what no request took along; called by the process's tick."""
+        if self._releases and self.is_alive and not self._flush_due:
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        """Ring the worker's bell once for all that this turn of the event loop brings: it is a system call, and wakes it."""
+        self._flush_due = True
+        asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_due = False
+        releases, self._releases = self._releases, []
+        if self.is_alive:
+            self._publish(releases)
+
+    def _publish(self, releases: Sequence[int] = ()) -> None:
+        self._num_staged = 0
+        try:
+            if releases:
+                self.attachment.push_release(releases)
+            self.attachment.publish()
+        except ProtocolError as error:
+            self._on_fault(self, error)
+
+
+_EMPTY: Final = memoryview(b"")
+
+
+def read_error(reply: Reply) -> SieError:
+    """Return the error that a worker answered with, and give its extent back."""
+    try:
+        wire, _ = read_extent(reply.view, _error_decoder)
+        return from_wire(wire)
+    except ProtocolError:
+        return Internal("the worker's error could not be read")
+    finally:
+        reply.release()

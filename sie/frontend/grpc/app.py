@@ -1,0 +1,217 @@
+"""Serves gRPC of one process: the methods, who may ask, the one error border, and what is counted.
+
+Messages come and go as bytes. Whatever a handler raises becomes a status code in `Service`, and nowhere else; a dialect
+that tells failures in its replies has turned them into replies before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, Protocol
+
+from sie.config.settings import Settings
+from sie.frontend.dialects.kserve.protobuf_wire import parse
+from sie.frontend.engine.worker_link import Pending
+from sie.frontend.grpc.methods import BY_PATH, UNKNOWN, Method
+from sie.frontend.grpc.streams import Streams
+from sie.frontend.grpc.transport.calls import Call
+from sie.frontend.grpc.transport.message_framing import Message
+from sie.frontend.grpc.transport.status_codes import details, status_code
+from sie.frontend.http.compression import decompress
+from sie.frontend.http.threads import offload
+from sie.frontend.models.admin import check_admin
+from sie.frontend.process import FrontendProcess
+from sie.frontend.routes.embed import Exchange
+from sie.frontend.telemetry.counting import count_exchange
+from sie.proto import message_class
+from sie.runtime.logs import get_logger
+from sie.values.errors import ClientGone, InputTooLong, Internal, SieError
+
+_log = get_logger(__name__)
+_UNPACKED_TIMES: Final = 16
+"""What a packed message is taken to grow by, where that decides whether a thread unpacks it."""
+
+
+class Dialect(Protocol):
+    """What has the handlers of one service. A streaming method's turns one message into one reply, failures too."""
+
+    def fail(self, exchange: Exchange, message: bytes, error: SieError, *, is_stream: bool) -> bytes | None:
+        """Return a reply that tells of a failure, or None where the call's status is to do so."""
+        ...
+
+
+Handler = Callable[[Exchange, Any], Awaitable[bytes]]
+
+
+class Service:
+    """The methods of one process."""
+
+    def __init__(self, process: FrontendProcess, dialects: dict[str, Dialect], pool: ThreadPoolExecutor) -> None:
+        """Dialects are by the name of their service; pool is where large messages are unpacked."""
+        self._process = process
+        self._dialects = dialects
+        self._pool = pool
+        self._streams = Streams()
+        self._handlers: dict[str, Handler] = {
+            path: getattr(dialects[method.service], method.route.handler) for path, method in BY_PATH.items()
+        }
+
+    @property
+    def settings(self) -> Settings:
+        """Those in force."""
+        return self._process.settings
+
+    def find(self, path: str) -> Method:
+        """Return the method that a path names, or `UNKNOWN`."""
+        return BY_PATH.get(path, UNKNOWN)
+
+    def begin(self, call: Call, message: Message) -> None:
+        """Answer a call that has one message."""
+        call.started((self._watch if call.rpc.is_watch else self._answer)(call, message))
+
+    def begin_stream(self, call: Call) -> None:
+        """Answer a call whose messages come one by one."""
+        call.started(self._stream(call))
+
+    def end_streams(self) -> None:
+        """Let every stream end once what it was asked is answered."""
+        self._streams.end()
+
+    # --- calls ----------------------------------------------------------------------------------------------------
+
+    async def _answer(self, call: Call, message: Message) -> None:
+        try:
+            data = await self._unpacked(call, message) if message.is_packed else message.data
+            call.answer(await self._serve(call, data))
+        except Exception as error:
+            _fail(call, error)
+
+    async def _watch(self, call: Call, message: Message) -> None:
+        try:
+            data = await self._unpacked(call, message) if message.is_packed else message.data
+            await call.write(await self._serve(call, data))
+            call.finish()
+        except Exception as error:
+            _fail(call, error)
+
+    async def _stream(self, call: Call) -> None:
+        async def messages() -> AsyncIterator[bytes]:
+            async for message in call.messages():
+                yield await self._unpacked(call, message) if message.is_packed else message.data
+
+        async def answer(data: bytes) -> bytes:
+            return await self._serve(call, data)
+
+        try:
+            await self._streams.run(messages(), answer, call.write)
+            call.finish()
+        except Exception as error:
+            _fail(call, error)
+
+    async def _unpacked(self, call: Call, message: Message) -> bytes:
+        """Return what a message was before it was packed. Raises SieError."""
+        coding, limits = call.head.coding, self._process.settings.limits
+        if coding == "identity":
+            raise Internal("the message is marked as packed, and the call names no grpc-encoding")
+        max_bytes, max_ratio = limits.max_grpc_message_bytes, limits.max_compression_ratio
+        size = len(message.data) * _UNPACKED_TIMES
+        try:
+            return await offload(self._pool, size, decompress, message.data, coding, max_bytes, max_ratio)
+        except InputTooLong:
+            text = "the message is too large when unpacked (max_grpc_message_bytes, max_compression_ratio)"
+            raise SieError(text, code="MESSAGE_TOO_LARGE", http_status=413) from None
+
+    async def _serve(self, call: Call, message: bytes) -> bytes:
+        """Return the reply to one message. Raises SieError where it is for the call's status to tell what is wrong."""
+        method = call.rpc
+        exchange = Exchange(call, call, time.monotonic_ns())
+        exchange.route = method.route
+        exchange.body_bytes = len(message)
+        failure: SieError | None = None
+        try:
+            self._enter(exchange)
+            try:
+                exchange.deadline_ns = self._deadline_ns(exchange)
+                asked = parse(message_class(method.file, method.request), message) if method.request else message
+                return await self._handlers[call.path](exchange, asked)
+            except SieError as error:
+                failure = error
+                reply = self._dialects[method.service].fail(exchange, message, error, is_stream=method.is_stream)
+                if reply is None:
+                    raise
+                return reply
+            finally:
+                if exchange.holder is not None:
+                    exchange.holder.end()
+        except SieError as error:
+            failure = error
+            raise
+        except asyncio.CancelledError:
+            failure = ClientGone("the client left before its answer was there")
+            raise
+        except Exception:
+            _log.exception("%s failed", method.route.template)
+            failure = Internal("internal error")
+            raise failure from None
+        finally:
+            self._end(exchange, failure, is_stream=method.is_stream)
+
+    def _enter(self, exchange: Exchange) -> None:
+        """Let in whom the keys and `admin_from` let in. Raises Unauthorized, Forbidden or RateLimited."""
+        process, route = self._process, exchange.route
+        assert route is not None
+        process_access = process.access
+        if process_access is not None:
+            holder = process_access.identify(exchange.headers, route.need)
+            if holder is not None:
+                process_access.begin(holder)
+                exchange.holder = holder
+        admin_from = process.settings.server.admin_from
+        if route.need == "admin" and (process_access is None or admin_from == "nobody"):
+            client = exchange.scope.client
+            # No page of a browser speaks gRPC, so that the address alone says who asks.
+            check_admin(admin_from, client, {**exchange.headers, "host": client}, has_body=False)
+
+    def _deadline_ns(self, exchange: Exchange) -> int:
+        """Return when the client or the server stops to wait, whichever is first."""
+        deadline_ns = exchange.began_ns + self._process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
+        asked_ns: int = exchange.protocol.deadline_ns
+        return min(deadline_ns, asked_ns) if asked_ns else deadline_ns
+
+    # --- figures --------------------------------------------------------------------------------------------------
+
+    def _end(self, exchange: Exchange, error: SieError | None, *, is_stream: bool) -> None:
+        process = self._process
+        status = 200 if error is None else error.http_status
+        headers: list[tuple[str, str]] = []
+        for record in process.recorders:
+            headers = record(exchange, status, headers, error)
+        if headers and not is_stream:  # of a stream's many requests each would have its own
+            exchange.protocol.set_trailing_metadata(headers)
+        count_exchange(process.metrics, exchange, status, error)
+
+
+def _fail(call: Call, error: Exception) -> None:
+    """End a call with what went wrong; whatever it is, its client hears of it."""
+    if not isinstance(error, SieError):
+        _log.error("%s failed", call.path, exc_info=error)
+        error = Internal("internal error")
+    call.finish(status_code(error), details(error))
+
+
+class Watched:
+    """The work of one request: given up when its call is cancelled, as it is when the client leaves."""
+
+    def __init__(self, process: FrontendProcess) -> None:
+        self._process = process
+        self._work: list[Pending] = []
+        self.watch = self._work.append
+        """Take note of work that was handed to a worker."""
+
+    def give_up(self) -> None:
+        """Tell the worker not to run it."""
+        for pending in self._work:
+            self._process.engine.abandon(pending, ClientGone("the client left before its answer was there"))

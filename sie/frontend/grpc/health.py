@@ -1,0 +1,67 @@
+"""Serves `grpc.health.v1.Health`: whether the server, or one of its services, takes requests.
+
+Source: gRPC's health checking protocol. All services are ready together, when `/readyz` says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from sie.frontend.grpc.methods import HEALTH, KSERVE, TRTIS
+from sie.frontend.process import FrontendProcess
+from sie.frontend.routes.embed import Exchange
+from sie.proto import message_class
+from sie.values.errors import NotFound, SieError
+
+_SERVICES: Final = ("", KSERVE, TRTIS, HEALTH)
+
+
+class Health:
+    """The health service of the gRPC process."""
+
+    def __init__(self, process: FrontendProcess) -> None:
+        self._process = process
+
+    def fail(self, exchange: Exchange, message: bytes, error: SieError, *, is_stream: bool) -> None:
+        """Leave every failure to the call's status."""
+        del exchange, message, error, is_stream
+
+    async def check(self, _exchange: Exchange, message: Any) -> bytes:
+        """Answer `Check`."""
+        if message.service not in _SERVICES:
+            raise NotFound("unknown service")
+        return self._encoded(message.service)
+
+    async def list_all(self, _exchange: Exchange, _message: Any) -> bytes:
+        """Answer `List`."""
+        reply = message_class("health", "grpc.health.v1.HealthListResponse")()
+        for service in _SERVICES:
+            reply.statuses[service].status = self._status(service)
+        encoded: bytes = reply.SerializeToString()
+        return encoded
+
+    async def watch(self, exchange: Exchange, message: Any) -> bytes:
+        """Answer `Watch`: the status now and after each change, until the client leaves or the server has stopped.
+
+        A service that is not known is told as such, and may be watched all the same.
+        """
+        service, told = message.service, b""
+        while not self._process.is_draining:
+            changed = (
+                self._process.models.changed
+            )  # before the status, or what happens during the write would be missed
+            status = self._encoded(service)
+            if status != told:
+                await exchange.protocol.write(status)
+                told = status
+            await changed.wait()
+        return self._encoded(service)
+
+    def _encoded(self, service: str) -> bytes:
+        status = self._status(service)
+        return message_class("health", "grpc.health.v1.HealthCheckResponse")(status=status).SerializeToString()
+
+    def _status(self, service: str) -> str:
+        if service not in _SERVICES:
+            return "SERVICE_UNKNOWN"
+        return "SERVING" if self._process.is_ready else "NOT_SERVING"

@@ -1,0 +1,68 @@
+"""Starts the gRPC process: joins the supervisor as a frontend, listens, and drains on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import uvloop
+
+from sie.frontend.grpc.app import Dialect, Service
+from sie.frontend.grpc.health import Health
+from sie.frontend.grpc.kserve_service import KServeGrpc
+from sie.frontend.grpc.methods import HEALTH, KSERVE, REFLECTION, TRTIS
+from sie.frontend.grpc.reflection import Reflection
+from sie.frontend.grpc.transport.listener import Listener
+from sie.frontend.grpc.transport.tls import tls_context
+from sie.frontend.grpc.trtis_service import TrtisGrpc
+from sie.frontend.process import FrontendProcess, connect
+from sie.frontend.routes.kserve import KServe
+from sie.frontend.routes.trtis import Trtis
+from sie.ipc.messages import Launch
+from sie.runtime import child_setup
+from sie.runtime.logs import configure
+
+
+def make_service(frontend: FrontendProcess) -> Service:
+    """Return all methods, each with its dialect."""
+    pool = ThreadPoolExecutor(2, "decode")
+    kserve = KServe(frontend, pool)
+    trtis = Trtis(frontend, kserve, pool)
+    dialects: dict[str, Dialect] = {
+        KSERVE: KServeGrpc(frontend, kserve, pool),
+        TRTIS: TrtisGrpc(frontend, trtis, pool),
+        HEALTH: Health(frontend),
+    }
+    return Service(frontend, dialects | dict.fromkeys(REFLECTION, Reflection()), pool)
+
+
+async def serve(launch: Launch) -> None:
+    """Serve until SIGTERM, then finish what was accepted."""
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stopping.set)
+    frontend = connect(launch)(loop)
+    service = make_service(frontend)
+    listener = Listener(service, frontend.settings)
+    await listener.open(launch.host, launch.port, launch.backlog, tls_context(launch, lambda: frontend.certificates))
+    child_setup.calm_collector()
+    await stopping.wait()
+    service.end_streams()
+    await listener.close(frontend.settings.server.drain_timeout_s)
+    frontend.close()
+
+
+def main() -> int:
+    """Run the gRPC process; the launch record is the only argument."""
+    launch = msgspec.json.decode(sys.argv[1], type=Launch)
+    child_setup.die_with_parent(launch.supervisor_pid)
+    configure(launch.log_format, launch.log_level, "grpc")  # type: ignore[arg-type]
+    uvloop.run(serve(launch))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

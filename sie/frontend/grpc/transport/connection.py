@@ -1,0 +1,396 @@
+"""Owns one HTTP/2 connection: its socket, its frames, and its end.
+
+Whatever comes, in whatever pieces, no exception leaves `data_received`: what breaks the protocol ends the stream or the
+connection by name (RST_STREAM, GOAWAY). DATA goes to the inbox as it comes; other frames are short, and waited for.
+Source: RFC 9113, sections 3.4, 4, 6 and 10.5.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
+
+from sie.frontend.grpc.transport import frames
+from sie.frontend.grpc.transport.calls import Call
+from sie.frontend.grpc.transport.floods import Allowance
+from sie.frontend.grpc.transport.frames import (
+    DATA,
+    HEAD,
+    HEAD_BYTES,
+    PADDED,
+    PREFACE,
+    STREAM_MASK,
+    Code,
+    ConnectionFault,
+    StreamFault,
+)
+from sie.frontend.grpc.transport.headers import OK, status_block
+from sie.frontend.grpc.transport.inbox import Inbox
+from sie.frontend.grpc.transport.outbox import Outbox
+from sie.frontend.grpc.transport.status_codes import Status
+from sie.runtime.logs import get_logger
+
+if TYPE_CHECKING:
+    from sie.frontend.grpc.transport.listener import Listener
+
+_log = get_logger(__name__)
+_FRAME_BYTES: Final = 1 << 20
+"""Largest frame of DATA that a client may send."""
+_SHORT_BYTES: Final = 16_384
+"""Largest of the frames that are neither DATA nor headers."""
+_WRITE_AHEAD_BYTES: Final = 1 << 20
+"""What is given to the socket before it has taken what it has."""
+_TEXT: Final = b"This port speaks gRPC, which is HTTP/2, and nothing else.\n"
+_NOT_HTTP2: Final = (
+    b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s"
+    % (len(_TEXT), _TEXT)
+)  # fmt: skip
+
+
+class Connection(asyncio.Protocol):
+    """One client's connection."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._rest = b""
+        self._has_greeted = self._is_settled = self._is_over = self._is_draining = False
+        self._allowance = Allowance(listener.limits.max_grpc_idle_frames_per_s)
+        self.opened_ns = time.monotonic_ns()
+        self.held_bytes = 0
+        """Bytes of messages that are not there whole, or wait to be taken or to be sent."""
+        self.closing_ns = 0
+        """When it was told to close, or 0."""
+        self.paused_ns = 0
+        """When the socket last took something, while it takes no more; or 0."""
+
+    # --- the socket -----------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Join the others of this process."""
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=_WRITE_AHEAD_BYTES)
+        self._outbox = Outbox(self._transport, self._allowance, self._listener.flush_later, self.hold, self._on_sent)
+        self._inbox = Inbox(self, self._listener, self._outbox, self._allowance)
+        self._listener.connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Give up the work of every call, and leave the others."""
+        self._is_over = True
+        self._drop_calls()
+        self._outbox.disconnect()
+        self._listener.on_lost(self)
+        del self._inbox  # which knows us: a ring would be left to the collector, which comes rarely
+
+    def pause_writing(self) -> None:
+        """Let answers wait, and ask for none meanwhile: the socket takes no more."""
+        self._outbox.is_paused = True
+        self.paused_ns = time.monotonic_ns()
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """Go on sending."""
+        self._outbox.is_paused = False
+        self.paused_ns = 0
+        self._transport.resume_reading()
+        self._outbox.pump()
+
+    @property
+    def client(self) -> str:
+        """The peer, `address:port`; empty where it has none."""
+        peer: Any = self._transport.get_extra_info("peername")
+        if not isinstance(peer, tuple):
+            return ""
+        host, port = cast("tuple[str, int]", peer[:2])
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls that are open."""
+        return list(self._inbox.calls.values())
+
+    # --- frames ---------------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        """Take what came."""
+        if self._is_over:
+            return
+        self._inbox.now_ns = time.monotonic_ns()
+        try:
+            self._read(data)
+        except ConnectionFault as fault:
+            self.end(fault)
+        except Exception:
+            _log.exception("a connection failed")
+            self.end(ConnectionFault(Code.INTERNAL_ERROR, "internal error"))
+
+    def _read(self, data: bytes) -> None:
+        if self._rest:
+            data, self._rest = self._rest + data, b""
+        at, size = 0, len(data)
+        if not self._has_greeted:
+            if not self._greet(data):
+                return
+            at = len(PREFACE)
+        inbox = self._inbox
+        while True:
+            if inbox.is_within:
+                at = inbox.read_piece(data, at, size)
+            if size - at < HEAD_BYTES or self._is_over:
+                break
+            high, low, kind, flags, stream = HEAD.unpack_from(data, at)
+            start = at + HEAD_BYTES
+            end = start + (high << 16 | low)
+            if kind == DATA and end - start <= _FRAME_BYTES and self._is_settled and not inbox.block_stream:
+                if flags & PADDED and start == size < end:
+                    break
+                at = inbox.on_data(data, start, end, flags, stream & STREAM_MASK)
+                continue
+            handle = self._HANDLERS.get(kind)
+            self._check(kind, end - start, stream & STREAM_MASK)
+            if handle is None:
+                self._allowance.spend()
+                inbox.skip(end - start)
+                at = start
+                continue
+            if end > size:
+                break
+            handle(self, flags, stream & STREAM_MASK, data[start:end])
+            at = end
+        if at < size and not self._is_over:
+            self._rest = data[at:]
+
+    def _greet(self, data: bytes) -> bool:
+        """Answer the connection preface; False while it is not there whole, or when it is something else."""
+        if len(data) < len(PREFACE) and PREFACE.startswith(data):
+            self._rest = data
+            return False
+        if not data.startswith(PREFACE):
+            self._refuse(_NOT_HTTP2 if data[:1].isalpha() else b"")
+            return False
+        self._has_greeted = True
+        limits, window = self._listener.limits, self._inbox.window
+        settings = frames.settings_frame({
+            frames.MAX_CONCURRENT_STREAMS: limits.max_grpc_streams,
+            frames.INITIAL_WINDOW_SIZE: limits.grpc_window_bytes,
+            frames.MAX_FRAME_SIZE: _FRAME_BYTES,
+            frames.MAX_HEADER_LIST_SIZE: limits.max_grpc_metadata_bytes,
+        })  # fmt: skip
+        self._outbox.write(settings + frames.window_frame(0, window - frames.DEFAULT_WINDOW))
+        return True
+
+    def _check(self, kind: int, length: int, stream: int) -> None:
+        """Raise ConnectionFault for a frame that may not come now, or is too long to be waited for."""
+        if length > _FRAME_BYTES:
+            raise ConnectionFault(Code.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
+        if not self._is_settled and kind != frames.SETTINGS:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "the first frame is not SETTINGS")
+        inbox = self._inbox
+        if inbox.block_stream and (kind != frames.CONTINUATION or stream != inbox.block_stream):
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "a header block is interrupted")
+        if kind in (frames.HEADERS, frames.CONTINUATION):
+            if length > 2 * self._listener.limits.max_grpc_metadata_bytes:
+                raise ConnectionFault(Code.ENHANCE_YOUR_CALM, f"headers of {length} bytes")
+        elif kind in self._HANDLERS and length > _SHORT_BYTES:
+            raise ConnectionFault(Code.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
+
+    def _on_headers(self, flags: int, stream: int, payload: bytes) -> None:
+        self._inbox.on_headers(flags, stream, payload)
+
+    def _on_continuation(self, flags: int, stream: int, payload: bytes) -> None:
+        self._inbox.on_continuation(flags, stream, payload)
+
+    def _on_priority(self, flags: int, stream: int, payload: bytes) -> None:
+        self._allowance.spend()
+        if not stream:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "PRIORITY of the connection")
+        if len(payload) != 5:
+            raise ConnectionFault(Code.FRAME_SIZE_ERROR, f"PRIORITY of {len(payload)} bytes")
+
+    def _on_reset(self, flags: int, stream: int, payload: bytes) -> None:
+        self._allowance.spend()
+        frames.read_u32(payload, "RST_STREAM")
+        self._inbox.on_reset(stream)
+
+    def _on_settings(self, flags: int, stream: int, payload: bytes) -> None:
+        if stream:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "SETTINGS of a stream")
+        self._allowance.spend()
+        if flags & frames.ACK:
+            if payload:
+                raise ConnectionFault(Code.FRAME_SIZE_ERROR, "an acknowledgement with settings")
+            return
+        self._is_settled = True
+        settings = frames.read_settings(payload)
+        self._outbox.write(frames.frame(frames.SETTINGS, frames.ACK, 0))
+        self._outbox.settle(settings, self.calls)
+
+    def _on_push(self, flags: int, stream: int, payload: bytes) -> None:
+        raise ConnectionFault(Code.PROTOCOL_ERROR, "a client does not push")
+
+    def _on_ping(self, flags: int, stream: int, payload: bytes) -> None:
+        self._allowance.spend()
+        if stream:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "PING of a stream")
+        if len(payload) != 8:
+            raise ConnectionFault(Code.FRAME_SIZE_ERROR, f"PING of {len(payload)} bytes")
+        if not flags & frames.ACK:
+            self._outbox.write(frames.frame(frames.PING, frames.ACK, 0, payload))
+        elif self._is_draining:
+            self.finish_drain()
+
+    def _on_goaway(self, flags: int, stream: int, payload: bytes) -> None:
+        self._allowance.spend()
+        if stream:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "GOAWAY of a stream")
+        if len(payload) < 8:
+            raise ConnectionFault(Code.FRAME_SIZE_ERROR, f"GOAWAY of {len(payload)} bytes")
+
+    def _on_window(self, flags: int, stream: int, payload: bytes) -> None:
+        self._allowance.spend()
+        num_bytes = frames.read_u32(payload, "WINDOW_UPDATE")
+        if not stream:
+            self._outbox.make_room(num_bytes)
+            return
+        self._inbox.check_opened(stream, "WINDOW_UPDATE")
+        call = self._inbox.calls.get(stream)
+        if call is not None:
+            try:
+                self._outbox.make_call_room(call, num_bytes)
+            except StreamFault as fault:
+                self._inbox.reset(call, fault.code)
+
+    _HANDLERS: ClassVar[dict[int, Callable[[Connection, int, int, bytes], None]]] = {
+        frames.HEADERS: _on_headers,
+        frames.PRIORITY: _on_priority,
+        frames.RST_STREAM: _on_reset,
+        frames.SETTINGS: _on_settings,
+        frames.PUSH_PROMISE: _on_push,
+        frames.PING: _on_ping,
+        frames.GOAWAY: _on_goaway,
+        frames.WINDOW_UPDATE: _on_window,
+        frames.CONTINUATION: _on_continuation,
+    }
+    """What is of no kind that stands here is skipped: an extension."""
+
+    # --- what calls ask -------------------------------------------------------------------------------------------
+
+    def answer(self, call: Call, message: bytes) -> None:
+        """Send the only message of a call, and that all is well."""
+        self._outbox.answer(call, message, status_block(0, "", call.metadata) if call.metadata else OK)
+
+    def send(self, call: Call, message: bytes) -> None:
+        """Send one of several messages of a call."""
+        self._outbox.send(call, message)
+
+    def finish(self, call: Call, trailers: bytes) -> None:
+        """Send the status of a call, after all that it has to send."""
+        self._outbox.end(call, trailers)
+
+    def took(self, call: Call) -> None:
+        """Take note that a message of a call was taken."""
+        self._inbox.took(call)
+
+    def hold(self, num_bytes: int) -> None:
+        """Count bytes that are held here, or, below 0, no more."""
+        self.held_bytes += num_bytes
+        self._listener.hold(num_bytes)
+
+    def _on_sent(self, call: Call) -> None:
+        self._allowance.num_sent += 1
+        self._inbox.on_sent(call)
+        self.on_left()
+
+    def on_left(self) -> None:
+        """Close a connection that is to go once its last call has ended."""
+        if self._inbox.final_stream != frames.MAX_WINDOW and not self._inbox.calls and not self._is_over:
+            self.close()
+
+    # --- ends -----------------------------------------------------------------------------------------------------
+
+    def check(self, now_ns: int) -> None:
+        """End what has stalled: an opening, headers, messages, answers. Called several times a second."""
+        listener, inbox = self._listener, self._inbox
+        if self.closing_ns:
+            if now_ns - self.closing_ns > listener.linger_ns:
+                self.abort()
+            return
+        is_late = not self._is_settled and now_ns - self.opened_ns > listener.idle_ns
+        if is_late or (inbox.block_stream and now_ns - inbox.block_ns > listener.idle_ns):
+            self.end(ConnectionFault(Code.ENHANCE_YOUR_CALM, "too slow"))
+        elif self.paused_ns and now_ns - self.paused_ns > listener.unread_ns:
+            self.abort()
+        else:
+            for call in self.calls:
+                if call.deadline_ns or call.moved_ns:
+                    self._check_call(call, now_ns)
+
+    def _check_call(self, call: Call, now_ns: int) -> None:
+        fault = self._listener.fault_of(call, now_ns)
+        if fault is None or call.is_over:
+            return
+        task = call.task
+        if call.unsent is None:
+            call.finish(*fault)
+        elif self._outbox.is_stuck and fault[0] is Status.CANCELLED:
+            self.abort()
+        else:
+            try:
+                self._inbox.reset(call, Code.CANCEL)
+            except ConnectionFault as error:
+                self.end(error)
+        if task is not None:
+            task.cancel()
+
+    def end(self, fault: ConnectionFault) -> None:
+        """Say what is wrong, and close."""
+        last = self._inbox.last_stream
+        self._refuse(frames.goaway_frame(last, fault.code, fault.text) if self._has_greeted else b"")
+
+    def _refuse(self, words: bytes) -> None:
+        """Send last words, and close when the peer does: what it has sent meanwhile would take them back (a reset)."""
+        self._is_over = True
+        self.closing_ns = self.closing_ns or time.monotonic_ns()
+        self._outbox.write(words)
+        self._outbox.stop()
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        else:
+            self._transport.close()
+        self._drop_calls()
+
+    def close(self) -> None:
+        """Close when what was written has gone out; `check` cuts what does not end."""
+        self._is_over = True
+        self.closing_ns = self.closing_ns or time.monotonic_ns()
+        self._outbox.stop()
+        self._transport.close()
+        self._drop_calls()
+
+    def abort(self) -> None:
+        """Cut the connection."""
+        self._is_over = True
+        self._outbox.stop()
+        self._transport.abort()
+
+    def drain(self) -> None:
+        """Have the client open no more calls; `finish_drain` follows when it has heard so."""
+        if not self._has_greeted or self._is_over:
+            self.close()
+            return
+        self._is_draining = True
+        heard = frames.frame(frames.PING, 0, 0, b"draining")
+        self._outbox.write(frames.goaway_frame(frames.MAX_WINDOW, Code.NO_ERROR, "the server is stopping") + heard)
+
+    def finish_drain(self) -> None:
+        """Take no more calls, and close when those that are open have ended."""
+        if self._inbox.final_stream != frames.MAX_WINDOW or self._is_over:
+            return
+        last = self._inbox.final_stream = self._inbox.last_stream
+        self._outbox.write(frames.goaway_frame(last, Code.NO_ERROR, "the server is stopping"))
+        self.on_left()
+
+    def _drop_calls(self) -> None:
+        for call in self.calls:
+            self._inbox.forget(call)

@@ -1,0 +1,376 @@
+"""Owns what comes in on one connection: headers to calls, DATA to their messages, within the room that we give.
+
+Payloads of DATA are taken as they come, however they are cut; a message of a call that nobody reads keeps its client from
+sending on. Nearly every call is one frame of headers and one of DATA, which is one whole message: that way is short.
+Source: RFC 9113, sections 5, 6.1, 6.2, 6.9 and 6.10; gRPC's PROTOCOL-HTTP2.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from sie.frontend.grpc.methods import UNKNOWN
+from sie.frontend.grpc.transport import frames
+from sie.frontend.grpc.transport.calls import Call, Incoming
+from sie.frontend.grpc.transport.floods import Allowance
+from sie.frontend.grpc.transport.frames import END_HEADERS, END_STREAM, PADDED, Code, ConnectionFault, StreamFault
+from sie.frontend.grpc.transport.headers import CODINGS, HeaderReader, refusal_block
+from sie.frontend.grpc.transport.message_framing import PREFIX, PREFIX_BYTES, BadPrefix, Message, TooLarge
+from sie.frontend.grpc.transport.outbox import Outbox
+from sie.frontend.grpc.transport.status_codes import Status
+
+if TYPE_CHECKING:
+    from sie.frontend.grpc.transport.connection import Connection
+    from sie.frontend.grpc.transport.listener import Listener
+
+_WINDOWS: Final = 4
+"""The window of a connection, in windows of a stream."""
+_MAX_CONTINUATIONS: Final = 64
+_MAX_GONE: Final = 256
+
+
+class Inbox:
+    """The way in of one connection, and the calls that are open on it."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        listener: Listener,
+        outbox: Outbox,
+        allowance: Allowance,
+    ) -> None:
+        self._connection = connection
+        self._listener = listener
+        self._service = listener.service
+        self._limits = listener.limits
+        self._outbox = outbox
+        self._write = outbox.write
+        self._allowance = allowance
+        self._headers = HeaderReader(self._limits.max_grpc_metadata_bytes, self._service.find)
+        self._room = self.window = _WINDOWS * self._limits.grpc_window_bytes
+        self._gone: dict[int, None] = {}
+        self._block: list[bytes] = []
+        self._block_flags = 0
+        self._left = 0
+        self._padding = 0
+        self._call: Call | None = None
+        self._is_end = False
+        self.calls: dict[int, Call] = {}
+        self.last_stream = 0
+        self.final_stream = frames.MAX_WINDOW
+        """No call above this one is taken any more."""
+        self.block_stream = 0
+        """Whose header block is not there whole, or 0."""
+        self.block_ns = 0
+        """When that block began."""
+        self.now_ns = 0
+        """When the bytes at hand came."""
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the next bytes belong to a frame that has begun."""
+        return self._left > 0 or self._padding > 0
+
+    # --- messages -------------------------------------------------------------------------------------------------
+
+    def on_data(self, data: bytes, at: int, end: int, flags: int, stream: int) -> int:
+        """Take DATA, whose payload lies from `at` to `end`, or begins there; return where what was taken ends."""
+        length = end - at
+        self._room -= length
+        if self._room < self.window >> 1:
+            self._renew_room()
+        call = self.calls.get(stream)
+        if call is None or call.is_ended:
+            return self._on_stray(call, stream, at, length)
+        if flags == END_STREAM and end <= len(data) and call.incoming is None and length >= PREFIX_BYTES:
+            packed, nbytes = PREFIX.unpack_from(data, at)
+            if (
+                nbytes == length - PREFIX_BYTES and packed < 2 and call.head.content_length < 0
+                and nbytes <= self._listener.max_message_bytes
+            ):  # fmt: skip
+                call.is_ended = True
+                call.moved_ns = 0
+                self._service.begin(call, Message(packed == 1, data[at + PREFIX_BYTES : end]))
+                return end
+        return self._begin_payload(call, data, at, length, flags)
+
+    def _renew_room(self) -> None:
+        if self._room < 0:
+            raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "more DATA than the connection's window")
+        self._write(frames.window_frame(0, self.window - self._room))
+        self._room = self.window
+
+    def _begin_payload(self, call: Call, data: bytes, at: int, length: int, flags: int) -> int:
+        """Prepare for a payload that comes in pieces; return where its first one begins."""
+        padding = 0
+        if flags & PADDED:
+            padding = data[at] + 1 if length else 1
+            if padding > length:
+                raise ConnectionFault(Code.PROTOCOL_ERROR, "padding beyond its frame")
+            at += 1
+        call.room -= length
+        if call.room < 0:
+            self.skip(length - 1 if flags & PADDED else length)
+            self.reset(call, Code.FLOW_CONTROL_ERROR)
+            return at
+        self._call, self._is_end = call, bool(flags & END_STREAM)
+        self._left, self._padding = length - padding, max(0, padding - 1)
+        self._incoming(call).num_owed += padding
+        if not self._left:
+            if not self._is_end:
+                self._allowance.spend()
+            self._on_piece(call, b"", is_last=True)
+        return at
+
+    def skip(self, num_bytes: int) -> None:
+        """Take no notice of the next bytes."""
+        self._padding = num_bytes
+
+    def _on_stray(self, call: Call | None, stream: int, at: int, length: int) -> int:
+        """Skip DATA of a stream that is not open; what we have reset ourselves may still be on its way."""
+        self.skip(length)
+        if call is not None:
+            self.reset(call, Code.STREAM_CLOSED)
+        elif stream not in self._gone:
+            self.check_opened(stream, "DATA")
+            self._allowance.spend()
+            self._write(frames.reset_frame(stream, Code.STREAM_CLOSED))
+        elif not length:
+            self._allowance.spend()
+        return at
+
+    def read_piece(self, data: bytes, at: int, size: int) -> int:
+        """Take what is there of a payload, and skip its padding; return where that ends."""
+        if self._left:
+            end = min(size, at + self._left)
+            self._left -= end - at
+            call = self._call
+            if call is not None and end > at:
+                self._on_piece(call, memoryview(data)[at:end], is_last=not self._left)
+            at = end
+        if not self._left:
+            end = min(size, at + self._padding)
+            self._padding -= end - at
+            at = end
+        return at
+
+    def _incoming(self, call: Call) -> Incoming:
+        if call.incoming is None:
+            call.incoming = Incoming(self._listener.max_message_bytes, self.now_ns)
+        return call.incoming
+
+    def _on_piece(self, call: Call, piece: bytes | memoryview, *, is_last: bool) -> None:
+        """Give a call what came of its messages. is_last: the frame ends here."""
+        if call.is_over:
+            return
+        incoming = self._incoming(call)
+        try:
+            found = incoming.reader.feed(piece)
+        except TooLarge as error:
+            most = self._listener.max_message_bytes
+            text = f"Received message larger than max ({error.num_bytes} vs. {most}, max_grpc_message_bytes)"
+            call.finish(Status.RESOURCE_EXHAUSTED, text)
+            return
+        except BadPrefix:
+            call.finish(Status.INTERNAL, "what should be the length of a message is none")
+            return
+        incoming.num_bytes += len(piece)
+        incoming.num_owed += len(piece)
+        self._on_messages(call, incoming, found)
+        if call.is_over:
+            return
+        if is_last and self._is_end:
+            self._on_ended(call)
+        else:
+            self.take_more(call)
+
+    def _on_messages(self, call: Call, incoming: Incoming, found: list[Message]) -> None:
+        """Queue what is whole, and note how far the rest is."""
+        for message in found:
+            incoming.put(message)
+        is_waiting = call.rpc.is_stream and incoming.reader.is_between
+        if found or not call.moved_ns:
+            incoming.began_ns = self.now_ns
+        call.moved_ns = 0 if is_waiting else self.now_ns
+        self.account(incoming)
+        if call.rpc.is_stream:
+            call.wake()
+        elif len(incoming.messages) > 1:
+            call.finish(Status.UNIMPLEMENTED, "the method takes one message, and there are more")
+
+    def _on_ended(self, call: Call) -> None:
+        """Take note that a client sends no more."""
+        call.is_ended = True
+        call.moved_ns = 0
+        incoming = self._incoming(call)
+        if call.head.content_length not in (-1, incoming.num_bytes):
+            self.reset(call, Code.PROTOCOL_ERROR)
+        elif not incoming.reader.is_between:
+            call.finish(Status.INTERNAL, "the last message is cut short")
+        elif call.rpc.is_stream:
+            call.wake()
+        elif incoming.messages:
+            message = incoming.take()
+            self.account(incoming)
+            self._service.begin(call, message)
+        else:
+            call.finish(Status.UNIMPLEMENTED, "the method takes one message, and there is none")
+
+    def took(self, call: Call) -> None:
+        """Take note that a message of a stream was taken: when none is left, its client may send on."""
+        incoming = call.incoming
+        if incoming is not None and not call.is_over:
+            self.account(incoming)
+            self.take_more(call)
+
+    def take_more(self, call: Call) -> None:
+        """Let a client send more of a call, when it has sent much of what it may and nothing waits to be taken."""
+        incoming = call.incoming
+        if incoming is None or call.is_ended or (incoming.messages and call.rpc.is_stream):
+            return
+        if incoming.num_owed > self._limits.grpc_window_bytes >> 1:
+            call.room += incoming.num_owed
+            self._write(frames.window_frame(call.stream, incoming.num_owed))
+            incoming.num_owed = 0
+
+    def account(self, incoming: Incoming, *, is_over: bool = False) -> None:
+        """Tell what a call holds of messages that nobody has taken."""
+        held = 0 if is_over else incoming.reader.num_held + incoming.num_queued
+        if held != incoming.num_held:
+            self._connection.hold(held - incoming.num_held)
+            incoming.num_held = held
+
+    # --- headers --------------------------------------------------------------------------------------------------
+
+    def on_headers(self, flags: int, stream: int, payload: bytes) -> None:
+        """Take HEADERS; raises ConnectionFault."""
+        if not stream & 1:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "HEADERS on a stream that is no client's")
+        if flags & (PADDED | frames.HAS_PRIORITY):
+            payload = frames.strip_padding(flags, payload)
+        if flags & END_HEADERS:
+            self._on_block(stream, payload, is_end=bool(flags & END_STREAM))
+        else:
+            self.block_stream, self.block_ns = stream, self.now_ns
+            self._block_flags, self._block = flags, [payload]
+
+    def on_continuation(self, flags: int, stream: int, payload: bytes) -> None:
+        """Take CONTINUATION; raises ConnectionFault."""
+        if not self.block_stream:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "CONTINUATION of nothing")
+        self._block.append(payload)
+        num_bytes = sum(map(len, self._block))
+        if len(self._block) > _MAX_CONTINUATIONS or num_bytes > 2 * self._limits.max_grpc_metadata_bytes:
+            raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "headers in too many pieces")
+        if flags & END_HEADERS:
+            block, self._block, self.block_stream = b"".join(self._block), [], 0
+            self._on_block(stream, block, is_end=bool(self._block_flags & END_STREAM))
+
+    def _on_block(self, stream: int, block: bytes, *, is_end: bool) -> None:
+        call = self.calls.get(stream)
+        if call is None and stream > self.last_stream:
+            self.last_stream = stream
+            self._open(stream, block, is_end=is_end)
+            return
+        self._headers.decode(block)
+        if call is None:
+            if stream not in self._gone:
+                raise ConnectionFault(Code.STREAM_CLOSED, "HEADERS on a stream that is closed")
+        elif call.is_ended or not is_end:
+            self.reset(call, Code.STREAM_CLOSED if call.is_ended else Code.PROTOCOL_ERROR)
+        else:
+            self._on_ended(call)
+
+    def _open(self, stream: int, block: bytes, *, is_end: bool) -> None:
+        """Begin a call, or refuse it. Raises ConnectionFault when the table of headers is lost."""
+        try:
+            head = self._headers.read(block)
+        except StreamFault as fault:
+            self._refuse(stream, fault.code)
+            return
+        limits = self._limits
+        if stream > self.final_stream or len(self.calls) >= limits.max_grpc_streams:
+            self._refuse(stream, Code.REFUSED_STREAM)
+            return
+        if head.refusal:
+            self._outbox.refuse(stream, refusal_block(head.refusal))
+            self._refuse(stream, Code.NO_ERROR)
+            return
+        call = Call(self._connection, stream, head, self._outbox.initial_window, limits.grpc_window_bytes)
+        self.calls[stream] = call
+        call.is_ended = is_end
+        call.moved_ns = now_ns = self.now_ns
+        if head.timeout_ns:
+            call.deadline_ns = now_ns + head.timeout_ns
+        if not head.is_plain:
+            self._refuse_call(call)
+        elif call.rpc.is_stream:
+            call.moved_ns = 0
+            self._incoming(call)
+            self._service.begin_stream(call)
+        if is_end and not call.is_over:
+            self._on_ended(call)
+
+    def _refuse_call(self, call: Call) -> None:
+        """Answer a call that is not taken, or leave it as it is."""
+        head = call.head
+        if head.is_too_large:
+            call.finish(Status.RESOURCE_EXHAUSTED, "the call's metadata are over max_grpc_metadata_bytes")
+        elif call.rpc is UNKNOWN:
+            call.finish(Status.UNIMPLEMENTED, "Method not found!")
+        elif head.problem:
+            call.finish(Status.INVALID_ARGUMENT, head.problem)
+        elif head.coding not in CODINGS:
+            call.finish(Status.UNIMPLEMENTED, f"grpc-encoding {head.coding[:32]!r} is not known")
+
+    def _refuse(self, stream: int, code: Code) -> None:
+        self._allowance.spend()
+        self._remember(stream)
+        self._write(frames.reset_frame(stream, code))
+
+    # --- ends -----------------------------------------------------------------------------------------------------
+
+    def on_reset(self, stream: int) -> None:
+        """Give up a call that its client has reset."""
+        self.check_opened(stream, "RST_STREAM")
+        call = self.calls.get(stream)
+        if call is not None:
+            self.forget(call)
+
+    def check_opened(self, stream: int, kind: str) -> None:
+        """Raise ConnectionFault for a frame of a stream that was never opened."""
+        if not stream & 1 or stream > self.last_stream:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, f"{kind} on a stream that was never opened")
+
+    def on_sent(self, call: Call) -> None:
+        """Take note that all of a call has gone out; a client that is not done need not go on."""
+        call.is_over = True
+        del self.calls[call.stream]
+        if call.incoming is not None:
+            self.account(call.incoming, is_over=True)
+            call.wake()
+        if not call.is_ended:
+            self._remember(call.stream)
+            self._write(frames.reset_frame(call.stream, Code.NO_ERROR))
+
+    def reset(self, call: Call, code: Code) -> None:
+        """End a call without an answer."""
+        self._allowance.spend()
+        self._remember(call.stream)
+        self._write(frames.reset_frame(call.stream, code))
+        self.forget(call)
+
+    def _remember(self, stream: int) -> None:
+        """Keep in mind, for a while, that frames of this stream may still be on their way."""
+        self._gone[stream] = None
+        if len(self._gone) > _MAX_GONE:
+            del self._gone[next(iter(self._gone))]
+
+    def forget(self, call: Call) -> None:
+        """Give up a call that nobody waits for any more."""
+        del self.calls[call.stream]
+        self._outbox.drop(call)
+        if call.incoming is not None:
+            self.account(call.incoming, is_over=True)
+        call.leave()
+        self._connection.on_left()

@@ -1,0 +1,166 @@
+"""Owns the gRPC listener: its socket, its connections, what they may hold together, and how they end.
+
+All that stalls is found here, a few times a second, instead of by a timer for each call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import time
+from typing import TYPE_CHECKING, Final
+
+from sie.config.grpc_limits import Grpc
+from sie.config.settings import Settings
+from sie.frontend.grpc.transport.calls import Call
+from sie.frontend.grpc.transport.connection import Connection
+from sie.frontend.grpc.transport.outbox import Outbox
+from sie.frontend.grpc.transport.status_codes import Status
+from sie.runtime.logs import get_logger
+
+if TYPE_CHECKING:
+    from sie.frontend.grpc.app import Service
+
+_log = get_logger(__name__)
+_CHECK_S: Final = 0.25
+_GRACE_NS: Final = 100_000_000
+"""What ends at its deadline by itself has so long to say so."""
+_LINGER_NS: Final = 2_000_000_000
+"""How long a connection that is closed may take to take in why."""
+_HEARD_S: Final = 1.0
+"""How long clients have to hear that no more calls are taken."""
+_HANDSHAKE_S: Final = 10.0
+
+
+class Listener:
+    """The connections of one process."""
+
+    def __init__(self, service: Service, settings: Settings) -> None:
+        self.service = service
+        self.connections: set[Connection] = set()
+        self.linger_ns = _LINGER_NS
+        self._unflushed: list[Outbox] = []
+        self._held_bytes = 0
+        self._is_cutting = False
+        self._server: asyncio.Server | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._gone = asyncio.Event()
+        self.reconfigure(settings)
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Take over reloaded limits; connections that are open keep their windows."""
+        self._settings = settings
+        self.limits: Grpc = settings.grpc
+        self.max_message_bytes = settings.limits.max_grpc_message_bytes
+        self.idle_ns = int(settings.limits.body_idle_timeout_s * 1e9)
+        self.unread_ns = int(settings.grpc.grpc_unread_timeout_s * 1e9)
+        self._min_bytes_per_s = settings.limits.min_body_bytes_per_s
+
+    async def open(self, host: str, port: int, backlog: int, tls: ssl.SSLContext | None) -> None:
+        """Listen. Raises OSError when the address is taken."""
+        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # the supervisor holds the port beside us
+            sock.bind((host, port))
+            loop = asyncio.get_running_loop()
+            handshake_s = _HANDSHAKE_S if tls is not None else None
+            self._server = await loop.create_server(
+                lambda: Connection(self), sock=sock, backlog=backlog, ssl=tls, ssl_handshake_timeout=handshake_s
+            )
+        except BaseException:
+            sock.close()
+            raise
+        self._timer = loop.call_later(_CHECK_S, self._check)
+
+    def _check(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_CHECK_S, self._check)
+        settings = self.service.settings
+        if settings is not self._settings:
+            self.reconfigure(settings)
+        now_ns = time.monotonic_ns()
+        for connection in list(self.connections):
+            connection.check(now_ns)
+
+    def fault_of(self, call: Call, now_ns: int) -> tuple[Status, str] | None:
+        """Return what a call is to end with when its deadline has passed or it has stalled."""
+        if call.deadline_ns and now_ns > call.deadline_ns + _GRACE_NS:
+            return Status.DEADLINE_EXCEEDED, "Deadline Exceeded"
+        if not call.moved_ns:
+            return None
+        if call.unsent is not None:
+            return (Status.CANCELLED, "the answer was not read") if now_ns - call.moved_ns > self.unread_ns else None
+        is_slow = now_ns - call.moved_ns > self.idle_ns
+        if call.incoming is not None and not is_slow:
+            elapsed_ns = now_ns - call.incoming.began_ns
+            is_slow = elapsed_ns > self.idle_ns and call.incoming.num_held < self._min_bytes_per_s * elapsed_ns / 1e9
+        text = "the message came too slowly (body_idle_timeout_s, min_body_bytes_per_s)"
+        return (Status.DEADLINE_EXCEEDED, text) if is_slow else None
+
+    # --- what goes out ---------------------------------------------------------------------------------------------
+
+    def flush_later(self, outbox: Outbox) -> None:
+        """Have an outbox flushed when this turn of the event loop is over."""
+        self._unflushed.append(outbox)
+        if len(self._unflushed) == 1:
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        unflushed, self._unflushed = self._unflushed, []
+        for outbox in unflushed:
+            outbox.flush()
+
+    # --- memory ---------------------------------------------------------------------------------------------------
+
+    def hold(self, num_bytes: int) -> None:
+        """Count bytes that a connection holds, or, below 0, no more; over the limit the greediest is cut."""
+        self._held_bytes += num_bytes
+        if self._held_bytes > self.limits.max_grpc_held_bytes and not self._is_cutting:
+            self._is_cutting = True
+            asyncio.get_running_loop().call_soon(self._cut)
+
+    def _cut(self) -> None:
+        self._is_cutting = False
+        if self._held_bytes > self.limits.max_grpc_held_bytes and self.connections:
+            greediest = max(self.connections, key=lambda connection: connection.held_bytes)
+            _log.warning("max_grpc_held_bytes: cutting a connection that holds %d bytes", greediest.held_bytes)
+            greediest.abort()
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def on_lost(self, connection: Connection) -> None:
+        """Forget a connection."""
+        self.connections.discard(connection)
+        if not self.connections:
+            self._gone.set()
+
+    async def close(self, grace_s: float) -> None:
+        """Take no more connections and calls, and return when those that are open have ended, or grace_s has passed."""
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self.connections):
+            connection.drain()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._wait_gone(_HEARD_S)
+                for connection in list(self.connections):
+                    connection.finish_drain()
+                await self._wait_gone(None)
+        except TimeoutError:
+            _log.warning("drain_timeout_s: %d connections are cut", len(self.connections))
+        for connection in list(self.connections):
+            connection.abort()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def _wait_gone(self, timeout_s: float | None) -> None:
+        self._gone.clear()
+        if not self.connections:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._gone.wait()
+        except TimeoutError:
+            if timeout_s is None:
+                raise

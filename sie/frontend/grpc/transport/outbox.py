@@ -1,0 +1,305 @@
+"""Owns what goes out on one connection: answers as frames, within the room that the client gives.
+
+An answer that fits is written at once, in one piece. What does not fit waits with its call, and goes out as the client
+makes room, call by call in turn; a client that reads nothing holds up nobody but itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from sie.frontend.grpc.transport.calls import Call
+from sie.frontend.grpc.transport.floods import Allowance
+from sie.frontend.grpc.transport.frames import (
+    DATA,
+    DEFAULT_FRAME_BYTES,
+    DEFAULT_TABLE_BYTES,
+    DEFAULT_WINDOW,
+    END_HEADERS,
+    END_STREAM,
+    HEAD,
+    HEADER_TABLE_SIZE,
+    HEADERS,
+    INITIAL_WINDOW_SIZE,
+    MAX_FRAME_SIZE,
+    MAX_WINDOW,
+    Code,
+    ConnectionFault,
+    StreamFault,
+    frame,
+)
+from sie.frontend.grpc.transport.headers import GREETING, NO_TABLE, OK, OPENING
+from sie.frontend.grpc.transport.message_framing import PREFIX, PREFIX_BYTES
+
+_TURN_FRAMES: Final = 16
+"""Frames of one call before it is another's turn."""
+_WHOLE: Final = struct.Struct(f">BHBBL{len(OPENING)}sBHBBLBL")
+"""The headers of an answer, and the head of its one frame of DATA."""
+_END: Final = struct.Struct(f">BHBBL{len(OK)}s")
+
+
+class Unsent:
+    """What a call has to send and could not yet."""
+
+    __slots__ = ("ending", "num_bytes", "parts", "waiter")
+
+    def __init__(self) -> None:
+        self.parts: deque[memoryview] = deque()
+        self.num_bytes = 0
+        self.ending: bytes | None = None
+        """The trailers that go out when all else has."""
+        self.waiter: asyncio.Future[None] | None = None
+
+    async def wait(self) -> None:
+        """Return when all has gone out, or the call is over."""
+        self.waiter = asyncio.get_running_loop().create_future()
+        await self.waiter
+
+    def let_go(self) -> None:
+        """Let who waits go on."""
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+
+def _nowhere(_what: object) -> None: ...
+
+
+class Outbox:
+    """The way out of one connection."""
+
+    def __init__(
+        self,
+        transport: asyncio.WriteTransport,
+        allowance: Allowance,
+        flush_later: Callable[[Outbox], None],
+        on_held: Callable[[int], None],
+        on_done: Callable[[Call], None],
+    ) -> None:
+        """flush_later: has `flush` called when this turn of the event loop is over. on_held: so many bytes more, or less,
+        wait here. on_done: all of a call has gone out, its status, too.
+        """
+        self._write_all: Callable[[Iterable[bytes | memoryview]], None] = transport.writelines
+        self._write_one: Callable[[bytes], None] = transport.write
+        self._allowance = allowance
+        self._flush_later = flush_later
+        self._fresh: list[bytes] = []
+        self._on_held = on_held
+        self._on_done = on_done
+        self._window = DEFAULT_WINDOW
+        self._max_frame = DEFAULT_FRAME_BYTES
+        self._ready: dict[int, Call] = {}
+        """Calls that wait for their turn, or for room on the connection."""
+        self._blocked: dict[int, Call] = {}
+        """Calls that their client gives no room."""
+        self._has_greeted = False
+        self.initial_window = DEFAULT_WINDOW
+        """What the client takes of a new call."""
+        self.prefix = b""
+        """What the next block of headers has to begin with."""
+        self.is_paused = False
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether nothing at all can go out."""
+        return self.is_paused or self._window <= 0
+
+    def stop(self) -> None:
+        """Send what this turn has brought so far; nothing goes out any more."""
+        self.flush()
+        self._write_one = self._write_all = _nowhere
+
+    def disconnect(self) -> None:
+        """Let go of the connection, which is lost."""
+        self._write_one = self._write_all = self._flush_later = self._on_held = self._on_done = _nowhere
+
+    def write(self, data: bytes) -> None:
+        """Send frames when this turn of the event loop is over, together with what else it brings.
+
+        Each write wakes a client that shares our cores, which would then run instead of us.
+        """
+        self._fresh.append(data)
+        if len(self._fresh) == 1:
+            self._flush_later(self)
+
+    def flush(self) -> None:
+        """Send what this turn of the event loop has brought."""
+        fresh = self._fresh
+        if fresh:
+            self._fresh = []
+            self._write_one(fresh[0] if len(fresh) == 1 else b"".join(fresh))
+
+    # --- answers --------------------------------------------------------------------------------------------------
+
+    def answer(self, call: Call, message: bytes, trailers: bytes) -> None:
+        """Send the only message of a call and its status."""
+        nbytes = len(message)
+        size = nbytes + PREFIX_BYTES
+        stream = call.stream
+        if (
+            size > self._max_frame or size > self._window or size > call.window or self.is_paused
+            or not self._has_greeted or self.prefix
+        ):  # fmt: skip
+            self.send(call, message)
+            self.end(call, trailers)
+            return
+        self._window -= size
+        head = _WHOLE.pack(
+            0, len(OPENING), HEADERS, END_HEADERS, stream, OPENING,
+            size >> 16, size & 0xFFFF, DATA, 0, stream, 0, nbytes,
+        )  # fmt: skip
+        if trailers is OK:
+            tail = _END.pack(0, len(OK), HEADERS, END_HEADERS | END_STREAM, stream, OK)
+        else:
+            tail = frame(HEADERS, END_HEADERS | END_STREAM, stream, trailers)
+        self.write(b"".join((head, message, tail)))
+        self._on_done(call)
+
+    def send(self, call: Call, message: bytes) -> None:
+        """Send one of several messages."""
+        self._open(call)
+        unsent = call.unsent
+        if unsent is None:
+            unsent = call.unsent = Unsent()
+        size = PREFIX_BYTES + len(message)
+        if len(message) <= DEFAULT_FRAME_BYTES:
+            unsent.parts.append(memoryview(PREFIX.pack(0, len(message)) + message))
+        else:
+            unsent.parts.extend((memoryview(PREFIX.pack(0, len(message))), memoryview(message)))
+        unsent.num_bytes += size
+        self._on_held(size)
+        if call.stream not in self._ready and call.stream not in self._blocked:
+            call.moved_ns = time.monotonic_ns()
+            self._queue(call)
+            self.pump()
+
+    def end(self, call: Call, trailers: bytes) -> None:
+        """Send the status of a call, after all that it has to send."""
+        if call.unsent is not None:
+            call.unsent.ending = trailers
+            return
+        opening = self._take_prefix() if call.has_opened else self._first_block()
+        self.write(frame(HEADERS, END_HEADERS | END_STREAM, call.stream, opening + trailers))
+        self._on_done(call)
+
+    def refuse(self, stream: int, block: bytes) -> None:
+        """Send headers that are the whole of an answer."""
+        self.write(frame(HEADERS, END_HEADERS | END_STREAM, stream, self._take_prefix() + block))
+
+    def drop(self, call: Call) -> None:
+        """Forget what a call has to send."""
+        self._ready.pop(call.stream, None)
+        self._blocked.pop(call.stream, None)
+        if call.unsent is not None:
+            self._on_held(-call.unsent.num_bytes)
+            call.unsent.num_bytes = 0
+            call.unsent.parts.clear()
+
+    def _queue(self, call: Call) -> None:
+        (self._ready if call.window > 0 else self._blocked)[call.stream] = call
+
+    def _open(self, call: Call) -> None:
+        if not call.has_opened:
+            call.has_opened = True
+            self.write(frame(HEADERS, END_HEADERS, call.stream, self._first_block()))
+
+    def _first_block(self) -> bytes:
+        opening = OPENING if self._has_greeted else GREETING
+        self._has_greeted = True
+        return self._take_prefix() + opening
+
+    def _take_prefix(self) -> bytes:
+        prefix, self.prefix = self.prefix, b""
+        return prefix
+
+    # --- room -----------------------------------------------------------------------------------------------------
+
+    def settle(self, settings: dict[int, int], calls: list[Call]) -> None:
+        """Take the client's settings over. Raises ConnectionFault for a window that would grow too large."""
+        self._max_frame = settings.get(MAX_FRAME_SIZE, self._max_frame)
+        if settings.get(HEADER_TABLE_SIZE, DEFAULT_TABLE_BYTES) < DEFAULT_TABLE_BYTES:
+            self.prefix = NO_TABLE
+        window = settings.get(INITIAL_WINDOW_SIZE)
+        if window is None:
+            return
+        grown = window - self.initial_window
+        self.initial_window = window
+        for call in calls:
+            call.window += grown
+            if call.window > MAX_WINDOW:
+                raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "a stream's window over 2^31-1")
+            if self._blocked.pop(call.stream, None) is not None:
+                self._queue(call)
+        self.pump()
+
+    def make_room(self, num_bytes: int) -> None:
+        """Take note that the connection has more room. Raises ConnectionFault."""
+        if not num_bytes:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "WINDOW_UPDATE of 0")
+        self._window += num_bytes
+        if self._window > MAX_WINDOW:
+            raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "the connection's window over 2^31-1")
+        if self._ready:
+            self.pump()
+
+    def make_call_room(self, call: Call, num_bytes: int) -> None:
+        """Take note that a call has more room. Raises StreamFault."""
+        if not num_bytes:
+            raise StreamFault(Code.PROTOCOL_ERROR)
+        call.window += num_bytes
+        if call.window > MAX_WINDOW:
+            raise StreamFault(Code.FLOW_CONTROL_ERROR)
+        if self._blocked.pop(call.stream, None) is not None:
+            self._queue(call)
+            self.pump()
+
+    def pump(self) -> None:
+        """Send what there is room for; each call gets a turn."""
+        ready = self._ready
+        while ready and not self.is_paused and self._window > 0:
+            stream = next(iter(ready))
+            call = ready.pop(stream)
+            unsent = call.unsent
+            assert unsent is not None
+            self._send_some(call, unsent)
+            if unsent.parts:
+                self._queue(call)
+            else:
+                self._sent_all(call, unsent)
+
+    def _send_some(self, call: Call, unsent: Unsent) -> None:
+        """Send up to a turn's frames of a call."""
+        num_sent, parts = 0, unsent.parts
+        pieces: list[bytes | memoryview] = []
+        for _ in range(_TURN_FRAMES):
+            room = min(self._max_frame, self._window, call.window)
+            if not parts or room <= 0:
+                break
+            part = parts.popleft()
+            if len(part) > room:
+                parts.appendleft(part[room:])
+                part = part[:room]
+            size = len(part)
+            self._window -= size
+            call.window -= size
+            num_sent += size
+            pieces += (HEAD.pack(size >> 16, size & 0xFFFF, DATA, 0, call.stream), part)
+        if not pieces:
+            return
+        self.flush()
+        self._write_all(pieces)
+        self._allowance.num_sent += len(pieces) >> 1
+        call.moved_ns = time.monotonic_ns()
+        unsent.num_bytes -= num_sent
+        self._on_held(-num_sent)
+
+    def _sent_all(self, call: Call, unsent: Unsent) -> None:
+        call.unsent = None
+        call.moved_ns = 0
+        if unsent.ending is not None:
+            self.end(call, unsent.ending)
+        unsent.let_go()

@@ -1,0 +1,69 @@
+"""Owns how a failure is told over gRPC: its status code, and text that fits into a trailer."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+from sie.values.errors import (
+    BadRequest,
+    ClientGone,
+    DeadlineExceeded,
+    Forbidden,
+    ModelLoadFailed,
+    NotFound,
+    Overloaded,
+    RateLimited,
+    SieError,
+    Unauthorized,
+    Unavailable,
+)
+
+_MAX_DETAIL_BYTES: Final = 1500
+"""Clients take 8 KiB of trailers, and percent-encoding may make three bytes of one."""
+
+
+class Status(IntEnum):
+    """How a call ended. Source: gRPC's status codes."""
+
+    OK = 0
+    CANCELLED = 1
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    UNAUTHENTICATED = 16
+
+
+_CODES: Final[tuple[tuple[type[SieError], Status], ...]] = (
+    (BadRequest, Status.INVALID_ARGUMENT),
+    (NotFound, Status.NOT_FOUND),
+    (Unauthorized, Status.UNAUTHENTICATED),
+    (Forbidden, Status.PERMISSION_DENIED),
+    (RateLimited, Status.RESOURCE_EXHAUSTED),
+    (Overloaded, Status.UNAVAILABLE),
+    (Unavailable, Status.UNAVAILABLE),
+    (DeadlineExceeded, Status.DEADLINE_EXCEEDED),
+    (ClientGone, Status.CANCELLED),
+)
+
+
+def status_code(error: SieError) -> Status:
+    """Return the status code of a failure; INTERNAL for one that has none of its own."""
+    if error.code == "UNSUPPORTED":
+        return Status.UNIMPLEMENTED
+    if error.code == "MESSAGE_TOO_LARGE":
+        return Status.RESOURCE_EXHAUSTED
+    if isinstance(error, ModelLoadFailed):
+        # 400 where the client asked for the load itself.
+        return Status.INVALID_ARGUMENT if error.http_status == 400 else Status.UNAVAILABLE
+    return next((code for cls, code in _CODES if isinstance(error, cls)), Status.INTERNAL)
+
+
+def details(error: SieError) -> str:
+    """Return a failure's message, cut to what every client takes."""
+    return error.message.encode(errors="replace")[:_MAX_DETAIL_BYTES].decode(errors="ignore")

@@ -1,0 +1,175 @@
+"""Owns loading and unloading on request: who may ask (`admin_from`), what is asked, and the wait for it to be done.
+
+Source of the bodies: generation API reference, section 10. Statuses are `loaded`, `unloaded`, `loading`, `unloading`,
+`reloading`, `failed` and `not_found`; unlike there, an unknown model is a 404 and a load that failed a 502.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from sie.catalog.profiles import model_of
+from sie.frontend.models.table import ModelTable
+from sie.ipc.messages import Manage, ManageAction, ManageRepository, ModelEntry
+from sie.values.errors import BadRequest, Forbidden, SieError, WireError, from_wire
+
+_STATUS: Final = {"available": "unloaded"}
+_MOVING: Final = frozenset(("loading", "unloading"))
+_PROXY_HEADERS: Final = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+_ACTIONS: Final[dict[str, ManageAction]] = {"load": "load", "unload": "unload", "reload": "reload"}
+
+
+class ModelBody(msgspec.Struct):
+    model_id: str
+
+
+class ModelStatus(NamedTuple):
+    """An answer: HTTP status and JSON body."""
+
+    http_status: int
+    body: bytes
+    model: str = ""
+    """The id of the model that it is about, if there is such a one."""
+
+
+def check_admin(admin_from: str, client: str, headers: Mapping[str, str] | Any, *, has_body: bool = True) -> None:
+    """Raise Forbidden unless this client may load and unload models.
+
+    client is `address:port`. `loopback` means a client on this host, and none that a web page can pose as: the browser
+    names the page's origin, a page cannot send JSON across origins unasked, and a name that was rebound to a loopback
+    address still stands in Host. A proxy's clients are not on this host, whatever its own address is.
+    """
+    if admin_from == "everybody":
+        return
+    if admin_from == "nobody":
+        raise Forbidden("Models are not managed over HTTP: admin_from is 'nobody'")
+    host = headers.get("host") or ""
+    origin = headers.get("origin")
+    media_type = (headers.get("content-type") or "").partition(";")[0].strip().lower()
+    faults = (
+        (not _is_loopback(_host_of(client)), "the client is not on this host"),
+        (any(headers.get(name) is not None for name in _PROXY_HEADERS), "the request came through a proxy"),
+        (not _is_loopback(_host_of(host)), f"Host is {host!r} and not a loopback address"),
+        (origin is not None and origin.partition("://")[2] != host, "the request comes from another site's page"),
+        (has_body and media_type != "application/json", "Content-Type is not application/json"),
+    )
+    for is_fault, reason in faults:
+        if is_fault:
+            raise Forbidden(f"Models are managed from this host only (admin_from is 'loopback'): {reason}")
+
+
+def _host_of(authority: str) -> str:
+    """Return the host of `host`, `host:port` or `[v6]:port`."""
+    if authority.startswith("["):
+        return authority[1:].partition("]")[0]
+    return authority.rpartition(":")[0] if authority.count(":") == 1 else authority
+
+
+def _is_loopback(host: str) -> bool:
+    if host.lower() == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+class ModelAdmin:
+    """The models of the server, as an administrator handles them from one frontend process."""
+
+    def __init__(self, models: ModelTable, send: Callable[[Manage | ManageRepository], None]) -> None:
+        self._models = models
+        self._send = send
+        self._numbers = itertools.count(1)
+        self._begun: dict[int, asyncio.Future[None]] = {}
+
+    async def serve(self, verb: str, body: bytes, deadline_ns: int) -> ModelStatus:
+        """Do what the route's last word says and return the answer when it is done, or as it stands at the deadline."""
+        asked = _decode(body)
+        model = model_of(asked)  # an entry of a profile stands for its model's weights
+        if self._models.find(asked) is None and self._models.hosted(asked) is None:
+            return _not_found(asked)
+        action = _ACTIONS.get(verb)
+        if action is not None:
+            await self.ask(lambda number: Manage(number, action, model), deadline_ns)
+            await self._settled(model, deadline_ns)
+        entry = self._models.hosted(model)
+        return _not_found(asked) if entry is None else _status(asked, entry, action)
+
+    def on_begun(self, number: int, error: WireError | None = None) -> None:
+        """Take the supervisor's word that it has begun, or why it has not."""
+        future = self._begun.pop(number, None)
+        if future is None or future.done():
+            return
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(from_wire(error))
+
+    async def ask(self, message: Callable[[int], Manage | ManageRepository], deadline_ns: int) -> None:
+        """Ask the supervisor for something, and return when it has begun.
+
+        message makes the words from a number. Raises what kept it from beginning, or SieError at the deadline.
+        """
+        number = next(self._numbers)
+        future = self._begun[number] = asyncio.get_running_loop().create_future()
+        self._send(message(number))
+        try:
+            async with asyncio.timeout(_left_s(deadline_ns)):
+                await future
+        except TimeoutError:
+            raise SieError("The supervisor did not answer in time", code="DEADLINE_EXCEEDED", http_status=504) from None
+        finally:
+            self._begun.pop(number, None)
+
+    async def _settled(self, model: str, deadline_ns: int) -> None:
+        """Wait until the model is neither loading nor unloading."""
+        try:
+            async with asyncio.timeout(_left_s(deadline_ns)):
+                while (entry := self._models.hosted(model)) is not None and (entry.state in _MOVING or entry.reloading):
+                    await self._models.wait_changed()
+        except TimeoutError:
+            return
+
+
+def _left_s(deadline_ns: int) -> float:
+    return max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
+
+
+def _decode(body: bytes) -> str:
+    try:
+        return msgspec.json.decode(body, type=ModelBody).model_id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f'The body must be {{"model_id": text}}: {error}') from None
+
+
+def _not_found(model: str) -> ModelStatus:
+    text = f"Model '{model}' not found"
+    detail = {"code": "MODEL_NOT_FOUND", "message": text}
+    return ModelStatus(
+        404, msgspec.json.encode({"model_id": model, "status": "not_found", "error": text, "detail": detail})
+    )
+
+
+def _status(asked: str, entry: ModelEntry, action: ManageAction | None) -> ModelStatus:
+    """Return how a model is; action: what was to be done, so that what goes on is a 202 and a failure a 502."""
+    serves_meanwhile = entry.state == "loaded" and action is None
+    is_reloading = entry.reloading and entry.state != "failed" and not serves_meanwhile
+    status = "reloading" if is_reloading else _STATUS.get(entry.state, entry.state)
+    answer: dict[str, Any] = {"model_id": asked, "status": status}
+    http_status = 202 if action is not None and (entry.state in _MOVING or entry.reloading) else 200
+    if (entry.state == "failed" or entry.is_outdated) and entry.error is not None:
+        answer["error"] = entry.error.message
+        if action is not None and (entry.state == "failed" or action == "reload"):
+            http_status = entry.error.http_status
+            answer["detail"] = {"code": entry.error.code, "message": entry.error.message, **entry.error.extras}
+    return ModelStatus(http_status, msgspec.json.encode(answer), entry.card.id)

@@ -1,0 +1,267 @@
+"""Owns what a frontend knows of the models: their cards and states from the supervisor, and their tokenizers.
+
+A model is offered as one entry for each of its profiles; all of them stand for the same weights, state and tokenizer,
+and workers and supervisor know the model alone (docs/decisions/006). The supervisor sends all of it whenever anything
+changed. Tokenizers are read on a thread as soon as a model loads, so that the event loop never waits for a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from sie.catalog.profiles import entry_cards, fold_default, model_of
+from sie.frontend.dialects.openai import models as models_dialect
+from sie.frontend.dialects.openai.embeddings import DEFAULT_MODEL
+from sie.frontend.inputs.profile_options import gives, is_own_entry
+from sie.frontend.inputs.tokenize import Tokenizer
+from sie.ipc.messages import ModelEntry, Models, WorkerEntry
+from sie.runtime.gil_stalls import seconds_to_read
+from sie.runtime.logs import get_logger
+from sie.values.errors import ModelLoadFailed, SieError, Unavailable, from_wire, without_paths
+
+_log = get_logger(__name__)
+_ASK_AGAIN_S = 1.0
+"""Time after which a load is asked for again."""
+
+
+class ModelTable:
+    """All models of the server. `entries` is replaced as a whole and keeps the order of the command line.
+
+    It holds what clients may ask for, `id:profile` entries among it; `hosted` finds what workers know.
+    """
+
+    def __init__(
+        self, pool: ThreadPoolExecutor, ask_load: Callable[[str], None], *, loading_retry_after_s: int = 5
+    ) -> None:
+        """Default `Retry-After` of a model that loads: SIE API reference, section 12."""
+        self._pool = pool
+        self.on_silence: Callable[[int], None] = lambda _seconds: None
+        """Told for how many seconds the event loop may stand still from now on."""
+        self.default = ""
+        """The setting `default_model`."""
+        self.loading_retry_after_s = loading_retry_after_s
+        self._ask_load = ask_load
+        self._tokenizers: dict[str, tuple[str, asyncio.Future[Tokenizer]]] = {}
+        self.entries: dict[str, ModelEntry] = {}
+        self._hosted: dict[str, ModelEntry] = {}
+        self.workers: tuple[WorkerEntry, ...] = ()
+        self.is_ready = False
+        self.reason = "starting"
+        self.config_error = self.tls_error = ""
+        self.created_s = int(time.time())
+        self._changed = asyncio.Event()
+        self.used: set[str] = set()
+        """Entries that answered since they were last reported."""
+
+    def __contains__(self, model: object) -> bool:
+        return model in self.entries
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set by the next update, and by that one only."""
+        return self._changed
+
+    def update(self, message: Models) -> None:
+        """Take over the supervisor's view."""
+        entries = [_without_paths(entry) for entry in message.entries]
+        self._hosted = {entry.card.id: entry for entry in entries}
+        self.entries = {shown.card.id: shown for entry in entries for shown in _offered(entry)}
+        self.workers = message.workers
+        self.is_ready = message.ready
+        self.reason = message.reason
+        self.config_error, self.tls_error = message.config_error, message.tls_error
+        for entry in self.entries.values():
+            if entry.card.tokenizer_file and entry.state in ("loading", "loaded"):
+                self._start_tokenizer(entry)
+            elif entry.state in ("unloading", "available"):  # its file may be another one when it is loaded again
+                for known_as in (entry.card.id, model_of(entry.card.id)):
+                    self._tokenizers.pop(known_as, None)
+        for gone in self._tokenizers.keys() - self.entries.keys() - self._hosted.keys():
+            del self._tokenizers[gone]
+        self.announce()
+
+    def announce(self) -> None:
+        """Wake those who wait for news: of models, or that the server stops."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def find(self, model: str) -> ModelEntry | None:
+        """Return a model's entry, or None for an unknown id. `id:default` is the model itself."""
+        return self.entries.get(model) or self.entries.get(fold_default(model))
+
+    def hosted(self, model: str) -> ModelEntry | None:
+        """Return the entry of a model as workers know it, whether or not it is offered under that id."""
+        return self._hosted.get(model)
+
+    @property
+    def hosted_entries(self) -> list[ModelEntry]:
+        """Every model once, as workers know it."""
+        return list(self._hosted.values())
+
+    def take_used(self) -> tuple[str, ...]:
+        """Return the models that answered since the last call."""
+        used = tuple({model_of(entry_id) for entry_id in self.used})
+        self.used.clear()
+        return used
+
+    def able(self, output: str) -> list[str]:
+        """Return the ids of the models that give this output to a request without a profile.
+
+        Generators, which embed as well, are named for another output only where nothing else gives it.
+        """
+        cards = [entry.card for entry in self.entries.values()]
+        able = [card for card in cards if gives(card, output) and is_own_entry(card, self.entries)]
+        made_for_it = [card for card in able if output == "generate" or card.kind != "generator"]
+        return [card.id for card in made_for_it or able]
+
+    def default_of(self, output: str) -> str | None:
+        """Return the model for requests that name none: the setting's, else the only one able; None without."""
+        if self.default:
+            return fold_default(self.default)
+        able = self.able(output)
+        return able[0] if len(able) == 1 else None
+
+    def resolve_default(self, model: str, output: str) -> str:
+        """Return the id that `default`, or no id, stands for. Raises SieError 404 naming the able models."""
+        if model != DEFAULT_MODEL or model in self.entries:
+            return model
+        default = self.default_of(output)
+        if default is None:
+            able = ", ".join(self.able(output))
+            raise SieError(f"No default model; name one of: {able}", code="MODEL_NOT_FOUND", http_status=404)
+        return default
+
+    def check_serving(self, entry: ModelEntry) -> None:
+        """Raise what a request for this model has to hear, unless it can be served or waits for a recovery.
+
+        A model that was never loaded starts to load. Raises Unavailable or ModelLoadFailed.
+        """
+        if entry.workers and entry.state == "loaded":
+            self.used.add(entry.card.id)
+            return
+        if entry.recovering:
+            return
+        model = entry.card.id
+        if entry.state == "unloading":
+            raise Unavailable(f"Model '{model}' is unloading", code="MODEL_NOT_LOADED")
+        if entry.card.kind == "tensor" and entry.state == "available":
+            raise Unavailable(f"Model '{model}' is not loaded", code="MODEL_NOT_LOADED")
+        self._ask_load(model_of(model))
+        if entry.state == "failed" and entry.error is not None:
+            error = from_wire(entry.error)
+            reason = error.message.removeprefix(f"Model '{model_of(model)}' cannot be loaded: ")
+            raise ModelLoadFailed(f"Model '{model}' failed to load: {reason}", extras=error.extras)
+        wait_s = self.loading_retry_after_s
+        raise Unavailable(f"Model '{model}' is loading; retry in {wait_s} s", retry_after_s=wait_s)
+
+    async def wait_serving(self, entry: ModelEntry, deadline_ns: int) -> ModelEntry:
+        """Return a model's entry once it can be served: what `check_serving` refuses as loading, or on its way out, waits.
+
+        Raises as `check_serving` does: at once for a failed load, at the deadline for one that goes on. It asks for the load
+        again and again, as one that was asked for a moment ago may be over, and its model gone, before anybody notices.
+        """
+        while True:
+            changed = self._changed
+            try:
+                self.check_serving(entry)
+            except Unavailable as error:
+                left_s = (deadline_ns - time.monotonic_ns()) / 1e9
+                is_lasting = error.code != Unavailable.code and not entry.reloading and entry.state != "unloading"
+                if is_lasting or left_s <= 0:
+                    raise
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), min(left_s, _ASK_AGAIN_S))
+            else:
+                return entry
+            entry = self.entries.get(entry.card.id, entry)
+
+    def reloaded(self, entry: ModelEntry, error: Unavailable) -> ModelEntry:
+        """Return a model's entry now, for a request that met it on its way out of a reload; else raise the error."""
+        now = self.find(entry.card.id)
+        if error.code != "MODEL_NOT_LOADED" or now is None or not (now.reloading or now.workers):
+            raise error
+        return now
+
+    async def wait_changed(self) -> None:
+        """Wait for the supervisor's next word on any model."""
+        await self._changed.wait()
+
+    async def tokenizer(self, entry: ModelEntry) -> Tokenizer:
+        """Return a model's tokenizer. Raises Internal when its file cannot be read."""
+        return await asyncio.shield(self._start_tokenizer(entry))  # others may wait for it, too
+
+    def ready_tokenizer(self, entry: ModelEntry) -> Tokenizer | None:
+        """Return a model's tokenizer if it has been read, without waiting."""
+        known = self._tokenizers.get(entry.card.id)
+        if known is None or known[0] != entry.card.tokenizer_file or not known[1].done() or _has_failed(known[1]):
+            return None
+        return known[1].result()
+
+    def _start_tokenizer(self, entry: ModelEntry) -> asyncio.Future[Tokenizer]:
+        card, model = entry.card, model_of(entry.card.id)
+        known = self._tokenizers.get(model)
+        if known is None or known[0] != card.tokenizer_file or _has_failed(known[1]):
+            self._excuse_silence(card.tokenizer_file)
+            future = asyncio.get_running_loop().run_in_executor(self._pool, Tokenizer.load, card)
+            future.add_done_callback(_note_failure)
+            known = self._tokenizers[model] = (card.tokenizer_file, future)
+        self._tokenizers[card.id] = known  # an entry of a profile reads with its model's tokenizer
+        return known[1]
+
+    def _excuse_silence(self, path: str) -> None:
+        """Say that the event loop is about to stand still: reading a large tokenizer holds the interpreter lock."""
+        if seconds := seconds_to_read(path):
+            self.on_silence(seconds)
+
+
+def model_info(entry: ModelEntry, created_s: int) -> dict[str, Any]:
+    """Return what a client is told of a model."""
+    error = entry.error
+    last_error = None
+    if error is not None:
+        extras = error.extras
+        last_error = {
+            "code": error.code,
+            "message": error.message,
+            "attempts": extras.get("attempts", 1),
+            "permanent": extras.get("permanent", False),
+        }
+    loras = {name: adapter.state for name, adapter in entry.adapters.items()}
+    return models_dialect.model_info(
+        entry.card, entry.state, last_error, created_s, loras, is_reloading=entry.reloading
+    )
+
+
+def _offered(entry: ModelEntry) -> list[ModelEntry]:
+    """Return an entry for each profile of a model."""
+    return [
+        entry if card is entry.card else msgspec.structs.replace(entry, card=card) for card in entry_cards(entry.card)
+    ]
+
+
+def _without_paths(entry: ModelEntry) -> ModelEntry:
+    """Return the entry with errors that do not tell where the server keeps its files."""
+    if entry.error is None and not any(adapter.error for adapter in entry.adapters.values()):
+        return entry
+    adapters = {
+        name: msgspec.structs.replace(adapter, error=without_paths(adapter.error)) if adapter.error else adapter
+        for name, adapter in entry.adapters.items()
+    }
+    error = without_paths(entry.error) if entry.error else None
+    return msgspec.structs.replace(entry, error=error, adapters=adapters)
+
+
+def _has_failed(future: asyncio.Future[Tokenizer]) -> bool:
+    return future.done() and future.exception() is not None
+
+
+def _note_failure(future: asyncio.Future[Tokenizer]) -> None:
+    if not future.cancelled() and (error := future.exception()) is not None:
+        _log.error("%s", error)

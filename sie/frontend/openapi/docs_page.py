@@ -1,0 +1,168 @@
+"""Owns `/docs`: the document as one self-contained page, written here and not by a script in the browser.
+
+The page's frame, style and the script behind "Send" are in `page.html`; everything from the document is escaped.
+"""
+
+from __future__ import annotations
+
+import functools
+import html
+import json
+import string
+from importlib import resources
+from typing import Any, Final
+
+from sie.config.limits import Limits
+from sie.frontend.openapi import document
+
+_Json = dict[str, Any]
+_BOUNDS: Final = (
+    ("minItems", "maxItems", " entries"),
+    ("minLength", "maxLength", " characters"),
+    ("minimum", "maximum", ""),
+)
+
+
+@functools.lru_cache(maxsize=2)
+def page(limits: Limits) -> bytes:
+    """Return the page, UTF-8 HTML."""
+    frame = resources.files(__package__ or __name__).joinpath("page.html").read_text(encoding="utf-8")
+    return render(document(limits), frame).encode()
+
+
+def render(described: _Json, frame: str) -> str:
+    """Return the frame with an OpenAPI document in it."""
+    tags = [(tag, _operations_of(described, tag["name"])) for tag in described["tags"]]
+    schemas = described["components"]["schemas"]
+    return string.Template(frame).substitute(
+        version=_text(described["info"]["version"]),
+        about="".join(f"<p>{_prose(part)}</p>" for part in described["info"]["description"].split("\n\n")),
+        nav="".join(_nav(tag, operations) for tag, operations in tags),
+        operations="".join(_section(tag, operations, schemas) for tag, operations in tags),
+        types="".join(_type(name, schema) for name, schema in sorted(schemas.items())),
+    )
+
+
+def _operations_of(described: _Json, tag: str) -> list[tuple[str, str, _Json]]:
+    return [
+        (method, path, operation)
+        for path, methods in described["paths"].items()
+        for method, operation in methods.items()
+        if tag in operation["tags"]
+    ]
+
+
+def _nav(tag: _Json, operations: list[tuple[str, str, _Json]]) -> str:
+    links = "".join(
+        f'<a href="#{operation["operationId"]}"><b class="{method}">{method.upper()}</b> {_text(path)}</a>'
+        for method, path, operation in operations
+    )
+    return f"<h2>{_text(tag['name'])}</h2>{links}"
+
+
+def _section(tag: _Json, operations: list[tuple[str, str, _Json]], schemas: _Json) -> str:
+    body = "".join(_operation(method, path, operation, schemas) for method, path, operation in operations)
+    return f"<h2>{_text(tag['name'])}</h2><p>{_prose(tag['description'])}</p>{body}"
+
+
+def _operation(method: str, path: str, operation: _Json, schemas: _Json) -> str:
+    title = f'<b class="{method}">{method.upper()}</b> <code>{_text(path)}</code>'
+    parts = [
+        f'<section class="panel" id="{operation["operationId"]}">',
+        f"<h3>{title} <span>{_text(operation['summary'])}</span></h3>",
+    ]
+    if "description" in operation:
+        parts.append(f"<p>{_prose(operation['description'])}</p>")
+    body = operation.get("requestBody")
+    if body is not None:
+        name = _ref_name(next(iter(body["content"].values()))["schema"])
+        parts.append(f"<h4>Body: {_prose(' or '.join(f'`{media}`' for media in body['content']))}</h4>")
+        parts.append(_fields(schemas[name]))
+    parts.append("<h4>Answers</h4>" + _responses(operation["responses"]))
+    parts.append(_trial(method, path, operation))
+    return "".join([*parts, "</section>"])
+
+
+def _responses(responses: _Json) -> str:
+    rows: list[str] = []
+    for status, response in responses.items():
+        content = response.get("content", {})
+        media = " or ".join(content)
+        schema: _Json = next(iter(content.values()))["schema"] if content else {}
+        kind = _kind(schema) if "$ref" in schema else ""
+        rows.append(
+            f"<tr><td><b>{status}</b></td><td>{_prose(response['description'])}</td><td>{kind}</td>"
+            f"<td><small>{_text(media)}</small></td></tr>"
+        )
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _trial(method: str, path: str, operation: _Json) -> str:
+    """Return the fields and the button that send a request from the page."""
+    fields: list[str] = []
+    for parameter in operation.get("parameters", ()):
+        value = _text(parameter["example"])
+        fields.append(f'<label>{_text(parameter["name"])} <input name="{parameter["name"]}" value="{value}"></label>')
+    if "requestBody" in operation:
+        content = next(iter(operation["requestBody"]["content"].values()))
+        example = _text(json.dumps(content["example"], indent=2))
+        fields.append(f'<textarea aria-label="Body" rows="{example.count(chr(10)) + 1}">{example}</textarea>')
+    return (
+        f'<details data-method="{method.upper()}" data-path="{_text(path)}"><summary>Try it</summary>{"".join(fields)}'
+        '<button type="button">Send</button><pre hidden></pre></details>'
+    )
+
+
+def _type(name: str, schema: _Json) -> str:
+    about = f"<p>{_prose(schema['description'])}</p>" if "description" in schema else ""
+    return f'<section class="panel" id="type-{_text(name)}"><h3>{_text(name)}</h3>{about}{_fields(schema)}</section>'
+
+
+def _fields(schema: _Json) -> str:
+    required = schema.get("required", ())
+    rows = "".join(
+        f"<tr><td><code>{_text(name)}</code>{' <em>required</em>' if name in required else ''}</td>"
+        f"<td>{_kind(field)}</td><td>{_prose(field.get('description', ''))}</td></tr>"
+        for name, field in schema["properties"].items()
+    )
+    return f"<table>{rows}</table>"
+
+
+def _kind(schema: _Json) -> str:
+    """Return a type in words, with a link to each named one."""
+    if "$ref" in schema:
+        name = _text(_ref_name(schema))
+        return f'<a href="#type-{name}">{name}</a>'
+    if "anyOf" in schema:
+        kinds = [_kind(part) for part in schema["anyOf"] if part.get("type") != "null"]
+        return " or ".join(kinds)
+    if "enum" in schema:
+        return " or ".join(f"<code>{_text(json.dumps(value))}</code>" for value in schema["enum"] if value is not None)
+    kind = _text(str(schema.get("type", "anything")))
+    if schema.get("type") == "array" and schema.get("items"):
+        kind = f"array of {_kind(schema['items'])}"
+    elif "prefixItems" in schema:
+        return f"array of {len(schema['prefixItems'])} {_kind(schema['prefixItems'][0])}"
+    bounded = [(schema.get(low), schema.get(high), unit) for low, high, unit in _BOUNDS]
+    return kind + "".join(_bound(*bound) for bound in bounded)
+
+
+def _bound(low: float | None, high: float | None, unit: str) -> str:
+    if low is None and high is None:
+        return ""
+    words = f"at most {high:,}" if low is None else f"at least {low:,}" if high is None else f"{low:,} to {high:,}"
+    return f" <small>({words}{unit})</small>"
+
+
+def _ref_name(schema: _Json) -> str:
+    return schema["$ref"].rpartition("/")[2]
+
+
+def _text(text: str) -> str:
+    return html.escape(text)
+
+
+def _prose(text: str) -> str:
+    """Return a text in which what stands between backticks is code."""
+    parts = html.escape(text).split("`")
+    return "".join(f"<code>{part}</code>" if index % 2 else part for index, part in enumerate(parts))

@@ -1,0 +1,84 @@
+"""Owns scores by vectors in a frontend: by which outputs a request is compared, and its texts as arrays.
+
+Pure. Source of the modes: SIE API reference, section 19.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from sie.frontend.inputs.pairs import Arrays
+from sie.frontend.inputs.profile_options import token_limit
+from sie.frontend.inputs.prompts import apply_prompt
+from sie.frontend.inputs.tokenize import Tokenizer
+from sie.values.card import ModelCard
+from sie.values.encode import ScoreRequest
+from sie.values.errors import BadRequest
+
+Compared = tuple[tuple[str, float], ...]
+"""Outputs that are compared, each with its weight; none for a model that reads pairs."""
+
+_MODES: Final = {
+    "dense": ("dense",),
+    "sparse": ("sparse",),
+    "colbert": ("multivector",),
+    "hybrid": ("dense", "sparse", "multivector"),
+}
+_HYBRID_WEIGHTS: Final = (0.4, 0.2, 0.4)
+_MAX_WEIGHT: Final = 1e6
+
+
+def resolve_compared(options: dict[str, Any], card: ModelCard) -> Compared:
+    """Return by which outputs this model scores a request with these options, those of weight 0 left out.
+
+    Raises BadRequest for `score_mode` and `score_weights` that it cannot serve.
+    """
+    mode, weights = options.get("score_mode"), options.get("score_weights")
+    if not card.compares or "dense" not in card.outputs:
+        for name, value in (("score_mode", mode), ("score_weights", weights)):
+            if value is not None:
+                raise BadRequest(f"Model '{card.id}' does not support option '{name}'")
+        return (("multivector", 1.0),) if card.compares else ()
+    mode = "dense" if mode is None else mode
+    outputs = _MODES.get(mode) if isinstance(mode, str) else None
+    if outputs is None:
+        raise BadRequest(f"Invalid score_mode {mode!r}. Valid: {sorted(_MODES)}")
+    if weights is not None and mode != "hybrid":
+        raise BadRequest(f"Option 'score_weights' belongs to score_mode 'hybrid', not '{mode}'")
+    values = (1.0,) if mode != "hybrid" else _HYBRID_WEIGHTS if weights is None else _check_weights(weights)
+    compared = tuple((output, value) for output, value in zip(outputs, values, strict=True) if value)
+    for output, _ in compared:
+        if output not in card.outputs:
+            reason = card.missing_outputs.get(output, "its checkpoint has no such head")
+            raise BadRequest(f"Model '{card.id}' does not support score_mode '{mode}': no {output} output ({reason})")
+    return compared
+
+
+def _check_weights(weights: Any) -> tuple[float, float, float]:
+    try:
+        values = msgspec.convert(weights, tuple[float, float, float])
+    except (msgspec.ValidationError, OverflowError):
+        values = (-1.0, -1.0, -1.0)
+    if any(values) and all(0 <= value <= _MAX_WEIGHT for value in values):
+        return values
+    raise BadRequest(
+        f"Option 'score_weights' must be three numbers from 0 to {_MAX_WEIGHT:.0f}, not all 0, "
+        "for dense, sparse and colbert"
+    )
+
+
+def comparison_arrays(card: ModelCard, tokenizer: Tokenizer, request: ScoreRequest) -> Arrays:
+    """Return the arrays of a request that is scored by vectors, the items' bounds first: the query, then the documents.
+
+    Both are read as encode reads them, templates and prompts of the checkpoint included; an instruction is the query's
+    alone. Raises BadRequest for a text that is not valid Unicode, or a template with an unknown placeholder.
+    """
+    query = apply_prompt(card, [request.query], request.options, request.instruction, is_query=True)
+    documents = apply_prompt(card, request.documents, request.options, None, is_query=False)
+    query_ids, _ = tokenizer.encode_texts(query, True, token_limit(request.options, is_query=True))
+    document_ids, bounds = tokenizer.encode_texts(documents, False, token_limit(request.options, is_query=False))
+    cu_seqlens = np.concatenate(([0], bounds + len(query_ids)), dtype=np.int32)
+    return [("cu_seqlens", cu_seqlens), ("token_ids", np.concatenate((query_ids, document_ids)))]

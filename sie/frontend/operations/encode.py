@@ -1,0 +1,211 @@
+"""Owns the encode operation up to the engine: a typed request to the arrays of its extent, whatever dialect it came in.
+
+resolve -> prompt -> tokenise, decode images -> admission -> engine; `replies` reads what comes back. Dialects decode before and encode
+after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import msgspec
+from numpy.typing import NDArray
+
+from sie.config.limits import Limits
+from sie.frontend.engine.engine import ShmEngine
+from sie.frontend.engine.request_layout import EncodeWords, lay_out_text
+from sie.frontend.engine.worker_link import Pending
+from sie.frontend.inputs.image_reader import ImageReader
+from sie.frontend.inputs.mixed import mix_items
+from sie.frontend.inputs.profile_options import shorter_expansion, token_limit
+from sie.frontend.inputs.prompts import apply_prompt, check_prompted, count_prompted
+from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, encode_stub_text, encode_stub_texts, is_long
+from sie.frontend.models.adapters import requested_adapter
+from sie.frontend.models.table import ModelTable
+from sie.frontend.operations.reply_reader import count_items
+from sie.ipc.messages import ModelEntry
+from sie.shm.extent_headers import WorkHeader
+from sie.values.card import ModelCard
+from sie.values.encode import EncodeRequest
+from sie.values.errors import BadRequest
+
+_DENSE_ONLY: Final = ("dense",)
+_pack_bounds: Final = struct.Struct("<2i").pack
+_ITEM_BYTES: Final = {"float32": 4, "float16": 2, "int8": 1, "uint8": 1, "binary": 0.125, "ubinary": 0.125}
+
+
+class Encoder:
+    """Run encode requests on the engine."""
+
+    def __init__(
+        self, engine: ShmEngine, models: ModelTable, limits: Limits, pool: ThreadPoolExecutor, images: ImageReader
+    ) -> None:
+        self._engine = engine
+        self._images = images
+        self._models = models
+        self._limits = limits
+        self._pool = pool
+
+    def reconfigure(self, limits: Limits) -> None:
+        """Take over reloaded limits for what is submitted from now on."""
+        self._limits = limits
+
+    async def start(self, entry: ModelEntry, request: EncodeRequest, deadline_ns: int) -> tuple[Pending, int]:
+        """Tokenise and submit a resolved request; return its record and the nanoseconds that reading its items took.
+
+        Raises what admission, the tokenizer and `ImageReader.read` raise.
+        """
+        if (started := self.try_start(entry, request, deadline_ns)) is not None:
+            return started
+        began_ns = time.monotonic_ns()
+        header = self._header(entry, request)
+        if request.images is None:
+            arrays = await self._prepare_later(entry, request)
+        else:
+            arrays = await self._prepare_mixed(entry, request, request.images, deadline_ns)
+        num_tokens = int(arrays[0][1][-1])
+        took_ns = time.monotonic_ns() - began_ns
+        if request.images is None:
+            return self._engine.submit(header, arrays, num_tokens, deadline_ns), took_ns
+        return await self._engine.submit_large(header, arrays, num_tokens, deadline_ns), took_ns
+
+    def try_start(self, entry: ModelEntry, request: EncodeRequest, deadline_ns: int) -> tuple[Pending, int] | None:
+        """Do as `start` does here and now; None when that would keep the event loop too long."""
+        if request.images is not None:
+            return None
+        began_ns = time.monotonic_ns()
+        texts = request.texts
+        if texts is not None and len(texts) == 1 and not request.options and not request.instruction:
+            return self.try_start_text(entry, self.words_of(entry, request), texts, deadline_ns, began_ns)
+        header = self._header(entry, request)
+        arrays = self._try_prepare(entry, request)
+        if arrays is None:
+            return None
+        num_tokens = int(arrays[0][1][-1])
+        took_ns = time.monotonic_ns() - began_ns
+        return self._engine.submit(header, arrays, num_tokens, deadline_ns), took_ns
+
+    def words_of(self, entry: ModelEntry, request: EncodeRequest) -> EncodeWords:
+        """Return what a request of one text without options asks for. Raises BadRequest for a row that is too large."""
+        card, output_types = entry.card, request.output_types or _DENSE_ONLY
+        output_dtype, width = request.output_dtype or "float32", request.dimensions
+        self._check_reply_bytes(1, width, output_types, output_dtype, card)
+        return card.id, output_dtype, _wants_normalize(request, entry), width, output_types
+
+    def try_start_text(
+        self, entry: ModelEntry, words: EncodeWords, texts: list[str], deadline_ns: int, began_ns: int
+    ) -> tuple[Pending, int] | None:
+        """Submit one text with what `words_of` gave: the same bytes as by NumPy, for less. None as `try_start`."""
+        card = entry.card
+        if card.prompts or card.default_prompt:
+            texts = apply_prompt(card, texts, {}, None, is_query=False)
+        if card.tokenizer_file:
+            tokenizer = self._models.ready_tokenizer(entry)
+            if tokenizer is None or is_long(texts, LONG_TEXT_BYTES):
+                return None
+            token_ids, _ = tokenizer.encode_texts(texts)
+            cost = len(token_ids)
+            layout, parts = lay_out_text(words, cost, None), [_pack_bounds(0, cost), token_ids.tobytes()]
+        else:
+            text, cost = encode_stub_text(card, texts)
+            parts = [_pack_bounds(0, cost), text, _pack_bounds(0, len(text))]
+            layout = lay_out_text(words, cost, len(text))
+        took_ns = time.monotonic_ns() - began_ns
+        return self._engine.submit_parts(layout, parts, cost, deadline_ns), took_ns
+
+    def _header(self, entry: ModelEntry, request: EncodeRequest) -> WorkHeader:
+        """Return what the worker is told, having refused what would be too large. Raises BadRequest."""
+        header = WorkHeader(
+            entry.card.id, "encode", count_items(request), (), request.output_dtype or "float32",
+            _wants_normalize(request, entry), request.dimensions, request.output_types or ("dense",),
+            entry.card.tells_queries and bool(request.options.get("is_query")), lora=requested_adapter(request) or "",
+        )  # fmt: skip
+        if request.options and entry.card.late is not None and header.is_query:
+            header = msgspec.structs.replace(header, expand_to=shorter_expansion(entry.card, request.options))
+        self._check_reply_bytes(
+            header.num_items, header.truncate_dim, header.output_types, header.output_dtype, entry.card
+        )
+        if request.options or request.instruction:
+            check_prompted(_count_chars(request), self._limits.max_body_bytes)
+        return header
+
+    def _try_prepare(self, entry: ModelEntry, request: EncodeRequest) -> list[tuple[str, NDArray[Any]]] | None:
+        """Tokenise here and now; None when that would keep the event loop too long or the tokenizer is not there."""
+        tokenizer = None
+        if entry.card.tokenizer_file:
+            tokenizer = self._models.ready_tokenizer(entry)
+            if tokenizer is None or (request.texts is not None and is_long(request.texts, LONG_TEXT_BYTES)):
+                return None
+            if (request.options or request.instruction) and _count_chars(request) > LONG_TEXT_BYTES:
+                return None
+        return _prepare(entry, request, tokenizer)
+
+    async def _prepare_later(self, entry: ModelEntry, request: EncodeRequest) -> list[tuple[str, NDArray[Any]]]:
+        tokenizer = await self._models.tokenizer(entry) if entry.card.tokenizer_file else None
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, _prepare, entry, request, tokenizer)
+
+    async def _prepare_mixed(
+        self, entry: ModelEntry, request: EncodeRequest, images: dict[int, list[memoryview]], deadline_ns: int
+    ) -> list[tuple[str, NDArray[Any]]]:
+        """Tokenise the items that are texts, read the images of the others, and put them together."""
+        rule = entry.card.image
+        assert rule is not None  # `resolve_encode` lets no image pass for a model that takes none
+        texts = [text for item, text in enumerate(request.texts or ()) if item not in images]
+        text_arrays: list[tuple[str, NDArray[Any]]] | None = None
+        if texts:
+            own = msgspec.structs.replace(request, texts=texts)
+            text_arrays = self._try_prepare(entry, own) or await self._prepare_later(entry, own)
+        read = await self._images.read(images, rule, deadline_ns)
+        arrays = mix_items(count_items(request), read, rule, text_arrays)
+        request.image_tokens = read.count_tokens(rule)
+        return arrays
+
+    def _check_reply_bytes(
+        self,
+        num_items: int,
+        truncate_dim: int | None,
+        output_types: tuple[str, ...],
+        output_dtype: str,
+        card: ModelCard,
+    ) -> None:
+        width = truncate_dim or (card.dims["dense"] if "dense" in output_types else 0)
+        nbytes = int(num_items * width * _ITEM_BYTES[output_dtype])
+        if nbytes > self._limits.max_reply_bytes:
+            raise BadRequest(
+                f"The reply would hold {nbytes} bytes of vectors, over max_reply_bytes ({self._limits.max_reply_bytes}); "
+                "split the request"
+            )
+
+
+def _count_chars(request: EncodeRequest) -> int:
+    """Return how many characters there are to read, prompts included."""
+    is_query = bool(request.options.get("is_query"))
+    return count_prompted(request.texts or (), request.options, request.instruction, is_query)
+
+
+def _wants_normalize(request: EncodeRequest, entry: ModelEntry) -> bool | None:
+    """Return what the request wants, None for the model's own way; a vector that is cut gets unit length again."""
+    is_cut = request.dimensions is not None and request.dimensions < entry.card.dims["dense"]
+    return True if is_cut else request.options.get("normalize")
+
+
+def _prepare(entry: ModelEntry, request: EncodeRequest, tokenizer: Tokenizer | None) -> list[tuple[str, NDArray[Any]]]:
+    """Return the arrays of a request's extent, the items' bounds first. Runs on the loop or on a thread."""
+    is_query = bool(request.options.get("is_query"))
+    max_tokens = token_limit(request.options, is_query) if request.options else None
+    if request.token_lists is not None:
+        if tokenizer is None:
+            raise BadRequest(f"Model '{entry.card.id}' requires text input, not token arrays")
+        token_ids, cu_seqlens = tokenizer.check_token_ids(request.token_lists, max_tokens)
+        return [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]
+    texts = apply_prompt(entry.card, request.texts or [], request.options, request.instruction, is_query)
+    if tokenizer is None:
+        text, text_offsets, cu_seqlens = encode_stub_texts(entry.card, texts, max_tokens)
+        return [("cu_seqlens", cu_seqlens), ("text", text), ("text_offsets", text_offsets)]
+    token_ids, cu_seqlens = tokenizer.encode_texts(texts, is_query, max_tokens)
+    return [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]

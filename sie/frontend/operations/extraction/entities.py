@@ -1,0 +1,139 @@
+"""Owns how the classes of a text's tokens become entities. Pure.
+
+Does what TokenClassificationPipeline of transformers 5 does, strategy by strategy, in float32: the same words, the same
+groups, the same scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sie.values.extract import Entity
+
+OUTSIDE = "O"
+"""The class of a token that belongs to no entity."""
+_BY_WORD = frozenset(("first", "average", "max"))
+
+
+class Window(NamedTuple):
+    """The tokens of a text that went through the model together."""
+
+    num_before: int
+    """Special tokens before the first token of the text."""
+    spans: list[tuple[int, int]]
+    """Where each token lies in the text, in code points."""
+    continues: list[bool]
+    """Whether a token goes on with the word of the one before; empty for strategies that know no words."""
+
+
+class _Classes(NamedTuple):
+    """What the labels say, by class."""
+
+    names: list[str]
+    """What an entity is called."""
+    kinds: NDArray[np.intp]
+    """Equal where neighbours may be one entity."""
+    begins: NDArray[np.bool_]
+    """Whether it starts a new entity whatever came before."""
+    outside: frozenset[int]
+
+
+def needs_words(strategy: str) -> bool:
+    """Tell whether a strategy settles on one class for each word."""
+    return strategy in _BY_WORD
+
+
+def group_name(label: str) -> str:
+    """Return what an entity of a class is called: `B-PER` and `I-PER` are `PER`."""
+    return label.split("-", 1)[-1]
+
+
+def read_window(logits: NDArray[np.float32], window: Window, labels: Sequence[str], strategy: str) -> list[Entity]:
+    """Return a window's entities in the order of the text.
+
+    logits (t, classes) has a row for every token, special ones included; labels is by class. strategy is one of
+    `AGGREGATION_STRATEGIES`; with `none` every token is an entity of its own, under its class's full label.
+    """
+    count = len(window.spans)
+    if not count:
+        return []
+    scores = _softmax(logits[window.num_before : window.num_before + count])
+    starts = np.arange(count)
+    if strategy in _BY_WORD:
+        starts = np.flatnonzero(~np.array([False, *window.continues[1:]]))
+        scores = _word_scores(scores, starts, strategy)
+    known, best, classes = _classes(tuple(labels)), scores.max(1), scores.argmax(1)
+    whole = strategy == "none"
+    bounds = list(range(len(classes) + 1)) if whole else _group_bounds(classes, known)
+    token_bounds: list[int] = [*starts.tolist(), count]
+    names = labels if whole else known.names
+    found: list[Entity] = []
+    for first, last in pairwise(bounds):
+        class_id = int(classes[first])
+        if class_id not in known.outside:
+            start, end = window.spans[token_bounds[first]][0], window.spans[token_bounds[last] - 1][1]
+            found.append(Entity(names[class_id], float(best[first:last].mean()), start, end))
+    return found
+
+
+def merge_windows(entities: list[Entity]) -> list[Entity]:
+    """Return the entities of overlapping windows, each once: of two that overlap the longer, then the surer one."""
+    merged: list[Entity] = []
+    for entity in sorted(entities, key=_start):
+        last = merged[-1] if merged else None
+        if last is None or not _start(last) <= _start(entity) < (last.end or 0):
+            merged.append(entity)
+        elif (_length(entity), entity.score) > (_length(last), last.score):
+            merged[-1] = entity
+    return merged
+
+
+def _start(entity: Entity) -> int:
+    return entity.start or 0
+
+
+def _length(entity: Entity) -> int:
+    return (entity.end or 0) - (entity.start or 0)
+
+
+def _softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    exponents = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return exponents / exponents.sum(axis=1, keepdims=True)
+
+
+def _word_scores(scores: NDArray[np.float32], starts: NDArray[np.intp], strategy: str) -> NDArray[Any]:
+    """Return the row that decides about each word, which begin at starts, from the rows of their tokens."""
+    if strategy == "first":
+        return scores[starts]
+    sizes = np.diff(starts, append=len(scores))
+    if strategy == "average":
+        return np.add.reduceat(scores, starts) / sizes[:, None].astype(np.float32)
+    best = scores.max(axis=1)
+    words = np.repeat(np.arange(len(starts)), sizes)
+    surest = np.flatnonzero(best == np.maximum.reduceat(best, starts)[words])
+    return scores[surest[np.unique(words[surest], return_index=True)[1]]]  # of equally sure tokens the first
+
+
+def _group_bounds(classes: NDArray[np.intp], known: _Classes) -> list[int]:
+    """Return where runs of neighbours of one kind begin, and the end; some classes start a new run."""
+    kinds = known.kinds[classes]
+    is_new = (kinds[1:] != kinds[:-1]) | known.begins[classes[1:]]
+    return [0, *(np.flatnonzero(is_new) + 1).tolist(), len(classes)]
+
+
+@lru_cache(maxsize=64)
+def _classes(labels: tuple[str, ...]) -> _Classes:
+    tags = [label[2:] if label.startswith(("B-", "I-")) else label for label in labels]
+    names = [group_name(label) for label in labels]
+    return _Classes(
+        names,
+        np.array([tags.index(tag) for tag in tags], np.intp),
+        np.array([label.startswith("B-") for label in labels], np.bool_),
+        frozenset(class_id for class_id, name in enumerate(names) if name == OUTSIDE),
+    )

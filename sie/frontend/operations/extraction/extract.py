@@ -1,0 +1,253 @@
+"""Owns the extract operation: a typed request to what was found in each item, whatever family the model is of.
+
+One request is one submit. Its work may have more items than the request, a window of a text or a text with a label
+each; the worker spreads them over steps, and the family's reading joins them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, NamedTuple, Protocol
+
+import msgspec
+from numpy.typing import NDArray
+
+from sie.config.limits import Limits
+from sie.frontend.engine.engine import ShmEngine
+from sie.frontend.engine.worker_link import Pending, Reply
+from sie.frontend.inputs.image_reader import ImageReader
+from sie.frontend.inputs.mixed import mix_items
+from sie.frontend.inputs.pairs import Arrays
+from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
+from sie.frontend.models.table import ModelTable
+from sie.frontend.operations.extraction import boxes, gliclass, gliner, label_pairs, token_labels
+from sie.frontend.operations.extraction.boxes import BoxReading
+from sie.frontend.operations.extraction.gliclass import LabelReading
+from sie.frontend.operations.extraction.gliner import WindowReading
+from sie.frontend.operations.extraction.label_pairs import PairReading
+from sie.frontend.operations.extraction.token_labels import TokenReading
+from sie.frontend.operations.extraction.whole_texts import TextReading
+from sie.frontend.operations.reply_reader import read_pieces, timing_of
+from sie.ipc.messages import ModelEntry
+from sie.shm.extent import MAX_HEADER_BYTES
+from sie.shm.extent_headers import WorkHeader
+from sie.values.card import ModelCard
+from sie.values.encode import ExtractReply, ExtractRequest
+from sie.values.errors import BadRequest, Internal
+from sie.values.extract import (
+    Detection,
+    Extraction,
+    ExtractRule,
+    ExtractTask,
+    Gliclass,
+    Gliner,
+    TokenClassification,
+    ZeroShot,
+)
+
+_to_msgpack: Final = msgspec.msgpack.Encoder().encode
+_MAX_TASK_BYTES: Final = MAX_HEADER_BYTES // 2
+"""The rest of the header is for the model's name and the arrays."""
+
+
+class Reading(Protocol):
+    """One family's way from a request's texts to work, and from the worker's answer to extractions."""
+
+    def prepare(self, texts: Sequence[str]) -> Arrays:
+        """Return the arrays of the request's extent, the bounds of the work's items first."""
+        ...
+
+    def read(self, pieces: Sequence[NDArray[Any]]) -> list[Extraction]:
+        """Return one extraction for each text; pieces hold the worker's answer, one for each item of the work."""
+        ...
+
+
+class Submitted(NamedTuple):
+    """A request that a worker has, and what is needed to read its reply."""
+
+    pending: Pending
+    reading: Reading
+    output: str
+    num_items: int
+    """Of the work, not of the request."""
+    tokenization_ns: int
+    input_tokens: int
+    """Of texts and of what is looked for, each once; images have none."""
+
+
+class Extractor:
+    """Run extract requests on the engine."""
+
+    def __init__(
+        self, engine: ShmEngine, models: ModelTable, limits: Limits, pool: ThreadPoolExecutor, images: ImageReader
+    ) -> None:
+        self._engine = engine
+        self._images = images
+        self._models = models
+        self._limits = limits
+        self._pool = pool
+
+    def reconfigure(self, limits: Limits) -> None:
+        """Take over reloaded limits for what is submitted from now on."""
+        self._limits = limits
+
+    async def start(self, entry: ModelEntry, request: ExtractRequest, deadline_ns: int) -> Submitted:
+        """Tokenise and submit a resolved request.
+
+        Raises what admission, the family's reading and `ImageReader.read` raise, and BadRequest for more pairs than are
+        allowed.
+        """
+        began_ns = time.monotonic_ns()
+        card, task, rule = entry.card, request.task, entry.card.extract
+        assert rule is not None
+        self._check_pairs(len(request.texts) * _num_rows(rule, task))
+        told = _task_bytes(rule, task)
+        tokenizer = await self._models.tokenizer(entry) if card.tokenizer_file else None
+        reading = _reading(card, task, tokenizer, self._limits)
+        if request.images is None:
+            arrays = await self._prepare(reading, request.texts, task, rule)
+            input_tokens = int(arrays[0][1][-1])
+        else:
+            arrays, input_tokens = await self._prepare_images(reading, request, card, request.images, deadline_ns)
+        cu_seqlens = arrays[0][1]
+        num_tokens = int(cu_seqlens[-1])
+        took_ns = time.monotonic_ns() - began_ns
+        header = WorkHeader(card.id, "extract", len(cu_seqlens) - 1, (), output_types=(rule.gives,), task=told)
+        if request.images is None:
+            pending = self._engine.submit(header, arrays, num_tokens, deadline_ns)
+        else:
+            pending = await self._engine.submit_large(header, arrays, num_tokens, deadline_ns)
+        return Submitted(pending, reading, rule.gives, header.num_items, took_ns, input_tokens)
+
+    async def _prepare_images(
+        self,
+        reading: Reading,
+        request: ExtractRequest,
+        card: ModelCard,
+        images: dict[int, list[memoryview]],
+        deadline_ns: int,
+    ) -> tuple[Arrays, int]:
+        """Return the arrays of a request with images, and how many tokens its texts and queries have."""
+        rule, image_rule, num_items = card.extract, card.image, len(request.texts)
+        assert rule is not None
+        assert image_rule is not None
+        if isinstance(reading, BoxReading):
+            queries = await self._prepare(reading, reading.texts, request.task, rule)
+            read = await self._images.read(images, image_rule, deadline_ns)
+            reading.see(read)
+            return [*mix_items(num_items, read, image_rule, None), *queries], len(queries[0][1])
+        texts = [text for item, text in enumerate(request.texts) if item not in images]
+        arrays = await self._prepare(reading, texts, request.task, rule) if texts else None
+        read = await self._images.read(images, image_rule, deadline_ns)
+        num_tokens = 0 if arrays is None else int(arrays[0][1][-1])
+        return mix_items(num_items, read, image_rule, arrays), num_tokens
+
+    async def _prepare(self, reading: Reading, texts: list[str], task: ExtractTask, rule: ExtractRule) -> Arrays:
+        """Tokenise here and now, or on a thread when that would keep the event loop too long."""
+        if not is_long_work(rule, task, texts):
+            return reading.prepare(texts)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, reading.prepare, texts)
+
+    def _check_pairs(self, num_pairs: int) -> None:
+        limit = self._limits.max_label_pairs
+        if num_pairs > limit:
+            raise BadRequest(
+                f"Items times labels (or label groups) are {num_pairs}, over max_label_pairs ({limit}); split the request"
+            )
+
+
+def check_task(card: ModelCard, task: ExtractTask) -> None:
+    """Raise BadRequest for a task that a model of this card cannot do; needs no tokenizer."""
+    match card.extract:
+        case TokenClassification() as rule:
+            token_labels.check_task(card.id, rule, task)
+        case ZeroShot():
+            label_pairs.check_task(task)
+        case Gliner() as rule:
+            gliner.check_task(rule, task)
+        case Gliclass() as rule:
+            gliclass.check_task(rule, task)
+        case Detection() as rule:
+            boxes.check_task(card.id, rule, task)
+        case _:
+            pass
+
+
+def is_long_work(rule: ExtractRule, task: ExtractTask, texts: Sequence[str]) -> bool:
+    """Tell whether preparing a request should leave the event loop: every row of work is a text beside labels."""
+    labels = [*task.labels, *task.relation_labels, *(label for group in task.label_groups for label in group.labels)]
+    examples = [example.text for example in task.examples]
+    return is_long([*texts, *labels, *examples], LONG_TEXT_BYTES // _num_rows(rule, task))
+
+
+def _task_bytes(rule: ExtractRule, task: ExtractTask) -> bytes:
+    """Return what the worker is told of the task; of a detector's only which boxes to answer with.
+
+    Raises BadRequest when its labels do not fit into the header.
+    """
+    if isinstance(rule, Detection):
+        return _to_msgpack(ExtractTask(threshold=boxes.box_threshold(rule, task)))
+    if rule.gives != "extract":
+        return b""
+    encoded = _to_msgpack(task)
+    if len(encoded) > _MAX_TASK_BYTES:
+        raise BadRequest(
+            f"The labels and options take {len(encoded)} bytes, and a model that reads them itself takes at most "
+            f"{_MAX_TASK_BYTES} - at `$.params`"
+        )
+    return encoded
+
+
+def _num_rows(rule: ExtractRule, task: ExtractTask) -> int:
+    """Return how many sequences a text is part of, windows not counted."""
+    return len(task.labels if isinstance(rule, ZeroShot) else task.label_groups) or 1
+
+
+def _reading(card: ModelCard, task: ExtractTask, tokenizer: Tokenizer | None, limits: Limits) -> Reading:
+    rule = card.extract
+    if isinstance(rule, Gliner) and tokenizer is not None:
+        return WindowReading(rule, task, tokenizer, limits)
+    if isinstance(rule, Gliclass) and tokenizer is not None:
+        return LabelReading(rule, task, tokenizer, limits)
+    if isinstance(rule, TokenClassification) and tokenizer is not None:
+        return TokenReading(rule, task, tokenizer, limits)
+    if isinstance(rule, ZeroShot) and tokenizer is not None:
+        return PairReading(rule, task, tokenizer)
+    if isinstance(rule, Detection) and tokenizer is not None:
+        return BoxReading(rule, task, tokenizer)
+    return TextReading(card)
+
+
+def read_extractions(reply: Reply, submitted: Submitted, request: ExtractRequest, began_ns: int) -> ExtractReply:
+    """Return what was found and the times, copied out of a reply's extent.
+
+    began_ns is when the request's headers were read. Raises Internal when the extent is not what the layout says.
+    """
+    pieces, times = read_pieces(reply, submitted.output, submitted.num_items)
+    try:
+        extractions = submitted.reading.read(pieces)
+    except ValueError as error:  # NumPy's, for arrays of another shape
+        raise Internal("the worker's reply has another shape than the request") from error
+    if len(extractions) != len(request.texts):
+        raise Internal("the worker's reply has another shape than the request")
+    return ExtractReply(
+        model=request.model,
+        extractions=[_with_texts(found, text) for found, text in zip(extractions, request.texts, strict=True)],
+        input_tokens=submitted.input_tokens,
+        num_images=len(request.images or ()),
+        timing=timing_of(reply, times, began_ns, submitted.tokenization_ns),
+    )
+
+
+def _with_texts(found: Extraction, text: str) -> Extraction:
+    """Give the entities that have none the piece of text between their offsets."""
+    entities = [
+        msgspec.structs.replace(entity, text=text[entity.start : entity.end])
+        if entity.text is None and entity.start is not None
+        else entity
+        for entity in found.entities
+    ]
+    return msgspec.structs.replace(found, entities=entities)

@@ -1,0 +1,104 @@
+"""Owns zero-shot classification by entailment, up to the engine and after it: each text with each label is one pair.
+
+Does what ZeroShotClassificationPipeline of transformers 5 does; only the text is ever cut, never the sentence with
+the label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from sie.frontend.inputs.pairs import Arrays
+from sie.frontend.inputs.tokenize import Tokenizer, pack_ids, unicode_error
+from sie.values.errors import BadRequest, InputTooLong
+from sie.values.extract import Classification, Extraction, ExtractTask, ZeroShot
+
+_DEFAULT_TEMPLATE: Final = "This text is about {}."
+_PLACE: Final = "{}"
+
+
+def check_task(task: ExtractTask) -> None:
+    """Raise BadRequest for a template without exactly one place for the label."""
+    template = task.hypothesis_template
+    if template is not None and template.count(_PLACE) != 1:
+        raise BadRequest(f"Option 'hypothesis_template' must hold '{{}}' once, got {template!r}")
+
+
+class PairReading:
+    """How one request's texts and labels are paired; its work has one item for each text and label."""
+
+    def __init__(self, rule: ZeroShot, task: ExtractTask, tokenizer: Tokenizer) -> None:
+        self._rule = rule
+        self._task = task
+        self._tokenizer = tokenizer
+
+    def prepare(self, texts: Sequence[str]) -> Arrays:
+        """Return the arrays of the request's extent. Raises BadRequest, InputTooLong with overflow_policy `error`."""
+        template = self._task.hypothesis_template or _DEFAULT_TEMPLATE
+        premises = self._encode(texts)
+        hypotheses = self._encode([template.replace(_PLACE, label) for label in self._task.labels])
+        rows: list[list[int]] = []
+        types: list[list[int]] = []
+        for item, premise in enumerate(premises):
+            for place, hypothesis in enumerate(hypotheses):
+                pair = self._join(premise, hypothesis, item, place)
+                rows.append(pair.ids)  # and nothing else of it: an encoding takes 100 bytes and more for each token
+                if self._rule.token_types:
+                    types.append(pair.type_ids)
+        token_ids, cu_seqlens = pack_ids(rows)
+        arrays: Arrays = [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]
+        if self._rule.token_types:
+            arrays.append(("token_types", np.fromiter(chain.from_iterable(types), np.uint8, len(token_ids))))
+        return arrays
+
+    def read(self, pieces: Sequence[NDArray[Any]]) -> list[Extraction]:
+        """Return each text's labels, best first; pieces are the pairs' logits (classes,) float32."""
+        labels, rule, threshold = self._task.labels, self._rule, self._task.threshold
+        logits = np.stack(pieces).reshape(-1, len(labels), len(rule.labels))
+        if self._task.multi_label or len(labels) == 1:
+            scores = _softmax(logits[..., [rule.contradiction, rule.entailment]])[..., 1]
+        else:
+            scores = _softmax(logits[..., rule.entailment])
+        found: list[Extraction] = []
+        for row in scores.tolist():
+            best_first = sorted(zip(labels, row, strict=True), key=lambda pair: -pair[1])
+            kept = [Classification(*pair) for pair in best_first if threshold is None or pair[1] >= threshold]
+            found.append(Extraction(classifications=kept))
+        return found
+
+    def _encode(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
+        try:
+            return self._tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False)
+        except TypeError as error:
+            raise unicode_error(texts, error) from None
+
+    def _join(
+        self, premise: tokenizers.Encoding, hypothesis: tokenizers.Encoding, item: int, place: int
+    ) -> tokenizers.Encoding:
+        """Return a pair as the tokenizer joins two texts, cut to the model's limit."""
+        library, limit = self._tokenizer.backend, self._tokenizer.card.max_sequence_length
+        if limit is not None:
+            room = limit - len(hypothesis) - library.num_special_tokens_to_add(True)
+            if room < 1:
+                raise InputTooLong(f"The label leaves no room for a text - at `$.params.labels[{place}]`")
+            if len(premise) > room:
+                if self._task.overflow_policy == "error":
+                    raise InputTooLong(
+                        f"{len(premise)} tokens, and beside label {place} the model reads at most {room} "
+                        f"- at `$.items[{item}].text`"
+                    )
+                premise = tokenizers.Encoding.merge([premise], growing_offsets=False)  # a copy: `truncate` is in place
+                premise.truncate(room)
+        return library.post_process(premise, hypothesis, True)
+
+
+def _softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the softmax over the last axis."""
+    exponents = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return exponents / exponents.sum(axis=-1, keepdims=True)

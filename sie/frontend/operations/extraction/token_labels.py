@@ -1,0 +1,157 @@
+"""Owns token classification up to the engine and after it: windows of a text's tokens, and entities from their logits.
+
+A text over the model's limit is read in windows that overlap by `stride` tokens, cut and joined again as
+TokenClassificationPipeline of transformers 5 does it with that argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from sie.config.limits import Limits
+from sie.frontend.inputs.pairs import Arrays
+from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, pack_ids, unicode_error
+from sie.frontend.operations.extraction.entities import (
+    OUTSIDE,
+    Window,
+    group_name,
+    merge_windows,
+    needs_words,
+    read_window,
+)
+from sie.values.errors import BadRequest, InputTooLong
+from sie.values.extract import AGGREGATION_STRATEGIES, Entity, Extraction, ExtractTask, TokenClassification
+
+_DEFAULT_STRATEGY: Final = "simple"
+_STRIDE_PART: Final = 4
+"""Without a stride of the request's own windows overlap by one part in four."""
+_LOGIT_BYTES: Final = 4
+
+
+def check_task(model_id: str, rule: TokenClassification, task: ExtractTask) -> None:
+    """Raise BadRequest for a strategy or a label that there is not."""
+    strategy = task.aggregation_strategy
+    if strategy is not None and strategy not in AGGREGATION_STRATEGIES:
+        raise BadRequest(f"Invalid aggregation_strategy {strategy!r}. Valid: {list(AGGREGATION_STRATEGIES)}")
+    available = dict.fromkeys(group_name(label) for label in rule.labels if label != OUTSIDE)
+    for label in task.labels:
+        if label not in available:
+            raise BadRequest(f"Model '{model_id}' has no label {label!r}. Available: {list(available)}")
+
+
+class TokenReading:
+    """How one request's texts lie in windows; its work has one item for each window."""
+
+    def __init__(self, rule: TokenClassification, task: ExtractTask, tokenizer: Tokenizer, limits: Limits) -> None:
+        self._rule = rule
+        self._task = task
+        self._max_bytes = limits.max_reply_bytes
+        self._num_tokens = 0
+        self._strategy = task.aggregation_strategy or _DEFAULT_STRATEGY
+        self._tokenizer = tokenizer
+        self._windows: list[list[Window]] = []
+        """Of each text."""
+
+    def prepare(self, texts: Sequence[str]) -> Arrays:
+        """Return the arrays of the request's extent.
+
+        Raises BadRequest, also for more logits than a reply may hold, and InputTooLong with overflow_policy `error`.
+        """
+        try:
+            # Alone, a short text starts no thread pool (`Tokenizer.encode_texts` says why only a short one); the faster
+            # batch call would leave out the offsets.
+            library, is_short = self._tokenizer.backend, len(texts) == 1 and len(texts[0]) <= LONG_TEXT_BYTES
+            encodings = [library.encode(texts[0])] if is_short else library.encode_batch(texts)
+        except TypeError as error:
+            raise unicode_error(texts, error) from None
+        rows: list[list[int]] = []
+        for index, (text, encoding) in enumerate(zip(texts, encodings, strict=True)):
+            rows += self._cut(index, text, encoding)
+        token_ids, cu_seqlens = pack_ids(rows)
+        return [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]
+
+    def read(self, pieces: Sequence[NDArray[Any]]) -> list[Extraction]:
+        """Return what each text holds; pieces are the windows' logits (t_i, classes) float32."""
+        found: list[Extraction] = []
+        first = 0
+        for windows in self._windows:
+            own = pieces[first : first + len(windows)]
+            first += len(windows)
+            entities = [
+                entity
+                for window, logits in zip(windows, own, strict=True)
+                for entity in read_window(logits, window, self._rule.labels, self._strategy)
+            ]
+            found.append(Extraction(self._choose(merge_windows(entities) if len(windows) > 1 else entities)))
+        return found
+
+    def _choose(self, entities: list[Entity]) -> list[Entity]:
+        labels, threshold = self._task.labels, self._task.threshold
+        if labels:
+            entities = [entity for entity in entities if group_name(entity.label) in labels]
+        return entities if threshold is None else [entity for entity in entities if entity.score >= threshold]
+
+    def _cut(self, index: int, text: str, encoding: tokenizers.Encoding) -> list[list[int]]:
+        """Note a text's windows and return their token ids, each between the special tokens of the whole."""
+        ids, is_special = encoding.ids, encoding.special_tokens_mask
+        first, last = _text_bounds(is_special)
+        num_special = len(ids) - (last - first)
+        limit = self._tokenizer.card.max_sequence_length
+        room = last - first if limit is None else limit - num_special
+        starts = self._window_starts(index, last - first, room)
+        in_last = min(room, last - first - starts[-1])
+        self._check_size((len(starts) - 1) * room + in_last + len(starts) * num_special)
+        bounds = [(start, min(start + room, last - first)) for start in starts]
+        spans = encoding.offsets[first:last]
+        continues = self._continues(text, encoding)[first:last] if needs_words(self._strategy) else []
+        self._windows.append([Window(first, spans[start:end], continues[start:end]) for start, end in bounds])
+        return [[*ids[:first], *ids[first + start : first + end], *ids[last:]] for start, end in bounds]
+
+    def _window_starts(self, index: int, num_tokens: int, room: int) -> range:
+        """Return where windows of at most room tokens begin."""
+        if num_tokens <= room:
+            return range(1)
+        policy = self._task.overflow_policy
+        if policy == "error":
+            raise InputTooLong(f"{num_tokens} tokens, and the model reads at most {room} - at `$.items[{index}].text`")
+        if policy == "truncate_text":
+            return range(1)
+        stride = room // _STRIDE_PART if self._task.stride is None else self._task.stride
+        if stride >= room:
+            raise BadRequest(f"Option 'stride' must be under the {room} tokens that the model reads at once")
+        return range(0, num_tokens - stride, room - stride)
+
+    def _check_size(self, num_tokens: int) -> None:
+        """Count tokens whose logits are to come, before they are copied: a stride may repeat each hundreds of times."""
+        self._num_tokens += num_tokens
+        nbytes = self._num_tokens * len(self._rule.labels) * _LOGIT_BYTES
+        if nbytes > self._max_bytes:
+            raise BadRequest(
+                f"The reply would hold {nbytes} bytes of logits or more, over max_reply_bytes ({self._max_bytes}); "
+                "split the request, or lower 'stride'"
+            )
+
+    def _continues(self, text: str, encoding: tokenizers.Encoding) -> list[bool]:
+        """Tell of each token whether it goes on with a word.
+
+        Where the vocabulary marks such tokens (`##ing`), those that are longer than what they stand for; else those
+        that no space comes before.
+        """
+        unknown = self._rule.unknown_token
+        pieces = zip(encoding.tokens, encoding.offsets, strict=True)
+        if getattr(self._tokenizer.backend.model, "continuing_subword_prefix", None):
+            return [token != unknown and len(token) != end - start for token, (start, end) in pieces]
+        return [
+            token != unknown and start > 0 and " " not in text[start - 1 : start + 1] for token, (start, _) in pieces
+        ]
+
+
+def _text_bounds(is_special: list[int]) -> tuple[int, int]:
+    """Return where the text's own tokens begin and end between those that the tokenizer added."""
+    own = np.flatnonzero(np.array(is_special, np.uint8) == 0)
+    return (int(own[0]), int(own[-1]) + 1) if len(own) else (len(is_special), len(is_special))

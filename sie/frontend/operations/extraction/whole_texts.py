@@ -1,0 +1,41 @@
+"""Owns extraction by models that read text and answer with whole extractions: their arrays, and how they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+from numpy.typing import NDArray
+
+from sie.frontend.inputs.pairs import Arrays
+from sie.frontend.inputs.tokenize import encode_stub_texts
+from sie.values.card import ModelCard
+from sie.values.errors import Internal
+from sie.values.extract import Extraction
+
+_decoder: Final = msgspec.msgpack.Decoder(Extraction)
+
+
+class TextReading:
+    """A request whose work has one item for each text."""
+
+    def __init__(self, card: ModelCard) -> None:
+        self._card = card
+
+    def prepare(self, texts: Sequence[str]) -> Arrays:
+        """Return the arrays of the request's extent. Raises BadRequest for a text that is not valid Unicode."""
+        text, text_offsets, cu_seqlens = encode_stub_texts(self._card, texts)
+        return [("cu_seqlens", cu_seqlens), ("text", text), ("text_offsets", text_offsets)]
+
+    def read(self, pieces: Sequence[NDArray[Any]]) -> list[Extraction]:
+        """Return the extractions; pieces are their msgpack, uint8. Raises Internal for what is none."""
+        return read_whole(pieces)
+
+
+def read_whole(pieces: Sequence[NDArray[Any]]) -> list[Extraction]:
+    """Return extractions from their msgpack, uint8. Raises Internal for what is none."""
+    try:
+        return [_decoder.decode(piece.tobytes()) for piece in pieces]
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Internal("the worker's reply could not be read") from error

@@ -1,0 +1,125 @@
+"""Owns the score operation: a typed request to one score for each document, whatever dialect it came in.
+
+One request is one submit, a pair an item, so the worker spreads its pairs over steps and joins them as it does texts.
+For a model that compares vectors an item is one text, and the query is the first of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from sie.config.limits import Limits
+from sie.frontend.engine.engine import ShmEngine
+from sie.frontend.engine.worker_link import Pending, Reply
+from sie.frontend.inputs.pairs import Arrays, pair_arrays
+from sie.frontend.inputs.profile_options import shorter_expansion
+from sie.frontend.inputs.prompts import check_prompted, count_prompted
+from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
+from sie.frontend.models.table import ModelTable
+from sie.frontend.operations.comparisons import comparison_arrays
+from sie.frontend.operations.reply_reader import timing_of
+from sie.ipc.messages import ModelEntry
+from sie.shm.extent import array_view, read_extent
+from sie.shm.extent_headers import ReplyHeader, WorkHeader
+from sie.shm.layout import ProtocolError
+from sie.values.card import ModelCard
+from sie.values.encode import ScoreReply, ScoreRequest
+from sie.values.errors import BadRequest, Internal
+
+_decoder: Final = msgspec.msgpack.Decoder(ReplyHeader)
+
+
+def resolve_score(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
+    """Return the request as this model can serve it. Raises BadRequest when it cannot."""
+    if "score" not in card.outputs:
+        raise BadRequest(
+            f"Model '{card.id}' does not support scoring. Its outputs are {card.wire_outputs}; "
+            "choose a model whose outputs include 'score'"
+        )
+    if request.non_text is not None:
+        raise BadRequest(f"Model '{card.id}' requires text input - at `{request.non_text}`")
+    return request
+
+
+class Scorer:
+    """Run score requests on the engine."""
+
+    def __init__(self, engine: ShmEngine, models: ModelTable, limits: Limits, pool: ThreadPoolExecutor) -> None:
+        self._engine = engine
+        self._models = models
+        self._limits = limits
+        self._pool = pool
+
+    def reconfigure(self, limits: Limits) -> None:
+        """Take over reloaded limits for what is submitted from now on."""
+        self._limits = limits
+
+    async def start(self, entry: ModelEntry, request: ScoreRequest, deadline_ns: int) -> tuple[Pending, int]:
+        """Tokenise and submit a resolved request; return its record and the nanoseconds that tokenising took.
+
+        Raises what admission and the tokenizer raise.
+        """
+        began_ns = time.monotonic_ns()
+        arrays = await self._prepare(entry, request)
+        took_ns = time.monotonic_ns() - began_ns
+        if request.compared:
+            header = WorkHeader(entry.card.id, "score", len(request.documents) + 1, (),
+                                normalize=request.options.get("normalize"), compared=request.compared,
+                                expand_to=shorter_expansion(entry.card, request.options))  # fmt: skip
+        else:
+            header = WorkHeader(entry.card.id, "score", len(request.documents), ())
+        return self._engine.submit(header, arrays, int(arrays[0][1][-1]), deadline_ns), took_ns
+
+    async def _prepare(self, entry: ModelEntry, request: ScoreRequest) -> Arrays:
+        """Tokenise here and now, or on a thread when that would keep the event loop too long."""
+        num_chars = _count_chars(entry.card, request)
+        check_prompted(num_chars, self._limits.max_body_bytes)
+        tokenizer = await self._models.tokenizer(entry) if entry.card.tokenizer_file else None
+        # In pairs the query is tokenised with every document.
+        texts = [*request.documents, *[request.query] * (1 if request.compared else len(request.documents))]
+        if tokenizer is None or (num_chars <= LONG_TEXT_BYTES and not is_long(texts, LONG_TEXT_BYTES)):
+            return _arrays(entry.card, tokenizer, request)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, _arrays, entry.card, tokenizer, request)
+
+
+def _count_chars(card: ModelCard, request: ScoreRequest) -> int:
+    """Return how many characters there are to read, prompts included; in pairs the query stands beside every document."""
+    options, instruction = request.options, request.instruction
+    query = count_prompted([request.query], options, instruction, is_query=True)
+    is_read_once = request.compared or (card.score is not None and card.score.template is not None)
+    num_queries = 1 if is_read_once else len(request.documents)
+    return query * num_queries + count_prompted(request.documents, options, None, is_query=False)
+
+
+def _arrays(card: ModelCard, tokenizer: Tokenizer | None, request: ScoreRequest) -> Arrays:
+    if request.compared and tokenizer is not None:
+        return comparison_arrays(card, tokenizer, request)
+    return pair_arrays(card, tokenizer, request.query, request.documents, request.instruction, options=request.options)
+
+
+def read_scores(reply: Reply, request: ScoreRequest, began_ns: int, tokenization_ns: int) -> ScoreReply:
+    """Return a reply's scores and times, copied out of its extent.
+
+    began_ns is when the request's headers were read. Raises Internal when the extent is not what the layout says.
+    """
+    try:
+        header, payload = read_extent(reply.view, _decoder)
+        arrays = {ref.name: array_view(payload, ref) for ref in header.arrays}
+        times, rows = arrays["times"], arrays["score"]
+    except (ProtocolError, KeyError) as error:
+        raise Internal("the worker's reply could not be read") from error
+    num_queries = 1 if request.compared else 0
+    if rows.shape != (num_queries + len(request.documents), 1) or rows.dtype != np.float32 or times.shape != (3,):
+        raise Internal("the worker's reply has another shape than the request")
+    return ScoreReply(
+        model=request.model,
+        scores=rows[num_queries:, 0].tolist(),
+        input_tokens=reply.num_tokens,
+        timing=timing_of(reply, times.tolist(), began_ns, tokenization_ns),
+    )

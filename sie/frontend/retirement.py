@@ -1,0 +1,112 @@
+"""Owns how a frontend process comes to its end: why it asks for a successor, and that nothing idle keeps it.
+
+Granian ends when its connections have. Two kinds of them never do before the time limit of their headers: one that is
+accepted in the very moment of the signal, and any that wait while no accept succeeds, since its loop looks at its
+listener first and at the signal second (granian 2.8, `acceptor_impl_loop`). So a process that was told to finish leaves
+by itself once nothing is in flight and no client has yet to read anything.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import signal
+import termios
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final
+
+from sie.runtime.logs import get_logger
+
+_log = get_logger(__name__)
+_LOOK_S: Final = 0.5
+_MAX_FILES: Final = 1 << 16
+_NONE: Final = bytes(4)
+_NUM_QUIET_LOOKS: Final = 2
+"""Looks in a row that must find nothing: between two of them a request may be with neither Granian nor us."""
+
+
+class Leaving:
+    """The end of one process.
+
+    is_idle tells whether nothing is in flight; close_streams ends what would never end; in_granian tells Granian's child
+    from a process that serves by itself, and hears of its end by itself.
+    """
+
+    def __init__(
+        self,
+        is_idle: Callable[[], bool],
+        close_streams: Callable[[], None],
+        drain_timeout_s: float,
+        *,
+        in_granian: bool,
+    ) -> None:
+        self._is_idle = is_idle
+        self._in_granian = in_granian
+        self._close_streams = close_streams
+        self._drain_timeout_s = drain_timeout_s
+        self._num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._looked_s = time.monotonic()
+        self._until_s: float | None = None
+        self._num_quiet = 0
+
+    def begin(self) -> None:
+        """Leave as soon as nothing is in flight, at the latest at the end of `drain_timeout_s`; Granian was told, too."""
+        if self._in_granian and self._until_s is None:
+            self._until_s = time.monotonic() + self._drain_timeout_s
+
+    def tick(self, now_s: float) -> None:
+        """Look, now and then, whether it is time to begin, or to go. Does not return from the latter."""
+        if now_s - self._looked_s < _LOOK_S:
+            return
+        self._looked_s = now_s
+        if self._until_s is None:
+            self._check_files()
+            return
+        self._num_quiet = self._num_quiet + 1 if self._is_idle() and not _has_unread() else 0
+        if self._num_quiet >= _NUM_QUIET_LOOKS or now_s >= self._until_s:
+            os._exit(0)  # Granian's threads would have the last word on any other way out
+
+    def _check_files(self) -> None:
+        """Make room for a successor when the limit of open files was lowered for good.
+
+        How many connections Granian takes was computed from the limit at the start (`sie.frontend.main`). Over the new
+        one every accept fails, and Granian tries again without pause, at the price of a core.
+        """
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft >= self._num_files:
+            return
+        if hard >= self._num_files:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (self._num_files, hard))
+            return
+        _log.error(
+            "the limit of open files was lowered from %d to %d: finishing what was accepted, for a successor",
+            self._num_files, hard,
+        )  # fmt: skip
+        self._num_files = 0
+        self.begin()
+        self._close_streams()
+        # Granian's child asks its parent, which owns the listener.
+        os.kill(os.getppid() if self._in_granian else os.getpid(), signal.SIGTERM)
+
+
+def _has_unread() -> bool:
+    """Whether a peer has yet to take what was sent to it: then there may also be more that does not fit yet."""
+    for fd in _descriptors():
+        try:
+            num_unread = fcntl.ioctl(fd, termios.TIOCOUTQ, _NONE)
+        except OSError:  # no socket, or closed meanwhile
+            continue
+        if num_unread != _NONE:
+            return True
+    return False
+
+
+def _descriptors() -> Iterable[int]:
+    """Return what is open; where none is left to look with, all that Granian may have."""
+    try:
+        return [int(path.name) for path in Path("/proc/self/fd").iterdir()]
+    except OSError:
+        return range(_MAX_FILES)

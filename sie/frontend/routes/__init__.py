@@ -1,0 +1,1 @@
+"""The handlers of the HTTP routes: decode with the dialect, run the operation, encode the reply."""

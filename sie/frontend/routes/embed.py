@@ -1,0 +1,362 @@
+"""Owns the handlers of the inference routes: decode with the dialect, run the operation, encode the answer.
+
+They raise what is wrong; `sie.frontend.app` turns that into the dialect's error, and counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from sie.config.limits import Limits
+from sie.frontend.access.key_use import KeyHolder
+from sie.frontend.dialects.cohere import rerank
+from sie.frontend.dialects.native import encode as sie
+from sie.frontend.dialects.native import encode_reply, extract, negotiate, score
+from sie.frontend.dialects.openai import embeddings as openai
+from sie.frontend.engine.worker_link import Reply
+from sie.frontend.http import routes
+from sie.frontend.http.body import Body, BodyReader
+from sie.frontend.http.threads import LARGE_BYTES
+from sie.frontend.models.adapters import requested_adapter
+from sie.frontend.operations.extraction.extract import read_extractions
+from sie.frontend.operations.reply_reader import read_reply
+from sie.frontend.operations.score import read_scores
+from sie.frontend.process import FrontendProcess
+from sie.frontend.routes.error_envelopes import Response
+from sie.frontend.telemetry.access_log import id_headers
+from sie.ipc.messages import ModelEntry
+from sie.values.encode import EncodeReply, EncodeRequest, ExtractReply, ExtractRequest, ScoreReply, ScoreRequest, Timing
+from sie.values.errors import BadRequest, Unavailable
+
+Headers = list[tuple[str, str]]
+Answer = tuple[Headers, bytes]
+"""Headers and body of a 200."""
+_JSON: Final = ("content-type", "application/json")
+_NO_BYTES: Final = memoryview(b"")
+_LEAST_SHOWN_MS: Final = 0.005
+"""Anything less is 0.00 in a header."""
+
+
+class Exchange:
+    """One HTTP request while it is served: what the border needs to know to answer and to count it."""
+
+    __slots__ = ("began_ns", "body", "body_bytes", "deadline_ns", "decoded_ns", "headers", "holder", "known_model",
+                 "model", "num_items", "protocol", "request_id", "route", "scope", "timing", "waits")  # fmt: skip
+
+    def __init__(self, scope: Any, protocol: Any, began_ns: int) -> None:
+        self.scope = scope
+        self.headers = scope.headers
+        self.protocol = protocol
+        self.began_ns = began_ns
+        self.body: Body | None = None
+        """The body on its way, for a request whose body was asked for before its handler began (`sie.frontend.http.intake`)."""
+        self.deadline_ns = 0
+        self.decoded_ns = 0
+        self.route: routes.Route | None = None
+        self.holder: KeyHolder | None = None
+        """Whose API key it came with, once that is known."""
+        self.model = ""
+        self.known_model = ""
+        self.request_id = ""
+        """What its answer is called in `x-request-id`, on the routes that say so; empty elsewhere."""
+        self.body_bytes = 0
+        self.num_items = 0
+        self.timing: Any = None
+        self.waits = False
+        """Whether it waits for a model that loads, instead of hearing so at once."""
+
+    @property
+    def owner(self) -> str:
+        """Name of the API key that it came with; empty on a server without keys."""
+        return self.holder.key.name if self.holder is not None else ""
+
+    async def read_body(self, bodies: BodyReader) -> bytes:
+        """Return the whole body, and note its size. Raises as `BodyReader.read` does."""
+        body = await bodies.read(self.headers, self.protocol, self.deadline_ns, self.body)
+        self.body_bytes = len(body)
+        return body
+
+    def take_body(self, bodies: BodyReader) -> bytes:
+        """Return the body, which is there, and note its size. Raises as `BodyReader.take` does."""
+        assert self.body is not None
+        body = bodies.take(self.body)
+        self.body_bytes = len(body)
+        return body
+
+
+class Inference:
+    """One method a route, named as its handler. One instance per process."""
+
+    def __init__(self, process: FrontendProcess, identity: tuple[tuple[str, str], ...]) -> None:
+        self._process = process
+        self.models = process.models
+        self._identity = identity
+        # The reference names its instance on every answer of this route but a 200.
+        self._extract_identity = [header for header in identity if header[0] != "x-sie-runtime-instance"]
+        self.pool = ThreadPoolExecutor(2, "decode")
+        """For bodies that are large, of every dialect."""
+
+    async def encode(self, exchange: Exchange) -> Answer:
+        """Answer `/v1/encode/{model}`."""
+        headers = exchange.headers
+        self.check_headers(exchange)
+        body = await exchange.read_body(self._process.bodies)
+        is_msgpack = negotiate.is_msgpack(headers.get("content-type"))
+        if len(body) < LARGE_BYTES:  # what `_decode` does, without its coroutine: most requests come this way
+            request = sie.decode_encode(body, is_msgpack, exchange.model, self._limits)
+        else:
+            request = await self._decode(sie.decode_encode, body, is_msgpack, exchange.model, self._limits)
+        entry = self.find(exchange, exchange.model)
+        if not entry.is_read:
+            entry = await self._serving(exchange, entry)
+        request = sie.resolve_encode(request, entry.card)
+        return await self.encode_anew(exchange, entry, request)
+
+    async def encode_anew(self, exchange: Exchange, entry: ModelEntry, request: EncodeRequest) -> Answer:
+        """Run a request that was read and resolved, and return its answer. Raises what the engine raises."""
+        reply, raw = await self._run(exchange, entry, request)
+        response = self.encoded(exchange, reply, raw)
+        _, headers, body = response if isinstance(response, Response) else await response
+        return headers, body
+
+    def encoded(self, exchange: Exchange, reply: EncodeReply, raw: Reply) -> Response | Awaitable[Response]:
+        """Return the answer of an encode request, made on a thread where that takes long, and let the reply go."""
+        wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
+        if not wants_msgpack and len(raw.view) >= LARGE_BYTES:
+            return self._encoded_on_thread(reply, raw)
+        try:
+            answer = encode_reply.encode_reply(reply, wants_msgpack)
+        finally:
+            _let_go(reply, raw)
+        return Response(200, self.encode_headers(reply.timing, wants_msgpack), answer)
+
+    async def _encoded_on_thread(self, reply: EncodeReply, raw: Reply) -> Response:
+        try:
+            answer = await self._on_thread(encode_reply.encode_reply, reply, False)
+        finally:
+            _let_go(reply, raw)
+        return Response(200, self.encode_headers(reply.timing, wants_msgpack=False), answer)
+
+    def encode_headers(self, timing: Timing, wants_msgpack: bool) -> Headers:
+        """Return the headers of an answer to an encode request."""
+        content_type = ("content-type", negotiate.content_type(wants_msgpack))
+        return [content_type, *_timing_headers(timing), *self._identity]
+
+    async def score(self, exchange: Exchange) -> Answer:
+        """Answer `/v1/score/{model}`."""
+        self.check_headers(exchange)
+        body = await exchange.read_body(self._process.bodies)
+        is_msgpack = negotiate.is_msgpack(exchange.headers.get("content-type"))
+        request = await self._decode(score.decode_score, body, is_msgpack, exchange.model, self._limits)
+        entry = self.find(exchange, exchange.model)
+        if not entry.is_read:
+            entry = await self._serving(exchange, entry)
+        request = score.resolve_score(request, entry.card)
+        reply = await self._run_score(exchange, entry, request)
+        wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
+        content_type = ("content-type", negotiate.content_type(wants_msgpack))
+        answer = score.encode_scores(request, reply, wants_msgpack)
+        return [content_type, *_timing_headers(reply.timing), *self._identity], answer
+
+    async def extract(self, exchange: Exchange) -> Answer:
+        """Answer `/v1/extract/{model}`."""
+        self.check_headers(exchange)
+        body = await exchange.read_body(self._process.bodies)
+        is_msgpack = negotiate.is_msgpack(exchange.headers.get("content-type"))
+        request = await self._decode(extract.decode_extract, body, is_msgpack, exchange.model, self._limits)
+        entry = self.find(exchange, exchange.model)
+        if not entry.is_read:
+            entry = await self._serving(exchange, entry)
+        request = extract.resolve_extract(request, entry.card)
+        reply, is_large = await self._run_extract(exchange, entry, request)
+        wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
+        content_type = ("content-type", negotiate.content_type(wants_msgpack))
+        if is_large:
+            answer = await self._on_thread(extract.encode_extractions, request, reply, wants_msgpack)
+        else:
+            answer = extract.encode_extractions(request, reply, wants_msgpack)
+        return [content_type, *_timing_headers(reply.timing), *self._extract_identity], answer
+
+    async def rerank(self, exchange: Exchange) -> Answer:
+        """Answer `/v1/rerank`."""
+        self.check_headers(exchange)
+        body = await exchange.read_body(self._process.bodies)
+        call = await self._decode(rerank.decode_rerank, body, self._limits)
+        request = call.request
+        request.model = self._process.models.resolve_default(request.model, "score")
+        entry = self.find(exchange, request.model)
+        if not entry.is_read:
+            entry = await self._serving(exchange, entry)
+        request = rerank.resolve_rerank(request, entry.card)
+        reply = await self._run_score(exchange, entry, request)
+        answer = rerank.encode_ranking(call, reply)
+        return [_JSON, *_timing_headers(reply.timing), *self._identity], answer
+
+    async def embeddings(self, exchange: Exchange) -> Answer:
+        """Answer `/v1/embeddings`."""
+        self.check_headers(exchange)
+        body = await exchange.read_body(self._process.bodies)
+        call = await self._decode(openai.decode_embeddings, body, exchange.headers.get("content-type"), self._limits)
+        request = call.request
+        request.model = self._process.models.resolve_default(request.model, "dense")
+        entry = self.find(exchange, request.model)
+        if not entry.is_read:
+            entry = await self._serving(exchange, entry)
+        request = openai.resolve_embeddings(request, entry.card)
+        reply, raw = await self._run(exchange, entry, request)
+        try:
+            if call.base64 or len(raw.view) < LARGE_BYTES:
+                answer = openai.encode_embeddings(reply, call.base64)
+            else:
+                answer = await self._on_thread(openai.encode_embeddings, reply, call.base64)
+        finally:
+            _let_go(reply, raw)
+        return [_JSON, *self._identity, *id_headers(exchange)], answer
+
+    def check_headers(self, exchange: Exchange) -> None:
+        """Settle the deadline, and refuse what needs no body to be refused."""
+        process, headers = self._process, exchange.headers
+        is_openai = exchange.route is not None and exchange.route.envelope == "openai"
+        exchange.waits = is_openai or process.settings.models.wait_for_load
+        exchange.deadline_ns = exchange.began_ns + process.timeout_ns(headers.get("x-sie-timeout-ms"))
+        profile = headers.get("x-sie-machine-profile")
+        if profile is not None:
+            process.check_machine_profile(profile)
+        remote = headers.get("x-sie-remote")
+        if remote is not None and remote != "forbid":
+            raise BadRequest("Header 'X-SIE-Remote' must be 'forbid'")
+        process.check_accepting()
+
+    def find(self, exchange: Exchange, model: str) -> ModelEntry:
+        """Return the entry of the model that a request is for. Raises NotFound."""
+        models = self._process.models
+        entry = models.find(model)
+        if entry is None:
+            raise sie.model_not_found(model, models.entries)
+        exchange.known_model = entry.card.id
+        if self._process.tracing is not None:
+            exchange.decoded_ns = time.monotonic_ns()
+        return entry
+
+    async def _serving(self, exchange: Exchange, entry: ModelEntry) -> ModelEntry:
+        """Return a model's entry as soon as it can be served; whether one that loads is waited for is the route's.
+
+        One that is loaded anew is always waited for: the request is tokenised for the new one.
+        """
+        models = self._process.models
+        if exchange.waits or entry.reloading:
+            return await models.wait_serving(entry, exchange.deadline_ns)
+        models.check_serving(entry)
+        return entry
+
+    async def _run(self, exchange: Exchange, entry: ModelEntry, request: EncodeRequest) -> tuple[EncodeReply, Reply]:
+        """Return a request's rows and the reply that holds them, which the caller releases."""
+        process = self._process
+        adapter = requested_adapter(request)
+        if adapter is not None:
+            process.adapters.check_declared(entry, adapter)
+        if entry.state == "loaded" and entry.workers:  # what `_serving` does, without its coroutine
+            process.models.check_serving(entry)
+        else:
+            entry = await self._serving(exchange, entry)
+        if adapter is not None:
+            entry = await process.adapters.serving(entry, adapter, exchange.deadline_ns if exchange.waits else 0)
+        try:
+            pending, tokenization_ns = await process.encoder.start(entry, request, exchange.deadline_ns)
+            process.watch_client(pending, exchange.protocol)
+            raw: Reply = await pending.future
+        except Unavailable as error:
+            return await self._run(exchange, process.models.reloaded(entry, error), request)
+        return read(exchange, entry, request, tokenization_ns, raw), raw
+
+    async def _run_score(self, exchange: Exchange, entry: ModelEntry, request: ScoreRequest) -> ScoreReply:
+        process = self._process
+        entry = await self._serving(exchange, entry)
+        try:
+            pending, tokenization_ns = await process.scorer.start(entry, request, exchange.deadline_ns)
+            process.watch_client(pending, exchange.protocol)
+            raw: Reply = await pending.future
+        except Unavailable as error:
+            return await self._run_score(exchange, process.models.reloaded(entry, error), request)
+        try:
+            reply = read_scores(raw, request, exchange.began_ns, tokenization_ns)
+        finally:
+            raw.release()
+        exchange.timing = reply.timing
+        exchange.num_items = len(request.documents)
+        return reply
+
+    async def _run_extract(
+        self, exchange: Exchange, entry: ModelEntry, request: ExtractRequest
+    ) -> tuple[ExtractReply, bool]:
+        """Return what was found, and whether that is so much that it is read and encoded on a thread."""
+        process = self._process
+        entry = await self._serving(exchange, entry)
+        try:
+            submitted = await process.extractor.start(entry, request, exchange.deadline_ns)
+            process.watch_client(submitted.pending, exchange.protocol)
+            raw: Reply = await submitted.pending.future
+        except Unavailable as error:
+            return await self._run_extract(exchange, process.models.reloaded(entry, error), request)
+        arguments = (raw, submitted, request, exchange.began_ns)
+        is_large = len(raw.view) >= LARGE_BYTES
+        try:
+            if is_large:
+                reply = await self._on_thread(read_extractions, *arguments)
+            else:
+                reply = read_extractions(*arguments)
+        finally:
+            raw.release()
+        exchange.timing = reply.timing
+        exchange.num_items = len(request.texts)
+        return reply, is_large
+
+    @property
+    def _limits(self) -> Limits:
+        return self._process.settings.limits
+
+    async def _decode(self, decode: Callable[..., Any], body: bytes, *args: Any) -> Any:
+        """Decode a body, a large one on a thread."""
+        if len(body) < LARGE_BYTES:
+            return decode(body, *args)
+        return await self._on_thread(decode, body, *args)
+
+    async def _on_thread(self, work: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self.pool, work, *args)
+
+
+def read(
+    exchange: Exchange, entry: ModelEntry, request: EncodeRequest, tokenization_ns: int, raw: Reply
+) -> EncodeReply:
+    """Return a reply's rows, and note its times. Raises as `read_reply` does, having let the reply go."""
+    try:
+        reply = read_reply(raw, entry, request, exchange.began_ns, tokenization_ns)
+    except BaseException:
+        raw.release()
+        raise
+    exchange.timing = reply.timing
+    exchange.num_items = reply.num_items
+    return reply
+
+
+def _let_go(reply: EncodeReply, raw: Reply) -> None:
+    """Give a reply's extent back; no view of it is left."""
+    reply.values, reply.sparse, reply.multivector = _NO_BYTES, None, None
+    raw.release()
+
+
+def _timing_headers(timing: Timing) -> list[tuple[str, str]]:
+    """Return the headers that say where the time went. Source: SIE API reference, section 13."""
+    headers = [
+        ("x-queue-time", f"{timing.queue_ms:.2f}"),
+        ("x-tokenization-time", f"{timing.tokenization_ms:.2f}"),
+        ("x-inference-time", f"{timing.inference_ms:.2f}"),
+        ("x-total-time", f"{timing.total_ms:.2f}"),
+    ]
+    if timing.postprocessing_ms >= _LEAST_SHOWN_MS:
+        headers.append(("x-postprocessing-time", f"{timing.postprocessing_ms:.2f}"))
+    return headers

@@ -1,0 +1,91 @@
+"""Owns the shape that a failure takes in each dialect: status, headers and body. Pure.
+
+The app's border adds what all dialects share: `Retry-After`, the challenge of a 401, the end of a connection.
+Source: design of the shared port; each dialect's own file has its body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from sie.frontend.dialects.anthropic import reply
+from sie.frontend.dialects.kserve import infer
+from sie.frontend.dialects.native import encode
+from sie.frontend.dialects.openai import embeddings, text_fields
+from sie.frontend.dialects.openai import models as models_dialect
+from sie.frontend.http.routes import Route, methods_of
+from sie.values.errors import BadRequest, NotFound, SieError
+
+Headers = list[tuple[str, str]]
+JSON: Final = ("content-type", "application/json")
+_CODINGS: Final = ("accept-encoding", "gzip, deflate")
+"""What a refused Content-Encoding is told. Source: RFC 9110, section 15.5.16; Triton does so, too."""
+
+
+class Response(NamedTuple):
+    """What is sent."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+def failure(envelope: str, error: SieError) -> Response:
+    """Return the answer to a failed request of a route with this envelope."""
+    return _FAILURES[envelope](error)
+
+
+def _openai(error: SieError) -> Response:
+    body = models_dialect.model_not_found_body(error) if isinstance(error, NotFound) else embeddings.error_body(error)
+    return Response(error.http_status, [JSON], body)
+
+
+def _models(error: SieError) -> Response:
+    return Response(error.http_status, [JSON], models_dialect.error_body(error, embeddings.error_object(error)))
+
+
+def _trtis(error: SieError) -> Response:
+    from sie.frontend.dialects.trtis.status import failure  # imports protobuf, which few servers need
+
+    return Response(*failure(error))
+
+
+def _kserve(error: SieError) -> Response:
+    of_coding = [_CODINGS] if error.http_status == 415 else []
+    return Response(error.http_status, [JSON, *of_coding], infer.error_body(error.message))
+
+
+_FAILURES: Final[dict[str, Callable[[SieError], Response]]] = {
+    "sie": lambda error: Response(error.http_status, [JSON], encode.error_body(error)),
+    "openai": _openai,
+    "models": _models,
+    "text": lambda error: Response(error.http_status, [JSON], text_fields.error_body(error)),
+    "anthropic": lambda error: Response(reply.error_status(error), [JSON], reply.error_body(error)),
+    "kserve": _kserve,
+    "trtis": _trtis,
+}
+
+
+def unknown_path(path: str) -> Response:
+    """Return the answer to a path that is no route: that of the dialect whose paths begin so."""
+    if path.startswith("/v2/") or path == "/v2":
+        return Response(404, [JSON], infer.error_body("Not Found"))
+    if path.startswith("/v1/messages/"):
+        return failure("anthropic", NotFound("Not Found"))
+    if path.startswith("/api/") or path == "/api":
+        return Response(400, [], b"")  # the v1 API has no 404
+    return Response(404, [JSON], encode.not_found_body())
+
+
+def wrong_method(route: Route) -> Response:
+    """Return the answer to a method that is not the route's."""
+    methods = methods_of(route)
+    allow = ("allow", methods)
+    if route.envelope == "trtis":
+        return Response(405, [allow], b"")
+    if route.envelope in ("text", "anthropic"):
+        refusal = BadRequest(f"The method of {route.template} is {methods}", http_status=405)
+        return Response(405, [JSON, allow], failure(route.envelope, refusal).body)
+    body = infer.error_body("Method Not Allowed") if route.envelope == "kserve" else encode.method_not_allowed_body()
+    return Response(405, [JSON, allow], body)

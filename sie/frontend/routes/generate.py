@@ -1,0 +1,259 @@
+"""Owns the handlers of the routes that generate text: decode with the dialect, start, and answer whole or as a stream.
+
+They raise what is wrong; `sie.frontend.app` turns that into the dialect's error, and counts. It imports a template
+engine, so it is imported by the first request that generates.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
+
+from sie.frontend.dialects.anthropic import reply as messages_reply
+from sie.frontend.dialects.anthropic import request as messages
+from sie.frontend.dialects.kserve import generate as kserve_generate
+from sie.frontend.dialects.native import encode as sie
+from sie.frontend.dialects.native import generate as native_generate
+from sie.frontend.dialects.openai import chat, completions
+from sie.frontend.dialects.openai.text_fields import renamed
+from sie.frontend.dialects.responses import request as responses
+from sie.frontend.generation.run import Run
+from sie.frontend.generation.start import generate_rule
+from sie.frontend.http.routes import BY_TEMPLATE, COUNTED
+from sie.frontend.http.stream import EventWriter, Streamed
+from sie.frontend.http.threads import offload
+from sie.frontend.process import FrontendProcess
+from sie.frontend.routes.embed import Answer, Exchange
+from sie.frontend.routes.kserve import TextCall
+from sie.frontend.routes.responses import Responses
+from sie.frontend.tensors.states import rule_of
+from sie.ipc.messages import ModelEntry
+from sie.values.errors import BadRequest, ClientGone, NotFound, Unavailable
+from sie.values.generate import GenerateReply, GenerateRequest
+
+_JSON: Final = ("content-type", "application/json")
+_OUTPUT: Final = "generate"
+_T = TypeVar("_T")
+
+Encode = Callable[[GenerateReply, Sequence[str]], bytes]
+"""A whole reply and the prompts to echo, to a body."""
+MakeWriter = Callable[[str, Sequence[str]], EventWriter]
+"""The id of the model that answers and the prompts to echo, to what writes the stream."""
+
+
+class TextRoutes:
+    """One method a route, named as its handler. One instance per process."""
+
+    def __init__(self, process: FrontendProcess, pool: ThreadPoolExecutor) -> None:
+        self._process = process
+        self._pool = pool
+        self.generator = process.generator
+        self._responses = Responses(process, self, pool)
+
+    async def chat(self, exchange: Exchange) -> Answer | Streamed:
+        """Answer `/v1/chat/completions`."""
+        request, shown = await self._read(exchange, chat.decode_chat)
+        return await self.answer(
+            exchange,
+            request,
+            lambda reply, _prompts: chat.encode_chat(reply, shown),
+            lambda model, _prompts: chat.ChatWriter(shown, model),
+        )
+
+    async def completions(self, exchange: Exchange) -> Answer | Streamed:
+        """Answer `/v1/completions`."""
+        request, shown = await self._read(exchange, completions.decode_completions)
+        with renamed(shown.names):
+            return await self.answer(
+                exchange,
+                request,
+                lambda reply, prompts: completions.encode_completions(reply, shown, prompts),
+                lambda model, prompts: completions.CompletionsWriter(shown, model, prompts),
+                echoes=shown.echo,
+            )
+
+    async def messages(self, exchange: Exchange) -> Answer | Streamed:
+        """Answer `/v1/messages`."""
+        request = await self._read(exchange, messages.decode_messages)
+        message_id = messages_reply.new_message_id()
+        with renamed(messages.NAMES):
+            return await self.answer(
+                exchange,
+                request,
+                lambda reply, _prompts: messages_reply.encode_message(reply, message_id),
+                lambda model, _prompts: messages_reply.MessageWriter(message_id, model),
+            )
+
+    async def count_tokens(self, exchange: Exchange) -> Answer:
+        """Answer `/v1/messages/count_tokens`: what the same body would have as its `input_tokens`."""
+        request = await self._read(exchange, messages.decode_messages)
+        process = self._process
+        entry = await process.models.wait_serving(self.find(exchange, request), exchange.deadline_ns)
+        with renamed(messages.NAMES):
+            (ids,) = await self.generator.prompt_ids(entry, request)
+        return [_JSON], messages_reply.encode_count(len(ids))
+
+    async def generate(self, exchange: Exchange) -> Answer | Streamed:
+        """Answer `/v1/generate/{model}`."""
+        process, settings = self._process, self._process.settings
+        model = native_generate.named_model(exchange.model, process.models)
+        if exchange.headers.get("x-sie-remote") not in (None, "forbid"):
+            raise BadRequest("Header 'X-SIE-Remote' must be 'forbid'")
+        body = await self.read_body(exchange, waits=settings.models.wait_for_load)
+        limits = settings.limits
+        request = await offload(self._pool, len(body), native_generate.decode_generate, body, model, limits)
+        return await self.answer_from(
+            exchange,
+            self._find_exactly(exchange, model),
+            request,
+            lambda reply, _prompts: native_generate.encode_generate(reply),
+            lambda _model, _prompts: native_generate.GenerateWriter(exchange.request_id),
+        )
+
+    async def generate_tensor(self, exchange: Exchange, call: TextCall) -> Answer | Streamed:
+        """Answer `/v2/models/{model}/generate` and `/generate_stream`."""
+        self._begin(exchange, call.entry)
+        coding = exchange.headers.get("content-encoding") or ""
+        if "content-encoding" in exchange.headers and coding.strip().lower() != "identity":
+            raise BadRequest("Content-Encoding is not served here: send the body as it is")
+        body = await self.read_body(exchange, waits=False)
+        decode = functools.partial(kserve_generate.decode_text_input, is_stream=call.is_stream)
+        limits = self._process.settings.limits
+        request, shown = await offload(self._pool, len(body), decode, body, rule_of(call.entry), limits)
+        return await self.answer_from(
+            exchange,
+            call.entry,
+            request,
+            lambda reply, prompts: kserve_generate.encode_text_output(reply, shown, prompts),
+            lambda _model, prompts: kserve_generate.TextOutputWriter(shown, prompts),
+            echoes=shown.echo,
+        )
+
+    async def responses(self, exchange: Exchange) -> Answer | Streamed:
+        """Answer `POST /v1/responses`."""
+        return await self._responses.create(exchange, await self._read(exchange, responses.decode_responses))
+
+    async def count_input(self, exchange: Exchange) -> Answer:
+        """Answer `POST /v1/responses/input_tokens`: what the same body would have as its `input_tokens`."""
+        return await self._responses.count(exchange, await self._read(exchange, responses.decode_responses))
+
+    async def show_response(self, exchange: Exchange) -> Answer | Streamed:
+        """Answer `GET /v1/responses/{response_id}`."""
+        return await self._responses.show(exchange)
+
+    async def delete_response(self, exchange: Exchange) -> Answer:
+        """Answer `DELETE /v1/responses/{response_id}`."""
+        return await self._responses.delete(exchange)
+
+    async def cancel_response(self, exchange: Exchange) -> Answer:
+        """Answer `POST /v1/responses/{response_id}/cancel`."""
+        return await self._responses.cancel(exchange)
+
+    async def list_input_items(self, exchange: Exchange) -> Answer:
+        """Answer `GET /v1/responses/{response_id}/input_items`."""
+        return await self._responses.list_items(exchange)
+
+    async def answer(
+        self, exchange: Exchange, request: GenerateRequest, encode: Encode, make_writer: MakeWriter,
+        *, echoes: bool = False,
+    ) -> Answer | Streamed:  # fmt: skip
+        """Return the whole answer to a decoded request of any dialect, or the stream of it, as the request says."""
+        return await self.answer_from(
+            exchange, self.find(exchange, request), request, encode, make_writer, echoes=echoes
+        )
+
+    async def answer_from(
+        self, exchange: Exchange, entry: ModelEntry, request: GenerateRequest, encode: Encode, make_writer: MakeWriter,
+        *, echoes: bool = False,
+    ) -> Answer | Streamed:  # fmt: skip
+        """Return the same from a model that has been found."""
+        process = self._process
+        while True:
+            entry = await self._serving(exchange, entry)
+            run = await self.start(exchange, entry, request, echoes=echoes)
+            if request.stream:
+                return Streamed(run, make_writer(run.model, run.prompts))
+            try:
+                reply = await run.whole()
+                exchange.timing = run.timing(exchange.began_ns)
+                return [_JSON], encode(reply, run.prompts)
+            except Unavailable as error:
+                entry = process.models.reloaded(entry, error)
+            finally:
+                run.give_up(ClientGone("nobody waits for the answer any more"))
+
+    async def _read(self, exchange: Exchange, decode: Callable[..., _T]) -> _T:
+        body = await self.read_body(exchange)
+        content_type = exchange.headers.get("content-type")
+        return await offload(self._pool, len(body), decode, body, content_type, self._process.settings.limits)
+
+    async def _serving(self, exchange: Exchange, entry: ModelEntry) -> ModelEntry:
+        """Return a model's entry as soon as it can be served; whether one that loads is waited for is the route's."""
+        models = self._process.models
+        if exchange.waits or entry.reloading:
+            return await models.wait_serving(entry, exchange.deadline_ns)
+        if entry.is_read:
+            generate_rule(entry.card)
+        models.check_serving(entry)
+        return entry
+
+    async def read_body(self, exchange: Exchange, *, waits: bool = True) -> bytes:
+        """Return the body of a request that may be served now. Raises SieError for one that may not.
+
+        waits: whether the route waits for a model that loads.
+        """
+        process = self._process
+        if exchange.route is not None:
+            exchange.route = COUNTED.get(exchange.route.template, BY_TEMPLATE[exchange.route.template])
+        exchange.waits = waits
+        exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
+        process.check_machine_profile(exchange.headers.get("x-sie-machine-profile"))
+        process.check_accepting()
+        return await exchange.read_body(process.text_bodies)
+
+    def find(self, exchange: Exchange, request: GenerateRequest) -> ModelEntry:
+        """Return the model of a request, whose default is settled from now on. Raises NotFound naming those that generate."""
+        request.model = self._process.models.resolve_default(request.model, _OUTPUT)
+        return self._find_exactly(exchange, request.model)
+
+    def _find_exactly(self, exchange: Exchange, model: str) -> ModelEntry:
+        models = self._process.models
+        entry = models.find(model)
+        if entry is None:
+            able = ", ".join(models.able(_OUTPUT)) or "none"
+            hint = sie.model_not_found(model, models.entries).message.rstrip(".")
+            raise NotFound(f"{hint}. Models that generate: {able}", extras={"param": "model"})
+        self._begin(exchange, entry)
+        return entry
+
+    def _begin(self, exchange: Exchange, entry: ModelEntry) -> None:
+        """Note that a request is about a model, until `leave`."""
+        exchange.known_model = entry.card.id
+        exchange.decoded_ns = time.monotonic_ns()
+        self._process.generation_metrics.begin(*_labels(exchange))
+
+    def leave(self, exchange: Exchange) -> None:
+        """Note that a request is over, whatever became of it."""
+        if exchange.known_model:
+            self._process.generation_metrics.end(*_labels(exchange))
+
+    async def start(
+        self, exchange: Exchange, entry: ModelEntry, request: GenerateRequest, *, echoes: bool = False
+    ) -> Run:
+        """Submit a request to a model that is served; it ends when its client leaves. Raises as `Generator.start` does."""
+        process = self._process
+        run = await self.generator.start(
+            entry, request, exchange.deadline_ns, salt=exchange.owner.encode(), echoes=echoes
+        )
+        exchange.num_items = len(run.parts)
+        for pending in run.pendings:
+            process.watch_client(pending, exchange.protocol)
+        return run
+
+
+def _labels(exchange: Exchange) -> tuple[str, str, str]:
+    route = exchange.route
+    return exchange.scope.method, route.template if route is not None else "", exchange.known_model

@@ -1,0 +1,376 @@
+"""Owns the KServe v2 routes: which of them a path means, and what each asks of models, repositories and counters.
+
+Every handler returns status, headers and body; what it raises becomes `{"error": text}` at the app's border.
+Source: KServe v2 sheet; docs/tensors.md says where OpenVINO Model Server and Triton differ and what is done here.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Awaitable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, NamedTuple
+
+from sie.frontend.dialects.kserve import infer, models, trace_settings
+from sie.frontend.dialects.kserve.infer import InferCall
+from sie.frontend.http.body_limits import check_json
+from sie.frontend.http.compression import MIN_BYTES, choose_coding, compress, decompress
+from sie.frontend.http.routes import BY_TEMPLATE, COUNTED, Route
+from sie.frontend.http.threads import LARGE_BYTES, offload
+from sie.frontend.process import FrontendProcess
+from sie.frontend.routes.embed import Exchange
+from sie.frontend.routes.error_envelopes import JSON, Headers, Response
+from sie.frontend.routes.kserve_members import answer_members
+from sie.frontend.tensors.classification import as_class_tensor, spec_of
+from sie.frontend.tensors.figures import read_figures
+from sie.frontend.tensors.held_reply import HeldReply
+from sie.frontend.tensors.lookup import is_servable
+from sie.frontend.tensors.paths import ModelPath, split_model_path
+from sie.frontend.tensors.states import VersionState, reason_of, rule_of
+from sie.ipc.messages import ModelEntry
+from sie.values.errors import BadRequest, NotFound, SieError, Unavailable
+from sie.values.tensor import Tensor, TensorReply, TensorRule
+
+_BINARY: Final = ("content-type", "application/octet-stream")
+LENGTH_HEADER: Final = "inference-header-content-length"
+"""Where the JSON of a request or an answer ends, when tensors follow it."""
+_MODEL: Final = "/v2/models/{model}"
+_REGION_METHODS: Final = {"status": "GET", "register": "POST", "unregister": "POST"}
+_INDEX_OF_REPOSITORY: Final = re.compile(r"[^/]+/index")
+_OF_REPOSITORY: Final = re.compile(r"[^/]+/models/.+/(load|unload)")
+_GENERATE: Final = {"generate": "POST", "generate_stream": "POST"}
+METHODS: Final = {"infer": "POST", "": "GET", "ready": "GET", "config": "GET", "stats": "GET", **_GENERATE}
+"""What may stand behind a model's name, and the method of each."""
+
+
+class TextCall(NamedTuple):
+    """A request to generate text, which the routes of texts answer; its body is not read yet."""
+
+    entry: ModelEntry
+    is_stream: bool
+
+
+class KServe:
+    """The KServe v2 dialect of one frontend process."""
+
+    def __init__(self, process: FrontendProcess, pool: ThreadPoolExecutor) -> None:
+        self._process = process
+        self.tensors = process.tensors
+        self._pool = pool
+
+    # --- the server -----------------------------------------------------------------------------------------------
+
+    async def live(self, _exchange: Exchange) -> Response:
+        """Answer `GET /v2/health/live`."""
+        return Response(200, [JSON], b"")
+
+    async def ready(self, _exchange: Exchange) -> Response:
+        """Answer `GET /v2/health/ready`: as `/readyz`."""
+        if self._process.is_ready:
+            return Response(200, [JSON], b"")
+        return Response(503, [JSON], infer.error_body(f"Server not ready: {self._process.models.reason}"))
+
+    async def server(self, _exchange: Exchange) -> Response:
+        """Answer `GET /v2`."""
+        return Response(200, [JSON], models.server_metadata_body("sie"))
+
+    async def statistics(self, _exchange: Exchange) -> Response:
+        """Answer `GET /v2/models/stats`."""
+        return self._statistics([entry for name in self.tensors.table.names for entry in self._versions(name)])
+
+    # --- a model --------------------------------------------------------------------------------------------------
+
+    async def model(self, exchange: Exchange) -> Response | TextCall:
+        """Answer what lies below `/v2/models/`."""
+        table = self.tensors.table
+        assert exchange.route is not None
+        tail = exchange.model + exchange.route.template.partition("{model}")[2]
+        path = split_model_path(tail, METHODS, table)
+        if path is None:
+            return Response(404, [JSON], infer.error_body("Not Found"))
+        method = METHODS[path.action]
+        if exchange.scope.method != method:
+            return Response(405, [JSON, ("allow", method)], infer.error_body("Method Not Allowed"))
+        template = f"/v2/models/{{model}}{path.action and '/' + path.action}"
+        exchange.route = COUNTED.get(template) or BY_TEMPLATE[template]
+        if path.action == "stats":
+            return self._statistics(self.measured(path.name, path.version))
+        entry = table.resolve(path.name, path.version)
+        if path.action in _GENERATE:
+            if entry.card.generate is not None:
+                return TextCall(entry, path.action == "generate_stream")
+            return await answer_members(self._process, self._pool, exchange, path)
+        exchange.known_model = entry.card.id
+        if path.action == "infer":
+            return await self._infer(exchange, path)
+        if path.action == "ready":
+            if is_servable(entry):
+                return Response(200, [JSON], b"")
+            raise Unavailable(f"Model '{path.name}' version {rule_of(entry).version} is not ready")
+        if path.action == "config":
+            check_known(entry)
+            return Response(200, [JSON], models.model_config_body(rule_of(entry)))
+        check_known(entry)
+        versions = (
+            [rule_of(entry).version] if path.version else [rule_of(one).version for one in self._versions(path.name)]
+        )
+        return Response(200, [JSON], models.model_metadata_body(rule_of(entry), versions))
+
+    def is_no_path(self, exchange: Exchange, route: Route) -> bool:
+        """Tell whether a path that only begins as a model's is none: behind the name stands what is no action."""
+        if route.template != _MODEL:
+            return False
+        path = split_model_path(exchange.model, METHODS, self.tensors.table)
+        return path is None or ("/" in path.name and path.name not in self.tensors.table)
+
+    def measured(self, name: str, version: str) -> list[ModelEntry]:
+        """Return the versions whose figures are asked for: one, or all of a model. Raises BadRequest, as in Triton."""
+        versions = self.tensors.table.versions(name)
+        found = (
+            [versions[number] for number in (version.lstrip("0"),) if number in versions]
+            if version
+            else [*versions.values()]
+        )
+        if not found:
+            where = f"'{name}' version {version}" if version else f"'{name}'"
+            raise BadRequest(f"requested model {where} is not available")
+        return found
+
+    def _versions(self, name: str) -> list[ModelEntry]:
+        return list(self.tensors.table.versions(name).values())
+
+    def _statistics(self, entries: Sequence[ModelEntry]) -> Response:
+        figures = read_figures(self._process.pages, entries)
+        return Response(200, [JSON], models.statistics_body(figures))
+
+    async def _infer(self, exchange: Exchange, path: ModelPath) -> Response:
+        process = self._process
+        exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
+        await self.admit(path.name, path.version, exchange.deadline_ns)
+        body = await self._read(exchange)
+
+        return await self.serve(exchange, path, body)
+
+    async def serve(self, exchange: Exchange, path: ModelPath, body: bytes) -> Response:
+        """Answer a request to infer whose body was read, by whatever has its model then. Raises as `Tensors.serve`."""
+
+        async def run(entry: ModelEntry) -> Response:
+            return await self._run(exchange, entry, body)
+
+        return await self.tensors.serve(path.name, path.version, exchange.deadline_ns, run)
+
+    async def _run(self, exchange: Exchange, entry: ModelEntry, body: bytes) -> Response:
+        process, headers, rule = self._process, exchange.headers, rule_of(entry)
+        exchange.known_model = entry.card.id
+        length_header, limits = headers.get(LENGTH_HEADER), process.settings.limits
+        if length_header is None and LENGTH_HEADER in headers:
+            raise BadRequest("Unable to parse Inference-Header-Content-Length: it is not ASCII")
+        # Without `offload` where they are small: each coroutine costs, and these requests come by the ten thousand.
+        arguments = (body, length_header, entry.card.id, rule, limits)
+        if len(body) < LARGE_BYTES:
+            call = infer.decode_infer(*arguments)
+        else:
+            call = await offload(self._pool, len(body), infer.decode_infer, *arguments)
+        exchange.decoded_ns = time.monotonic_ns()
+        held = await self.tensors.infer(
+            call.request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns,
+            watch=lambda pending: process.watch_client(pending, exchange.protocol), owner=exchange.owner,
+        )  # fmt: skip
+        response = self.answer(exchange, call, rule, held)
+        return response if isinstance(response, Response) else await response
+
+    def answer(
+        self, exchange: Exchange, call: InferCall, rule: TensorRule, held: HeldReply
+    ) -> Response | Awaitable[Response]:
+        """Return the answer of a request to infer, made on a thread where that takes long, and let its reply go."""
+        if held.nbytes >= LARGE_BYTES:
+            return self._answer_large(exchange, call, rule, held)
+        with held as reply:
+            exchange.timing = reply.timing
+            answer, length = _encode(call, reply, rule)
+        return self.answered(exchange, call.request.model, answer, length)
+
+    async def _answer_large(self, exchange: Exchange, call: InferCall, rule: TensorRule, held: HeldReply) -> Response:
+        with held as reply:
+            exchange.timing = reply.timing
+            answer, length = await offload(self._pool, held.nbytes, _encode, call, reply, rule)
+        response = self.answered(exchange, call.request.model, answer, length)
+        return response if isinstance(response, Response) else await response
+
+    def answered(
+        self, exchange: Exchange, model: str, answer: bytes, length: int | None
+    ) -> Response | Awaitable[Response]:
+        """Return the response with an answer, length bytes of which are JSON, packed where its client wants that."""
+        self._process.metrics.record_last_inference(model)
+        accepted = exchange.headers.get("accept-encoding")
+        if accepted is None or len(answer) < MIN_BYTES:
+            return Response(200, _headers(length), answer)
+        return self._packed(accepted, answer, length)
+
+    async def admit(self, name: str, version: str, deadline_ns: int) -> None:
+        """Return when a request to a version is taken. Raises what `Tensors.wait_serving` and the engine raise."""
+        self._process.check_accepting()
+        if self.tensors.try_serving(name, version) is None:
+            await self.tensors.wait_serving(name, version, deadline_ns)
+
+    async def _read(self, exchange: Exchange) -> bytes:
+        process, headers = self._process, exchange.headers
+        body = await exchange.read_body(process.bodies)
+        coding = headers.get("content-encoding")
+        if coding is None and "content-encoding" in headers:
+            raise BadRequest("Content-Encoding is not ASCII")
+        coding = (coding or "identity").strip().lower()
+        if coding == "identity":
+            return body
+        limits = process.settings.limits
+        return await offload(
+            self._pool, LARGE_BYTES, decompress, body, coding, limits.max_body_bytes, limits.max_compression_ratio
+        )
+
+    async def _packed(self, accepted: str, body: bytes, length: int | None) -> Response:
+        headers = _headers(length)
+        coding = choose_coding(accepted)
+        packed = await offload(self._pool, len(body), compress, body, coding) if coding is not None else None
+        if packed is None or coding is None:
+            return Response(200, headers, body)
+        return Response(200, [*headers, ("content-encoding", coding)], packed)
+
+    # --- repositories ---------------------------------------------------------------------------------------------
+
+    async def index(self, exchange: Exchange) -> Response:
+        """Answer `POST /v2/repository/index`."""
+        only_ready = models.decode_index(await self._read_small(exchange))
+        return Response(200, [JSON], models.index_body(self.states(), only_ready=only_ready))
+
+    async def manage(self, exchange: Exchange) -> Response:
+        """Answer `POST /v2/repository/models/{model}/load` and `unload`; the app has seen to it who may."""
+        assert exchange.route is not None
+        name, action = exchange.model, exchange.route.template.rpartition("/")[2]
+        body = await self._read_small(exchange)
+        check_json(body, self._process.settings.limits.max_depth)
+        models.check_manage(body, action)
+        repository = self.tensors.repository
+        if action == "load":
+            await repository.load(name, exchange.deadline_ns)
+        else:
+            await repository.unload(name, exchange.deadline_ns)
+        return Response(200, [JSON], b"")
+
+    async def config_statuses(self, _exchange: Exchange) -> Response:
+        """Answer `GET /v1/config`, as OpenVINO Model Server does."""
+        return Response(200, [JSON], models.config_statuses_body(self.states()))
+
+    async def reload_config(self, exchange: Exchange) -> Response:
+        """Answer `POST /v1/config/reload`: every model of the repositories is read anew; 201 when something changed."""
+        exchange.deadline_ns = exchange.began_ns + self._process.timeout_ns(None)
+        before = self.states()
+        await self.tensors.repository.reload(exchange.deadline_ns)
+        after = self.states()
+        return Response(200 if before == after else 201, [JSON], models.config_statuses_body(after))
+
+    async def shared_memory_status(self, _exchange: Exchange) -> Response:
+        """Answer that no region is registered."""
+        return Response(200, [JSON], b"[]")
+
+    async def unregister(self, _exchange: Exchange) -> Response:
+        """Answer as for a region that is not registered: none ever is."""
+        return Response(200, [JSON], b"")
+
+    async def region(self, exchange: Exchange) -> Response:
+        """Answer what is about one region of a client's memory: none is registered, and none can be."""
+        region, _, action = exchange.model.rpartition("/")
+        method = _REGION_METHODS.get(action) if region else None
+        if method is None:
+            return Response(404, [JSON], infer.error_body("Not Found"))
+        if exchange.scope.method != method:
+            return Response(405, [JSON, ("allow", method)], infer.error_body("Method Not Allowed"))
+        if action == "unregister":
+            return Response(200, [JSON], b"")
+        if action == "status":
+            raise NotFound(f"Unable to find shared memory region: '{region}'")
+        raise unsupported("shared memory is not supported by this server; send tensors as binary data")
+
+    async def named_repository(self, exchange: Exchange) -> Response:
+        """Answer what names a repository, of which a client sees one: its index is that of all; all else is refused."""
+        if _INDEX_OF_REPOSITORY.fullmatch(exchange.model):
+            return await self.index(exchange)
+        if _OF_REPOSITORY.fullmatch(exchange.model) is None:
+            return Response(404, [JSON], infer.error_body("Not Found"))
+        raise unsupported("'repository_name' specification is not supported")
+
+    # --- settings -------------------------------------------------------------------------------------------------
+
+    async def trace(self, exchange: Exchange) -> Response:
+        """Answer `/v2/trace/setting` and `/v2/models/{model}/trace/setting`."""
+        if exchange.model:
+            exchange.known_model = self.tensors.table.resolve(exchange.model).card.id
+        return await self._settings(exchange, trace_settings.TRACE)
+
+    async def logging(self, exchange: Exchange) -> Response:
+        """Answer `/v2/logging`."""
+        return await self._settings(exchange, trace_settings.log_settings(self._process.settings.server.log_level))
+
+    async def _settings(self, exchange: Exchange, own: dict[str, Any]) -> Response:
+        if exchange.scope.method == "POST":
+            body = await self._read_small(exchange)
+            limits = self._process.settings.limits
+            check_json(body, limits.max_depth)
+            trace_settings.check_unchanged(trace_settings.decode_settings(body), own)
+        return Response(200, [JSON], trace_settings.settings_body(own))
+
+    def states(self) -> list[VersionState]:
+        """Return the state of every version of every model, in the server's order."""
+        table = self.tensors.table
+        states: list[VersionState] = []
+        for name in table.names:
+            entries = self._versions(name)
+            states += [VersionState(name, rule_of(entry).version, entry.state, reason_of(entry)) for entry in entries]
+            if not entries:
+                states.append(VersionState(name, "", "failed", table.reason(name)))
+        return states
+
+    async def _read_small(self, exchange: Exchange) -> bytes:
+        exchange.deadline_ns = exchange.began_ns + self._process.timeout_ns(None)
+        return await exchange.read_body(self._process.bodies)
+
+
+def check_known(entry: ModelEntry) -> None:
+    """Raise NotFound for a version of a repository that was unloaded, or whose file has not been read.
+
+    Nothing is known of the tensors of the latter.
+    """
+    is_unloaded = entry.dismissed and entry.card.kind == "tensor" and not is_servable(entry)
+    if not entry.is_read or is_unloaded:
+        rule = rule_of(entry)
+        raise NotFound(f"Request for unknown model: '{rule.name}' version {rule.version} is not loaded")
+
+
+def unsupported(message: str) -> SieError:
+    """Return the refusal of something that the protocol has and this server has not: 400, over gRPC UNIMPLEMENTED."""
+    return SieError(message, code="UNSUPPORTED", http_status=400)
+
+
+def _headers(json_bytes: int | None) -> Headers:
+    """Return the headers of an answer; json_bytes is None where no tensors follow the JSON."""
+    return [JSON] if json_bytes is None else [_BINARY, (LENGTH_HEADER, str(json_bytes))]
+
+
+def _encode(call: InferCall, reply: TensorReply, rule: TensorRule) -> tuple[bytes, int | None]:
+    """Return the body of a reply, and the bytes of its JSON when tensors follow it."""
+    return infer.encode_infer(call, ranked(call, reply, rule), rule)
+
+
+def ranked(call: InferCall, reply: TensorReply, rule: TensorRule) -> TensorReply:
+    """Return a reply in which outputs that were asked for as classes have become BYTES."""
+    wanted = {one.name: one.num_classes for one in call.wanted if one.num_classes}
+    if not wanted:
+        return reply
+    outputs = [_classified(output, wanted.get(output.name, 0), rule) for output in reply.outputs]
+    return TensorReply(model=reply.model, outputs=outputs, timing=reply.timing)
+
+
+def _classified(output: Tensor, num_classes: int, rule: TensorRule) -> Tensor:
+    if not num_classes:
+        return output
+    return as_class_tensor(output, spec_of(output, rule), num_classes, is_batched=bool(rule.max_batch_size))

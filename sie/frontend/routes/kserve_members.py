@@ -1,0 +1,62 @@
+"""Owns `/v2/models/{model}/generate` and `/generate_stream` of models that do not generate text: run once, answered once."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from sie.frontend.dialects.kserve.members import decode_members, encode_members
+from sie.frontend.http.stream import STREAM_HEADERS
+from sie.frontend.http.threads import offload
+from sie.frontend.process import FrontendProcess
+from sie.frontend.routes.embed import Exchange
+from sie.frontend.routes.error_envelopes import JSON, Response
+from sie.frontend.tensors.paths import ModelPath
+from sie.frontend.tensors.states import rule_of
+from sie.ipc.messages import ModelEntry
+from sie.values.errors import BadRequest
+
+_STREAM: Final = "generate_stream"
+
+
+async def answer_members(
+    process: FrontendProcess, pool: ThreadPoolExecutor, exchange: Exchange, path: ModelPath
+) -> Response:
+    """Return the answer to a body whose members are the model's inputs; as a stream it is one event.
+
+    Raises BadRequest, and as `Tensors.serve` and `Tensors.infer`.
+    """
+    coding = exchange.headers.get("content-encoding") or ""
+    if "content-encoding" in exchange.headers and coding.strip().lower() != "identity":
+        raise BadRequest("Content-Encoding is not served here: send the body as it is")
+    exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
+    process.check_accepting()
+    process.tensors.try_serving(path.name, path.version)  # refused before the body is read
+    body = await exchange.read_body(process.bodies)
+
+    async def run(entry: ModelEntry) -> bytes:
+        return await _run(process, pool, exchange, entry, body)
+
+    answer = await process.tensors.serve(path.name, path.version, exchange.deadline_ns, run)
+    if path.action == _STREAM:
+        return Response(200, [*STREAM_HEADERS], b"data: %b\n\n" % answer)
+    return Response(200, [JSON], answer)
+
+
+async def _run(
+    process: FrontendProcess, pool: ThreadPoolExecutor, exchange: Exchange, entry: ModelEntry, body: bytes
+) -> bytes:
+    rule, limits = rule_of(entry), process.settings.limits
+    exchange.known_model = entry.card.id
+    request = await offload(pool, len(body), decode_members, body, entry.card.id, rule, limits)
+    exchange.decoded_ns = time.monotonic_ns()
+    with await process.tensors.infer(
+        request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns,
+        watch=lambda pending: process.watch_client(pending, exchange.protocol), owner=exchange.owner,
+    ) as reply:  # fmt: skip
+        exchange.timing = reply.timing
+        nbytes = sum(len(output.data) for output in reply.outputs)
+        answer = await offload(pool, nbytes, encode_members, request, reply, rule)
+    process.metrics.record_last_inference(entry.card.id)
+    return answer

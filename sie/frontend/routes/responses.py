@@ -1,0 +1,355 @@
+"""Owns the handlers of `/v1/responses`: make a response at once, as a stream or in the background; keep it; find it again.
+
+They raise what is wrong, as those of `sie.frontend.routes.generate` do, which has the routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import parse_qs
+
+import msgspec
+
+from sie.frontend.dialects.openai.text_fields import renamed, wrong
+from sie.frontend.dialects.responses.items import read_kept
+from sie.frontend.dialects.responses.page import read_page, read_stream_query
+from sie.frontend.dialects.responses.reply import ResponseRecord, ResponseWriter, encode_count, encode_deleted
+from sie.frontend.dialects.responses.request import ResponsesCall
+from sie.frontend.generation.run import Run
+from sie.frontend.http.stream import Streamed
+from sie.frontend.http.threads import offload
+from sie.frontend.process import FrontendProcess
+from sie.frontend.responses.follow import LOOK_S, ResponseFollower
+from sie.frontend.responses.jobs import Job, cancelled
+from sie.frontend.responses.store import Followed, Kept, ResponseFile, ResponseStore, StoreLimits
+from sie.frontend.routes.embed import Answer, Exchange
+from sie.ipc.messages import ModelEntry
+from sie.values.errors import NotFound, Overloaded, RateLimited, Unavailable
+from sie.values.generate import ChatMessage, GenerateEvent
+
+if TYPE_CHECKING:
+    from sie.frontend.routes.generate import TextRoutes
+
+_JSON: Final = ("content-type", "application/json")
+_to_json: Final = msgspec.json.Encoder().encode
+_NAMES: Final = {"messages": "input", "truncate_sequence": "truncation"}
+"""What this route calls fields that the generation core names."""
+_MANY_EVENTS: Final = 256
+Start = Callable[[ModelEntry], Coroutine[Any, Any, Run]]
+
+
+class Responses:
+    """What the routes do. One instance per process."""
+
+    def __init__(self, process: FrontendProcess, texts: TextRoutes, pool: ThreadPoolExecutor) -> None:
+        self._process = process
+        self._texts = texts
+        self._pool = pool
+        limits = process.settings.generation
+        self._max_jobs = limits.max_background_responses
+        self._max_stream_bytes = limits.max_response_stream_bytes
+        self._store = ResponseStore(
+            process.settings.server.state_dir,
+            StoreLimits(limits.max_responses, limits.max_responses_bytes, limits.max_response_age_s),
+        )
+        self._jobs: dict[str, Job] = {}
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def create(self, exchange: Exchange, call: ResponsesCall) -> Answer | Streamed:
+        """Make a response as its request says."""
+        if call.is_background:
+            self._check_background(exchange)
+        history, before = await self._read_history(call, exchange.owner)
+        call.begin(before)
+        entry = self._texts.find(exchange, call.request)
+        record = ResponseRecord(
+            f"resp_{secrets.token_hex(16)}", int(time.time()), call, entry.card.id,
+            max_kept_bytes=self._max_stream_bytes if self._store.is_on else 0,
+        )  # fmt: skip
+        record.is_kept = call.stores and self._store.is_on
+        with renamed(_NAMES):
+            if call.is_background:
+                return await self._make_in_background(exchange, call, record, entry, history)
+            if call.request.stream:
+                return await self._make_as_stream(exchange, call, record, entry, history)
+            run, events = await self._gather(
+                exchange.deadline_ns, entry, lambda entry: self._texts.start(exchange, entry, call.request)
+            )
+        exchange.timing = run.timing(exchange.began_ns)
+        record.apply(events, int(time.time()))
+        await self._add(exchange.owner, record, call, history)
+        return [_JSON], record.to_json()
+
+    async def count(self, exchange: Exchange, call: ResponsesCall) -> Answer:
+        """Return how many tokens a request's prompt has, the conversation before it included."""
+        call.begin((await self._read_history(call, exchange.owner))[1])
+        entry = await self._process.models.wait_serving(self._texts.find(exchange, call.request), exchange.deadline_ns)
+        with renamed(_NAMES):
+            (ids,) = await self._texts.generator.prompt_ids(entry, call.request)
+        return [_JSON], encode_count(len(ids))
+
+    async def show(self, exchange: Exchange) -> Answer | Streamed:
+        """Return a response as it is now, or the events of its stream behind the one that the query names."""
+        after = read_stream_query(_query(exchange))
+        if after is None:
+            return [_JSON], (await self._find(exchange)).body
+        response_id, owner = exchange.model, exchange.owner
+
+        async def look(after: int) -> Followed | None:
+            return await self._store.do(lambda file: file.follow(response_id, owner, after))
+
+        if not self._store.is_on or await look(after) is None:
+            raise _not_found(response_id)
+        follower = ResponseFollower(look, after, self._pool)
+        return Streamed(follower, follower)
+
+    async def delete(self, exchange: Exchange) -> Answer:
+        """Forget a response, and stop it if it is being made."""
+        response_id, owner = exchange.model, exchange.owner
+        if not (self._store.is_on and await self._store.do(lambda file: file.delete(response_id, owner))):
+            raise _not_found(response_id)
+        self._stop(response_id)
+        return [_JSON], encode_deleted(response_id)
+
+    async def cancel(self, exchange: Exchange) -> Answer:
+        """Stop a response that is being made. One that was cancelled before is shown; one that has ended is none to cancel."""
+        kept = await self._find(exchange, ResponseFile.cancel)
+        if kept.status != "cancelled":
+            text = f"Response '{exchange.model[:80]}' has ended already; it is {kept.status}"
+            raise NotFound(text, code="RESPONSE_ENDED", extras={"param": "response_id"})
+        self._stop(exchange.model)
+        return [_JSON], kept.body
+
+    async def list_items(self, exchange: Exchange) -> Answer:
+        """Return the items of a response's input, a part of them at a time."""
+        kept = await self._find(exchange)
+        return [_JSON], await offload(self._pool, len(kept.input), read_page, kept.input, _query(exchange))
+
+    # --- making ---------------------------------------------------------------------------------------------------
+
+    async def _make_as_stream(
+        self, exchange: Exchange, call: ResponsesCall, record: ResponseRecord, entry: ModelEntry, history: bytes
+    ) -> Streamed:
+        entry = await self._process.models.wait_serving(entry, exchange.deadline_ns)
+        run = await self._texts.start(exchange, entry, call.request)
+        with _given_up_on_failure(run):
+            await self._add(exchange.owner, record, call, history)
+        job = Job(record, exchange.owner, self._update, outlives=False)
+        self._begin(job, job.stream(run))
+        return Streamed(job.follower, ResponseWriter(record))
+
+    async def _make_in_background(
+        self, exchange: Exchange, call: ResponsesCall, record: ResponseRecord, entry: ModelEntry, history: bytes
+    ) -> Answer | Streamed:
+        generator, request, salt = self._texts.generator, call.request, exchange.owner.encode()
+        deadline_ns = exchange.began_ns + int(self._process.settings.generation.generation_timeout_s * 1e9)
+
+        async def start(entry: ModelEntry) -> Run:
+            return await generator.start(entry, request, deadline_ns, salt=salt)
+
+        # What is wrong with the request is told now, if the model is there to tell.
+        run = await start(entry) if entry.workers and entry.state == "loaded" else None
+        with _given_up_on_failure(run):
+            await self._add(exchange.owner, record, call, history)
+        answer = record.to_json()
+        job = Job(record, exchange.owner, self._update, outlives=True)
+        self._begin(job, self._work(job, deadline_ns, entry, start, run))
+        if request.stream:
+            return Streamed(job.follower, ResponseWriter(record))
+        return [_JSON], answer
+
+    async def _work(
+        self, job: Job, deadline_ns: int, entry: ModelEntry, start: Start, run: Run | None
+    ) -> list[GenerateEvent]:
+        """Make a response in the background; return the last of its events."""
+        record = job.record
+        try:
+            if run is None:
+                entry = await self._process.models.wait_serving(entry, deadline_ns)
+                run = await start(entry)
+            record.status = "in_progress"
+            await self._update(record)
+        except BaseException:
+            if run is not None:
+                run.give_up(cancelled())
+            raise
+        if record.is_streamed:
+            return await job.stream(run)
+        return (await self._gather(deadline_ns, entry, start, run))[1]
+
+    async def _gather(
+        self, deadline_ns: int, entry: ModelEntry, start: Start, run: Run | None = None
+    ) -> tuple[Run, list[GenerateEvent]]:
+        """Return a run that is over and all its events, from a model that may be reloaded meanwhile."""
+        while True:
+            if run is None:
+                entry = await self._process.models.wait_serving(entry, deadline_ns)
+                run = await start(entry)
+            try:
+                return run, await run.gather()
+            except Unavailable as error:
+                entry = self._process.models.reloaded(entry, error)
+            finally:
+                run.give_up(cancelled())
+                run = None
+
+    # --- what is being made ---------------------------------------------------------------------------------------
+
+    def _check_background(self, exchange: Exchange) -> None:
+        """Raise what stands against one more response in the background.
+
+        Those of a key are no requests under way, or a key that may have one could never ask how far its response is.
+        """
+        if not self._store.is_on:
+            raise wrong("background", "needs responses to be kept, and the setting max_responses is 0")
+        if len(self._jobs) >= self._max_jobs:
+            text = f"As many responses are being made as max_background_responses allows ({self._max_jobs})"
+            raise Overloaded(text, retry_after_s=1)
+        limit = exchange.holder.key.max_concurrent if exchange.holder is not None else None
+        if (
+            limit is not None
+            and sum(job.outlives and job.owner == exchange.owner for job in self._jobs.values()) >= limit
+        ):
+            text = f"API key '{exchange.owner}' has as many responses in the background as its max_concurrent ({limit})"
+            raise RateLimited(text, retry_after_s=1)
+
+    def _begin(self, job: Job, work: Coroutine[Any, Any, list[GenerateEvent]]) -> None:
+        response_id = job.record.id
+        self._jobs[response_id] = job
+        job.start(work, lambda: self._jobs.pop(response_id, None))
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.get_running_loop().create_task(self._watch())
+
+    def _stop(self, response_id: str) -> None:
+        job = self._jobs.get(response_id)
+        if job is not None:
+            job.stop(cancelled())
+
+    async def _watch(self) -> None:
+        """While there are jobs, keep their events, and stop those that were cancelled or deleted at another process."""
+        while self._jobs:
+            await asyncio.sleep(LOOK_S)
+            kept = [job for job in self._jobs.values() if job.record.is_kept]
+            ids = [job.record.id for job in kept]
+            with contextlib.suppress(Unavailable):
+                # Of one that nobody else can wait for yet, much at a time is enough.
+                await self._keep([one.record for one in kept if one.outlives or one.record.num_unkept >= _MANY_EVENTS])
+                for response_id in await self._store.do(lambda file, ids=ids: file.stopped(ids)) if ids else ():
+                    self._stop(response_id)
+
+    # --- what is kept ---------------------------------------------------------------------------------------------
+
+    async def _find(
+        self, exchange: Exchange, look: Callable[[ResponseFile, str, str], Kept | None] = ResponseFile.get
+    ) -> Kept:
+        response_id, owner = exchange.model, exchange.owner
+        kept = await self._store.do(lambda file: look(file, response_id, owner)) if self._store.is_on else None
+        if kept is None:
+            raise _not_found(response_id)
+        return kept
+
+    async def _read_history(self, call: ResponsesCall, owner: str) -> tuple[bytes, list[ChatMessage]]:
+        """Return the conversation before a call: the items, as they are kept, and the messages."""
+        previous_id = call.previous_id
+        if previous_id is None:
+            return b"[]", []
+        kept = await self._store.do(lambda file: file.get(previous_id, owner)) if self._store.is_on else None
+        if kept is None:
+            text = f"Previous response '{previous_id[:80]}' not found"
+            raise NotFound(text, code="PREVIOUS_RESPONSE_NOT_FOUND", extras={"param": "previous_response_id"})
+        if kept.status in ("queued", "in_progress"):
+            raise wrong("previous_response_id", "names a response that has not ended yet")
+        return await offload(self._pool, len(kept.history) + len(kept.input) + len(kept.body), _read_conversation, kept)
+
+    async def _add(self, owner: str, record: ResponseRecord, call: ResponsesCall, history: bytes) -> None:
+        """Keep a response, if it is to be; one in the background must be, any other is answered all the same."""
+        if not record.is_kept:
+            return
+        kept = Kept(
+            id=record.id, status=record.status, body=record.to_json(), input=_to_json(call.items), history=history,
+            stream=record.stream_form,
+        )  # fmt: skip
+        try:
+            await self._store.do(lambda file: file.add(owner, kept))
+        except Unavailable:
+            if call.is_background:
+                raise
+            record.is_kept = False
+            record.stop_keeping()
+
+    async def _update(self, record: ResponseRecord) -> None:
+        """Keep what a response has come to."""
+        if record.is_kept:
+            with contextlib.suppress(Unavailable):  # the log has it; who asks sees the status before
+                await self._keep([record], is_update=True)
+
+    async def _keep(self, records: Sequence[ResponseRecord], *, is_update: bool = False) -> None:
+        """Keep what streams have come to since the last time; with is_update, also what their responses have.
+
+        Raises Unavailable; then the rest of these streams is not kept.
+        """
+        news = [
+            (record.id, number, events) for record in records for number, events in [record.take_unkept()] if events
+        ]
+        cut = [record for record in records if record.is_newly_cut]
+        states = [
+            (record.id, record.status, record.to_json(), record.num_kept_bytes) for record in records if is_update
+        ]
+
+        def keep(file: ResponseFile) -> None:
+            file.events.add(news)  # ORDER: before the status, behind which readers look for no more
+            for record in cut:
+                file.events.cut(record.id)
+            for state in states:
+                file.update(*state)
+
+        if not (news or cut or states):
+            return
+        try:
+            await self._store.do(keep)
+        except Unavailable:
+            for record in records:
+                record.stop_keeping()
+            raise
+        for record in cut:
+            record.is_newly_cut = False
+
+
+class _Output(msgspec.Struct):
+    output: list[msgspec.Raw]
+
+
+def _read_conversation(kept: Kept) -> tuple[bytes, list[ChatMessage]]:
+    items = [
+        *msgspec.json.decode(kept.history, type=list[msgspec.Raw]),
+        *msgspec.json.decode(kept.input, type=list[msgspec.Raw]),
+        *msgspec.json.decode(kept.body, type=_Output).output,
+    ]
+    history = _to_json(items)
+    return history, read_kept(history)
+
+
+def _query(exchange: Exchange) -> dict[str, list[str]]:
+    return parse_qs(exchange.scope.query_string, keep_blank_values=True)
+
+
+def _not_found(response_id: str) -> NotFound:
+    text = f"Response '{response_id[:80]}' not found"
+    return NotFound(text, code="RESPONSE_NOT_FOUND", extras={"param": "response_id"})
+
+
+@contextlib.contextmanager
+def _given_up_on_failure(run: Run | None) -> Generator[None]:
+    """Let go of a run that nobody will take the events of, when what is done meanwhile fails."""
+    try:
+        yield
+    except BaseException:
+        if run is not None:
+            run.give_up(cancelled())
+        raise

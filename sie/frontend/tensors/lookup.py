@@ -1,0 +1,109 @@
+"""Owns how a tensor dialect finds a model: by name and version. Source: KServe v2 sheet, sections 1, 4 and 8."""
+
+from __future__ import annotations
+
+from sie.frontend.models.table import ModelTable
+from sie.frontend.tensors.text_models import with_rule
+from sie.ipc.messages import ModelEntry
+from sie.values.errors import NotFound
+
+
+class TensorTable:
+    """The models that a tensor dialect may ask for: by name, each with its versions; models of texts among them.
+
+    `names` is in the order of the server's models; a version is the text of a decimal number.
+    """
+
+    def __init__(self, models: ModelTable) -> None:
+        self._models = models
+        self._seen: object = None
+        self._found: dict[str, dict[str, ModelEntry]] = {}
+        self._entries: dict[str, ModelEntry] = {}
+        self._reasons: dict[str, str] = {}
+
+    def _current(self) -> dict[str, dict[str, ModelEntry]]:
+        """Return the versions of each model as the models are now: `entries` is another object after every change."""
+        if self._seen is not self._models.entries:
+            self._seen = self._models.entries
+            self._read()
+        return self._found
+
+    def _read(self) -> None:
+        self._found, self._entries, self._reasons = {}, {}, {}
+        taken = {entry.card.tensor.name for entry in self._models.hosted_entries if entry.card.tensor is not None}
+        for hosted in self._models.hosted_entries:
+            entry = with_rule(hosted)
+            if entry is None or (hosted.card.tensor is None and hosted.card.id in taken):
+                continue
+            self._entries[entry.card.id] = entry
+            rule = entry.card.tensor
+            assert rule is not None
+            versions = self._found.setdefault(rule.name, {})
+            if rule.version:
+                versions[rule.version] = entry
+            elif entry.error is not None:
+                self._reasons[rule.name] = entry.error.message
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._current()
+
+    @property
+    def names(self) -> list[str]:
+        """Every model's name, those without a version among them."""
+        return list(self._current())
+
+    def hosted(self, model: str) -> ModelEntry | None:
+        """Return the entry of a hosted id, with the tensors that it takes and gives; None for an unknown one."""
+        self._current()
+        return self._entries.get(model)
+
+    def versions(self, name: str) -> dict[str, ModelEntry]:
+        """Return a model's versions, oldest first; empty for an unknown name, and for one without any to serve."""
+        found = self._current().get(name, {})
+        return {version: found[version] for version in sorted(found, key=int)}
+
+    def reason(self, name: str) -> str:
+        """Return why a model has no version at all; empty when it has."""
+        self._current()
+        return self._reasons.get(name, "")
+
+    def resolve(self, name: str, version: str = "") -> ModelEntry:
+        """Return the entry of a version, which need not be loaded; without one, of the newest that can be served.
+
+        One that is loaded anew counts as such. Where none can be, the newest that loads or has failed. Raises NotFound. Source: KServe v2 sheet, sections 1, 8.
+        """
+        versions = self._current().get(name)
+        if versions is None:
+            raise NotFound(f"Request for unknown model: '{name}' is not found")
+        if version:
+            entry = versions.get(version.lstrip("0"))
+            if entry is None:
+                raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
+            return entry
+        if len(versions) == 1:  # as nearly always
+            (entry,) = versions.values()
+            if is_servable(entry):
+                return entry
+        newest = [versions[known] for known in sorted(versions, key=int, reverse=True)]
+        for is_wanted in (_is_or_will_be_servable, _is_coming, _has_failed):
+            found = next(filter(is_wanted, newest), None)
+            if found is not None:
+                return found
+        raise NotFound(f"Request for unknown model: '{name}' has no available versions")
+
+
+def is_servable(entry: ModelEntry) -> bool:
+    """Tell whether requests to a model are taken: it is loaded, or waits for its workers' restart."""
+    return bool(entry.workers and entry.state == "loaded") or entry.recovering
+
+
+def _is_or_will_be_servable(entry: ModelEntry) -> bool:
+    return is_servable(entry) or entry.reloading
+
+
+def _is_coming(entry: ModelEntry) -> bool:
+    return entry.state == "loading"
+
+
+def _has_failed(entry: ModelEntry) -> bool:
+    return entry.state == "failed"

@@ -1,0 +1,182 @@
+"""Owns models of texts as models of tensors: what they look like to a tensor dialect, and how such a request is run.
+
+One that gives dense vectors takes `text` BYTES [-1] and gives `dense` FP32 [-1, d]; one that only scores takes `query`
+BYTES [1] and `documents` BYTES [-1] and gives `score` FP32 [-1]; one that only generates takes `text_input` and gives
+`text_output`, both BYTES [1], with the parameters of `/v2/models/{model}/generate`. Texts are UTF-8; profiles and options
+are the default ones. What they run is what `/v1/encode`, `/v1/score` and that route run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+
+from sie.config.limits import Limits
+from sie.frontend.dialects.native.encode import resolve_encode
+from sie.frontend.dialects.native.score import resolve_score
+from sie.frontend.engine.worker_link import Pending, Reply
+from sie.frontend.operations.encode import Encoder
+from sie.frontend.operations.reply_reader import read_reply
+from sie.frontend.operations.score import Scorer, read_scores
+from sie.frontend.tensors.held_reply import HeldReply
+from sie.ipc.messages import ModelEntry
+from sie.values.bytes_tensor import split_elements
+from sie.values.card import ModelCard
+from sie.values.encode import EncodeRequest, ScoreRequest
+from sie.values.errors import BadRequest, InputTooLong
+from sie.values.tensor import Tensor, TensorReply, TensorRequest, TensorRule, TensorSpec
+
+if TYPE_CHECKING:
+    from sie.frontend.generation.start import Generator
+
+ENCODER: Final = "sie_encoder"
+SCORER: Final = "sie_scorer"
+GENERATOR: Final = "sie_generator"
+_CONFIG_TYPES: Final = {"BYTES": "TYPE_STRING", "FP32": "TYPE_FP32"}
+
+Watch = Callable[[Pending], None]
+
+
+def with_rule(entry: ModelEntry) -> ModelEntry | None:
+    """Return a model's entry with the tensors that it takes and gives; None for one that has none."""
+    if entry.card.tensor is not None:
+        return entry
+    rule = text_rule(entry.card)
+    if rule is None:
+        return None
+    return msgspec.structs.replace(entry, card=msgspec.structs.replace(entry.card, tensor=rule))
+
+
+def text_rule(card: ModelCard) -> TensorRule | None:
+    """Return the tensors of a model of texts; None for one that has none."""
+    if "dense" in card.outputs:
+        return _rule(card.id, ENCODER, [_texts("text", -1)], _floats("dense", -1, card.dims.get("dense", -1)))
+    if "score" in card.outputs:
+        return _rule(card.id, SCORER, [_texts("query", 1), _texts("documents", -1)], _floats("score", -1))
+    if card.generate is not None:
+        return _rule(card.id, GENERATOR, [_texts("text_input", 1)], _texts("text_output", 1))
+    return None
+
+
+def _texts(name: str, size: int) -> TensorSpec:
+    return TensorSpec(name=name, datatype="BYTES", shape=(size,))
+
+
+def _floats(name: str, *shape: int) -> TensorSpec:
+    return TensorSpec(name=name, datatype="FP32", shape=shape)
+
+
+def _rule(name: str, platform: str, inputs: list[TensorSpec], output: TensorSpec) -> TensorRule:
+    config: dict[str, Any] = {
+        "name": name, "platform": platform, "max_batch_size": 0,
+        "input": [_config(spec) for spec in inputs], "output": [_config(output)],
+    }  # fmt: skip
+    return TensorRule(name=name, version="1", platform=platform, inputs=tuple(inputs), outputs=(output,), config=config)
+
+
+def _config(spec: TensorSpec) -> dict[str, Any]:
+    return {"name": spec.name, "data_type": _CONFIG_TYPES[spec.datatype], "dims": list(spec.shape)}
+
+
+class TextTensors:
+    """Run tensor requests to models of texts, which have been checked against their rule."""
+
+    def __init__(
+        self, encoder: Encoder, scorer: Scorer, generator: Callable[[], Generator], limits: Callable[[], Limits]
+    ) -> None:
+        """Generator returns the process's own; limits returns those in force."""
+        self._encoder = encoder
+        self._scorer = scorer
+        self._generator = generator
+        self.limits = limits
+
+    async def run(
+        self,
+        entry: ModelEntry,
+        request: TensorRequest,
+        *,
+        owner: str,
+        began_ns: int,
+        deadline_ns: int,
+        watch: Watch | None,
+    ) -> HeldReply:
+        """Run a request. Raises as `Tensors.infer`."""
+        inputs = {tensor.name: tensor for tensor in request.inputs}
+        if entry.card.tensor is not None and entry.card.tensor.platform == GENERATOR:
+            from sie.frontend.tensors.generated import generate_tensor
+
+            (text,) = _decode(inputs["text_input"], 1, self.limits())
+            return await generate_tensor(
+                self._generator(), entry, request, text,
+                owner=owner, began_ns=began_ns, deadline_ns=deadline_ns, watch=watch,
+            )  # fmt: skip
+        if "text" in inputs:
+            texts = _decode(inputs["text"], self.limits().max_items, self.limits())
+            return await self._encode(entry, texts, began_ns, deadline_ns, watch)
+        (query,) = _decode(inputs["query"], 1, self.limits())
+        documents = _decode(inputs["documents"], self.limits().max_candidates, self.limits())
+        return await self._score(entry, query, documents, began_ns=began_ns, deadline_ns=deadline_ns, watch=watch)
+
+    async def _encode(
+        self, entry: ModelEntry, texts: list[str], began_ns: int, deadline_ns: int, watch: Watch | None
+    ) -> HeldReply:
+        model = entry.card.id
+        request = EncodeRequest(model=model, texts=texts, output_types=("dense",), output_dtype="float32")
+        request = resolve_encode(request, entry.card)
+        pending, tokenization_ns = await self._encoder.start(entry, request, deadline_ns)
+        raw = await _answer(pending, watch)
+        try:
+            reply = read_reply(raw, entry, request, began_ns, tokenization_ns)
+            output = Tensor("dense", "FP32", (reply.num_items, reply.width), reply.values)
+        except BaseException:
+            raw.release()
+            raise
+        return HeldReply(TensorReply(model=model, outputs=[output], timing=reply.timing), raw)
+
+    async def _score(
+        self,
+        entry: ModelEntry,
+        query: str,
+        documents: list[str],
+        *,
+        began_ns: int,
+        deadline_ns: int,
+        watch: Watch | None,
+    ) -> HeldReply:
+        model = entry.card.id
+        request = resolve_score(ScoreRequest(model=model, query=query, documents=documents), entry.card)
+        pending, tokenization_ns = await self._scorer.start(entry, request, deadline_ns)
+        raw = await _answer(pending, watch)
+        try:
+            reply = read_scores(raw, request, began_ns, tokenization_ns)
+        finally:
+            raw.release()
+        values = np.array(reply.scores, "<f4").tobytes()
+        output = Tensor("score", "FP32", (len(documents),), memoryview(values))
+        return HeldReply(TensorReply(model=model, outputs=[output], timing=reply.timing))
+
+
+async def _answer(pending: Pending, watch: Watch | None) -> Reply:
+    if watch is not None:
+        watch(pending)
+    return await pending.future
+
+
+def _decode(tensor: Tensor, max_texts: int, limits: Limits) -> list[str]:
+    """Return the texts of an input. Raises BadRequest for what is none, and for too many or too long ones."""
+    elements = split_elements(tensor.data)
+    if not elements:
+        raise BadRequest(f"input '{tensor.name}' holds no text")
+    if len(elements) > max_texts:
+        raise BadRequest(f"input '{tensor.name}' holds {len(elements)} texts, the most are {max_texts}")
+    if max(map(len, elements)) > limits.max_item_text_bytes:
+        raise InputTooLong(
+            f"input '{tensor.name}' holds a text of over max_item_text_bytes ({limits.max_item_text_bytes})"
+        )
+    try:
+        return [element.decode() for element in elements]
+    except UnicodeDecodeError:
+        raise BadRequest(f"input '{tensor.name}' holds an element that is not UTF-8") from None

@@ -1,0 +1,1 @@
+"""Process basics shared by all processes: logs, progress, failpoints and child set-up."""

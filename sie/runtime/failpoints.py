@@ -1,0 +1,128 @@
+"""Owns the points at which a test may break this process on purpose: `POINT=ACTION[:ARGUMENT][@COUNT]`.
+
+The points are compiled in, named in `POINTS`, and do nothing until `arm` is called, which settings refuse without
+`test`. A process counts for itself: after a restart it starts from one again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import difflib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from sie.values.errors import BadRequest, Internal
+
+POINTS: Final[dict[str, str]] = {
+    "frontend.before_commit": "a request lies whole in shared memory, its descriptor was not pushed",
+    "frontend.after_push": "the descriptor lies in the ring, the worker may not have been told, the client still waits",
+    "frontend.before_release": "a reply was encoded, its extent not given back",
+    "worker.before_step": "the supervisor was told what runs, the forward pass has not begun",
+    "worker.mid_write": "a row of a reply was written, others perhaps not",
+    "worker.before_reply": "a reply lies whole in shared memory, its descriptor was not pushed",
+    "worker.after_reply": "the descriptor of a reply was pushed",
+    "load.tokenizer": "a load in a worker is about to read a tokenizer, the supervisor was told if that may take long",
+}
+FAILPOINT_FORM: Final = "POINT=kill|stop|spin|raise|exit:STATUS|sleep:MILLISECONDS|hold:MILLISECONDS|leak:KIB[@COUNT]"
+
+_TEXT: Final = re.compile(
+    r"(?P<point>[a-z_.]+)=(?P<action>[a-z]+)(:(?P<argument>[0-9]{1,6}))?(@(?P<count>[0-9]{1,9}))?"
+)
+_WITH_ARGUMENT: Final = frozenset({"exit", "hold", "leak", "sleep"})
+
+Action = Callable[[], None]
+
+
+class Failpoint:
+    """One armed point: what happens there, and at which pass (None: at each)."""
+
+    __slots__ = ("_action", "_count", "_num_passes", "point")
+
+    def __init__(self, point: str, action: Action, count: int | None) -> None:
+        self.point = point
+        self._action = action
+        self._count = count
+        self._num_passes = 0
+
+    def hit(self) -> None:
+        """Count one pass, and act if it is the one."""
+        self._num_passes += 1
+        if self._count is None or self._num_passes == self._count:
+            self._action()
+
+
+_armed: dict[str, Failpoint] = {}
+
+
+def arm(texts: Sequence[str]) -> None:
+    """Arm the points that texts name, in place of all that were armed. Raises BadRequest as `parse` does."""
+    failpoints = [parse(text) for text in texts]
+    _armed.clear()
+    _armed.update({failpoint.point: failpoint for failpoint in failpoints})
+
+
+def reach(point: str) -> None:
+    """Say that this process is at a point. Returns at once unless it is armed."""
+    if _armed and point in _armed:
+        _armed[point].hit()
+
+
+def parse(text: str) -> Failpoint:
+    """Return the failpoint that a text describes. Raises BadRequest that quotes it and names what is accepted."""
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise BadRequest(f"failpoint {text!r}; the form is {FAILPOINT_FORM}")
+    point, action, argument = match["point"], match["action"], match["argument"]
+    if point not in POINTS:
+        near = difflib.get_close_matches(point, POINTS, n=1, cutoff=0.0)[0]
+        raise BadRequest(f"failpoint {text!r}: there is no point {point!r}; did you mean {near!r}?")
+    if action not in _ACTIONS or (action in _WITH_ARGUMENT) != (argument is not None):
+        raise BadRequest(f"failpoint {text!r}: {action!r} is no action; the form is {FAILPOINT_FORM}")
+    make = _ACTIONS[action]
+    return Failpoint(point, make(point, int(argument or 0)), int(match["count"]) if match["count"] else None)
+
+
+def _signal(number: signal.Signals) -> Callable[[str, int], Action]:
+    return lambda _point, _argument: lambda: os.kill(os.getpid(), number)
+
+
+def _spin(_point: str, _argument: int) -> Action:
+    def spin() -> None:
+        while True:
+            pass
+
+    return spin
+
+
+def _raise(point: str, _argument: int) -> Action:
+    def fail() -> None:
+        raise Internal(f"failpoint {point}")
+
+    return fail
+
+
+def _leak(_point: str, kib: int) -> Action:
+    kept: list[bytes] = []
+    return lambda: kept.append(os.urandom(kib << 10))  # not zeros, which might never take a page
+
+
+def _hold(_point: str, milliseconds: int) -> Action:
+    """Sleep with the interpreter lock, so that no other thread turns either."""
+    library = ctypes.PyDLL(None)
+    return lambda: library.usleep(milliseconds * 1000)
+
+
+_ACTIONS: Final[dict[str, Callable[[str, int], Action]]] = {
+    "kill": _signal(signal.SIGKILL),
+    "stop": _signal(signal.SIGSTOP),
+    "spin": _spin,
+    "raise": _raise,
+    "leak": _leak,
+    "exit": lambda _point, status: lambda: os._exit(status),
+    "hold": _hold,
+    "sleep": lambda _point, milliseconds: lambda: time.sleep(milliseconds / 1e3),
+}

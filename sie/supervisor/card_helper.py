@@ -1,0 +1,96 @@
+"""Runs the prepare helper: fetches a hub model and converts a slow tokenizer, in a process of its own.
+
+Only that process may import transformers or talk to a hub; a download that hangs or a tokenizer that crashes takes
+nothing else with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+
+import msgspec
+
+from sie.catalog.lora import reason_of, refuse_adapter
+from sie.catalog.prepare import Failed, Fetched, Found, Message, Ready, Report, Request
+from sie.catalog.spec import ModelSpec, RepositoryModel
+from sie.config.settings import Settings
+from sie.runtime.progress import Progress
+from sie.values.card import AdapterSpec, ModelCard
+from sie.values.errors import Internal, WireError, from_wire, to_wire
+
+_MAX_LINE_BYTES = 16 << 20
+_MAX_READERS = 4
+"""Helpers that read models of a repository at once: there may be many, and each is done in a second."""
+
+
+class Preparer:
+    """Prepares models, one helper process for each."""
+
+    def __init__(self, settings: Settings, progress: Progress) -> None:
+        self._cache_dir = settings.models.cache_dir
+        self._chat_template = settings.generation.chat_template
+        self._timeout_s = settings.models.load_timeout_s
+        self._progress = progress
+        self._readers = asyncio.Semaphore(_MAX_READERS)
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Take over reloaded settings, for the helpers started from now on."""
+        self._timeout_s = settings.models.load_timeout_s
+
+    async def prepare(self, spec: ModelSpec) -> ModelCard | WireError:
+        """Return the card of a model that is now on disk, or why it is not."""
+        async with self._readers if spec.tensor is not None else contextlib.nullcontext():
+            last = await self._run(Request(spec=spec, cache_dir=self._cache_dir, chat_template=self._chat_template))
+        if isinstance(last, Ready):
+            return last.card
+        return last.error if isinstance(last, Failed) else failed(spec, "the prepare helper mixed things up", "ENGINE")
+
+    async def find_models(self, repositories: tuple[str, ...], only: str = "") -> list[RepositoryModel] | WireError:
+        """Return what model repositories hold, all of it or just the model named `only`, or why that is not known."""
+        spec = ModelSpec(id=only)
+        last = await self._run(Request(spec=spec, cache_dir=self._cache_dir, repositories=repositories))
+        if isinstance(last, Found):
+            return last.models
+        return last.error if isinstance(last, Failed) else failed(spec, "the prepare helper mixed things up", "ENGINE")
+
+    async def fetch_adapter(self, adapter: AdapterSpec) -> str | WireError:
+        """Return the directory of an adapter that is now on disk, or why it is not."""
+        spec = ModelSpec(id=adapter.id, revision=adapter.revision)
+        last = await self._run(Request(spec=spec, cache_dir=self._cache_dir, is_adapter=True))
+        if isinstance(last, Fetched):
+            return last.directory
+        reason = reason_of(from_wire(last.error)) if isinstance(last, Failed) else "the prepare helper mixed things up"
+        return to_wire(refuse_adapter(adapter.id, reason))
+
+    async def _run(self, request: Request) -> Ready | Fetched | Found | Failed:
+        """Run one helper to its last line."""
+        helper = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "sie.catalog.prepare", msgspec.json.encode(request).decode(),
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, limit=_MAX_LINE_BYTES,
+        )  # fmt: skip
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._follow(helper, request.spec)
+        except TimeoutError:
+            return Failed(failed(request.spec, f"not fetched within load_timeout_s ({self._timeout_s:g} s)", "TIMEOUT"))
+        finally:
+            if helper.returncode is None:
+                helper.kill()
+            await helper.wait()
+
+    async def _follow(self, helper: asyncio.subprocess.Process, spec: ModelSpec) -> Ready | Fetched | Found | Failed:
+        assert helper.stdout is not None
+        async for line in helper.stdout:
+            message = msgspec.json.decode(line, type=Message)
+            if isinstance(message, Report):
+                self._progress.update(spec.id, message.fraction, message.text)
+            else:
+                return message
+        return Failed(failed(spec, "the prepare helper ended without an answer", "ENGINE"))
+
+
+def failed(spec: ModelSpec, reason: str, error_class: str) -> WireError:
+    """Return why a model is not loaded, as it crosses processes; error_class as in the API reference, section 12."""
+    return to_wire(Internal(f"Model '{spec.id}': {reason}", extras={"error_class": error_class}))

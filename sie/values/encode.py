@@ -1,0 +1,171 @@
+"""Owns the typed requests and replies that dialects decode to and encode from.
+
+Imports nothing of ours but `sie.values.extract`; holds no behaviour beyond construction. Shapes: n items, d dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from sie.values.extract import Extraction, ExtractTask
+
+OutputDtype = Literal["float32", "float16", "int8", "uint8", "binary", "ubinary"]
+OUTPUT_DTYPES: tuple[str, ...] = ("float32", "float16", "int8", "uint8", "binary", "ubinary")
+
+
+class MediaItems(msgspec.Struct, kw_only=True):
+    """The items of a request in which some item is not a text, before it is known what its model takes."""
+
+    texts: list[str | None]
+    images: dict[int, list[memoryview]]
+    """Encoded images by the item's number; an item without any is left out."""
+    other: str | None = None
+    """Path of the first audio, video or document."""
+
+
+class EncodeRequest(msgspec.Struct, kw_only=True):
+    """What every embedding dialect decodes to. Exactly one of texts and token_lists is set."""
+
+    model: str
+    texts: list[str] | None = None
+    token_lists: list[list[int]] | None = None
+    ids: list[str | None] = []
+    """Echoed per item; empty when no item had one."""
+    output_types: tuple[str, ...] | None = None
+    output_dtype: str | None = None
+    instruction: str | None = None
+    dimensions: int | None = None
+    options: dict[str, Any] = {}
+    non_text_item: int | None = None
+    """Index of the first item without a text, or with an image, audio, video or document; texts is None then."""
+    media: MediaItems | None = None
+    """All of its items, where non_text_item is set."""
+    images: dict[int, list[memoryview]] | None = None
+    """Encoded images by the item's number, for a model that takes them; such an item's text is not read."""
+    image_tokens: int = 0
+    """What its images cost, once they are decoded."""
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request's time went, in milliseconds; submitted_ns is when a worker was given it (CLOCK_MONOTONIC)."""
+
+    total_ms: float = 0.0
+    queue_ms: float = 0.0
+    tokenization_ms: float = 0.0
+    inference_ms: float = 0.0
+    postprocessing_ms: float = 0.0
+    submitted_ns: int = 0
+
+
+class SparseRows(msgspec.Struct, frozen=True):
+    """The sparse vectors of a reply: item i has entries offsets[i] .. offsets[i + 1].
+
+    indices (int32) and values (dtype, a NumPy code) are memoryviews of unsigned bytes onto a reply extent.
+    """
+
+    dims: int
+    dtype: str
+    offsets: list[int]
+    indices: memoryview
+    values: memoryview
+
+
+class TokenRows(msgspec.Struct, frozen=True):
+    """The vectors of tokens of a reply: item i has rows offsets[i] .. offsets[i + 1].
+
+    values is a memoryview of unsigned bytes onto a reply extent, rows of width elements of a NumPy code; dims is the
+    model's own width.
+    """
+
+    dims: int
+    dtype: str
+    width: int
+    offsets: list[int]
+    values: memoryview
+
+
+class EncodeReply(msgspec.Struct, kw_only=True):
+    """Rows ready to be encoded by a dialect.
+
+    values is a C-contiguous (n, row_bytes) memoryview of unsigned bytes onto a reply extent: valid only until the
+    dialect's encoder returns. dtype is the NumPy code of one element (`<f4`, `<f2`, `|i1`, `|u1`), width the number
+    of elements in a row, dims the model's own width (they differ for binary). Without a dense output values is empty
+    and width 0.
+    """
+
+    model: str
+    ids: list[str | None]
+    num_items: int
+    values: memoryview
+    dtype: str
+    width: int
+    dims: int
+    output_dtype: str
+    input_tokens: int
+    timing: Timing
+    sparse: SparseRows | None = None
+    multivector: TokenRows | None = None
+    num_images: int = 0
+
+
+class ScoreRequest(msgspec.Struct, kw_only=True):
+    """What every dialect's request for scores decodes to: one query against n documents."""
+
+    model: str
+    query: str
+    documents: list[str]
+    query_id: str | None = None
+    ids: list[str | None] = []
+    """Of the documents; empty when none had one."""
+    instruction: str | None = None
+    options: dict[str, Any] = {}
+    non_text: str | None = None
+    """Path of the first item without a text, or with media; query and documents are empty then."""
+    compared: tuple[tuple[str, float], ...] = ()
+    """As in `WorkHeader`; set when the request is judged against its card."""
+
+
+class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
+    """One score for each document, in the request's order, all finite."""
+
+    model: str
+    scores: list[float]
+    input_tokens: int
+    timing: Timing
+
+    def ranking(self) -> list[int]:
+        """Return the documents' indices, best first; equal scores keep the request's order."""
+        return sorted(range(len(self.scores)), key=lambda index: -self.scores[index])
+
+
+class ExtractRequest(msgspec.Struct, kw_only=True):
+    """What a request to extract decodes to. task is whole once the request was resolved against its model."""
+
+    model: str
+    texts: list[str]
+    ids: list[str | None] = []
+    """Echoed per item; empty when no item had one."""
+    labels: tuple[str, ...] = ()
+    output_schema: str = ""
+    """JSON; empty when there was none."""
+    instruction: str | None = None
+    options: dict[str, Any] = {}
+    non_text_item: int | None = None
+    """Index of the first item without a text, or with media; texts is empty then."""
+    media: MediaItems | None = None
+    """All of its items, where non_text_item is set."""
+    images: dict[int, list[memoryview]] | None = None
+    """The encoded image of an item by its number, for a model that takes them; such an item's text is not read."""
+    task: ExtractTask = ExtractTask()
+
+
+class ExtractReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found in each item, in the request's order; entities have their texts."""
+
+    model: str
+    extractions: list[Extraction]
+    input_tokens: int
+    timing: Timing
+    num_images: int = 0

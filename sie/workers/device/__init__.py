@@ -1,0 +1,1 @@
+"""The device of a worker: its name, its memory and its errors."""

@@ -1,0 +1,262 @@
+"""Owns the engines of one worker: which request goes to which, and what the step loop asks of all of them.
+
+A model with something to run stands in the scheduler's state and competes there for its next step by the time it got.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+
+import msgspec
+
+from sie.config.settings import Settings
+from sie.metrics import definitions
+from sie.values.card import ModelCard
+from sie.values.errors import BadRequest, InputTooLong, SieError
+from sie.values.generate import MAX_CHOICES, MAX_PROMPT_LOGPROBS, GenerateTask
+from sie.workers.generation import GenerateRunner
+from sie.workers.generation.engine import Begin, Engine, EngineLimits
+from sie.workers.generation.grammars import Compiled, Compiler
+from sie.workers.generation.sequences import Job
+from sie.workers.generation.step import StepSize
+from sie.workers.generation.step_metrics import GenerationMetrics
+from sie.workers.requests.request import Link, Request
+from sie.workers.runners import Runner
+from sie.workers.scheduling.pace import Pace
+from sie.workers.scheduling.scheduler import State, own_name
+from sie.workers.telemetry import WorkerMetrics
+
+_CPU_PREFILL_TOKENS = 256
+"""Takes a CPU about as long as a few steps of a stream, which it may delay."""
+_CPU_LONE_PREFILL_TOKENS = 512
+"""With no stream to delay: weights are read and unpacked for twice as many tokens."""
+_GPU_PREFILL_TOKENS = 4096
+_decoder = msgspec.msgpack.Decoder(GenerateTask)
+
+Announce = Callable[[int, Collection[tuple[int, int]]], object]
+"""Takes the time that a forward pass may take, in nanoseconds, and the (frontend, request id) that it is blamed on."""
+
+
+class Generators:
+    """The generating models of one worker."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        device: str,
+        state: State,
+        metrics: WorkerMetrics,
+        max_suspects: int,
+        announce: Announce,
+        ask_for_memory: Callable[[str], None],
+    ) -> None:
+        """Call announce before each forward pass, with at most max_suspects requests."""
+        generation = settings.generation
+        self._limits = EngineLimits(
+            max_sequences=generation.max_sequences,
+            max_prefill_tokens=generation.max_prefill_tokens
+            or (_CPU_PREFILL_TOKENS if device == "cpu" else _GPU_PREFILL_TOKENS),
+            max_lone_prefill_tokens=_CPU_LONE_PREFILL_TOKENS
+            if device == "cpu" and not generation.max_prefill_tokens
+            else 0,
+            max_context_tokens=generation.max_context_tokens,
+            # Those of a step are in their prompt or in the first step behind it.
+            max_prefills=max(1, max_suspects // 2),
+            is_sharing=generation.prefix_cache,
+            prompt_logits_bytes=generation.prompt_logits_bytes,
+            oom_retry_after_s=settings.limits.oom_retry_after_s,
+        )
+        self._max_suspects = max_suspects
+        self._state = state
+        self._worker_metrics = metrics
+        self._announce = announce
+        self._ask_for_memory = ask_for_memory
+        self._compiler = Compiler(generation.grammar_timeout_s)
+        self.event_fd = self._compiler.event_fd
+        """Readable: call `collect`."""
+        self._pace = Pace({})
+        self._num_jobs = 0
+        self._short: set[str] = set()
+        """Models whose last step found no memory."""
+        self._metrics: dict[str, GenerationMetrics] = {}
+        self.engines: dict[str, Engine] = {}
+        """By model; empty where none is loaded, so that the loop's other work pays nothing for it."""
+
+    @property
+    def is_unsent(self) -> bool:
+        """Whether something waits for room or credit."""
+        return any(engine.is_unsent for engine in self.engines.values())
+
+    @property
+    def num_compiling(self) -> int:
+        """Threads that compile a grammar, whether somebody still waits for it or not."""
+        return self._compiler.num_threads
+
+    def is_busy(self, model: str) -> bool:
+        """Whether a model has requests that were not answered."""
+        engine = self.engines.get(model)
+        return engine is not None and bool(engine.jobs)
+
+    def add(self, runner: Runner) -> Engine | None:
+        """Return the engine of a model that was loaded, and publish its figures from now on; None if it does not generate."""
+        if not isinstance(runner, GenerateRunner):
+            return None
+        model = runner.card.id
+        engine = self.engines[model] = Engine(runner, self._limits)
+        self._metrics[model] = GenerationMetrics(self._worker_metrics.page, engine)
+        return engine
+
+    def accept(self, request: Request, runner: Runner, now_ns: int) -> None:
+        """Take a request to generate; what is wrong with it is its answer."""
+        engine = self.engines.get(runner.card.id) or self.add(runner)
+        if engine is None:
+            request.fail(BadRequest(f"Model '{runner.card.id}' does not generate text"))
+            return
+        try:
+            job = self._job(request, engine)
+        except SieError as error:
+            request.fail(error)
+            return
+        engine.add(job)
+        if job.task.grammar:
+            self._compiler.add(job, engine.runner, self._start, now_ns)
+        else:
+            self._start(job, [])
+
+    def _job(self, request: Request, engine: Engine) -> Job:
+        """Return what a request asks for. Raises BadRequest."""
+        card = engine.runner.card
+        assert card.generate is not None
+        self._num_jobs += 1
+        task, prompt = read_task(request, card), request.inputs[0]
+        if len(prompt) + min(1, task.max_tokens) > engine.max_tokens:
+            raise InputTooLong(
+                f"Model '{card.id}': a prompt of {len(prompt)} tokens leaves no room for an answer within "
+                f"{engine.max_tokens} tokens",
+                code="CONTEXT_LENGTH_EXCEEDED",
+            )
+        return Job(
+            request, task, len(prompt), number=self._num_jobs,
+            eos_token_ids=card.generate.eos_token_ids, is_alone=request.is_alone,
+        )  # fmt: skip
+
+    def _start(self, job: Job, compiled: Compiled) -> None:
+        if job.request.ended:  # cancelled, while its grammar was compiled
+            return
+        engine = self.engines[job.request.header.model]
+        if isinstance(compiled, SieError):
+            engine.fail(job, compiled)
+        else:
+            engine.start(job, compiled)
+        self._stand(engine)
+
+    def collect(self) -> None:
+        """Take over the grammars that have been compiled."""
+        self._compiler.collect(time.monotonic_ns())
+
+    def tend(self, now_ns: int) -> None:
+        """Look at what the frontends did meanwhile, and send what had no room; costs about a microsecond a request."""
+        if self._compiler:
+            self._compiler.tend(now_ns)
+        for engine in self.engines.values():
+            if engine.jobs:
+                engine.tend(now_ns)
+                self._stand(engine)
+
+    def step(self, model: str) -> None:
+        """Run one step of a model, if what was to run is still there. Raises DeviceLostError."""
+        engine = self.engines[model]
+        started_ns = time.monotonic_ns()
+        ooms: list[bool] = []
+        size = engine.step(time.monotonic_ns, lambda step: self._begin(model, step), ooms.append)
+        self._stand(engine)
+        took_ns = time.monotonic_ns() - started_ns
+        self._state.charge(own_name(model), took_ns)
+        if size is not None:
+            self._learn(model, size, took_ns)
+            self._metrics[model].observe_step(took_ns / 1e9)
+            self._worker_metrics.observe_step(took_ns / 1e9, size.num_tokens)
+            self._worker_metrics.observe_batch(model, size.num_sequences, size.num_tokens, took_ns / 1e9)
+            self._count_oom(model, ooms)
+        if engine.num_non_finite:
+            self._worker_metrics.count_non_finite(model, engine.num_non_finite)
+            engine.num_non_finite = 0
+
+    def drop(self, link: Link) -> None:
+        """Forget the requests of a frontend that is gone."""
+        for engine in self.engines.values():
+            engine.drop(link)
+            self._stand(engine)
+
+    def forget(self, model: str) -> None:
+        """Let a model go that was unloaded: it is not busy."""
+        self.engines.pop(model, None)
+        self._metrics.pop(model, None)
+
+    def _stand(self, engine: Engine) -> None:
+        """Let a model stand for its next step exactly while it has one."""
+        model = engine.runner.card.id
+        if engine.can_run:
+            self._state.stand(model)
+        else:
+            self._state.sit(model)
+        self._metrics[model].publish()
+
+    def _begin(self, model: str, step: Begin) -> None:
+        """A step costs its weights whatever its choices are, and then so much for each token of a prompt."""
+        allowed_ns = self._pace.allowed_ns(_decode(model), 1) + self._pace.allowed_ns(model, step.size.num_prefill)
+        self._announce(allowed_ns, list(step.suspects)[: self._max_suspects])
+
+    def _learn(self, model: str, size: StepSize, took_ns: int) -> None:
+        if size.num_prefill:
+            self._pace.learn(model, size.num_prefill, took_ns)
+        else:
+            self._pace.learn(_decode(model), 1, took_ns)
+
+    def _count_oom(self, model: str, ooms: list[bool]) -> None:
+        """Count a step without memory (whether it cost a request its answer), or the first one that found some again."""
+        count = self._worker_metrics.count_oom
+        for is_lost in ooms:
+            for family in (definitions.OOM_ATTEMPTED, definitions.OOM_CACHE_CLEARS):
+                count(family, model)
+            count(definitions.OOM_FAILED if is_lost else definitions.OOM_SPLITS, model)
+            self._ask_for_memory(model)
+        if any(not is_lost for is_lost in ooms):
+            self._short.add(model)
+        elif model in self._short:
+            self._short.discard(model)
+            count(definitions.OOM_SUCCEEDED, model)
+
+
+def read_task(request: Request, card: ModelCard) -> GenerateTask:
+    """Return the task of a request. Raises BadRequest for one that the model cannot be given, whoever let it pass."""
+    prompt = request.inputs[0]
+    if request.header.num_items != 1 or prompt.dtype != "<i4" or not len(prompt):
+        raise BadRequest("prompt: one sequence of at least one token")
+    try:
+        task = _decoder.decode(request.header.task)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise BadRequest("the request is not one to generate") from error
+    if task.max_tokens < 0:
+        raise BadRequest(f"max_tokens is {task.max_tokens}, but must be at least 0")
+    if task.prompt_logprobs is not None and not 0 <= task.prompt_logprobs <= MAX_PROMPT_LOGPROBS:
+        raise BadRequest(f"prompt_logprobs is {task.prompt_logprobs}, but must be 0 to {MAX_PROMPT_LOGPROBS}")
+    if not 1 <= task.num_choices <= MAX_CHOICES:
+        raise BadRequest(f"n is {task.num_choices}, but must be 1 to {MAX_CHOICES}")
+    # An id outside the vocabulary is an assertion on a GPU, after which the process has no device any more.
+    vocab_size = card.vocab_size or 1 << 31
+    biased = [token_id for token_id, _ in task.sampling.logit_bias]
+    for name, least, most in (
+        ("prompt", int(prompt.min()), int(prompt.max())),
+        ("logit_bias", min(biased, default=0), max(biased, default=0)),
+    ):
+        if least < 0 or most >= vocab_size:
+            wrong = least if least < 0 else most
+            raise BadRequest(f"{name}: token {wrong} is not in the vocabulary of {vocab_size} tokens")
+    return task
+
+
+def _decode(model: str) -> str:
+    return f"{model} decode"

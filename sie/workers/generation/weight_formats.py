@@ -1,0 +1,44 @@
+"""Owns what the settings of a generating model's weights mean on its device, and brings a model into that format."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from sie.values.errors import BadRequest
+from sie.workers.device.device import DtypeSetting, choose_dtype
+from sie.workers.generation.sharing import share_inputs
+from sie.workers.generation.weights import Bits, pack_linears
+
+WeightsSetting = Literal["auto", "float32", "bfloat16", "int8", "int4"]
+
+
+class Format(NamedTuple):
+    """dtype is what the model computes in; bits what its linear layers are packed to, None where torch keeps them."""
+
+    name: str
+    dtype: torch.dtype
+    bits: Bits | None
+
+
+def choose_format(setting: WeightsSetting, dtype_setting: DtypeSetting, device: torch.device) -> Format:
+    """Return the format that `weights` and `dtype` ask for.
+
+    Raises BadRequest for 8 and 4 bits on a GPU, which has no kernels for them here.
+    """
+    is_integer = setting in ("int8", "int4")
+    if is_integer and device.type != "cpu":
+        raise BadRequest(f"weights: {setting} is served on a CPU only; use bfloat16 or float16 on a GPU")
+    dtype = choose_dtype(dtype_setting if setting == "auto" or is_integer else setting, device)
+    if is_integer:
+        return Format(setting, dtype, 8 if setting == "int8" else 4)
+    is_packed = device.type == "cpu" and dtype == torch.bfloat16
+    return Format(str(dtype).removeprefix("torch."), dtype, 16 if is_packed else None)
+
+
+def join_and_pack(model: Any, form: Format) -> None:
+    """Join the linear layers of a float32 model on the CPU and pack them, in place; what is not packed stays float32."""
+    share_inputs(model, torch.arange(1, 5)[None] % model.get_input_embeddings().weight.shape[0])
+    if form.bits is not None:
+        pack_linears(model, form.bits, form.dtype, model.get_output_embeddings())

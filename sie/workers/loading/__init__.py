@@ -1,0 +1,1 @@
+"""Loading of models and adapters on a worker, beside its step loop."""

@@ -1,0 +1,251 @@
+"""Owns the models of one worker: loads them on a thread beside the step loop, one at a time, and lets them go.
+
+A model whose files changed may have a successor staged beside it: loaded, and in use from the next `Load` of its card.
+
+The loop never waits for a load. A finished one waits in a queue and rings an eventfd; `collect` takes it over in the
+loop's own thread, so a model's state changes only between steps.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from sie.ipc.messages import Load, ModelReport, Stage, Staged, Unload, Unstage
+from sie.runtime.logs import get_logger
+from sie.values.card import ModelCard, ModelState
+from sie.values.errors import Internal, SieError, WireError, to_wire
+from sie.workers.device.faults import DeviceLostError, is_out_of_memory, is_sticky
+from sie.workers.device.memory import free_model
+from sie.workers.runners import Runner
+
+_log = get_logger(__name__)
+
+Build = Callable[[ModelCard, Callable[[float, str], None]], Runner]
+"""Returns a ready runner for a card, reporting (fraction, text) on the way."""
+
+
+class Hosted(msgspec.Struct):
+    """One model of this worker. runner is there exactly while state is loaded or unloading.
+
+    is_dismissed: it was asked to go while it loaded, and goes as soon as that has ended.
+    """
+
+    card: ModelCard
+    state: ModelState
+    runner: Runner | None = None
+    is_dismissed: bool = False
+
+
+class _Ended(NamedTuple):
+    """A load that has ended, with one of the two. card is the very object that the load began with."""
+
+    card: ModelCard
+    runner: Runner | None = None
+    error: WireError | None = None
+
+
+class Host:
+    """All models of this worker. Everything but the load itself happens in the loop's thread."""
+
+    def __init__(self, device: str, build: Build, send_report: Callable[[ModelReport | Staged], None]) -> None:
+        self.device = device
+        self._build = build
+        self._send = send_report
+        self._wanted: deque[ModelCard] = deque()
+        self._current: ModelCard | None = None
+        """What the load's thread is at."""
+        self._staging: dict[str, Stage] = {}
+        self._staged: dict[str, _Ended] = {}
+        self._news: queue.SimpleQueue[ModelReport | DeviceLostError | _Ended] = queue.SimpleQueue()
+        self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.models: dict[str, Hosted] = {}
+
+    def apply(self, message: Load | Unload | Stage | Unstage) -> None:
+        """Do what the supervisor says."""
+        match message:
+            case Load(card):
+                self.load(card)
+            case Unload(model):
+                self.start_unload(model)
+            case Stage():
+                self.stage(message)
+            case Unstage(model):
+                self.unstage(model)
+
+    def stage(self, message: Stage) -> None:
+        """Start loading a successor of a model, in place of an earlier one; `Staged` says what became of it."""
+        self.unstage(message.card.id)
+        self._staging[message.card.id] = message
+        self._wanted.append(message.card)
+        self._start_next()
+
+    def unstage(self, model: str) -> None:
+        """Let go what is staged for a model; a load that goes on is let go when it ends."""
+        message = self._staging.pop(model, None)
+        if message is not None:
+            self._wanted = deque(card for card in self._wanted if card is not message.card)
+        if self._staged.pop(model, None) is not None:
+            free_model()
+
+    def load(self, card: ModelCard) -> None:
+        """Start loading a model, unless it is loading or loaded; one that is not freed yet stays instead.
+
+        What was staged with the same card is there at once.
+        """
+        hosted = self.models.get(card.id)
+        if hosted is not None:
+            hosted.is_dismissed = False
+            if hosted.state == "unloading":
+                hosted.state = "loaded"
+                self._send_loaded(hosted)
+            return
+        self.models[card.id] = Hosted(card, "loading")
+        self._send(ModelReport(card.id, "loading", self.device))
+        staged = self._staged.pop(card.id, None)
+        if staged is not None and staged.card == card:
+            self._tell(staged._replace(card=card))
+            return
+        self._wanted.append(card)
+        self._start_next()
+
+    def runner(self, model: str) -> Runner | None:
+        """Return the runner that takes new work for a model, or None while it is not loaded."""
+        hosted = self.models.get(model)
+        return hosted.runner if hosted is not None and hosted.state == "loaded" else None
+
+    def start_unload(self, model: str) -> None:
+        """Take no new work for a model; `finish_unload` frees it once nothing of it waits.
+
+        A load that has not begun is called off; one that has cannot be, and the model goes when it is there.
+        """
+        hosted = self.models.get(model)
+        if hosted is None:
+            return
+        if hosted.state == "loaded":
+            self._begin_unload(hosted)
+        elif any(card is hosted.card for card in self._wanted):
+            self._wanted = deque(card for card in self._wanted if card is not hosted.card)
+            del self.models[model]
+            self._send(ModelReport(model, "available", self.device))
+        else:
+            hosted.is_dismissed = True
+
+    def _begin_unload(self, hosted: Hosted) -> None:
+        hosted.state = "unloading"
+        self._send(ModelReport(hosted.card.id, "unloading", self.device))
+
+    def unloading(self) -> list[str]:
+        """Return the models that `finish_unload` still has to free."""
+        return [name for name, hosted in self.models.items() if hosted.state == "unloading"]
+
+    def finish_unload(self, model: str) -> None:
+        """Free a model."""
+        del self.models[model]
+        free_model()
+        self._send(ModelReport(model, "available", self.device))
+
+    def collect(self) -> list[Hosted]:
+        """Take over finished loads and pass progress on; return the models that are newly loaded.
+
+        Raises DeviceLostError when a load found the device of no more use to this process.
+        """
+        os.eventfd_read(self.event_fd)
+        loaded: list[Hosted] = []
+        while not self._news.empty():
+            news = self._news.get()
+            if isinstance(news, DeviceLostError):
+                raise news
+            if isinstance(news, ModelReport):
+                hosted = self.models.get(news.model)
+                if hosted is not None and hosted.state == "loading":  # else what loads is a successor
+                    self._send(news)
+                continue
+            if news.card is self._current:
+                self._current = None
+            hosted = self._take_over(news)
+            if hosted is not None:
+                loaded.append(hosted)
+        self._start_next()
+        return loaded
+
+    def _take_over(self, ended: _Ended) -> Hosted | None:
+        """Take over the end of a load; return the model that now takes work, if there is one."""
+        model = ended.card.id
+        hosted = self.models.get(model)
+        if hosted is None or hosted.card is not ended.card:
+            self._take_over_staged(ended)
+        elif ended.runner is None:
+            del self.models[model]
+            self._send(ModelReport(model, "failed", self.device, error=ended.error))
+        else:
+            was_dismissed = hosted.is_dismissed
+            hosted = self.models[model] = Hosted(ended.card, "loaded", ended.runner)
+            if not was_dismissed:
+                self._send_loaded(hosted)
+                return hosted
+            self._begin_unload(hosted)
+        return None
+
+    def _take_over_staged(self, ended: _Ended) -> None:
+        message = self._staging.get(ended.card.id)
+        if message is None or message.card is not ended.card:  # it was called off while it loaded
+            free_model()
+            return
+        del self._staging[ended.card.id]
+        if ended.runner is not None:
+            self._staged[ended.card.id] = ended
+        self._send(Staged(message.number, ended.card.id, ended.error))
+
+    def _send_loaded(self, hosted: Hosted) -> None:
+        assert hosted.runner is not None
+        dtype = str(getattr(hosted.runner, "dtype", ""))
+        self._send(ModelReport(hosted.card.id, "loaded", self.device, hosted.runner.memory_bytes, dtype))
+
+    def _start_next(self) -> None:
+        """Start the next load, on a thread that ends with it.
+
+        A thread that stayed would keep its OpenMP team: with more threads than cores libgomp stops to spin, and every
+        step of the loop's own thread took twice as long.
+        """
+        if self._wanted and self._current is None:
+            card = self._current = self._wanted.popleft()
+            try:
+                threading.Thread(target=self._load, args=(card,), name="load", daemon=True).start()
+            except RuntimeError as error:  # a limit on threads
+                _log.error("loading %s failed: %s", card.id, error)
+                self._tell(_Ended(card, error=_load_error(card, error)))
+
+    def _load(self, card: ModelCard) -> None:
+        self._progress(card, 0.0, "starting")
+        try:
+            runner = self._build(card, lambda fraction, text: self._progress(card, fraction, text))
+        except BaseException as error:  # a load must never take the worker's other models with it
+            _log.exception("loading %s failed", card.id)
+            if is_sticky(error):
+                self._tell(DeviceLostError(str(error)))
+                return
+            self._tell(_Ended(card, error=_load_error(card, error)))
+        else:
+            self._tell(_Ended(card, runner))
+
+    def _progress(self, card: ModelCard, fraction: float, text: str) -> None:
+        self._tell(ModelReport(card.id, "loading", self.device, progress=fraction, detail=text))
+
+    def _tell(self, news: ModelReport | DeviceLostError | _Ended) -> None:
+        self._news.put(news)
+        os.eventfd_write(self.event_fd, 1)
+
+
+def _load_error(card: ModelCard, error: BaseException) -> WireError:
+    if isinstance(error, SieError):
+        return to_wire(error)
+    kind = "OOM" if is_out_of_memory(error) else "UNKNOWN"
+    reason = f"{type(error).__name__} while loading; the server's log has the details"
+    return to_wire(Internal(f"Model '{card.id}': {reason}", extras={"error_class": kind}))

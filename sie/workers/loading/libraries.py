@@ -1,0 +1,218 @@
+"""Owns how a card becomes a model of the libraries `gliner` or `gliclass`, which a user installs beside this project.
+
+A missing library is told with the command that installs it. Everything is read from the model's directory: the
+encoder's configuration from the library's own, the tokenizers from their files; nothing is looked for on a hub and no
+code of a checkpoint runs. Runs in a thread beside the step loop.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from sie.catalog.files import refuse
+from sie.catalog.gli import GLINER_CONFIG, LABELS_TOKENIZER
+from sie.config.limits import Limits
+from sie.runtime.logs import get_logger
+from sie.values.card import ModelCard
+from sie.values.errors import ModelLoadFailed
+from sie.values.extract import ExtractTask, Gliclass, Gliner
+from sie.workers.device.device import DtypeSetting, choose_dtype, resolve_device
+from sie.workers.runners.gliclass import GliclassRunner
+from sie.workers.runners.gliner import GlinerRunner
+from sie.workers.stall_notices import reading
+
+_log = get_logger(__name__)
+_INSTALL = {
+    # gliner declares an older transformers than the one it runs with here, so a resolver finds no way.
+    "gliner": "pip install --no-deps gliner",
+    "gliclass": "pip install gliclass",
+}
+_ENCODERS = ("encoder_config", "labels_encoder_config")
+_HALF_FORMATS = (torch.bfloat16, torch.float16)
+
+Built = TypeVar("Built")
+Progress = Callable[[float, str], None]
+"""Takes the fraction that is done, 0 to 1, and what is being done."""
+
+
+def load_gliner(
+    card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress, limits: Limits
+) -> GlinerRunner:
+    """Return a GLiNER model that is ready for its first step.
+
+    Arguments and errors as in `loader.load_encoder`; error_class DEPENDENCY when the library is not installed.
+    limits bound the spans of a window, and the entities between which relations are looked for.
+    """
+    assert isinstance(card.extract, Gliner)
+    device, dtype = resolve_device(device_name), choose_dtype(dtype_setting, resolve_device(device_name))
+    library = _import(card, "gliner")
+    on_progress(0.1, "reading weights")
+    with _faults(card), reading(str(Path(card.directory, "tokenizer.json"))):
+        model = _build_gliner(card, library)
+        _read_weights(card, model.model)
+    model.eval().requires_grad_(requires_grad=False)
+
+    def build(chosen: torch.dtype) -> GlinerRunner:
+        model.model.to(device, chosen)
+        return GlinerRunner(card, model, _name(chosen), limits)
+
+    def probe(runner: GlinerRunner) -> bool:
+        task = ExtractTask(labels=("a",), threshold=0.5)
+        runner.run_extract([np.frombuffer(b"a b", np.uint8)], [task])
+        return True
+
+    return _try_formats(card, build, probe, dtype, on_progress)
+
+
+def load_gliclass(
+    card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress
+) -> GliclassRunner:
+    """Return a GLiClass model that is ready for its first step. Arguments and errors as in `load_gliner`."""
+    rule = card.extract
+    assert isinstance(rule, Gliclass)
+    device, dtype = resolve_device(device_name), choose_dtype(dtype_setting, resolve_device(device_name))
+    library = _import(card, "gliclass")
+    on_progress(0.1, "reading weights")
+    with _faults(card):
+        settings = _settings(card, "config.json")
+        settings.update(encoder_model=card.directory, encoder_model_name=card.directory)
+        model, report = library.GLiClassModel.from_pretrained(
+            card.directory,
+            config=library.GLiClassModelConfig(**settings),
+            dtype=torch.float32,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    _check_weights(card, sorted(report["missing_keys"]), sorted(map(str, report["mismatched_keys"])))
+    model.eval().requires_grad_(requires_grad=False)
+
+    def build(chosen: torch.dtype) -> GliclassRunner:
+        model.to(device, chosen)
+        return GliclassRunner(card, model, device, _name(chosen))
+
+    def probe(runner: GliclassRunner) -> bool:
+        return bool(np.isfinite(runner.run_token_logits([np.array([rule.label_token_id] * 2, np.int32)])[0]).all())
+
+    return _try_formats(card, build, probe, dtype, on_progress)
+
+
+def _try_formats(
+    card: ModelCard,
+    build: Callable[[torch.dtype], Built],
+    probe: Callable[[Built], bool],
+    dtype: torch.dtype,
+    on_progress: Progress,
+) -> Built:
+    """Return what build makes in the wanted number format, in float32 if the probe fails in a 16-bit one.
+
+    The libraries were written for float32; parts of some models have no kernel in 16 bits. Raises ModelLoadFailed when
+    the probe fails in float32 as well.
+    """
+    for chosen in dict.fromkeys((dtype, torch.float32)):
+        on_progress(0.7, f"trying the model in {_name(chosen)}")
+        try:
+            built = build(chosen)
+            if probe(built):
+                on_progress(1.0, f"in {_name(chosen)}")
+                return built
+            reason = "its logits are not finite"
+        except torch.OutOfMemoryError:
+            raise  # says nothing about the model
+        except Exception as error:  # whatever a library raises on a model that it cannot run
+            reason = f"{type(error).__name__}: {error}"
+        if chosen in _HALF_FORMATS:
+            _log.warning("%s does not run in %s (%s); float32 instead", card.id, _name(chosen), reason)
+    raise refuse(card.id, f"the library cannot run it: {reason}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _import(card: ModelCard, name: str) -> Any:
+    """Return a library. Raises ModelLoadFailed DEPENDENCY when it is not installed, or cannot be imported."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise refuse(card.id, f"it needs the library {name}: `{_INSTALL[name]}` ({error})", "DEPENDENCY") from error
+
+
+def _build_gliner(card: ModelCard, library: Any) -> Any:
+    """Return the library's model with weights that are not read yet, and the directory's tokenizers."""
+    settings = _settings(card, GLINER_CONFIG)
+    settings["model_name"] = card.directory
+    apart: dict[str, Any] = {}
+    if settings.get("labels_encoder") is not None:
+        folder = str(Path(card.directory, LABELS_TOKENIZER))
+        settings["labels_encoder"] = folder
+        apart["labels_tokenizer"] = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tokens that the tokenizer lacks, which some published models do
+        return library.GLiNER.from_config(
+            settings, backbone_from_pretrained=False, map_location="cpu", local_files_only=True, **apart
+        )
+
+
+def _settings(card: ModelCard, name: str) -> dict[str, Any]:
+    """Return a library's settings without what would change the format that a new model is built in.
+
+    `dtype` in an encoder's configuration would become torch's default, for the whole process, while it is built.
+    """
+    settings: dict[str, Any] = msgspec.json.decode(Path(card.directory, name).read_bytes())
+    for part in (settings, *(settings[key] for key in _ENCODERS if isinstance(settings.get(key), dict))):
+        for key in ("dtype", "torch_dtype"):
+            part.pop(key, None)
+    return settings
+
+
+def _read_weights(card: ModelCard, model: torch.nn.Module) -> None:
+    """Load a module's weights from safetensors. Raises ModelLoadFailed when some are missing."""
+    weights = load_file(Path(card.directory, "model.safetensors"))
+    own = model.state_dict()
+    shared: dict[int, list[str]] = {}
+    for name, weight in own.items():
+        shared.setdefault(weight.data_ptr(), []).append(name)
+    # What several modules share is saved once, under one of its names.
+    for names in shared.values():
+        saved = next((name for name in names if name in weights), None)
+        weights.update({name: weights[saved] for name in names if saved is not None and name not in weights})
+    wrong = sorted(name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape)
+    _check_weights(card, sorted(own.keys() - weights.keys()), wrong)
+    model.load_state_dict({name: weights[name] for name in own})
+
+
+def _check_weights(card: ModelCard, missing: list[str], wrong: list[str]) -> None:
+    if missing or wrong:
+        some = ", ".join((missing + wrong)[:5])
+        raise refuse(card.id, f"{len(missing) + len(wrong)} weights are missing or of the wrong shape: {some}")
+
+
+@contextmanager
+def _faults(card: ModelCard) -> Iterator[None]:
+    """Turn what a damaged file or a configuration that the library cannot read raises into ModelLoadFailed."""
+    try:
+        yield
+    except ModelLoadFailed:
+        raise
+    except OSError as error:
+        raise refuse(card.id, str(error), "STORAGE") from error
+    except SafetensorError as error:
+        raise refuse(card.id, f"its safetensors file is damaged: {error}", "STORAGE") from error
+    except (ImportError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise refuse(card.id, f"the library cannot build it: {type(error).__name__}: {error}") from error

@@ -1,0 +1,335 @@
+"""Owns how a card becomes an encoder, a scorer, a classifier or a generator: weights from their files, the proof that they
+run packed or paged, progress on the way.
+
+Runs in a thread beside the step loop. The only import of transformers in a worker is behind this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from sie.catalog.architecture import (
+    causal_class,
+    classifier_class,
+    detector_class,
+    dual_encoder_class,
+    entailment_class,
+    masked_lm_class,
+    read_model_config,
+    text_encoder_class,
+    token_classifier_class,
+)
+from sie.catalog.files import open_checkpoint, refuse
+from sie.catalog.gguf_reader import WeightsReader, reading_with
+from sie.config.generation import Generation
+from sie.values.card import ModelCard
+from sie.values.errors import BadRequest
+from sie.values.extract import Detection, TokenClassification
+from sie.workers.device.device import DtypeSetting, choose_dtype, resolve_device
+from sie.workers.generation.fused import fuse_layers
+from sie.workers.generation.norms import compile_norms
+from sie.workers.generation.one_row import choose_products
+from sie.workers.generation.paging import make_pageable
+from sie.workers.generation.runner import TextGenerator
+from sie.workers.generation.weight_formats import choose_format, join_and_pack
+from sie.workers.packed.probe import choose_execution, choose_scoring, choose_token_classification
+from sie.workers.runners.classify import PairClassifyRunner, TokenClassifyRunner, TokenModel
+from sie.workers.runners.dual import DualRunner, build_dual_runner
+from sie.workers.runners.encode import Backbone, EncodeRunner, Execution
+from sie.workers.runners.encoder_formats import (
+    EncoderFormat,
+    choose_encoder_format,
+    round_encoder,
+    warn_without_kernels,
+)
+from sie.workers.runners.grounding import GroundingRunner, build_grounding_runner
+from sie.workers.runners.head import Head, build_activation
+from sie.workers.runners.outputs import Heads, OutputsRunner
+from sie.workers.runners.owl import FLOAT32_HEADS, OwlRunner, build_owl_runner
+from sie.workers.runners.score import ScoreModel, ScoreRunner
+from sie.workers.runners.splade import LanguageHead, LexicalHead, SparseHead, SpladeHead, StaticTable, take_head
+from sie.workers.runners.tokens import QueryExpansion, TokenHead
+from sie.workers.stall_notices import read_tokenizer
+
+Progress = Callable[[float, str], None]
+"""Takes the fraction that is done, 0 to 1, and what is being done."""
+ChooseClass = Callable[[str, PretrainedConfig], type[Any]]
+
+
+def load_encoder(
+    card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress
+) -> EncodeRunner | OutputsRunner:
+    """Return an encoder that is ready for its first step. device_name as in `device.resolve_device`.
+
+    Raises ModelLoadFailed, with `error_class` CONFIG for a checkpoint that can never be served and STORAGE for one
+    whose files are damaged or gone; BadRequest for a device or dtype that is not there, or weights that it has not.
+    """
+    device = resolve_device(device_name)
+    form = choose_encoder_format(card.encoder_weights, dtype_setting, device)
+    on_progress(0.1, "reading weights")
+    language_head = None
+    with _storage_faults(card):
+        if card.sparse is not None and card.sparse.kind == "splade":
+            model, language_head = take_head(card.id, _read_model(card, masked_lm_class))
+        else:
+            model = _read_model(card, text_encoder_class, unused="pooler.")
+        heads = _build_heads(card, language_head, device)
+    if language_head is not None:
+        _convert(language_head.model, form.dtype, device)
+    _convert_encoder(card.id, model, form, device, on_progress)
+    backbone = Backbone(model, device)
+    execution = choose_execution(card.id, backbone)
+    warn_without_kernels(card.id, backbone)
+    on_progress(1.0, "packed" if execution.packed else "in rectangles of equal length")
+    if heads.dense is not None and card.outputs == ("dense",):
+        return EncodeRunner(card, backbone, heads.dense, execution, form.name)
+    return OutputsRunner(card, backbone, heads, execution, form.name)
+
+
+def _build_heads(card: ModelCard, language_head: LanguageHead | None, device: torch.device) -> Heads:
+    """Build what the card's outputs need beside the transformer."""
+    sparse: SparseHead | None = None
+    if card.sparse is not None:
+        if language_head is not None:
+            sparse = SpladeHead(card.sparse, language_head, card.dims["sparse"])
+        else:
+            sparse = LexicalHead(card.sparse, _special_ids(card), device)
+    expansion = None
+    if card.late is not None and card.late.expand_to:
+        expansion = QueryExpansion(card.id, card.late, read_tokenizer(card.tokenizer_file))
+    return Heads(
+        dense=Head(card.id, card.pipeline, device) if "dense" in card.outputs else None,
+        sparse=sparse,
+        multivector=TokenHead(card, device) if card.late is not None else None,
+        expansion=expansion,
+        static_queries=StaticTable(card.static_queries.weights_file) if card.static_queries is not None else None,
+    )
+
+
+def _special_ids(card: ModelCard) -> list[int]:
+    """Return the ids that have no lexical weight: begin, end, padding and unknown, as far as there are any."""
+    names = ("bos_token", "cls_token", "eos_token", "sep_token", "pad_token", "unk_token")
+    tokenizer = read_tokenizer(card.tokenizer_file)
+    settings = open_checkpoint(card.id, card.directory).read_object("tokenizer_config.json")
+    tokens = (settings.get(name) for name in names)
+    ids = (tokenizer.token_to_id(token["content"] if isinstance(token, dict) else token) for token in tokens if token)
+    return [token_id for token_id in ids if token_id is not None]
+
+
+def load_scorer(card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress) -> ScoreRunner:
+    """Return a model that scores pairs, ready for its first step. Arguments and errors as in `load_encoder`."""
+    rule = card.score
+    assert rule is not None
+    device = resolve_device(device_name)
+    form = choose_encoder_format(card.encoder_weights, dtype_setting, device)
+    on_progress(0.1, "reading weights")
+    with _storage_faults(card):
+        model = _read_model(card, classifier_class if rule.true_token_id is None else causal_class)
+    activation = build_activation(card.id, rule.activation)
+    _convert_encoder(card.id, model, form, device, on_progress)
+    scorer = ScoreModel(model, device, rule)
+    execution, view = choose_scoring(card.id, scorer)
+    warn_without_kernels(card.id, scorer.backbone)
+    on_progress(1.0, "packed" if execution.packed else "in rectangles of equal length")
+    return ScoreRunner(card, scorer, activation, execution=execution, view=view, dtype=form.name)
+
+
+def load_dual_encoder(
+    card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress
+) -> DualRunner:
+    """Return a model of texts and images, ready for its first step. Arguments and errors as in `load_encoder`."""
+    device = resolve_device(device_name)
+    dtype = choose_dtype(dtype_setting, device)
+    dtype_name = str(dtype).removeprefix("torch.")
+    on_progress(0.1, "reading weights")
+    with _storage_faults(card):
+        model = _read_model(card, dual_encoder_class)
+    on_progress(0.6, f"converting weights to {dtype_name} on {device}")
+    _convert(model, dtype, device)
+    on_progress(0.8, "comparing packed with single sequences")
+    runner = build_dual_runner(card, model, device, dtype_name)
+    on_progress(1.0, "texts packed" if runner.execution.packed else "texts in rectangles of equal length")
+    return runner
+
+
+def load_extractor(
+    card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress
+) -> TokenClassifyRunner | PairClassifyRunner:
+    """Return a model that classifies tokens or pairs, ready for its first step. Arguments, errors: `load_encoder`."""
+    device = resolve_device(device_name)
+    form = choose_encoder_format(card.encoder_weights, dtype_setting, device)
+    is_tokens = isinstance(card.extract, TokenClassification)
+    on_progress(0.1, "reading weights")
+    with _storage_faults(card):
+        model = _read_model(card, token_classifier_class if is_tokens else entailment_class)
+    _convert_encoder(card.id, model, form, device, on_progress)
+    if is_tokens:
+        tokens = TokenModel(model, device)
+        execution, whole = choose_token_classification(card.id, tokens)
+        runner = TokenClassifyRunner(card, tokens, execution=execution, whole=whole, dtype=form.name)
+    else:
+        pairs = ScoreModel(model, device, None)
+        # An encoder and a decoder share nothing that could be packed, and the head reads only a sequence's own end.
+        is_one = not model.config.is_encoder_decoder
+        execution, view = choose_scoring(card.id, pairs) if is_one else (Execution(packed=False), "model")
+        runner = PairClassifyRunner(card, pairs, execution=execution, view=view, dtype=form.name)
+    warn_without_kernels(card.id, tokens.backbone if is_tokens else pairs.backbone)
+    on_progress(1.0, "packed" if runner.execution.packed else "in rectangles of equal length")
+    return runner
+
+
+def load_detector(
+    card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress
+) -> OwlRunner | GroundingRunner:
+    """Return a model that finds things in images, ready for its first step. Arguments and errors: `load_encoder`.
+
+    Grounding DINO computes in float32 whatever dtype_setting says.
+    """
+    assert isinstance(card.extract, Detection)
+    device = resolve_device(device_name)
+    is_owl = card.extract.family != "grounding-dino"
+    dtype = choose_dtype(dtype_setting, device) if is_owl else torch.float32
+    dtype_name = str(dtype).removeprefix("torch.")
+    on_progress(0.1, "reading weights")
+    with _storage_faults(card):
+        model: Any = _read_model(card, detector_class)
+    on_progress(0.6, f"converting weights to {dtype_name} on {device}")
+    if is_owl:
+        model._keep_in_fp32_modules_strict = FLOAT32_HEADS
+    _convert(model, dtype, device)
+    on_progress(0.8, "looking at a grey image")
+    runner = (
+        build_owl_runner(card, model, device, dtype_name) if is_owl else build_grounding_runner(card, model, device)
+    )
+    on_progress(1.0, f"in {dtype_name}")
+    return runner
+
+
+def load_generator(
+    card: ModelCard, device_name: str, dtype_setting: DtypeSetting, settings: Generation, on_progress: Progress
+) -> TextGenerator:
+    """Return a model that generates text, ready for its first step. Arguments and errors as in `load_encoder`.
+
+    Raises ModelLoadFailed by name for a model whose layers cannot keep their keys and values in blocks.
+    """
+    device = resolve_device(device_name)
+    form = choose_format(settings.weights, dtype_setting, device)
+    assert card.generate is not None
+    on_progress(0.1, "reading weights")
+    with _storage_faults(card):
+        model = _read_gguf(card) if card.generate.gguf_file else _read_model(card, causal_class)
+    on_progress(0.6, f"converting weights to {form.name} on {device}")
+    join_and_pack(model, form)
+    _convert(model, form.dtype, device)
+    if device.type == "cpu":
+        compile_norms(model, form.dtype)
+    else:
+        fuse_layers(model)
+        choose_products(model)
+    on_progress(0.8, "comparing paged with whole sequences")
+    runner = make_pageable(card, model, device, settings, form.name)
+    on_progress(0.9, "reading the vocabulary for grammars")
+    with suppress(BadRequest):  # whoever asks for a grammar will hear it
+        runner.prepare_grammars()
+    on_progress(1.0, f"{runner.num_blocks} blocks of {runner.block_tokens} tokens")
+    return runner
+
+
+@contextmanager
+def _storage_faults(card: ModelCard) -> Iterator[None]:
+    """Turn what reading a damaged or missing file raises into ModelLoadFailed."""
+    try:
+        yield
+    except OSError as error:
+        raise refuse(card.id, str(error), "STORAGE") from error
+    except SafetensorError as error:
+        raise refuse(card.id, f"its safetensors file is damaged: {error}", "STORAGE") from error
+
+
+def _read_model(card: ModelCard, choose_class: ChooseClass, unused: str | None = None) -> PreTrainedModel:
+    """Build the transformer on the CPU in float32.
+
+    choose_class picks the auto class for a configuration. In float32 because from_pretrained sets torch's default
+    dtype, for the whole process, to what it is asked for: with any other one, a step that runs meanwhile would compute
+    in the wrong format.
+    """
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    config = read_model_config(card.id, card.directory)
+    config.use_cache = False  # a decoder would keep keys and values that nobody reads
+    model, report = choose_class(card.id, config).from_pretrained(
+        card.directory,
+        config=config,
+        dtype=torch.float32,
+        use_safetensors=True,
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    _check_complete(card, report, unused)
+    return model.eval().requires_grad_(False)
+
+
+def _read_gguf(card: ModelCard) -> PreTrainedModel:
+    """Build the model of a GGUF file on the CPU in float32, its weights dequantised; as `_read_model`."""
+    assert card.generate is not None
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    path = Path(card.generate.gguf_file)
+    auto: Any = AutoModelForCausalLM
+    try:
+        with reading_with(WeightsReader):
+            model, report = auto.from_pretrained(
+                str(path.parent),
+                gguf_file=path.name,
+                dtype=torch.float32,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except (ValueError, KeyError, NotImplementedError) as error:
+        raise refuse(card.id, f"transformers cannot read this GGUF file: {error}") from error
+    model.config.use_cache = False
+    _check_complete(card, report)
+    return model.eval().requires_grad_(False)
+
+
+def _check_complete(card: ModelCard, report: dict[str, Any], unused: str | None = None) -> None:
+    """Refuse weights that transformers had to make up: it only warns. unused begins the names of those nobody reads."""
+    missing = sorted(name for name in report["missing_keys"] if unused is None or not name.startswith(unused))
+    wrong = sorted(str(key) for key in report["mismatched_keys"])
+    if missing or wrong:
+        some = ", ".join((missing + wrong)[:5])
+        raise refuse(card.id, f"{len(missing) + len(wrong)} weights are missing or of the wrong shape: {some}")
+
+
+def _convert_encoder(
+    model_id: str, model: PreTrainedModel, form: EncoderFormat, device: torch.device, on_progress: Progress
+) -> None:
+    """Bring a model that reads its input once to its format and device, ready to be looked at."""
+    on_progress(0.6, f"converting weights to {form.name} on {device}")
+    round_encoder(model_id, model, form)
+    _convert(model, form.dtype, device)
+    on_progress(0.8, "comparing packed with single sequences")
+
+
+def _convert(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
+    """Move the model and convert its weights.
+
+    Its buffers stay as they are (rotary frequencies lose too much in 16 bits), and so do the weights that the
+    architecture itself wants kept in float32.
+    """
+    kept = set(model._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        kept |= set(model._keep_in_fp32_modules or ())
+    for name, weight in model.named_parameters():
+        if not kept.intersection(name.split(".")):
+            weight.data = weight.data.to(device, dtype)
+    model.config.dtype = dtype
+    torch.nn.Module.to(model, device)

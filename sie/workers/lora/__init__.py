@@ -1,0 +1,1 @@
+"""LoRA adapters inside a model: their weights and the layers that apply them."""

@@ -1,0 +1,1 @@
+"""Requests on a worker: read from their extents, filled row by row, and replied to."""

@@ -1,0 +1,114 @@
+"""Owns the step from a runner's outputs to what each request asked for: its own dtype, width and normalisation.
+
+Pure. Requests that want the same are finished at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from sie.shm.extent_headers import WorkHeader
+from sie.values.card import ModelCard
+from sie.values.errors import NonFinite
+from sie.workers.requests.quantise import check_scores, finish_rows
+from sie.workers.runners import StepOutputs
+
+_to_msgpack = msgspec.msgpack.Encoder().encode
+
+
+class Finished(NamedTuple):
+    """Rows of one output that are ready: row `place` belongs to item members[place] of the step."""
+
+    members: list[int]
+    rows: NDArray[np.generic]
+
+
+def finish_rows_of(card: ModelCard, wants: Sequence[WorkHeader], outputs: StepOutputs) -> list[Finished]:
+    """Finish what has rows of a fixed size: scores, or dense vectors. Raises NonFinite."""
+    if outputs.logits is not None:
+        _check_finite(card, outputs.logits)
+        return [Finished(list(range(len(wants))), outputs.logits)]
+    if outputs.scores is not None:
+        check_scores(card.id, outputs.scores)
+        return [Finished(list(range(len(wants))), outputs.scores)]
+    return [] if outputs.dense is None else finish_dense(card, wants, outputs.dense)
+
+
+def finish_dense(card: ModelCard, wants: Sequence[WorkHeader], rows: NDArray[np.float32]) -> list[Finished]:
+    """Finish dense rows (n, d), one for each item of the step; items that want none are left out."""
+    finished: list[Finished] = []
+    for (normalize, truncate_dim, output_dtype), members in _alike(wants, "dense"):
+        own = rows if len(members) == len(rows) else rows[members]
+        done = finish_rows(own, normalize=normalize if normalize is not None else card.normalize,
+                           truncate_dim=truncate_dim, output_dtype=output_dtype)  # fmt: skip
+        finished.append(Finished(members, done))
+    return finished
+
+
+def finish_ragged(
+    card: ModelCard, wants: Sequence[WorkHeader], outputs: StepOutputs
+) -> Iterator[tuple[int, str, tuple[NDArray[Any], ...]]]:
+    """Yield (item, output, arrays) of every output of unknown size that an item of the step wants."""
+    if outputs.sparse is not None:
+        for item, want in enumerate(wants):
+            entries = outputs.sparse[item]
+            if entries is not None and "sparse" in want.output_types:
+                yield item, "sparse", finish_sparse(*entries, want.output_dtype)
+    if outputs.multivector is not None:
+        yield from _finish_multivector(card, wants, outputs.multivector)
+    for item, extraction in enumerate(outputs.extract or ()):
+        yield item, "extract", (np.frombuffer(_to_msgpack(extraction), np.uint8),)
+    for item, logits in enumerate(outputs.token_logits or ()):
+        _check_finite(card, logits)
+        yield item, "token_logits", (logits,)
+    for item, boxes in enumerate(outputs.boxes or ()):
+        _check_finite(card, boxes)
+        yield item, "boxes", (boxes,)
+
+
+def _check_finite(card: ModelCard, logits: NDArray[np.float32]) -> None:
+    if not np.isfinite(logits).all():
+        raise NonFinite(f"Model '{card.id}' produced non-finite logits")
+
+
+def finish_sparse(
+    indices: NDArray[np.int32], values: NDArray[np.float32], output_dtype: str
+) -> tuple[NDArray[np.int32], NDArray[np.generic]]:
+    """Return the entries with their values in float16 if that was asked for, else as they are: never below float16.
+
+    A weight over float16's range becomes its largest value, not infinity. Source: SIE API reference, section 5.
+    """
+    if output_dtype != "float16":
+        return indices, values
+    return indices, np.minimum(values, np.finfo(np.float16).max).astype(np.float16)
+
+
+def _finish_multivector(
+    card: ModelCard, wants: Sequence[WorkHeader], vectors: Sequence[NDArray[np.float32] | None]
+) -> Iterator[tuple[int, str, tuple[NDArray[Any], ...]]]:
+    """Quantise row by row, all rows of alike requests at once."""
+    for (normalize, _, output_dtype), members in _alike(wants, "multivector"):
+        parts = [vectors[item] for item in members]
+        own = [part for part in parts if part is not None]
+        assert len(own) == len(members), "a runner left a wanted output out"
+        default = card.late is None or card.late.normalize
+        wanted = default if normalize is None else normalize
+        done = finish_rows(np.concatenate(own), normalize=wanted, output_dtype=output_dtype)
+        start = 0
+        for item, part in zip(members, own, strict=True):
+            yield item, "multivector", (done[start : start + len(part)],)
+            start += len(part)
+
+
+def _alike(wants: Sequence[WorkHeader], output: str) -> Iterable[tuple[tuple[bool | None, int | None, str], list[int]]]:
+    """Return the items that want an output, grouped by what it is to look like."""
+    groups: dict[tuple[bool | None, int | None, str], list[int]] = {}
+    for item, want in enumerate(wants):
+        if output in want.output_types:
+            groups.setdefault((want.normalize, want.truncate_dim, want.output_dtype), []).append(item)
+    return groups.items()

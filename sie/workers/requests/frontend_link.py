@@ -1,0 +1,147 @@
+"""Owns the worker's end of one attachment: the frontend's requests in, this worker's reply memory out."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Callable
+
+from sie.config.settings import Settings
+from sie.ipc.messages import Attach
+from sie.runtime import failpoints
+from sie.shm.attach import Attachment, PendingAttachment
+from sie.shm.large import LargeBudget
+from sie.shm.layout import TOKENS, Descriptor, ProtocolError
+from sie.shm.pool import Lease
+from sie.shm.space import OutboundSpace
+
+
+class JoiningFrontend:
+    """A frontend that has our offer and whose own has not come yet; the step loop goes on meanwhile."""
+
+    def __init__(self, message: Attach, fds: list[int], settings: Settings, budget: LargeBudget) -> None:
+        """Create the reply memory and send our offer. Raises OSError or ReservationError."""
+        self.slot = message.peer_slot
+        self.pidfd = fds[1]
+        memory = settings.memory
+        self._space = OutboundSpace.create(
+            f"reply-{self.slot}", memory.reply_segment_bytes, budget, large_extent_bytes=memory.large_extent_bytes
+        )
+        try:
+            sock = socket.socket(fileno=fds[0])
+            self._pending = PendingAttachment(sock, fds[1], message.generation, self._space, memory.ring_capacity)
+        except BaseException:
+            self._space.close()
+            raise
+        self.sock_fd = self._pending.sock_fd
+
+    def try_finish(self) -> FrontendLink | None:
+        """Return the link, or None while the frontend's offer is not there.
+
+        Raises OSError or ProtocolError when it never will be; everything is closed then.
+        """
+        try:
+            attachment = self._pending.try_finish()
+        except BaseException:
+            self._space.close()
+            raise
+        return None if attachment is None else FrontendLink(self.slot, attachment, self._space)
+
+    def close(self) -> None:
+        """Give up: the frontend is dead, or another has its slot."""
+        self._pending.close()
+        self._space.close()
+
+
+class FrontendLink:
+    """One frontend, as the step loop sees it."""
+
+    def __init__(self, slot: int, attachment: Attachment, space: OutboundSpace) -> None:
+        """Take over both; `JoiningFrontend` makes them."""
+        self.slot = slot
+        self.attachment = attachment
+        self._space = space
+        self._unsent: deque[tuple[int, int, Lease | None, int]] = deque()
+        self._put_off: deque[Callable[[], bool]] = deque()
+        self._fault: Exception | None = None
+
+    @property
+    def num_leased(self) -> int:
+        """Reply extents that the frontend has not given back."""
+        return self._space.num_leased
+
+    def view(self, descriptor: Descriptor) -> memoryview:
+        """Return the read-only extent that a descriptor names. Raises ProtocolError."""
+        return self.attachment.view(descriptor)
+
+    def lease(self, nbytes: int) -> Lease | None:
+        """Return room for a reply, or None when there is none now."""
+        return self._space.lease(nbytes)
+
+    def reply(self, kind: int, request_id: int, lease: Lease | None, length: int) -> None:
+        """Send a terminal descriptor with the next `flush`, which the loop calls once for all replies of a step."""
+        self._unsent.append((kind, request_id, lease, length))
+
+    def try_tokens(self, lease: Lease, length: int) -> bool:
+        """Send tokens; False, with the lease ended, when there is no credit now, or earlier replies wait for some."""
+        try:
+            if self._unsent or not self.attachment.push(TOKENS, 0, 0, lease.address, length):
+                lease.end()
+                return False
+        except (ConnectionError, ProtocolError) as error:
+            self._fault = error
+            return True
+        lease.hand_over(0)
+        return True
+
+    def put_off(self, try_send: Callable[[], bool]) -> None:
+        """Keep what had no room; `retry` and `release` try it again, in order."""
+        self._put_off.append(try_send)
+
+    def retry(self) -> None:
+        """Send what was put off, as far as there is room now."""
+        while self._put_off and self._put_off[0]():
+            self._put_off.popleft()
+
+    def flush(self) -> bool:
+        """Send the replies; return whether none waits any more: without credit they do, for the next release.
+
+        A frontend that cannot be sent to has gone or is broken: its replies are dropped, and `check` says so.
+        """
+        unsent = self._unsent
+        if not unsent:
+            return True
+        stage = self.attachment.stage
+        num_staged = 0
+        try:
+            while unsent:
+                kind, request_id, lease, length = unsent[0]
+                if not stage(kind, 0, request_id, lease.address if lease else 0, length):
+                    break
+                if lease is not None:
+                    lease.hand_over(request_id)
+                unsent.popleft()
+                num_staged += 1
+            self.attachment.publish()
+        except (ConnectionError, ProtocolError) as error:
+            self._fault = error
+            unsent.clear()
+        for _ in range(num_staged):
+            failpoints.reach("worker.after_reply")
+        return not unsent
+
+    def check(self) -> None:
+        """Raise ProtocolError when a reply could not be sent."""
+        if self._fault is not None:
+            raise ProtocolError(f"a reply could not be sent: {self._fault}") from self._fault
+
+    def release(self, descriptor: Descriptor) -> None:
+        """End the lease on a reply that the frontend has read. Raises ProtocolError for one it never had."""
+        self._space.end_released(descriptor.offset)
+        if self._put_off:
+            self.retry()
+
+    def close(self) -> None:
+        """Unmap the frontend's memory and free ours; only when its process is dead or has detached."""
+        self.attachment.close()
+        self._space.close()

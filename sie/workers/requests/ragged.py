@@ -1,0 +1,121 @@
+"""Owns replies whose size is known only when they are whole: sparse vectors, vectors of tokens, and what was extracted.
+
+Each item's arrays are kept in this process until the last one is there; then the reply's extent is leased and written.
+What all requests of a worker keep together is bounded. Layout: `sie.shm.extent_headers.ReplyHeader`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from sie.shm.extent import ArrayPlan, array_view, plan_arrays
+from sie.shm.extent_headers import ReplyHeader
+from sie.values.errors import BadRequest, Overloaded
+
+RAGGED_OUTPUTS = frozenset(("sparse", "multivector", "extract", "token_logits", "boxes"))
+_RETRY_S = 5
+_ARRAYS = {
+    "dense": ("dense",),
+    "sparse": ("sparse_indices", "sparse_values"),
+    "multivector": ("multivector",),
+    "extract": ("extract",),
+    "token_logits": ("token_logits",),
+    "boxes": ("boxes",),
+}
+"""The names of an output's arrays, in the order in which `RaggedReply.keep` gets them."""
+_encoder = msgspec.msgpack.Encoder()
+
+
+class KeptBytes:
+    """How many bytes of outputs this worker keeps, of how many it may."""
+
+    __slots__ = ("max_bytes", "used_bytes")
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.used_bytes = 0
+
+    def take(self, nbytes: int) -> None:
+        """Count nbytes more. Raises Overloaded RESOURCE_EXHAUSTED, having counted nothing, when they are too many."""
+        if self.used_bytes + nbytes > self.max_bytes:
+            raise Overloaded(
+                "replies that wait for room hold max_pending_reply_bytes",
+                code="RESOURCE_EXHAUSTED",
+                retry_after_s=_RETRY_S,
+            )
+        self.used_bytes += nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        """Count nbytes less."""
+        self.used_bytes -= nbytes
+
+
+class RaggedReply:
+    """What is there of one request's reply."""
+
+    __slots__ = ("_arrays", "_kept", "_max_reply_bytes", "_nbytes")
+
+    def __init__(self, num_items: int, output_types: tuple[str, ...], kept: KeptBytes, max_reply_bytes: int) -> None:
+        self._kept = kept
+        self._max_reply_bytes = max_reply_bytes
+        self._nbytes = 0
+        self._arrays: dict[str, list[NDArray[Any]]] = {
+            name: [_NOTHING] * num_items for output in output_types for name in _ARRAYS[output]
+        }
+
+    def keep(self, output: str, index: int, arrays: tuple[NDArray[Any], ...]) -> None:
+        """Keep copies of one item's arrays of one output: (row,), (indices, values) or (rows,).
+
+        Raises BadRequest when the reply gets too large, Overloaded when the worker keeps too much already.
+        """
+        nbytes = sum(array.nbytes for array in arrays)
+        if self._nbytes + nbytes > self._max_reply_bytes:
+            raise BadRequest(f"The reply would hold over max_reply_bytes ({self._max_reply_bytes}); split the request")
+        self._kept.take(nbytes)
+        self._nbytes += nbytes
+        for name, array in zip(_ARRAYS[output], arrays, strict=True):
+            self._arrays[name][index] = array.copy()  # a view would keep the whole step's memory
+
+    def plan(self) -> tuple[bytes, ArrayPlan]:
+        """Return the header of the whole reply and where its arrays lie; `times` comes first."""
+        shapes: list[tuple[str, str, tuple[int, ...]]] = [("times", "<i8", (3,))]
+        for name, items in self._arrays.items():
+            total = sum(map(len, items))
+            if name == "dense":
+                shapes.append((name, items[0].dtype.str, (len(items), len(items[0]))))
+                continue
+            if name != "sparse_values":  # it shares the offsets of sparse_indices
+                shapes.append((_offsets_of(name), "<i4", (len(items) + 1,)))
+            shapes.append((name, items[0].dtype.str, (total, *items[0].shape[1:])))
+        plan = plan_arrays(shapes)
+        return _encoder.encode(ReplyHeader(plan.refs)), plan
+
+    def write(self, payload: memoryview, plan: ArrayPlan) -> None:
+        """Write every array but `times` to its place."""
+        targets = {ref.name: array_view(payload, ref) for ref in plan.refs}
+        for name, items in self._arrays.items():
+            if name == "dense":
+                np.stack(items, out=targets[name])
+                continue
+            np.concatenate(items, out=targets[name])
+            if name != "sparse_values":
+                offsets = targets[_offsets_of(name)]
+                offsets[0] = 0
+                np.cumsum([len(item) for item in items], out=offsets[1:])
+
+    def close(self) -> None:
+        """Let everything go; a second time does nothing."""
+        self._kept.give_back(self._nbytes)
+        self._nbytes = 0
+        self._arrays = {}
+
+
+_NOTHING: NDArray[Any] = np.empty(0)
+
+
+def _offsets_of(name: str) -> str:
+    return "sparse_offsets" if name == "sparse_indices" else f"{name}_offsets"

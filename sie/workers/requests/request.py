@@ -1,0 +1,400 @@
+"""Owns a request's life in the worker: read from its extent, given a reply extent, filled row by row, answered.
+
+A reply of fixed size is leased before the first step and filled in place. One with outputs of unknown size is kept by
+`sie.workers.requests.ragged` until it is whole, and may then wait for room. A request gets exactly one terminal descriptor: REPLY,
+or ERROR (with length 0 when its client cancelled it).
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, Final, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from sie.runtime import failpoints
+from sie.shm.extent import (
+    array_view,
+    begin_extent,
+    decode_header,
+    extent_bytes,
+    is_cancelled,
+    is_stopped,
+    plan_arrays,
+    split_extent,
+)
+from sie.shm.extent_headers import ArrayRef, ReplyHeader, WorkHeader
+from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
+from sie.shm.pool import Lease
+from sie.values.errors import SieError, to_wire
+from sie.workers.requests.ragged import RAGGED_OUTPUTS, KeptBytes, RaggedReply
+from sie.workers.requests.readers import Reader, reader_of
+from sie.workers.requests.tensors import KeptTensors, OutputTensor, read_tensors
+from sie.workers.runners import Comparison, ImageItem, Pair, SearchedImage
+
+_decoder = msgspec.msgpack.Decoder(WorkHeader)
+_encoder = msgspec.msgpack.Encoder()
+_TIMES: Final = struct.Struct("<3q")
+_OUTPUTS: Final = frozenset(("dense", "logits", "tensors", "generate", *RAGGED_OUTPUTS))
+_ROWS: Final = {"encode": "dense", "score": "score", "extract": "logits", "infer": "tensors", "generate": ""}
+"""What an operation's rows of a fixed size are called in its reply; those of `infer` and `generate` have none."""
+_MAX_KEPT_HEADER_BYTES: Final = 2048
+"""A longer header, that of a long list of labels, is read each time; headers are kept by the thousand."""
+_PAIR_OUTPUTS: Final = ("logits",)
+_NO_BYTES: Final = memoryview(b"")
+
+
+class Link(Protocol):
+    """The attachment that a request came by: where its extent is read and its reply goes."""
+
+    slot: int
+
+    def view(self, descriptor: Descriptor) -> memoryview:
+        """Return the read-only extent that a descriptor names."""
+        ...
+
+    def lease(self, nbytes: int) -> Lease | None:
+        """Return room for a reply, or None when there is none now."""
+        ...
+
+    def reply(self, kind: int, request_id: int, lease: Lease | None, length: int) -> None:
+        """Send a terminal descriptor soon; the lease is the peer's from here."""
+        ...
+
+    def try_tokens(self, lease: Lease, length: int) -> bool:
+        """Send tokens; False, with the lease ended, when there is no credit now. Only then may they be sent again."""
+        ...
+
+    def put_off(self, try_send: Callable[[], bool]) -> None:
+        """Call this again, until it returns True, when there may be room."""
+        ...
+
+
+class ReplyLayout(NamedTuple):
+    """The bytes that are the same for every reply of one shape, and where its rows lie."""
+
+    header: bytes
+    row_bytes: int
+    rows_offset: int
+    nbytes: int
+
+
+@lru_cache(maxsize=4096)
+def reply_layout(num_items: int, code: str, width: int, name: str = "dense") -> ReplyLayout:
+    """Return the layout of a reply of num_items rows, an array called `name`, of width elements of dtype `code`."""
+    plan = plan_arrays([("times", "<i8", (3,)), (name, code, (num_items, width))])
+    header = _encoder.encode(ReplyHeader(plan.refs))
+    row_bytes = np.dtype(code).itemsize * width
+    return ReplyLayout(header, row_bytes, plan.refs[1].offset, extent_bytes(len(header), plan.nbytes))
+
+
+class _Known(NamedTuple):
+    """What a request's header says, the same for all requests with these bytes."""
+
+    header: WorkHeader
+    is_ragged: bool
+    num_left: int
+    read: Reader
+    """Reads the inputs of a request with this header."""
+
+
+@lru_cache(maxsize=4096)
+def _known(encoded: bytes) -> _Known:
+    """Return what a header says, once for all requests of one shape. Raises ProtocolError."""
+    header = decode_header(encoded, _decoder)
+    outputs = header.output_types
+    if header.operation not in _ROWS or not outputs or not set(outputs) <= _OUTPUTS:
+        raise ProtocolError(f"a request for outputs {outputs}")
+    is_ragged = header.operation == "infer" or not RAGGED_OUTPUTS.isdisjoint(outputs)
+    refs = {ref.name: ref for ref in header.arrays}
+    read = reader_of(header, refs) or partial(_read_inputs, header, refs)
+    return _Known(header, is_ragged, header.num_items * len(outputs), read)
+
+
+class Request:
+    """One submitted extent while this worker has it.
+
+    inputs is what the runner takes, one entry for each item: arrays (t_i,) int32, `Pair`s of such, UTF-8 text,
+    `ImageItem`s, `SearchedImage`s or `TensorInputs`, aliasing the extent; costs are their tokens. comparison is there when item 0 is compared with the
+    others.
+    """
+
+    __slots__ = (
+        "_layout", "_lease", "_payload", "_view", "comparison", "costs", "deadline_ns", "ended", "header", "inference_ns",
+        "inflight_entry", "inputs", "is_alone", "is_ragged", "link", "num_left", "postprocessing_ns", "ragged",
+        "request_id", "started_ns",
+    )  # fmt: skip
+
+    def __init__(self, link: Link, descriptor: Descriptor) -> None:
+        """Read the extent. Raises ProtocolError when it is not what the layout allows."""
+        self.link = link
+        self.request_id = descriptor.request_id
+        self.inflight_entry = (link.slot, descriptor.request_id)
+        self.deadline_ns = descriptor.deadline_ns
+        self.is_alone = descriptor.flags & FLAG_ALONE != 0
+        self._view = link.view(descriptor)
+        encoded, payload = split_extent(self._view)
+        known = (_known if len(encoded) <= _MAX_KEPT_HEADER_BYTES else _known.__wrapped__)(encoded)
+        self.header, self.is_ragged, self.num_left, read = known
+        self.costs, self.inputs = read(payload)
+        self.comparison = Comparison(self.header) if self.header.compared else None
+        self.ragged: RaggedReply | KeptTensors | None = None
+        self.started_ns = self.inference_ns = self.postprocessing_ns = 0
+        self.ended = False
+        self._lease: Lease | None = None
+        self._layout: ReplyLayout | None = None
+        self._payload = _NO_BYTES
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the frontend has set the cancel byte."""
+        return is_cancelled(self._view)
+
+    def is_stopped(self, choice: int) -> bool:
+        """Whether the frontend wants no more of a choice of a request to generate."""
+        return is_stopped(self._view, choice)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether its items may run: room for the reply was found, or is looked for when it is whole."""
+        return self.started_ns != 0
+
+    def try_start(self, code: str, width: int, now_ns: int) -> bool:
+        """Lease the reply extent for rows of width elements of dtype `code`; False when there is no room now."""
+        layout = reply_layout(self.header.num_items, code, width, _ROWS[self.header.operation])
+        lease = self.link.lease(layout.nbytes)
+        if lease is None:
+            return False
+        self._lease, self._layout = lease, layout
+        self._payload = begin_extent(lease.view, layout.header)
+        self.started_ns = now_ns
+        return True
+
+    def start_ragged(self, kept: KeptBytes, max_reply_bytes: int, now_ns: int) -> None:
+        """Begin to keep the outputs of a request whose reply's size nobody knows yet."""
+        header = self.header
+        if header.operation == "infer":
+            self.ragged = KeptTensors(kept, max_reply_bytes)
+        else:
+            self.ragged = RaggedReply(header.num_items, header.output_types, kept, max_reply_bytes)
+        self.started_ns = now_ns
+
+    def keep(self, output: str, index: int, arrays: tuple[NDArray[Any], ...]) -> None:
+        """Keep one item's arrays of one output; a request that gets too large for it ends with an error."""
+        assert isinstance(self.ragged, RaggedReply)
+        try:
+            self.ragged.keep(output, index, arrays)
+        except SieError as error:
+            self.fail(error)
+        self.num_left -= 1
+
+    def keep_tensors(self, outputs: tuple[OutputTensor, ...]) -> None:
+        """Keep the outputs of a request to infer; one that is too large ends with an error."""
+        assert isinstance(self.ragged, KeptTensors)
+        try:
+            self.ragged.put(outputs)
+        except SieError as error:
+            self.fail(error)
+        self.num_left -= 1
+
+    def put_row(self, index: int, row: memoryview) -> None:
+        """Copy one finished row (bytes) to its place in the reply extent."""
+        assert self._layout is not None
+        row_bytes = self._layout.row_bytes
+        start = self._layout.rows_offset + index * row_bytes
+        self._payload[start : start + row_bytes] = row
+        failpoints.reach("worker.mid_write")
+        self.num_left -= 1
+
+    def try_answer(self) -> bool:
+        """Send the reply, which is whole; False when a ragged one has no room now."""
+        if self.ragged is not None:
+            return self._try_answer_ragged(self.ragged)
+        assert self._lease is not None
+        assert self._layout is not None
+        _TIMES.pack_into(self._payload, 0, self.started_ns, self.inference_ns, self.postprocessing_ns)
+        self._end(REPLY, self._lease, self._layout.nbytes)
+        return True
+
+    def _try_answer_ragged(self, ragged: RaggedReply | KeptTensors) -> bool:
+        header, plan = ragged.plan()
+        nbytes = extent_bytes(len(header), plan.nbytes)
+        lease = self.link.lease(nbytes)
+        if lease is None:
+            return False
+        payload = begin_extent(lease.view, header)
+        ragged.write(payload, plan)
+        _TIMES.pack_into(payload, 0, self.started_ns, self.inference_ns, self.postprocessing_ns)
+        self._end(REPLY, lease, nbytes)
+        return True
+
+    def try_end(self, header: bytes) -> bool:
+        """Send a reply that is this header alone; False when there is no room now."""
+        nbytes = extent_bytes(len(header), 0)
+        lease = self.link.lease(nbytes)
+        if lease is None:
+            return False
+        begin_extent(lease.view, header)
+        self._end(REPLY, lease, nbytes)
+        return True
+
+    def cancel(self) -> None:
+        """Acknowledge that the client gave up, or that its deadline passed: nobody waits for these rows."""
+        self._give_back()
+        self._end(ERROR, None, 0)
+
+    def fail(self, error: SieError) -> None:
+        """Send an error instead of rows."""
+        self._give_back()
+        send_error(self.link, self.request_id, error)
+        self.ended = True
+
+    def drop(self) -> None:
+        """Forget the request: its frontend is gone."""
+        self.ended = True
+        self._lease = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self.ragged is not None:
+            self.ragged.close()
+
+    def _give_back(self) -> None:
+        self._let_go()
+        if self._lease is not None:
+            self._lease.end()
+            self._lease = None
+
+    def _end(self, kind: int, lease: Lease | None, length: int) -> None:
+        self.ended = True
+        self._lease = None
+        self._payload = _NO_BYTES
+        if self.ragged is not None:
+            self.ragged.close()
+        failpoints.reach("worker.before_reply")
+        self.link.reply(kind, self.request_id, lease, length)
+
+
+def send_error(link: Link, request_id: int, error: SieError) -> None:
+    """Answer a request with an error, as soon as there is room for it: the client must hear this one and no other."""
+    header = _encoder.encode(to_wire(error))
+    if not _try_send_error(link, request_id, header):
+        link.put_off(partial(_try_send_error, link, request_id, header))
+
+
+def _try_send_error(link: Link, request_id: int, header: bytes) -> bool:
+    lease = link.lease(extent_bytes(len(header), 0))
+    if lease is None:
+        return False
+    begin_extent(lease.view, header)
+    link.reply(ERROR, request_id, lease, extent_bytes(len(header), 0))
+    return True
+
+
+def _read_inputs(header: WorkHeader, refs: dict[str, ArrayRef], payload: memoryview) -> tuple[list[int], Sequence[Any]]:
+    if header.operation == "infer":
+        if header.num_items != 1 or header.output_types != ("tensors",):
+            raise ProtocolError("a request to infer that is not one item")
+        inputs = read_tensors(header, payload)
+        return [inputs.task.cost], [inputs]
+    costs = _lengths(payload, refs.get("cu_seqlens"), header.num_items)
+    if "pixels" in refs:
+        mixed = _mixed(payload, refs, header.num_items)
+        return costs, _searched(payload, refs, mixed) if "query_ids" in refs else mixed
+    tokens, text = refs.get("token_ids"), refs.get("text")
+    if tokens is not None and tokens.dtype == "<i4":
+        token_ids = _split(array_view(payload, tokens), costs)
+        is_paired = header.output_types == _PAIR_OUTPUTS or (header.operation == "score" and not header.compared)
+        return costs, _pairs(payload, refs, costs, token_ids) if is_paired else token_ids
+    if text is None or text.dtype != "|u1":
+        raise ProtocolError("a request with neither token_ids nor text")
+    return costs, _split(array_view(payload, text), _lengths(payload, refs.get("text_offsets"), header.num_items))
+
+
+def _mixed(payload: memoryview, refs: dict[str, ArrayRef], num_items: int) -> list[ImageItem | NDArray[Any]]:
+    """Return each item's images, or its tokens or text when it has none."""
+    counts = _lengths(payload, refs.get("image_offsets"), num_items)
+    images = iter(_images(payload, refs, sum(counts)))
+    items = [ImageItem(tuple(itertools.islice(images, count))) for count in counts]
+    if all(counts):
+        return list(items)
+    tokens = refs.get("token_ids", refs.get("text"))
+    if tokens is None or tokens.dtype not in ("<i4", "|u1"):
+        raise ProtocolError("a request with neither images nor a text for an item")
+    bounds = _lengths(payload, refs.get("token_offsets", refs.get("text_offsets")), num_items)
+    texts = _split(array_view(payload, tokens), bounds)
+    return [item if item.images else text for item, text in zip(items, texts, strict=True)]
+
+
+def _searched(
+    payload: memoryview, refs: dict[str, ArrayRef], items: list[ImageItem | NDArray[Any]]
+) -> list[SearchedImage]:
+    """Return each item's image with what the request looks for."""
+    bounds = refs.get("query_offsets")
+    num_queries = bounds.shape[0] - 1 if bounds is not None and len(bounds.shape) == 1 else 0
+    lengths = _lengths(payload, bounds, num_queries)
+    ids = array_view(payload, refs["query_ids"])
+    if refs["query_ids"].dtype != "<i4" or not all(lengths):
+        raise ProtocolError("queries that are not int32, or empty")
+    queries, key = tuple(_split(ids, lengths)), ids.tobytes() + struct.pack(f"<{num_queries}i", *lengths)
+    if not all(isinstance(item, ImageItem) and len(item.images) == 1 for item in items):
+        raise ProtocolError("a request that looks for something in an item that is not one image")
+    return [SearchedImage(item.images[0], queries, key) for item in items if isinstance(item, ImageItem)]
+
+
+def _images(payload: memoryview, refs: dict[str, ArrayRef], count: int) -> list[NDArray[np.uint8]]:
+    """Return the (h, w, 3) views of all images."""
+    sizes = refs.get("image_sizes")
+    if sizes is None or sizes.dtype != "<i4" or sizes.shape != (count, 2) or refs["pixels"].dtype != "|u1":
+        raise ProtocolError("images that are not uint8, or without (m, 2) int32 sizes")
+    shapes: list[list[int]] = array_view(payload, sizes).tolist()
+    if min(map(min, shapes), default=0) < 1:
+        raise ProtocolError("an image without pixels")
+    flat = _split(array_view(payload, refs["pixels"]), [3 * height * width for height, width in shapes])
+    return [pixels.reshape(*shape, 3) for pixels, shape in zip(flat, shapes, strict=True)]
+
+
+def _pairs(
+    payload: memoryview, refs: dict[str, ArrayRef], costs: list[int], token_ids: list[NDArray[Any]]
+) -> list[Pair]:
+    types = refs.get("token_types")
+    if types is None:
+        return list(map(Pair, token_ids))
+    if types.dtype != "|u1":
+        raise ProtocolError("a request whose token_types are not uint8")
+    return list(map(Pair, token_ids, _split(array_view(payload, types), costs)))
+
+
+def _lengths(payload: memoryview, ref: ArrayRef | None, num_items: int) -> list[int]:
+    """Return the differences of an (n + 1,) int32 array that starts at 0 and never falls.
+
+    Read as a memoryview: for the few numbers of a small request NumPy would cost several times as much.
+    """
+    if ref is None or ref.dtype != "<i4" or ref.shape != (num_items + 1,) or num_items < 1 or ref.offset & 63:
+        raise ProtocolError("a request whose item bounds are not (n + 1,) int32")
+    end = ref.offset + 4 * (num_items + 1)
+    if ref.offset < 0 or end > len(payload):
+        raise ProtocolError("a request whose item bounds lie outside its extent")
+    values: list[int] = payload[ref.offset : end].cast("i").tolist()
+    lengths = [end - start for start, end in itertools.pairwise(values)]
+    if values[0] != 0 or min(lengths) < 0:
+        raise ProtocolError("a request whose item bounds do not rise from 0")
+    return lengths
+
+
+def _split(data: NDArray[Any], lengths: list[int]) -> list[NDArray[Any]]:
+    if data.ndim != 1 or sum(lengths) != len(data):
+        raise ProtocolError(f"items of {sum(lengths)} elements in an array of shape {data.shape}")
+    if len(lengths) == 1:
+        return [data]
+    pieces: list[NDArray[Any]] = []
+    start = 0
+    for length in lengths:
+        pieces.append(data[start : start + length])
+        start += length
+    return pieces

@@ -1,0 +1,69 @@
+"""Owns what `encoder_weights` means on a device, and brings an encoder into that format."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from sie.catalog.files import refuse
+from sie.runtime.logs import get_logger
+from sie.values.card import EncoderWeights
+from sie.values.errors import BadRequest
+from sie.workers.device.device import DtypeSetting, choose_dtype
+from sie.workers.packed.rounded_linear import RoundedLinear
+from sie.workers.runners.compiled_encoder import find_linears
+from sie.workers.runners.encode import Backbone
+
+_log = get_logger(__name__)
+
+
+class EncoderFormat(NamedTuple):
+    """dtype is what the model computes in, is_int8 whether its linear layers do so in eight bits."""
+
+    name: str
+    dtype: torch.dtype
+    is_int8: bool
+
+
+def choose_encoder_format(weights: EncoderWeights, dtype_setting: DtypeSetting, device: torch.device) -> EncoderFormat:
+    """Return the format that `encoder_weights` and `dtype` ask for.
+
+    Raises BadRequest for 8 bits on a GPU, which has no kernels for them here.
+    """
+    if weights == "int8" and device.type != "cpu":
+        raise BadRequest("encoder_weights: int8 is served on a CPU only; use bfloat16 or float16 on a GPU")
+    dtype = choose_dtype(dtype_setting, device)
+    return EncoderFormat("int8" if weights == "int8" else str(dtype).removeprefix("torch."), dtype, weights == "int8")
+
+
+def round_encoder(model_id: str, model: PreTrainedModel, form: EncoderFormat) -> None:
+    """Round the linear layers of a float32 model's transformer to eight bits, in place, if the format wants that.
+
+    Raises ModelLoadFailed for a model that the compiled library does not know.
+    """
+    if not form.is_int8:
+        return
+    transformer: nn.Module = model.base_model
+    linears = {id(linear) for linear in find_linears(transformer)}
+    if not linears:
+        raise refuse(
+            model_id,
+            f"encoder_weights: int8 is for encoders of the BERT kind, which {type(model).__name__} is not; "
+            'its section in the file of models may say encoder_weights = "auto"',
+        )
+    for parent in list(transformer.modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) in linears and isinstance(child, nn.Linear):
+                setattr(parent, name, RoundedLinear(child))
+
+
+def warn_without_kernels(model_id: str, backbone: Backbone) -> None:
+    """Say so where rounded layers are computed by torch: the vectors are the same, the speed is not what was asked for."""
+    if backbone.rounded_bytes and backbone.compiled is None:
+        _log.warning(
+            "%s: encoder_weights int8 has no compiled kernels here; torch computes the same, slower than without it",
+            model_id,
+        )

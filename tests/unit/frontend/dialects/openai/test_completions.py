@@ -1,0 +1,63 @@
+"""What a body of completions is read as, and which of its choices are shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from sie.config.limits import Limits
+from sie.frontend.dialects.openai.completions import decode_completions, encode_completions
+from sie.frontend.dialects.openai.text_fields import Shown
+from sie.values.errors import BadRequest
+from sie.values.generate import ChoiceReply, GenerateReply, GenerateRequest, GenerateUsage, LogprobText
+
+USAGE = GenerateUsage(prompt_tokens=1, completion_tokens=1)
+
+
+def read(**fields: Any) -> tuple[GenerateRequest, Shown]:
+    return decode_completions(msgspec.json.encode({"prompt": "hi", **fields}), "application/json", Limits())
+
+
+def choice(text: str, *logprobs: float) -> ChoiceReply:
+    return ChoiceReply(text=text, logprobs=[LogprobText(text="x", raw=b"x", logprob=value) for value in logprobs])
+
+
+def test_best_of_shows_the_likeliest_tokens_of_each_prompt() -> None:
+    request, shown = read(prompt=["a", "b"], n=2, best_of=3)
+    assert (request.num_choices, request.logprobs, shown.num_choices) == (3, 0, 4)
+    choices = [
+        choice("worst", -9.0), choice("long", -1.0, -1.0, -1.0), choice("short", -2.0),
+        choice("first", -1.0), choice("second", -1.0), choice("third", -1.0),
+    ]  # fmt: skip
+    answer = msgspec.json.decode(encode_completions(GenerateReply(model="m", choices=choices, usage=USAGE), shown, ()))
+    assert [(one["index"], one["text"]) for one in answer["choices"]] == [
+        (0, "long"), (1, "short"), (2, "first"), (3, "second"),
+    ]  # fmt: skip
+    assert [one["logprobs"] for one in answer["choices"]] == [None] * 4, "nobody asked for them"
+
+
+@pytest.mark.parametrize("fields", [{"best_of": 1}, {"best_of": 2, "n": 2}, {"n": 2}])
+def test_best_of_that_is_n_changes_nothing(fields: dict[str, Any]) -> None:
+    request, shown = read(stream=True, **fields)
+    assert (request.num_choices, request.logprobs, shown.num_hidden) == (fields.get("n", 1), None, 0)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"prompt": [1, 2]}, {"prompt": [[1]]}, {"echo": True, "logprobs": 0}, {"truncate_sequence": True}],
+)
+def test_a_suffix_beside_what_a_prompt_with_a_gap_has_not_is_refused_by_name(fields: dict[str, Any]) -> None:
+    assert read(suffix="b", echo=True)[0].suffix == "b"
+    assert not read(suffix="", **fields)[0].suffix
+    with pytest.raises(BadRequest) as caught:
+        read(suffix="b", **fields)
+    assert caught.value.extras["param"] == "suffix"
+
+
+@pytest.mark.parametrize("fields", [{"best_of": 1, "n": 2}, {"best_of": 0}, {"best_of": 2, "stream": True}])
+def test_best_of_that_cannot_be_served_is_refused_by_name(fields: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read(**fields)
+    assert caught.value.extras["param"] == "best_of"

@@ -1,0 +1,161 @@
+"""Requests without a task: what begins, what is passed on, and that each is answered once and leaves its key."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from sie.frontend.fastpath.dispatch import Begin, ShortWay, Work
+from sie.frontend.http.routes import ENCODE, ROUTES
+from sie.frontend.routes.embed import Exchange
+from sie.frontend.routes.error_envelopes import Response
+from sie.values.errors import BadRequest, RateLimited, SieError, Unavailable
+
+DEADLINE_S = 5.0
+ANSWER = Response(200, [], b"answer")
+
+
+class Holder:
+    """A key, and how many of its requests are under way."""
+
+    def __init__(self) -> None:
+        self.num_running = 0
+
+    def end(self) -> None:
+        self.num_running -= 1
+
+
+class Access:
+    """Lets everybody in, or nobody."""
+
+    def __init__(self, error: SieError | None = None) -> None:
+        self.holder = Holder()
+        self._error = error
+
+    def admit(self, exchange: Exchange, _need: str) -> None:
+        exchange.holder = cast("Any", self.holder)
+        if self._error is not None:
+            raise self._error
+        self.holder.num_running += 1
+
+
+class Desk:
+    """A short way with one route, whose requests begin as the test says; and the border behind it."""
+
+    def __init__(self, begin: Begin | None = None, access: Access | None = None) -> None:
+        self.access = access
+        self.answers: asyncio.Queue[Response | Exception | str] = asyncio.Queue()
+        process = cast("Any", SimpleNamespace(access=access, requests=set()))
+        self.short_way = ShortWay(self, process, {ENCODE: begin} if begin is not None else {})
+
+    async def serve(self, exchange: Exchange) -> None:
+        assert exchange.route in {None, *ROUTES}, "as the route table has it"
+        self.answers.put_nowait("served")
+        if exchange.holder is not None:
+            exchange.holder.end()
+
+    async def guard(self, exchange: Exchange, work: Awaitable[None]) -> None:
+        try:
+            await work
+        except SieError as error:
+            self.fail(exchange, error)
+
+    def fail(self, _exchange: Exchange, error: Exception) -> None:
+        self.answers.put_nowait(error)
+
+    def respond(self, _exchange: Exchange, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
+        self.answers.put_nowait(Response(status, headers, body))
+
+    async def take(self, method: str = "POST", path: str = "/v1/encode/m", *, is_there: bool = True) -> Any:
+        scope = SimpleNamespace(path=path, method=method, headers={}, proto="http")
+        exchange = Exchange(scope, None, 0)
+        exchange.body = cast("Any", SimpleNamespace(done=lambda: is_there))
+        self.short_way.take(exchange)
+        answer = await self.answers.get()
+        await asyncio.sleep(0)  # what ends behind the answer
+        assert self.answers.empty(), "one request, one answer"
+        if self.access is not None:
+            assert self.access.holder.num_running == 0
+        return answer
+
+
+def run(make: Callable[[], Desk], expected: object, **request: Any) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            assert await make().take(**request) == expected
+
+    asyncio.run(main())
+
+
+def begun(reply: object, answer: object = ANSWER, again: object = None) -> Begin:
+    """Return what begins a request whose worker answers with reply: a value, or an error."""
+
+    def begin(_exchange: Exchange) -> Work:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if isinstance(reply, Exception):
+            future.set_exception(reply)
+        else:
+            future.set_result(reply)
+
+        def make(_reply: object) -> Any:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer() if callable(answer) else answer
+
+        return cast("Work", SimpleNamespace(pending=SimpleNamespace(future=future), answer=make, again=again))
+
+    return begin
+
+
+async def later() -> Response:
+    await asyncio.sleep(0)
+    return ANSWER
+
+
+async def fails() -> Response:
+    await asyncio.sleep(0)
+    raise GONE
+
+
+GONE = Unavailable("gone")
+FAULT = BadRequest("a fault")
+
+
+def refuse(_exchange: Exchange) -> Work:
+    raise FAULT
+
+
+@pytest.mark.parametrize("access", [None, Access()])
+@pytest.mark.parametrize(
+    ("begin", "expected"),
+    [
+        (begun("reply"), ANSWER),
+        (begun("reply", later), ANSWER),
+        (begun("reply", fails), GONE),
+        (begun("reply", FAULT), FAULT),
+        (begun(FAULT), FAULT),
+        (begun(GONE, again=lambda _error: later()), ANSWER),
+        (begun(GONE, again=lambda _error: fails()), GONE),
+        (refuse, FAULT),
+        (lambda _exchange: None, "served"),
+    ],
+)
+def test_every_request_is_answered_once_and_leaves_its_key(begin, expected, access):
+    run(lambda: Desk(begin, access), expected)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [{"method": "GET"}, {"path": "/v1/score/m"}, {"path": "/nowhere"}, {"is_there": False}],
+)
+def test_what_is_not_for_the_short_way_is_served_by_a_task(request_):
+    run(lambda: Desk(refuse), "served", **request_)
+
+
+def test_request_that_its_key_does_not_allow_begins_nothing():
+    error = RateLimited("too many", retry_after_s=1)
+    run(lambda: Desk(refuse, Access(error)), error)

@@ -1,0 +1,177 @@
+"""Owns a connection without a socket: what a client sent goes in, what it would receive comes out."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from sie.config.grpc_limits import Grpc
+from sie.config.limits import Limits
+from sie.config.settings import Settings
+from sie.frontend.grpc.app import Service
+from sie.frontend.grpc.methods import METHODS, UNKNOWN, Method
+from sie.frontend.grpc.transport import frames
+from sie.frontend.grpc.transport.calls import Call
+from sie.frontend.grpc.transport.connection import Connection
+from sie.frontend.grpc.transport.headers import entry
+from sie.frontend.grpc.transport.listener import Listener
+from sie.frontend.grpc.transport.message_framing import PREFIX, Message
+
+UNARY = next(method for method in METHODS if method.name == "ModelInfer")
+STREAM = next(method for method in METHODS if method.name == "ModelStreamInfer")
+SETTINGS_FRAME = frames.settings_frame({})
+OPENING = frames.PREFACE + SETTINGS_FRAME
+
+
+class EchoService:
+    """Answers a call with its message, at once or when told to."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.is_slow = False
+        self.begun: list[tuple[Call, Message]] = []
+        self.streams: list[Call] = []
+
+    def find(self, path: str) -> Method:
+        return {UNARY.route.template: UNARY, STREAM.route.template: STREAM}.get(path, UNKNOWN)
+
+    def begin(self, call: Call, message: Message) -> None:
+        self.begun.append((call, message))
+        if not self.is_slow:
+            call.answer(message.data)
+
+    def begin_stream(self, call: Call) -> None:
+        self.streams.append(call)
+
+
+class FakeTransport(asyncio.Transport):
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = bytearray()
+        self.is_closed = self.is_cut = self.is_reading_paused = False
+
+    def write(self, data: Any) -> None:
+        assert not self.is_closed, "written after the end"
+        self.written += data
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None: ...
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return ("127.0.0.1", 5) if name == "peername" else default
+
+    def pause_reading(self) -> None:
+        self.is_reading_paused = True
+
+    def resume_reading(self) -> None:
+        self.is_reading_paused = False
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        self.is_closed = True
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def abort(self) -> None:
+        self.is_closed = self.is_cut = True
+
+
+class Peer:
+    """A client of one connection of its own listener."""
+
+    def __init__(
+        self, grpc: Grpc | None = None, limits: Limits | None = None, listener: Listener | None = None
+    ) -> None:
+        settings = Settings(grpc=grpc or Grpc(), limits=limits or Limits())
+        self.service = EchoService(settings)
+        self.listener = listener or Listener(cast("Service", self.service), settings)
+        self.listener.flush_later = lambda outbox: outbox.flush()  # there is no event loop whose turns would end
+        self.transport = FakeTransport()
+        self.connection = Connection(self.listener)
+        self.connection.connection_made(self.transport)
+
+    def send(self, data: bytes) -> list[tuple[int, int, int, bytes]]:
+        """Send bytes; return the frames that come back for them: kind, flags, stream, payload."""
+        start = len(self.transport.written)
+        if not self.transport.is_closed:
+            self.connection.data_received(data)
+        return split_frames(bytes(self.transport.written[start:]))
+
+    def opened(self) -> Peer:
+        """Greet, and take in the greeting."""
+        self.send(OPENING)
+        return self
+
+
+def split_frames(data: bytes) -> list[tuple[int, int, int, bytes]]:
+    found: list[tuple[int, int, int, bytes]] = []
+    at = 0
+    while at < len(data):
+        high, low, kind, flags, stream = frames.HEAD.unpack_from(data, at)
+        end = at + frames.HEAD_BYTES + (high << 16 | low)
+        assert end <= len(data), "a frame that is cut"
+        found.append((kind, flags, stream, data[at + frames.HEAD_BYTES : end]))
+        at = end
+    return found
+
+
+def block(path: str = UNARY.route.template, method: str = "POST", **headers: str) -> bytes:
+    """Return the header block of a call; names have _ for -."""
+    fields = {":method": method, ":scheme": "http", ":path": path, "te": "trailers", "content-type": "application/grpc"}
+    fields |= {name.replace("_", "-"): value for name, value in headers.items()}
+    return b"".join(entry(name.encode(), value.encode()) for name, value in fields.items() if value)
+
+
+def headers(stream: int, data: bytes | None = None, flags: int = frames.END_HEADERS) -> bytes:
+    return frames.frame(frames.HEADERS, flags, stream, block() if data is None else data)
+
+
+def prefixed(message: bytes, packed: int = 0) -> bytes:
+    return PREFIX.pack(packed, len(message)) + message
+
+
+def data(stream: int, payload: bytes, flags: int = frames.END_STREAM) -> bytes:
+    return frames.frame(frames.DATA, flags, stream, payload)
+
+
+def a_call(stream: int, message: bytes = b"hello") -> bytes:
+    return headers(stream) + data(stream, prefixed(message))
+
+
+def answered(received: list[tuple[int, int, int, bytes]], stream: int) -> bytes:
+    """Return the message of an answer that ended well."""
+    own = [frame for frame in received if frame[2] == stream]
+    assert own[0][0] == frames.HEADERS, own
+    assert own[-1][:2] == (frames.HEADERS, frames.END_HEADERS | frames.END_STREAM), own
+    assert b"grpc-status\x010" in own[-1][3]
+    return b"".join(payload for kind, _, _, payload in own if kind == frames.DATA)[5:]
+
+
+def grpc_status(received: list[tuple[int, int, int, bytes]], stream: int) -> int:
+    """Return the status that a call ended with."""
+    block_ = next(payload for kind, flags, own, payload in received if own == stream and kind == 1 and flags & 1)
+    at = block_.index(b"grpc-status") + len(b"grpc-status")
+    return int(block_[at + 1 : at + 1 + block_[at]])
+
+
+def ended_with(received: list[tuple[int, int, int, bytes]]) -> int | None:
+    """Return the code of GOAWAY, if there is one."""
+    return next(
+        (int.from_bytes(payload[4:8], "big") for kind, _, _, payload in received if kind == frames.GOAWAY), None
+    )
+
+
+def reset_with(received: list[tuple[int, int, int, bytes]], stream: int) -> int | None:
+    """Return the code of a stream's RST_STREAM, if there is one."""
+    return next(
+        (
+            int.from_bytes(payload, "big")
+            for kind, _, own, payload in received
+            if (kind, own) == (frames.RST_STREAM, stream)
+        ),
+        None,
+    )

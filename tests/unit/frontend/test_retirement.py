@@ -1,0 +1,103 @@
+"""A process that was told to finish goes when nothing is in flight and nobody has yet to read; not before, not never."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+import pytest
+
+from sie.frontend.retirement import Leaving
+
+
+class Gone(Exception):
+    """The process has ended."""
+
+
+@pytest.fixture(autouse=True)
+def stays_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(status: int) -> None:
+        assert status == 0
+        raise Gone
+
+    monkeypatch.setattr(os, "_exit", leave)
+
+
+def leaving(is_idle: Callable[[], bool] = lambda: True, *, in_granian: bool = True) -> Leaving:
+    return Leaving(is_idle, lambda: None, 25.0, in_granian=in_granian)
+
+
+def goes_after(end: Leaving, longest_s: int, first_s: int = 0) -> int | None:
+    """Tick once a second from first_s on; return the second in which it goes."""
+    began_s = time.monotonic() + 1
+    for second in range(first_s, longest_s + 1):
+        try:
+            end.tick(began_s + second)
+        except Gone:
+            return second
+    return None
+
+
+def test_it_stays_until_it_is_told():
+    assert goes_after(leaving(), 100) is None
+
+
+def test_an_idle_process_goes_within_seconds():
+    end = leaving()
+    end.begin()
+    assert goes_after(end, 100) in {1, 2}
+
+
+def test_what_is_in_flight_is_finished_first():
+    num_left = [10]
+
+    def is_idle() -> bool:
+        num_left[0] -= 1
+        return num_left[0] < 0
+
+    end = leaving(is_idle)
+    end.begin()
+    assert goes_after(end, 24) in {11, 12}
+
+
+def test_nothing_keeps_it_past_the_drain_timeout():
+    end = leaving(lambda: False)
+    end.begin()
+    assert goes_after(end, 100) in {24, 25}
+
+
+def test_a_peer_that_has_yet_to_read_is_waited_for():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(b"an answer")
+        end = leaving()
+        end.begin()
+        assert goes_after(end, 12) is None
+        assert theirs.recv(100) == b"an answer"
+        assert goes_after(end, 30, 15) in {15, 16, 17}
+
+
+def test_a_process_that_serves_by_itself_hears_of_its_end_by_itself():
+    end = leaving(in_granian=False)
+    end.begin()
+    assert goes_after(end, 100) is None
+
+
+@pytest.mark.parametrize("in_granian", [True, False])
+def test_a_limit_of_files_lowered_for_good_is_a_reason_to_end_once(monkeypatch: pytest.MonkeyPatch, in_granian: bool):
+    told: list[tuple[int, int]] = []
+    closed: list[bool] = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    end = Leaving(lambda: False, lambda: closed.append(True), 25.0, in_granian=in_granian)
+    monkeypatch.setattr(os, "kill", lambda pid, number: told.append((pid, number)))
+    monkeypatch.setattr(resource, "getrlimit", lambda _which: (soft - 1, soft - 1))
+    now_s = time.monotonic()
+    end.tick(now_s + 2)
+    end.tick(now_s + 4)
+    assert told == [(os.getppid() if in_granian else os.getpid(), signal.SIGTERM)]
+    assert closed == [True]
+    assert hard >= soft

