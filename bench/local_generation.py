@@ -56,7 +56,7 @@ class SieSteps:
     def _run(self, parts: Sequence[tuple[int, Sequence[int], int]]) -> None:
         import numpy as np
 
-        from sie.workers.generation import Draw, Slot
+        from sie.workers.model_api import Draw, Slot
 
         slots: list[Slot] = []
         for stream, ids, start in parts:

@@ -23,8 +23,8 @@ from bench.vectors import losses as vector_losses
 from sie.config.generation import Generation
 from sie.values.card import ModelCard
 from sie.values.generate import Sampling
-from sie.workers.generation import Draw, Slot
 from sie.workers.loading.loader import load_generator
+from sie.workers.model_api import Draw, Slot
 
 TEXT = (
     "The history of the city begins with a small settlement on the river. In the twelfth century merchants from the north "

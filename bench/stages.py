@@ -23,7 +23,7 @@ from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec, parse_model_spec
 from sie.config.limits import Limits
 from sie.frontend.dialects.kserve.infer import InferCall, decode_infer, encode_infer
-from sie.frontend.dialects.native.encode import decode_encode, resolve_encode
+from sie.frontend.dialects.native.encode import decode_encode
 from sie.frontend.dialects.native.encode_reply import encode_reply
 from sie.frontend.engine.request_layout import lay_out, lay_out_text
 from sie.frontend.fastpath.infer_cache import (
@@ -36,6 +36,7 @@ from sie.frontend.fastpath.infer_cache import (
     read_answer,
 )
 from sie.frontend.inputs.tokenize import Tokenizer, encode_stub_text
+from sie.frontend.operations.resolve import resolve_encode
 from sie.frontend.telemetry.metrics import FrontendMetrics
 from sie.shm.extent import begin_extent, extent_bytes, plan_arrays, split_extent, write_extent, write_parts
 from sie.shm.extent_headers import TensorForm, TensorReplyHeader, WorkHeader
@@ -46,7 +47,8 @@ from sie.shm.space import OutboundSpace
 from sie.values.encode import EncodeReply, Timing
 from sie.values.tensor import TensorReply
 from sie.workers.requests.readers import reader_of
-from sie.workers.scheduling.scheduler import Budget, State, Waiting, plan_step
+from sie.workers.scheduling.scheduler import State, plan_step
+from sie.workers.scheduling.waiting import Budget, Waiting
 
 Side = Literal["frontend", "tensors", "worker", "model"]
 _BLOCKS = 200

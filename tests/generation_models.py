@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from sie.config.generation import Generation
 from sie.values.card import ModelCard, PipelineStep
 from sie.values.generate import GenerateRule, Sampling
-from sie.workers.generation import Draw, Slot
 from sie.workers.generation.runner import TextGenerator
 from sie.workers.loading.loader import load_generator
+from sie.workers.model_api import Draw, Slot
 
 VOCABULARY = 101
 _COMMON = {

@@ -21,16 +21,17 @@ from sie.frontend.fastpath.dispatch import ShortWay
 from sie.frontend.fastpath.encode import EncodeBegin
 from sie.frontend.fastpath.infer import InferBegin
 from sie.frontend.http import routes
+from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.html import page_headers
 from sie.frontend.http.intake import Intake, Scheduler
+from sie.frontend.http.response import JSON, Response
 from sie.frontend.http.routes import ENCODE, INFER
 from sie.frontend.http.stream import STREAM_HEADERS, Streamed, send_stream
 from sie.frontend.models.admin import check_admin
 from sie.frontend.openapi import docs_page as docs
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes import error_envelopes
-from sie.frontend.routes.embed import Exchange, Inference
-from sie.frontend.routes.error_envelopes import Response
+from sie.frontend.routes.embed import Inference
 from sie.frontend.routes.kserve import KServe, TextCall
 from sie.frontend.routes.model_cards import list_body, show_model
 from sie.frontend.telemetry.access_log import id_headers, request_id_of
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from sie.frontend.routes.trtis import Trtis
 
 _log = get_logger(__name__)
-_JSON: Final = ("content-type", "application/json")
 _TEXT: Final = ("content-type", "text/plain; charset=utf-8")
 _CLOSE: Final = ("connection", "close")
 _API_VERSION: Final = "0.10.1"
@@ -237,7 +237,7 @@ class App:
                 headers, body = answer
                 self.respond(exchange, 200, [*headers, *self._text_headers(exchange)], body)
         finally:
-            self._texts.leave(exchange)
+            self._texts.service.leave(exchange)
 
     def _text_headers(self, exchange: Exchange) -> list[tuple[str, str]]:
         """Return what an answer's headers say of the answer; of the server they do so on the SIE route alone."""
@@ -276,11 +276,11 @@ class App:
     # --- everything else ------------------------------------------------------------------------------------------
 
     async def _list_models(self, exchange: Exchange) -> None:
-        self._answer(exchange, 200, [_JSON], list_body(self._process.models))
+        self._answer(exchange, 200, [JSON], list_body(self._process.models))
 
     async def _show_model(self, exchange: Exchange) -> None:
         status, body = show_model(self._process.models, exchange.model)
-        self._answer(exchange, status, [_JSON], body)
+        self._answer(exchange, status, [JSON], body)
 
     async def _manage_model(self, exchange: Exchange) -> None:
         process, headers = self._process, exchange.headers
@@ -291,12 +291,12 @@ class App:
         exchange.known_model = UNKNOWN_MODEL
         answer = await process.admin.serve(verb, body, exchange.deadline_ns)
         exchange.known_model = answer.model or UNKNOWN_MODEL
-        self._answer(exchange, answer.http_status, [_JSON], answer.body)
+        self._answer(exchange, answer.http_status, [JSON], answer.body)
 
     async def _show_admin(self, exchange: Exchange) -> None:
         """Tell a page whether its buttons would work."""
         self._check_admin(exchange, has_body=False)
-        self._answer(exchange, 200, [_JSON], b'{"allowed":true}')
+        self._answer(exchange, 200, [JSON], b'{"allowed":true}')
 
     def _check_admin(self, exchange: Exchange, *, has_body: bool) -> None:
         """Raise Forbidden for whom `admin_from` does not mean; a key with the scope admin stands for loopback."""
@@ -310,7 +310,7 @@ class App:
         """Give a page what opens its websocket: a browser can set no header there."""
         access = self._process.access
         ticket = access.make_ticket(exchange.holder) if access is not None else ""
-        self._answer(exchange, 200, [_JSON, ("cache-control", "no-store")], b'{"ticket":"%b"}' % ticket.encode())
+        self._answer(exchange, 200, [JSON, ("cache-control", "no-store")], b'{"ticket":"%b"}' % ticket.encode())
 
     async def _healthz(self, exchange: Exchange) -> None:
         self._answer(exchange, 200, [_TEXT], b"ok")
@@ -324,7 +324,7 @@ class App:
     async def _health(self, exchange: Exchange) -> None:
         if negotiate.JSON in (exchange.headers.get("accept") or ""):
             # What sie-sdk asks to tell a cluster's gateway from a server; it reads whatever comes as JSON.
-            self._answer(exchange, 200, [_JSON], b'{"status":"ok","type":"worker"}')
+            self._answer(exchange, 200, [JSON], b'{"status":"ok","type":"worker"}')
         else:
             self._answer(exchange, 200, [_TEXT], b"OK")
 
@@ -332,7 +332,7 @@ class App:
         self._answer(exchange, 200, [("content-type", CONTENT_TYPE)], render(self._process.pages))
 
     async def _openapi(self, exchange: Exchange) -> None:
-        self._answer(exchange, 200, [_JSON], openapi.document_json(self._process.settings.limits))
+        self._answer(exchange, 200, [JSON], openapi.document_json(self._process.settings.limits))
 
     async def _docs(self, exchange: Exchange) -> None:
         page = docs.page(self._process.settings.limits)

@@ -170,3 +170,7 @@ def _check_unique(values: list[str], field: str, where: str) -> None:
             shown = f" {value!r}" if field == "name" else ""
             raise KeyFileError(f"{where}: {field}{shown} stands there twice - at `$.key[{index}].{field}`")
         seen.add(value)
+
+
+Need = Scope | Literal["any", "open"]
+"""What a route asks of a client where there are API keys: a key with this scope, any key, or nothing."""

@@ -169,3 +169,7 @@ class ExtractReply(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
     timing: Timing
     num_images: int = 0
+
+
+DEFAULT_MODEL = "default"
+"""The id of a request that names no model."""

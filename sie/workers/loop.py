@@ -26,16 +26,17 @@ from sie.values.errors import BadRequest, Internal, SieError, Unavailable
 from sie.workers.generation.engines import Generators
 from sie.workers.loading.adapters import AdapterHost
 from sie.workers.loading.hosting import Host
+from sie.workers.model_api import Runner
 from sie.workers.operations import by_operation, forward, refusal, row_layout, waiting_items
 from sie.workers.recovery import Recovery
 from sie.workers.requests.frontend_link import FrontendLink
 from sie.workers.requests.joining import Joining
 from sie.workers.requests.reply_writer import NEVER_FITS, Answers
 from sie.workers.requests.request import Request, send_error
-from sie.workers.runners import Runner
 from sie.workers.scheduling.ceilings import Ceiling, drop_outgrown
 from sie.workers.scheduling.pace import Pace
-from sie.workers.scheduling.scheduler import Budget, State, Step, Waiting, plan_step
+from sie.workers.scheduling.scheduler import State, plan_step
+from sie.workers.scheduling.waiting import Budget, Step, Waiting
 from sie.workers.telemetry import WorkerMetrics
 
 _log = get_logger(__name__)

@@ -28,9 +28,9 @@ from sie.workers.device.faults import EXIT_STATUS, DeviceLostError
 from sie.workers.device.memory import measure
 from sie.workers.loading.hosting import Host
 from sie.workers.loop import Loop
-from sie.workers.runners import Runner
+from sie.workers.model_api import Runner
 from sie.workers.scheduling.ceilings import ceiling_after_kill
-from sie.workers.scheduling.scheduler import Budget
+from sie.workers.scheduling.waiting import Budget
 from sie.workers.telemetry import GpuTelemetry, WorkerMetrics, gpu_identity
 
 _log = get_logger(__name__)

@@ -14,12 +14,12 @@ from sie.shm.extent_headers import WorkHeader
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, Overloaded, SieError, Unavailable
 from sie.values.extract import ExtractTask, TokenClassification, ZeroShot
+from sie.workers.model_api import Side, StepOutputs
 from sie.workers.requests.quantise import output_layout
 from sie.workers.requests.request import Request
 from sie.workers.requests.tensors import grouping
-from sie.workers.runners import Side, StepOutputs
-from sie.workers.scheduling.queue_policy import Refused, Turn, turn_of
-from sie.workers.scheduling.scheduler import Waiting
+from sie.workers.scheduling.queue_policy import turn_of
+from sie.workers.scheduling.waiting import Refused, Turn, Waiting
 
 
 def by_operation(items: list[Waiting]) -> list[list[Waiting]]:
@@ -113,7 +113,7 @@ def refusal(refused: Refused) -> SieError:
 
 
 def forward(runner: Any, items: list[Waiting]) -> StepOutputs:
-    """Run one forward pass of one operation. runner is a `sie.workers.runners.Runner`."""
+    """Run one forward pass of one operation. runner is a `sie.workers.model_api.Runner`."""
     inputs = [item.request.inputs[item.index] for item in items]
     if items[0].request.header.operation == "infer":
         return StepOutputs(tensors=runner.run_tensors(inputs))

@@ -15,10 +15,10 @@ from sie.values.card import ModelCard
 from sie.values.errors import Internal, NonFinite, ResourceExhausted, SieError
 from sie.workers.device.faults import DeviceLostError, forget_frames, is_out_of_memory, is_sticky
 from sie.workers.device.memory import free_cached
+from sie.workers.model_api import Runner
 from sie.workers.operations import words_of
-from sie.workers.runners import Runner
 from sie.workers.scheduling.ceilings import Ceiling, lower_ceiling
-from sie.workers.scheduling.scheduler import Waiting
+from sie.workers.scheduling.waiting import Waiting
 from sie.workers.telemetry import WorkerMetrics
 
 _log = get_logger(__name__)

@@ -14,6 +14,7 @@ import pytest
 from sie.config.limits import Limits
 from sie.frontend.dialects.native import encode, encode_reply
 from sie.frontend.dialects.openai import embeddings
+from sie.frontend.operations.resolve import resolve_embeddings, resolve_encode
 from sie.values.card import ModelCard
 from sie.values.encode import EncodeReply, Timing
 
@@ -72,12 +73,12 @@ def reply_of(rows, output_dtype, *, dims, ids=()):
 
 
 def test_the_sdks_smallest_request():
-    request = encode.resolve_encode(encode.decode_encode(SDK_MINIMAL, True, "org/m", LIMITS), CARD)
+    request = resolve_encode(encode.decode_encode(SDK_MINIMAL, True, "org/m", LIMITS), CARD)
     assert (request.texts, request.ids, request.output_types) == (["hello"], [], ("dense",))
 
 
 def test_the_sdks_request_with_everything():
-    request = encode.resolve_encode(encode.decode_encode(SDK_FULL, True, "org/m", LIMITS), CARD)
+    request = resolve_encode(encode.decode_encode(SDK_FULL, True, "org/m", LIMITS), CARD)
     assert (request.texts, request.ids) == (["hello", "hé"], ["a", None])
     assert (request.output_dtype, request.instruction, request.options) == ("int8", "Find", {"is_query": True})
 
@@ -105,7 +106,7 @@ def test_a_json_reply():
 
 def test_an_openai_exchange():
     call = embeddings.decode_embeddings(OPENAI_REQUEST, "application/json", LIMITS)
-    assert embeddings.resolve_embeddings(call.request, CARD).texts == ["hello"]
+    assert resolve_embeddings(call.request, CARD).texts == ["hello"]
     rows = np.array([[1.0, -2.0]], "<f4")
     assert json.loads(embeddings.encode_embeddings(reply_of(rows, "float32", dims=2), call.base64)) == {
         "object": "list",

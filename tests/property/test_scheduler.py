@@ -8,7 +8,8 @@ import hypothesis.strategies as st
 from hypothesis import event, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from sie.workers.scheduling.scheduler import Budget, State, Waiting, plan_step
+from sie.workers.scheduling.scheduler import State, plan_step
+from sie.workers.scheduling.waiting import Budget, Waiting
 
 _reached: Counter[str] = Counter()
 _MODELS = ("a", "b", "c")

@@ -33,7 +33,7 @@ from sie.shm.space import OutboundSpace
 from sie.values.card import ModelCard
 from sie.workers.loading.hosting import Host
 from sie.workers.loop import Loop
-from sie.workers.scheduling.scheduler import Budget
+from sie.workers.scheduling.waiting import Budget
 from sie.workers.telemetry import WorkerMetrics
 
 MIB = 1 << 20

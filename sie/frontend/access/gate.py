@@ -15,10 +15,9 @@ from typing import Any, Final, Protocol
 
 from sie.config import settings
 from sie.frontend.access.key_use import KeyHolder
-from sie.frontend.http.routes import Need
 from sie.ipc.messages import Keys
 from sie.shm.pages import CounterPage
-from sie.values.api_key import digest_of
+from sie.values.api_key import Need, digest_of
 from sie.values.errors import Forbidden, RateLimited, SieError, Unauthorized
 
 CHALLENGE: Final = ("www-authenticate", 'Bearer realm="sie"')

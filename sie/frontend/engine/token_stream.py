@@ -7,19 +7,46 @@ was sent nothing, a worker's death only starts the stream anew; afterwards it en
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
 from sie.shm.extent import clear_stopped, read_extent, set_stopped
 from sie.shm.layout import ProtocolError
+from sie.shm.pool import Lease
 from sie.values.errors import DeadlineExceeded, SieError
 from sie.values.generate import GenerateTotals, TokenFrame, TokenRecord
 
 if TYPE_CHECKING:
     import asyncio
 
-    from sie.frontend.engine.worker_link import Pending, Reply
+
+class StreamReply(Protocol):
+    """The terminal reply of a stream: an extent to read and to give back."""
+
+    view: memoryview
+
+    def release(self) -> None:
+        """Let the worker use the extent again."""
+        ...
+
+
+class StreamRequest(Protocol):
+    """The part of a submitted request that its stream reads and moves (`sie.frontend.engine.worker_link.Pending`)."""
+
+    deadline_ns: int
+
+    @property
+    def future(self) -> asyncio.Future[Any]: ...
+
+    @property
+    def lease(self) -> Lease: ...
+
+    @property
+    def is_at_worker(self) -> bool:
+        """Whether a worker has it now."""
+        ...
+
 
 _frame_decoder: Final = msgspec.msgpack.Decoder(TokenFrame)
 _totals_decoder: Final = msgspec.msgpack.Decoder(GenerateTotals)
@@ -49,7 +76,7 @@ class TokenStream:
         self._times = times
         self._on_news = on_news
         self._records: list[TokenRecord] = []
-        self._pending: Pending | None = None
+        self._pending: StreamRequest | None = None
         self._ends_ns = 0
         self.first_ns = 0
         """When the first token came; 0 before."""
@@ -60,7 +87,7 @@ class TokenStream:
         self.totals: GenerateTotals | None = None
         """What the worker says of the whole, once it is over."""
 
-    def join(self, pending: Pending) -> None:
+    def join(self, pending: StreamRequest) -> None:
         """Belong to a submitted request from now on."""
         self._pending = pending
         pending.future.add_done_callback(self._on_end)
@@ -121,10 +148,10 @@ class TokenStream:
     def stop(self, choice: int) -> None:
         """Ask the worker, if one has it, for no more of a choice."""
         pending = self._pending
-        if pending is not None and pending.link is not None and pending.request_id in pending.link.pending:
+        if pending is not None and pending.is_at_worker:
             set_stopped(pending.lease.view, choice)
 
-    def _on_end(self, future: asyncio.Future[Reply]) -> None:
+    def _on_end(self, future: asyncio.Future[StreamReply]) -> None:
         if not future.cancelled() and future.exception() is None:
             reply = future.result()
             try:

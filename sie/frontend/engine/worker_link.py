@@ -47,6 +47,11 @@ class Pending(msgspec.Struct, eq=False):  # a Struct is made in a third of the t
     num_strikes: int = 0
     flags: int = 0
 
+    @property
+    def is_at_worker(self) -> bool:
+        """Whether a worker has it now."""
+        return self.link is not None and self.request_id in self.link.pending
+
     def digest(self) -> bytes:
         """Return the identity of this request's input."""
         return digest_of(self.lease.view[: self.length])

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from sie.frontend.engine.worker_link import Pending, Reply
 from sie.frontend.http import routes
-from sie.frontend.routes.error_envelopes import Response
+from sie.frontend.http.response import Response
 from sie.values.errors import Unavailable
 
 if TYPE_CHECKING:
+    from sie.frontend.http.exchange import Exchange
     from sie.frontend.process import FrontendProcess
-    from sie.frontend.routes.embed import Exchange
 
 
 _MAX_KEPT_CHARS: Final = 256

@@ -8,11 +8,13 @@ from collections.abc import Awaitable
 from sie.frontend.dialects.native import encode, encode_reply, negotiate
 from sie.frontend.engine.worker_link import Pending, Reply
 from sie.frontend.fastpath.encode_cache import KnownText, KnownTexts, learn_row, read_row
+from sie.frontend.http.exchange import Exchange
+from sie.frontend.http.response import Response
 from sie.frontend.models.adapters import requested_adapter
 from sie.frontend.operations.reply_reader import timing_of
+from sie.frontend.operations.resolve import resolve_encode
 from sie.frontend.process import FrontendProcess
-from sie.frontend.routes.embed import Exchange, Inference, read
-from sie.frontend.routes.error_envelopes import Response
+from sie.frontend.routes.embed import Inference, read
 from sie.ipc.messages import ModelEntry
 from sie.values.encode import EncodeRequest
 from sie.values.errors import Unavailable
@@ -134,7 +136,7 @@ class EncodeBegin:
         entry = inference.find(exchange, exchange.model)
         if not (entry.is_read and entry.workers and entry.state == "loaded"):
             return None
-        request = encode.resolve_encode(request, entry.card)
+        request = resolve_encode(request, entry.card)
         if request.options and requested_adapter(request) is not None:
             return None
         process.models.check_serving(entry)

@@ -16,11 +16,11 @@ from sie.frontend.fastpath.infer_cache import (
     places_in,
     read_answer,
 )
+from sie.frontend.http.exchange import Exchange
+from sie.frontend.http.response import Response
 from sie.frontend.http.routes import COUNTED, INFER
 from sie.frontend.operations.reply_reader import timing_of
 from sie.frontend.process import FrontendProcess
-from sie.frontend.routes.embed import Exchange
-from sie.frontend.routes.error_envelopes import Response
 from sie.frontend.routes.kserve import LENGTH_HEADER, METHODS, KServe
 from sie.frontend.tensors.infer import deadline_of, hold
 from sie.frontend.tensors.lookup import is_servable

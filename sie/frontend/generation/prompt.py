@@ -18,7 +18,7 @@ import msgspec
 from sie.frontend.generation.special_texts import find_special
 from sie.frontend.generation.templates import compile_template, render
 from sie.frontend.generation.vocabulary import Vocabulary
-from sie.frontend.http.body_limits import children_of
+from sie.frontend.inputs.bounded_json import children_of
 from sie.values.errors import BadRequest, InputTooLong
 from sie.values.generate import ChatMessage, GenerateRequest, GenerateRule, Tool, ToolCall
 

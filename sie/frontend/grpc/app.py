@@ -15,16 +15,16 @@ from typing import Any, Final, Protocol
 from sie.config.settings import Settings
 from sie.frontend.dialects.kserve.protobuf_wire import parse
 from sie.frontend.engine.worker_link import Pending
-from sie.frontend.grpc.methods import BY_PATH, UNKNOWN, Method
+from sie.frontend.grpc.methods import BY_PATH, Method
 from sie.frontend.grpc.streams import Streams
 from sie.frontend.grpc.transport.calls import Call
 from sie.frontend.grpc.transport.message_framing import Message
 from sie.frontend.grpc.transport.status_codes import details, status_code
 from sie.frontend.http.compression import decompress
+from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.threads import offload
 from sie.frontend.models.admin import check_admin
 from sie.frontend.process import FrontendProcess
-from sie.frontend.routes.embed import Exchange
 from sie.frontend.telemetry.counting import count_exchange
 from sie.proto import message_class
 from sie.runtime.logs import get_logger
@@ -64,13 +64,13 @@ class Service:
         """Those in force."""
         return self._process.settings
 
-    def find(self, path: str) -> Method:
-        """Return the method that a path names, or `UNKNOWN`."""
-        return BY_PATH.get(path, UNKNOWN)
+    def find(self, path: str) -> Method | None:
+        """Return the method that a path names, or None."""
+        return BY_PATH.get(path)
 
     def begin(self, call: Call, message: Message) -> None:
         """Answer a call that has one message."""
-        call.started((self._watch if call.rpc.is_watch else self._answer)(call, message))
+        call.started((self._watch if _method(call).is_watch else self._answer)(call, message))
 
     def begin_stream(self, call: Call) -> None:
         """Answer a call whose messages come one by one."""
@@ -126,7 +126,7 @@ class Service:
 
     async def _serve(self, call: Call, message: bytes) -> bytes:
         """Return the reply to one message. Raises SieError where it is for the call's status to tell what is wrong."""
-        method = call.rpc
+        method = _method(call)
         exchange = Exchange(call, call, time.monotonic_ns())
         exchange.route = method.route
         exchange.body_bytes = len(message)
@@ -192,6 +192,12 @@ class Service:
         if headers and not is_stream:  # of a stream's many requests each would have its own
             exchange.protocol.set_trailing_metadata(headers)
         count_exchange(process.metrics, exchange, status, error)
+
+
+def _method(call: Call) -> Method:
+    """Return the table row of a call that was let in: its path named one."""
+    assert isinstance(call.rpc, Method)
+    return call.rpc
 
 
 def _fail(call: Call, error: Exception) -> None:

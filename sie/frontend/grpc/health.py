@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from sie.frontend.grpc.methods import HEALTH, KSERVE, TRTIS
+from sie.frontend.http.exchange import Exchange
 from sie.frontend.process import FrontendProcess
-from sie.frontend.routes.embed import Exchange
 from sie.proto import message_class
 from sie.values.errors import NotFound, SieError
 

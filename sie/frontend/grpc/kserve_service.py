@@ -28,9 +28,9 @@ from sie.frontend.dialects.kserve.models import (
 )
 from sie.frontend.grpc.app import Watched
 from sie.frontend.grpc.transport.status_codes import details
+from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.threads import LARGE_BYTES, offload
 from sie.frontend.process import FrontendProcess
-from sie.frontend.routes.embed import Exchange
 from sie.frontend.routes.kserve import KServe, check_known, ranked, unsupported
 from sie.frontend.tensors.figures import read_figures
 from sie.frontend.tensors.lookup import is_servable

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from sie.frontend.http.routes import Need, Route
+from sie.frontend.http.routes import Route
+from sie.values.api_key import Need
 
 KSERVE: Final = "inference.GRPCInferenceService"
 TRTIS: Final = "nvidia.inferenceserver.GRPCService"
@@ -47,8 +48,6 @@ def _trtis(name: str, handler: str, *, request: str | None = None, need: Need = 
     return _method(TRTIS, name, handler, "trtis", wanted, need=need, endpoint="" if wanted else "infer")
 
 
-UNKNOWN: Final = Method("", "", Route("", "POST", "", "kserve"))
-"""What a path means that is in no table."""
 _REGION: Final = "inference.SharedMemoryRequest"
 
 METHODS: Final = (

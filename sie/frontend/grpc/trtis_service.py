@@ -16,9 +16,9 @@ from sie.frontend.dialects.trtis import infer as trtis
 from sie.frontend.dialects.trtis import status as trtis_status
 from sie.frontend.dialects.trtis.infer import InferHead
 from sie.frontend.grpc.app import Watched
+from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.threads import offload
 from sie.frontend.process import FrontendProcess
-from sie.frontend.routes.embed import Exchange
 from sie.frontend.routes.trtis import Trtis, answered
 from sie.frontend.tensors.states import rule_of
 from sie.ipc.messages import ModelEntry

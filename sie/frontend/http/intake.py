@@ -16,8 +16,8 @@ from typing import Any, Final, Self
 
 from granian._granian import CallbackScheduler
 
+from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.threads import LARGE_BYTES
-from sie.frontend.routes.embed import Exchange
 
 _LOOK_EVERY_S: Final = 0.02
 _LATE_NS: Final = 20_000_000

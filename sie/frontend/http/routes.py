@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from sie.values.api_key import Scope
-
-Need = Scope | Literal["any", "open"]
-"""What a route asks of a client where there are API keys: a key with this scope, any key, or nothing."""
+from sie.values.api_key import Need
 
 
 class Route(NamedTuple):

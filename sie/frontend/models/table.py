@@ -12,18 +12,16 @@ import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import msgspec
 
 from sie.catalog.profiles import entry_cards, fold_default, model_of
-from sie.frontend.dialects.openai import models as models_dialect
-from sie.frontend.dialects.openai.embeddings import DEFAULT_MODEL
 from sie.frontend.inputs.profile_options import gives, is_own_entry
 from sie.frontend.inputs.tokenize import Tokenizer
 from sie.ipc.messages import ModelEntry, Models, WorkerEntry
 from sie.runtime.gil_stalls import seconds_to_read
 from sie.runtime.logs import get_logger
+from sie.values.encode import DEFAULT_MODEL
 from sie.values.errors import ModelLoadFailed, SieError, Unavailable, from_wire, without_paths
 
 _log = get_logger(__name__)
@@ -219,24 +217,6 @@ class ModelTable:
         """Say that the event loop is about to stand still: reading a large tokenizer holds the interpreter lock."""
         if seconds := seconds_to_read(path):
             self.on_silence(seconds)
-
-
-def model_info(entry: ModelEntry, created_s: int) -> dict[str, Any]:
-    """Return what a client is told of a model."""
-    error = entry.error
-    last_error = None
-    if error is not None:
-        extras = error.extras
-        last_error = {
-            "code": error.code,
-            "message": error.message,
-            "attempts": extras.get("attempts", 1),
-            "permanent": extras.get("permanent", False),
-        }
-    loras = {name: adapter.state for name, adapter in entry.adapters.items()}
-    return models_dialect.model_info(
-        entry.card, entry.state, last_error, created_s, loras, is_reloading=entry.reloading
-    )
 
 
 def _offered(entry: ModelEntry) -> list[ModelEntry]:

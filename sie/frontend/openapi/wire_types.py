@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from sie.config.limits import Limits
-from sie.frontend.dialects.native.extract import ExtractOptions
+from sie.frontend.operations.resolve_extract import ExtractOptions
 
 _TOKEN_ID: Final = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 _Text = str | None

@@ -30,21 +30,9 @@ from sie.shm.extent_headers import ReplyHeader, WorkHeader
 from sie.shm.layout import ProtocolError
 from sie.values.card import ModelCard
 from sie.values.encode import ScoreReply, ScoreRequest
-from sie.values.errors import BadRequest, Internal
+from sie.values.errors import Internal
 
 _decoder: Final = msgspec.msgpack.Decoder(ReplyHeader)
-
-
-def resolve_score(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
-    """Return the request as this model can serve it. Raises BadRequest when it cannot."""
-    if "score" not in card.outputs:
-        raise BadRequest(
-            f"Model '{card.id}' does not support scoring. Its outputs are {card.wire_outputs}; "
-            "choose a model whose outputs include 'score'"
-        )
-    if request.non_text is not None:
-        raise BadRequest(f"Model '{card.id}' requires text input - at `{request.non_text}`")
-    return request
 
 
 class Scorer:

@@ -12,80 +12,30 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from sie.config.limits import Limits
-from sie.frontend.access.key_use import KeyHolder
 from sie.frontend.dialects.cohere import rerank
 from sie.frontend.dialects.native import encode as sie
 from sie.frontend.dialects.native import encode_reply, extract, negotiate, score
 from sie.frontend.dialects.openai import embeddings as openai
 from sie.frontend.engine.worker_link import Reply
-from sie.frontend.http import routes
-from sie.frontend.http.body import Body, BodyReader
+from sie.frontend.http.exchange import Exchange
+from sie.frontend.http.response import JSON, Answer, Headers, Response
 from sie.frontend.http.threads import LARGE_BYTES
 from sie.frontend.models.adapters import requested_adapter
+from sie.frontend.models.not_found import model_not_found
 from sie.frontend.operations.extraction.extract import read_extractions
 from sie.frontend.operations.reply_reader import read_reply
+from sie.frontend.operations.resolve import resolve_embeddings, resolve_encode, resolve_rerank, resolve_score
+from sie.frontend.operations.resolve_extract import resolve_extract
 from sie.frontend.operations.score import read_scores
 from sie.frontend.process import FrontendProcess
-from sie.frontend.routes.error_envelopes import Response
 from sie.frontend.telemetry.access_log import id_headers
 from sie.ipc.messages import ModelEntry
 from sie.values.encode import EncodeReply, EncodeRequest, ExtractReply, ExtractRequest, ScoreReply, ScoreRequest, Timing
 from sie.values.errors import BadRequest, Unavailable
 
-Headers = list[tuple[str, str]]
-Answer = tuple[Headers, bytes]
-"""Headers and body of a 200."""
-_JSON: Final = ("content-type", "application/json")
 _NO_BYTES: Final = memoryview(b"")
 _LEAST_SHOWN_MS: Final = 0.005
 """Anything less is 0.00 in a header."""
-
-
-class Exchange:
-    """One HTTP request while it is served: what the border needs to know to answer and to count it."""
-
-    __slots__ = ("began_ns", "body", "body_bytes", "deadline_ns", "decoded_ns", "headers", "holder", "known_model",
-                 "model", "num_items", "protocol", "request_id", "route", "scope", "timing", "waits")  # fmt: skip
-
-    def __init__(self, scope: Any, protocol: Any, began_ns: int) -> None:
-        self.scope = scope
-        self.headers = scope.headers
-        self.protocol = protocol
-        self.began_ns = began_ns
-        self.body: Body | None = None
-        """The body on its way, for a request whose body was asked for before its handler began (`sie.frontend.http.intake`)."""
-        self.deadline_ns = 0
-        self.decoded_ns = 0
-        self.route: routes.Route | None = None
-        self.holder: KeyHolder | None = None
-        """Whose API key it came with, once that is known."""
-        self.model = ""
-        self.known_model = ""
-        self.request_id = ""
-        """What its answer is called in `x-request-id`, on the routes that say so; empty elsewhere."""
-        self.body_bytes = 0
-        self.num_items = 0
-        self.timing: Any = None
-        self.waits = False
-        """Whether it waits for a model that loads, instead of hearing so at once."""
-
-    @property
-    def owner(self) -> str:
-        """Name of the API key that it came with; empty on a server without keys."""
-        return self.holder.key.name if self.holder is not None else ""
-
-    async def read_body(self, bodies: BodyReader) -> bytes:
-        """Return the whole body, and note its size. Raises as `BodyReader.read` does."""
-        body = await bodies.read(self.headers, self.protocol, self.deadline_ns, self.body)
-        self.body_bytes = len(body)
-        return body
-
-    def take_body(self, bodies: BodyReader) -> bytes:
-        """Return the body, which is there, and note its size. Raises as `BodyReader.take` does."""
-        assert self.body is not None
-        body = bodies.take(self.body)
-        self.body_bytes = len(body)
-        return body
 
 
 class Inference:
@@ -113,7 +63,7 @@ class Inference:
         entry = self.find(exchange, exchange.model)
         if not entry.is_read:
             entry = await self._serving(exchange, entry)
-        request = sie.resolve_encode(request, entry.card)
+        request = resolve_encode(request, entry.card)
         return await self.encode_anew(exchange, entry, request)
 
     async def encode_anew(self, exchange: Exchange, entry: ModelEntry, request: EncodeRequest) -> Answer:
@@ -155,7 +105,7 @@ class Inference:
         entry = self.find(exchange, exchange.model)
         if not entry.is_read:
             entry = await self._serving(exchange, entry)
-        request = score.resolve_score(request, entry.card)
+        request = resolve_score(request, entry.card)
         reply = await self._run_score(exchange, entry, request)
         wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
         content_type = ("content-type", negotiate.content_type(wants_msgpack))
@@ -171,7 +121,7 @@ class Inference:
         entry = self.find(exchange, exchange.model)
         if not entry.is_read:
             entry = await self._serving(exchange, entry)
-        request = extract.resolve_extract(request, entry.card)
+        request = resolve_extract(request, entry.card)
         reply, is_large = await self._run_extract(exchange, entry, request)
         wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
         content_type = ("content-type", negotiate.content_type(wants_msgpack))
@@ -191,10 +141,10 @@ class Inference:
         entry = self.find(exchange, request.model)
         if not entry.is_read:
             entry = await self._serving(exchange, entry)
-        request = rerank.resolve_rerank(request, entry.card)
+        request = resolve_rerank(request, entry.card)
         reply = await self._run_score(exchange, entry, request)
         answer = rerank.encode_ranking(call, reply)
-        return [_JSON, *_timing_headers(reply.timing), *self._identity], answer
+        return [JSON, *_timing_headers(reply.timing), *self._identity], answer
 
     async def embeddings(self, exchange: Exchange) -> Answer:
         """Answer `/v1/embeddings`."""
@@ -206,7 +156,7 @@ class Inference:
         entry = self.find(exchange, request.model)
         if not entry.is_read:
             entry = await self._serving(exchange, entry)
-        request = openai.resolve_embeddings(request, entry.card)
+        request = resolve_embeddings(request, entry.card)
         reply, raw = await self._run(exchange, entry, request)
         try:
             if call.base64 or len(raw.view) < LARGE_BYTES:
@@ -215,7 +165,7 @@ class Inference:
                 answer = await self._on_thread(openai.encode_embeddings, reply, call.base64)
         finally:
             _let_go(reply, raw)
-        return [_JSON, *self._identity, *id_headers(exchange)], answer
+        return [JSON, *self._identity, *id_headers(exchange)], answer
 
     def check_headers(self, exchange: Exchange) -> None:
         """Settle the deadline, and refuse what needs no body to be refused."""
@@ -236,7 +186,7 @@ class Inference:
         models = self._process.models
         entry = models.find(model)
         if entry is None:
-            raise sie.model_not_found(model, models.entries)
+            raise model_not_found(model, models.entries)
         exchange.known_model = entry.card.id
         if self._process.tracing is not None:
             exchange.decoded_ns = time.monotonic_ns()

@@ -7,28 +7,19 @@ Source: design of the shared port; each dialect's own file has its body.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final
 
 from sie.frontend.dialects.anthropic import reply
 from sie.frontend.dialects.kserve import infer
 from sie.frontend.dialects.native import encode
 from sie.frontend.dialects.openai import embeddings, text_fields
 from sie.frontend.dialects.openai import models as models_dialect
+from sie.frontend.http.response import JSON, Response
 from sie.frontend.http.routes import Route, methods_of
 from sie.values.errors import BadRequest, NotFound, SieError
 
-Headers = list[tuple[str, str]]
-JSON: Final = ("content-type", "application/json")
 _CODINGS: Final = ("accept-encoding", "gzip, deflate")
 """What a refused Content-Encoding is told. Source: RFC 9110, section 15.5.16; Triton does so, too."""
-
-
-class Response(NamedTuple):
-    """What is sent."""
-
-    status: int
-    headers: Headers
-    body: bytes
 
 
 def failure(envelope: str, error: SieError) -> Response:

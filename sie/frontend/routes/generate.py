@@ -7,35 +7,32 @@ engine, so it is imported by the first request that generates.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from sie.frontend.dialects.anthropic import reply as messages_reply
 from sie.frontend.dialects.anthropic import request as messages
 from sie.frontend.dialects.kserve import generate as kserve_generate
-from sie.frontend.dialects.native import encode as sie
 from sie.frontend.dialects.native import generate as native_generate
 from sie.frontend.dialects.openai import chat, completions
 from sie.frontend.dialects.openai.text_fields import renamed
 from sie.frontend.dialects.responses import request as responses
-from sie.frontend.generation.run import Run
 from sie.frontend.generation.start import generate_rule
+from sie.frontend.http.exchange import Exchange
+from sie.frontend.http.response import JSON, Answer
 from sie.frontend.http.routes import BY_TEMPLATE, COUNTED
 from sie.frontend.http.stream import EventWriter, Streamed
 from sie.frontend.http.threads import offload
 from sie.frontend.process import FrontendProcess
-from sie.frontend.routes.embed import Answer, Exchange
 from sie.frontend.routes.kserve import TextCall
 from sie.frontend.routes.responses import Responses
+from sie.frontend.routes.text_service import TextService
 from sie.frontend.tensors.states import rule_of
 from sie.ipc.messages import ModelEntry
-from sie.values.errors import BadRequest, ClientGone, NotFound, Unavailable
+from sie.values.errors import BadRequest, ClientGone, Unavailable
 from sie.values.generate import GenerateReply, GenerateRequest
 
-_JSON: Final = ("content-type", "application/json")
-_OUTPUT: Final = "generate"
 _T = TypeVar("_T")
 
 Encode = Callable[[GenerateReply, Sequence[str]], bytes]
@@ -50,8 +47,8 @@ class TextRoutes:
     def __init__(self, process: FrontendProcess, pool: ThreadPoolExecutor) -> None:
         self._process = process
         self._pool = pool
-        self.generator = process.generator
-        self._responses = Responses(process, self, pool)
+        self.service = TextService(process)
+        self._responses = Responses(process, self.service, pool)
 
     async def chat(self, exchange: Exchange) -> Answer | Streamed:
         """Answer `/v1/chat/completions`."""
@@ -91,10 +88,10 @@ class TextRoutes:
         """Answer `/v1/messages/count_tokens`: what the same body would have as its `input_tokens`."""
         request = await self._read(exchange, messages.decode_messages)
         process = self._process
-        entry = await process.models.wait_serving(self.find(exchange, request), exchange.deadline_ns)
+        entry = await process.models.wait_serving(self.service.find(exchange, request), exchange.deadline_ns)
         with renamed(messages.NAMES):
-            (ids,) = await self.generator.prompt_ids(entry, request)
-        return [_JSON], messages_reply.encode_count(len(ids))
+            (ids,) = await self.service.generator.prompt_ids(entry, request)
+        return [JSON], messages_reply.encode_count(len(ids))
 
     async def generate(self, exchange: Exchange) -> Answer | Streamed:
         """Answer `/v1/generate/{model}`."""
@@ -107,7 +104,7 @@ class TextRoutes:
         request = await offload(self._pool, len(body), native_generate.decode_generate, body, model, limits)
         return await self.answer_from(
             exchange,
-            self._find_exactly(exchange, model),
+            self.service.find_exactly(exchange, model),
             request,
             lambda reply, _prompts: native_generate.encode_generate(reply),
             lambda _model, _prompts: native_generate.GenerateWriter(exchange.request_id),
@@ -115,7 +112,7 @@ class TextRoutes:
 
     async def generate_tensor(self, exchange: Exchange, call: TextCall) -> Answer | Streamed:
         """Answer `/v2/models/{model}/generate` and `/generate_stream`."""
-        self._begin(exchange, call.entry)
+        self.service.begin(exchange, call.entry)
         coding = exchange.headers.get("content-encoding") or ""
         if "content-encoding" in exchange.headers and coding.strip().lower() != "identity":
             raise BadRequest("Content-Encoding is not served here: send the body as it is")
@@ -162,7 +159,7 @@ class TextRoutes:
     ) -> Answer | Streamed:  # fmt: skip
         """Return the whole answer to a decoded request of any dialect, or the stream of it, as the request says."""
         return await self.answer_from(
-            exchange, self.find(exchange, request), request, encode, make_writer, echoes=echoes
+            exchange, self.service.find(exchange, request), request, encode, make_writer, echoes=echoes
         )
 
     async def answer_from(
@@ -173,13 +170,13 @@ class TextRoutes:
         process = self._process
         while True:
             entry = await self._serving(exchange, entry)
-            run = await self.start(exchange, entry, request, echoes=echoes)
+            run = await self.service.start(exchange, entry, request, echoes=echoes)
             if request.stream:
                 return Streamed(run, make_writer(run.model, run.prompts))
             try:
                 reply = await run.whole()
                 exchange.timing = run.timing(exchange.began_ns)
-                return [_JSON], encode(reply, run.prompts)
+                return [JSON], encode(reply, run.prompts)
             except Unavailable as error:
                 entry = process.models.reloaded(entry, error)
             finally:
@@ -213,47 +210,3 @@ class TextRoutes:
         process.check_machine_profile(exchange.headers.get("x-sie-machine-profile"))
         process.check_accepting()
         return await exchange.read_body(process.text_bodies)
-
-    def find(self, exchange: Exchange, request: GenerateRequest) -> ModelEntry:
-        """Return the model of a request, whose default is settled from now on. Raises NotFound naming those that generate."""
-        request.model = self._process.models.resolve_default(request.model, _OUTPUT)
-        return self._find_exactly(exchange, request.model)
-
-    def _find_exactly(self, exchange: Exchange, model: str) -> ModelEntry:
-        models = self._process.models
-        entry = models.find(model)
-        if entry is None:
-            able = ", ".join(models.able(_OUTPUT)) or "none"
-            hint = sie.model_not_found(model, models.entries).message.rstrip(".")
-            raise NotFound(f"{hint}. Models that generate: {able}", extras={"param": "model"})
-        self._begin(exchange, entry)
-        return entry
-
-    def _begin(self, exchange: Exchange, entry: ModelEntry) -> None:
-        """Note that a request is about a model, until `leave`."""
-        exchange.known_model = entry.card.id
-        exchange.decoded_ns = time.monotonic_ns()
-        self._process.generation_metrics.begin(*_labels(exchange))
-
-    def leave(self, exchange: Exchange) -> None:
-        """Note that a request is over, whatever became of it."""
-        if exchange.known_model:
-            self._process.generation_metrics.end(*_labels(exchange))
-
-    async def start(
-        self, exchange: Exchange, entry: ModelEntry, request: GenerateRequest, *, echoes: bool = False
-    ) -> Run:
-        """Submit a request to a model that is served; it ends when its client leaves. Raises as `Generator.start` does."""
-        process = self._process
-        run = await self.generator.start(
-            entry, request, exchange.deadline_ns, salt=exchange.owner.encode(), echoes=echoes
-        )
-        exchange.num_items = len(run.parts)
-        for pending in run.pendings:
-            process.watch_client(pending, exchange.protocol)
-        return run
-
-
-def _labels(exchange: Exchange) -> tuple[str, str, str]:
-    route = exchange.route
-    return exchange.scope.method, route.template if route is not None else "", exchange.known_model

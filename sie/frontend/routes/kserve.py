@@ -14,13 +14,13 @@ from typing import Any, Final, NamedTuple
 
 from sie.frontend.dialects.kserve import infer, models, trace_settings
 from sie.frontend.dialects.kserve.infer import InferCall
-from sie.frontend.http.body_limits import check_json
 from sie.frontend.http.compression import MIN_BYTES, choose_coding, compress, decompress
+from sie.frontend.http.exchange import Exchange
+from sie.frontend.http.response import JSON, Headers, Response
 from sie.frontend.http.routes import BY_TEMPLATE, COUNTED, Route
 from sie.frontend.http.threads import LARGE_BYTES, offload
+from sie.frontend.inputs.bounded_json import check_json
 from sie.frontend.process import FrontendProcess
-from sie.frontend.routes.embed import Exchange
-from sie.frontend.routes.error_envelopes import JSON, Headers, Response
 from sie.frontend.routes.kserve_members import answer_members
 from sie.frontend.tensors.classification import as_class_tensor, spec_of
 from sie.frontend.tensors.figures import read_figures

@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from sie.frontend.dialects.kserve.members import decode_members, encode_members
+from sie.frontend.http.exchange import Exchange
+from sie.frontend.http.response import JSON, Response
 from sie.frontend.http.stream import STREAM_HEADERS
 from sie.frontend.http.threads import offload
 from sie.frontend.process import FrontendProcess
-from sie.frontend.routes.embed import Exchange
-from sie.frontend.routes.error_envelopes import JSON, Response
 from sie.frontend.tensors.paths import ModelPath
 from sie.frontend.tensors.states import rule_of
 from sie.ipc.messages import ModelEntry

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from sie.frontend.dialects.native import encode
+from typing import Any
+
 from sie.frontend.dialects.openai import models as dialect
-from sie.frontend.dialects.openai.embeddings import DEFAULT_MODEL
-from sie.frontend.models.table import ModelTable, model_info
+from sie.frontend.dialects.openai import models as models_dialect
+from sie.frontend.models.not_found import model_not_found
+from sie.frontend.models.table import ModelTable
+from sie.ipc.messages import ModelEntry
+from sie.values.encode import DEFAULT_MODEL
 
 
 def list_body(models: ModelTable) -> bytes:
@@ -22,8 +26,26 @@ def show_model(models: ModelTable, model: str) -> tuple[int, bytes]:
     entry = models.find(_default_of(models) or "") if model == DEFAULT_MODEL else None
     if entry is not None:
         return 200, dialect.model_body({**model_info(entry, models.created_s), "id": DEFAULT_MODEL})
-    return 404, dialect.model_not_found_body(encode.model_not_found(model, models.entries))
+    return 404, dialect.model_not_found_body(model_not_found(model, models.entries))
 
 
 def _default_of(models: ModelTable) -> str | None:
     return models.default_of("dense") or models.default_of("generate")
+
+
+def model_info(entry: ModelEntry, created_s: int) -> dict[str, Any]:
+    """Return what a client is told of a model."""
+    error = entry.error
+    last_error = None
+    if error is not None:
+        extras = error.extras
+        last_error = {
+            "code": error.code,
+            "message": error.message,
+            "attempts": extras.get("attempts", 1),
+            "permanent": extras.get("permanent", False),
+        }
+    loras = {name: adapter.state for name, adapter in entry.adapters.items()}
+    return models_dialect.model_info(
+        entry.card, entry.state, last_error, created_s, loras, is_reloading=entry.reloading
+    )

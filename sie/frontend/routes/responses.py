@@ -11,32 +11,31 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from urllib.parse import parse_qs
 
 import msgspec
 
-from sie.frontend.dialects.openai.text_fields import renamed, wrong
+from sie.frontend.dialects.openai.text_fields import renamed
 from sie.frontend.dialects.responses.items import read_kept
 from sie.frontend.dialects.responses.page import read_page, read_stream_query
 from sie.frontend.dialects.responses.reply import ResponseRecord, ResponseWriter, encode_count, encode_deleted
 from sie.frontend.dialects.responses.request import ResponsesCall
 from sie.frontend.generation.run import Run
+from sie.frontend.generation.sampling_fields import wrong
+from sie.frontend.http.exchange import Exchange
+from sie.frontend.http.response import JSON, Answer
 from sie.frontend.http.stream import Streamed
 from sie.frontend.http.threads import offload
 from sie.frontend.process import FrontendProcess
 from sie.frontend.responses.follow import LOOK_S, ResponseFollower
 from sie.frontend.responses.jobs import Job, cancelled
 from sie.frontend.responses.store import Followed, Kept, ResponseFile, ResponseStore, StoreLimits
-from sie.frontend.routes.embed import Answer, Exchange
+from sie.frontend.routes.text_service import TextService
 from sie.ipc.messages import ModelEntry
 from sie.values.errors import NotFound, Overloaded, RateLimited, Unavailable
 from sie.values.generate import ChatMessage, GenerateEvent
 
-if TYPE_CHECKING:
-    from sie.frontend.routes.generate import TextRoutes
-
-_JSON: Final = ("content-type", "application/json")
 _to_json: Final = msgspec.json.Encoder().encode
 _NAMES: Final = {"messages": "input", "truncate_sequence": "truncation"}
 """What this route calls fields that the generation core names."""
@@ -47,7 +46,7 @@ Start = Callable[[ModelEntry], Coroutine[Any, Any, Run]]
 class Responses:
     """What the routes do. One instance per process."""
 
-    def __init__(self, process: FrontendProcess, texts: TextRoutes, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, process: FrontendProcess, texts: TextService, pool: ThreadPoolExecutor) -> None:
         self._process = process
         self._texts = texts
         self._pool = pool
@@ -84,7 +83,7 @@ class Responses:
         exchange.timing = run.timing(exchange.began_ns)
         record.apply(events, int(time.time()))
         await self._add(exchange.owner, record, call, history)
-        return [_JSON], record.to_json()
+        return [JSON], record.to_json()
 
     async def count(self, exchange: Exchange, call: ResponsesCall) -> Answer:
         """Return how many tokens a request's prompt has, the conversation before it included."""
@@ -92,13 +91,13 @@ class Responses:
         entry = await self._process.models.wait_serving(self._texts.find(exchange, call.request), exchange.deadline_ns)
         with renamed(_NAMES):
             (ids,) = await self._texts.generator.prompt_ids(entry, call.request)
-        return [_JSON], encode_count(len(ids))
+        return [JSON], encode_count(len(ids))
 
     async def show(self, exchange: Exchange) -> Answer | Streamed:
         """Return a response as it is now, or the events of its stream behind the one that the query names."""
         after = read_stream_query(_query(exchange))
         if after is None:
-            return [_JSON], (await self._find(exchange)).body
+            return [JSON], (await self._find(exchange)).body
         response_id, owner = exchange.model, exchange.owner
 
         async def look(after: int) -> Followed | None:
@@ -115,7 +114,7 @@ class Responses:
         if not (self._store.is_on and await self._store.do(lambda file: file.delete(response_id, owner))):
             raise _not_found(response_id)
         self._stop(response_id)
-        return [_JSON], encode_deleted(response_id)
+        return [JSON], encode_deleted(response_id)
 
     async def cancel(self, exchange: Exchange) -> Answer:
         """Stop a response that is being made. One that was cancelled before is shown; one that has ended is none to cancel."""
@@ -124,12 +123,12 @@ class Responses:
             text = f"Response '{exchange.model[:80]}' has ended already; it is {kept.status}"
             raise NotFound(text, code="RESPONSE_ENDED", extras={"param": "response_id"})
         self._stop(exchange.model)
-        return [_JSON], kept.body
+        return [JSON], kept.body
 
     async def list_items(self, exchange: Exchange) -> Answer:
         """Return the items of a response's input, a part of them at a time."""
         kept = await self._find(exchange)
-        return [_JSON], await offload(self._pool, len(kept.input), read_page, kept.input, _query(exchange))
+        return [JSON], await offload(self._pool, len(kept.input), read_page, kept.input, _query(exchange))
 
     # --- making ---------------------------------------------------------------------------------------------------
 
@@ -162,7 +161,7 @@ class Responses:
         self._begin(job, self._work(job, deadline_ns, entry, start, run))
         if request.stream:
             return Streamed(job.follower, ResponseWriter(record))
-        return [_JSON], answer
+        return [JSON], answer
 
     async def _work(
         self, job: Job, deadline_ns: int, entry: ModelEntry, start: Start, run: Run | None

@@ -15,11 +15,11 @@ from sie.frontend.dialects.trtis import infer as trtis
 from sie.frontend.dialects.trtis import status as trtis_status
 from sie.frontend.dialects.trtis.infer import Answered, InferHead
 from sie.frontend.dialects.trtis.status import Described
+from sie.frontend.http.exchange import Exchange
+from sie.frontend.http.response import Response
 from sie.frontend.http.routes import COUNTED
 from sie.frontend.http.threads import offload
 from sie.frontend.process import FrontendProcess
-from sie.frontend.routes.embed import Exchange
-from sie.frontend.routes.error_envelopes import Response
 from sie.frontend.routes.kserve import KServe
 from sie.frontend.tensors.classification import rank_classes, spec_of
 from sie.frontend.tensors.figures import read_figures

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Final
 
+from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.routes import COUNTED
-from sie.frontend.routes.embed import Exchange
 from sie.frontend.telemetry.metrics import UNKNOWN_MODEL, FrontendMetrics
 from sie.values.errors import ClientGone, Overloaded, SieError
 

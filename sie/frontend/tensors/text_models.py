@@ -15,11 +15,10 @@ import msgspec
 import numpy as np
 
 from sie.config.limits import Limits
-from sie.frontend.dialects.native.encode import resolve_encode
-from sie.frontend.dialects.native.score import resolve_score
 from sie.frontend.engine.worker_link import Pending, Reply
 from sie.frontend.operations.encode import Encoder
 from sie.frontend.operations.reply_reader import read_reply
+from sie.frontend.operations.resolve import resolve_encode, resolve_score
 from sie.frontend.operations.score import Scorer, read_scores
 from sie.frontend.tensors.held_reply import HeldReply
 from sie.ipc.messages import ModelEntry

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from sie.native.decoder import Decoder, DecoderLayer, DecoderStep, decoder_scratch_bytes, run_decoder
 from sie.native.encoder import empty_aligned
-from sie.workers.generation import Slot
-from sie.workers.generation.attention import LayerCache, PagedCache
 from sie.workers.generation.decoder_parts import DecoderParts, LayerParts
-from sie.workers.generation.gathered import Rule
 from sie.workers.generation.norms import CompiledNorm
+from sie.workers.generation.paged_cache import LayerCache, PagedCache, Rule
 from sie.workers.generation.rotary import RotaryTable
+from sie.workers.model_api import Slot
 
 
 class Turning(NamedTuple):

@@ -21,12 +21,11 @@ from sie.native.attention import MAX_WIDTH
 from sie.native.decoder import can_decode
 from sie.runtime.logs import get_logger
 from sie.values.generate import Sampling
-from sie.workers.generation import Draw, Slot
-from sie.workers.generation.attention import PagedCache
 from sie.workers.generation.compiled_decoder import CompiledDecoder, Turning
 from sie.workers.generation.decoder_parts import DecoderParts, UnknownPartsError, find_parts
-from sie.workers.generation.gathered import Rule
+from sie.workers.generation.paged_cache import PagedCache, Rule
 from sie.workers.generation.rotary import RotaryCall, RotaryTable
+from sie.workers.model_api import Draw, Slot
 
 if TYPE_CHECKING:
     from sie.workers.generation.runner import TextGenerator

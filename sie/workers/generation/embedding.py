@@ -13,8 +13,8 @@ from torch import Tensor
 
 from sie.values.card import ModelCard
 from sie.workers.device.device import move
-from sie.workers.generation.attention import LayerCache, PagedCache
-from sie.workers.generation.gathered import Rule, attend_one, band_mask
+from sie.workers.generation.gathered import attend_one, band_mask
+from sie.workers.generation.paged_cache import LayerCache, PagedCache, Rule
 from sie.workers.packed.batch import PackedBatch, pack_sequences
 from sie.workers.packed.flash import attend_flash, can_attend_flash
 from sie.workers.runners.encode import dense_rows

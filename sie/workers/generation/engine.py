@@ -15,12 +15,12 @@ from sie.runtime.logs import get_logger
 from sie.shm.extent import begin_extent, extent_bytes
 from sie.values.errors import BadRequest, Internal, NonFinite, ResourceExhausted, SieError
 from sie.values.generate import GenerateTotals, TokenFrame
-from sie.workers.generation import Chosen, GenerateRunner, Matcher
 from sie.workers.generation.kv import BlockPool
 from sie.workers.generation.planner import Limits, Part, Planner
 from sie.workers.generation.sequences import Job, Sequence, Tokens
 from sie.workers.generation.step import StepSize, run_parts
 from sie.workers.generation.token_frames import note_sent, take_records
+from sie.workers.model_api import Chosen, GenerateRunner, Matcher
 from sie.workers.requests.request import Link
 from sie.workers.scheduling.ceilings import Ceiling, lower_ceiling
 

@@ -15,14 +15,13 @@ from sie.metrics import definitions
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, InputTooLong, SieError
 from sie.values.generate import MAX_CHOICES, MAX_PROMPT_LOGPROBS, GenerateTask
-from sie.workers.generation import GenerateRunner
 from sie.workers.generation.engine import Begin, Engine, EngineLimits
 from sie.workers.generation.grammars import Compiled, Compiler
 from sie.workers.generation.sequences import Job
 from sie.workers.generation.step import StepSize
 from sie.workers.generation.step_metrics import GenerationMetrics
+from sie.workers.model_api import GenerateRunner, Runner
 from sie.workers.requests.request import Link, Request
-from sie.workers.runners import Runner
 from sie.workers.scheduling.pace import Pace
 from sie.workers.scheduling.scheduler import State, own_name
 from sie.workers.telemetry import WorkerMetrics

@@ -7,7 +7,7 @@ read in place.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,23 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from sie.workers.generation.paged_cache import LayerCache, Rule
 from sie.workers.generation.step_layout import DecodeGroup, PromptPart, StepLayout
-
-if TYPE_CHECKING:
-    from sie.workers.generation.attention import LayerCache
-
 
 _MIN_ROWS = 16
 _MAX_SCORES = 1 << 25
 """Numbers: 64 MiB."""
-
-
-class Rule(NamedTuple):
-    """How scores become weights: scaled, softly capped, and with a sink (h,) that takes weight and has no value."""
-
-    scaling: float
-    softcap: float | None = None
-    sinks: Tensor | None = None
 
 
 class _Source(NamedTuple):

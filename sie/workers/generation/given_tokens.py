@@ -13,8 +13,8 @@ from torch import Tensor
 
 from sie.values.errors import NonFinite
 from sie.workers.device.device import move, read
-from sie.workers.generation import Scored, Slot
 from sie.workers.generation.prompt_scores import LEAST_LOGPROB
+from sie.workers.model_api import Scored, Slot
 
 _ROWS_AT_ONCE = 16
 """In float32, beside the logits themselves: 32 MiB for a vocabulary of 262,144."""

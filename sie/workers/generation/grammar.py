@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, Internal, SieError
 from sie.values.generate import JSON_SPACE
-from sie.workers.generation import Matcher
 from sie.workers.generation.tags import Spellings, read_spellings
+from sie.workers.model_api import Matcher
 from sie.workers.stall_notices import reading
 
 _FORMS: dict[str, Any] = {

@@ -11,8 +11,8 @@ from typing import Final, NamedTuple
 
 from sie.runtime.logs import get_logger
 from sie.values.errors import BadRequest, Internal, SieError
-from sie.workers.generation import GenerateRunner, Matcher
 from sie.workers.generation.sequences import Job
+from sie.workers.model_api import GenerateRunner, Matcher
 
 _log = get_logger(__name__)
 _MAX_THREADS: Final = 4

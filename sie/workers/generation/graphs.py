@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from sie.runtime.logs import get_logger
-from sie.workers.generation import Slot
-from sie.workers.generation.attention import PagedCache
+from sie.workers.generation.paged_cache import PagedCache
 from sie.workers.generation.sampling import likeliest
 from sie.workers.generation.varlen import DecodeStep, fill_blocks
+from sie.workers.model_api import Slot
 
 _log = get_logger(__name__)
 _LARGEST = 256

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sie.workers.generation.gathered import Rule
+    from sie.workers.generation.paged_cache import Rule
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _MIN_DOT = 16

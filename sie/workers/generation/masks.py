@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie.values.errors import SieError
-from sie.workers.generation import Draw, Matcher
+from sie.workers.model_api import Draw, Matcher
 
 Hidden = NDArray[np.bool_] | SieError
 """What a draw must not choose, (vocabulary,), or why nobody can say."""

@@ -24,10 +24,12 @@ from sie.runtime.logs import get_logger
 from sie.values.card import ModelCard
 from sie.values.errors import ModelLoadFailed
 from sie.values.generate import Sampling
-from sie.workers.generation import Draw, Slot, attention
-from sie.workers.generation.attention import LayerForm, PagedCache, Recorder
+from sie.workers.generation import attention
+from sie.workers.generation.attention import Recorder
 from sie.workers.generation.decoder_probe import choose_decoder, relative_distance
+from sie.workers.generation.paged_cache import LayerForm, PagedCache
 from sie.workers.generation.runner import TextGenerator
+from sie.workers.model_api import Draw, Slot
 
 _log = get_logger(__name__)
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie.values.generate import PromptPiece
-from sie.workers.generation import Scored
+from sie.workers.model_api import Scored
 
 LEAST_LOGPROB = -9999.0
 """In the place of minus infinity, which JSON has not; as OpenAI has it."""

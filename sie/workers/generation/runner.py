@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 from sie.workers.device.device import move
-from sie.workers.generation import Chosen, Draw, Matcher, Slot
-from sie.workers.generation.attention import PagedCache
 from sie.workers.generation.compiled_decoder import CompiledDecoder
 from sie.workers.generation.embedding import Embedder
 from sie.workers.generation.gathered import GatheredStep
@@ -26,10 +24,12 @@ from sie.workers.generation.given_tokens import drawing_rows, kept_tokens, score
 from sie.workers.generation.grammar import GrammarCompiler, GrammarMatcher
 from sie.workers.generation.graphs import Answers, DecodeGraphs, try_record
 from sie.workers.generation.masks import FindHidden, MaskThread, find_hidden
+from sie.workers.generation.paged_cache import PagedCache
 from sie.workers.generation.sampling import choose
 from sie.workers.generation.step_layout import StepLayout, lay_out
 from sie.workers.generation.varlen import MixedStep, can_attend
 from sie.workers.generation.weights import PackedLinear
+from sie.workers.model_api import Chosen, Draw, Matcher, Slot
 
 
 class TextGenerator:

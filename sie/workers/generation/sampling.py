@@ -20,8 +20,8 @@ from torch import Tensor
 from sie.values.errors import NonFinite, SieError
 from sie.values.generate import Sampling, TokenLogprob
 from sie.workers.device.device import move, read
-from sie.workers.generation import Chosen, Draw
 from sie.workers.generation.masks import FindHidden, Hidden, find_hidden
+from sie.workers.model_api import Chosen, Draw
 
 _GREEDY_BELOW = 1e-7
 """A lower temperature takes the likeliest token."""

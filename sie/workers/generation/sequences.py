@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie.values.generate import GenerateTask, TokenLogprob
-from sie.workers.generation import Draw, Matcher, Scored
 from sie.workers.generation.kv import first_key
 from sie.workers.generation.prompt_scores import PromptScores
+from sie.workers.model_api import Draw, Matcher, Scored
 
 _LEAST_CAPACITY = 32
 

@@ -13,8 +13,8 @@ from sie.runtime.logs import get_logger
 from sie.values.errors import Internal, SieError
 from sie.workers.device.faults import DeviceLostError, forget_frames, is_out_of_memory, is_sticky
 from sie.workers.device.memory import free_cached
-from sie.workers.generation import Chosen, GenerateRunner, Slot
 from sie.workers.generation.planner import Part, Plan
+from sie.workers.model_api import Chosen, GenerateRunner, Slot
 
 _log = get_logger(__name__)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.workers.generation import Slot
+from sie.workers.model_api import Slot
 
 
 class DecodeGroup(NamedTuple):

@@ -18,7 +18,7 @@ from sie.catalog.stub import END_OF_TEXT
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, Internal
 from sie.values.generate import TokenLogprob
-from sie.workers.generation import Chosen, Draw, Matcher, Scored, Slot
+from sie.workers.model_api import Chosen, Draw, Matcher, Scored, Slot
 from sie.workers.runners.stub_faults import StubFaults
 
 _VOCABULARY: Final = END_OF_TEXT + 1

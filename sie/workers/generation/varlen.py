@@ -16,14 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sie.workers.device.device import move
-from sie.workers.generation import Slot
-from sie.workers.generation.gathered import GatheredStep, Rule
+from sie.workers.generation.gathered import GatheredStep
+from sie.workers.generation.paged_cache import Rule
 from sie.workers.generation.step_layout import StepLayout
+from sie.workers.model_api import Slot
 from sie.workers.packed.flash import attend_flash, can_attend_flash
 
 if TYPE_CHECKING:
-    from sie.workers.generation.attention import LayerCache
     from sie.workers.generation.kernels import Tables
+    from sie.workers.generation.paged_cache import LayerCache
 
 _MAX_WIDTH = 256
 _LEAST_CAPABILITY = (8, 0)

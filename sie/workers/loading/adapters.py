@@ -19,8 +19,8 @@ from sie.values.card import AdapterSpec
 from sie.values.errors import BadRequest, Internal, SieError, Unavailable, to_wire
 from sie.workers.device.memory import free_model
 from sie.workers.loading.hosting import Host
-from sie.workers.runners import Adapters, Runner
-from sie.workers.scheduling.scheduler import Waiting
+from sie.workers.model_api import Adapters, Runner
+from sie.workers.scheduling.waiting import Waiting
 
 _log = get_logger(__name__)
 _RETRY_S = 1

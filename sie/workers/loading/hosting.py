@@ -23,7 +23,7 @@ from sie.values.card import ModelCard, ModelState
 from sie.values.errors import Internal, SieError, WireError, to_wire
 from sie.workers.device.faults import DeviceLostError, is_out_of_memory, is_sticky
 from sie.workers.device.memory import free_model
-from sie.workers.runners import Runner
+from sie.workers.model_api import Runner
 
 _log = get_logger(__name__)
 

@@ -40,7 +40,6 @@ from sie.workers.generation.one_row import choose_products
 from sie.workers.generation.paging import make_pageable
 from sie.workers.generation.runner import TextGenerator
 from sie.workers.generation.weight_formats import choose_format, join_and_pack
-from sie.workers.packed.probe import choose_execution, choose_scoring, choose_token_classification
 from sie.workers.runners.classify import PairClassifyRunner, TokenClassifyRunner, TokenModel
 from sie.workers.runners.dual import DualRunner, build_dual_runner
 from sie.workers.runners.encode import Backbone, EncodeRunner, Execution
@@ -54,6 +53,7 @@ from sie.workers.runners.grounding import GroundingRunner, build_grounding_runne
 from sie.workers.runners.head import Head, build_activation
 from sie.workers.runners.outputs import Heads, OutputsRunner
 from sie.workers.runners.owl import FLOAT32_HEADS, OwlRunner, build_owl_runner
+from sie.workers.runners.probe import choose_execution, choose_scoring, choose_token_classification
 from sie.workers.runners.score import ScoreModel, ScoreRunner
 from sie.workers.runners.splade import LanguageHead, LexicalHead, SparseHead, SpladeHead, StaticTable, take_head
 from sie.workers.runners.tokens import QueryExpansion, TokenHead

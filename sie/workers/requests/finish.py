@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from sie.shm.extent_headers import WorkHeader
 from sie.values.card import ModelCard
 from sie.values.errors import NonFinite
+from sie.workers.model_api import StepOutputs
 from sie.workers.requests.quantise import check_scores, finish_rows
-from sie.workers.runners import StepOutputs
 
 _to_msgpack = msgspec.msgpack.Encoder().encode
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from sie.shm.extent_headers import ArrayRef, WorkHeader
 from sie.shm.layout import ProtocolError
-from sie.workers.requests.tensors import TensorInputs, read_task
+from sie.workers.model_api import TensorInputs
+from sie.workers.requests.tensors import read_task
 
 Reader = Callable[[memoryview], tuple[list[int], Sequence[Any]]]
 """Takes a request's payload; returns the cost and the input of each item, which alias it. Raises ProtocolError."""

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from sie.config.settings import Settings
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
+from sie.workers.model_api import StepOutputs
 from sie.workers.requests.finish import Finished, finish_ragged, finish_rows_of
 from sie.workers.requests.ragged import KeptBytes
 from sie.workers.requests.request import Link, Request
-from sie.workers.runners import StepOutputs
-from sie.workers.scheduling.scheduler import Waiting
+from sie.workers.scheduling.waiting import Waiting
 
 NEVER_FITS = "The reply would not fit into this worker's memory for replies; split the request"
 

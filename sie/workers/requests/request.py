@@ -32,10 +32,10 @@ from sie.shm.extent_headers import ArrayRef, ReplyHeader, WorkHeader
 from sie.shm.layout import ERROR, FLAG_ALONE, REPLY, Descriptor, ProtocolError
 from sie.shm.pool import Lease
 from sie.values.errors import SieError, to_wire
+from sie.workers.model_api import Comparison, ImageItem, OutputTensor, Pair, SearchedImage
 from sie.workers.requests.ragged import RAGGED_OUTPUTS, KeptBytes, RaggedReply
 from sie.workers.requests.readers import Reader, reader_of
-from sie.workers.requests.tensors import KeptTensors, OutputTensor, read_tensors
-from sie.workers.runners import Comparison, ImageItem, Pair, SearchedImage
+from sie.workers.requests.tensors import KeptTensors, read_tensors
 
 _decoder = msgspec.msgpack.Decoder(WorkHeader)
 _encoder = msgspec.msgpack.Encoder()

@@ -10,32 +10,17 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from sie.shm.extent import ArrayPlan, array_view, plan_arrays
 from sie.shm.extent_headers import TensorForm, TensorReplyHeader, TensorTask, WorkHeader
 from sie.shm.layout import ProtocolError
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
+from sie.workers.model_api import OutputTensor, TensorInputs
 from sie.workers.requests.ragged import KeptBytes
 
 _task_decoder: Final = msgspec.msgpack.Decoder(TensorTask)
 _encoder: Final = msgspec.msgpack.Encoder()
-
-
-class TensorInputs(NamedTuple):
-    """What one request to infer brings: its task, and the bytes (uint8) of each input, in the task's order."""
-
-    task: TensorTask
-    data: tuple[NDArray[np.uint8], ...]
-
-
-class OutputTensor(NamedTuple):
-    """One output of a request: data is uint8 (bytes,), C order; for BYTES the framed elements."""
-
-    form: TensorForm
-    data: NDArray[np.uint8]
 
 
 class Likeness(NamedTuple):

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from sie.values.card import ModelCard
 from sie.values.extract import TokenClassification
+from sie.workers.model_api import Pair
 from sie.workers.packed.batch import PackedBatch, pack_sequences
-from sie.workers.runners import Pair
 from sie.workers.runners.encode import Backbone, Execution, weight_bytes
 from sie.workers.runners.score import HeadView, ScoreModel, pack_pairs
 from sie.workers.runners.stand_in import ModelHead

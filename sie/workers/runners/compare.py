@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from sie.values.card import LateInteraction
-from sie.workers.runners import Comparison, Side
+from sie.workers.model_api import Comparison, Side
 from sie.workers.runners.splade import Entries
 
 _CHUNK_BYTES = 64 << 20

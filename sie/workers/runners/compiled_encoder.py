@@ -1,7 +1,7 @@
 """Owns how a transformer of the BERT kind becomes one call of the compiled library for each step.
 
 A model is recognised by its parts, not by its name: embeddings, layers of attention and two linear layers, each with
-its norm, and no parameter besides (a pooler is not read). `sie.workers.packed.probe` then compares the two ways it can run.
+its norm, and no parameter besides (a pooler is not read). `sie.workers.runners.probe` then compares the two ways it can run.
 """
 
 from __future__ import annotations

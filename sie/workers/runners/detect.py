@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sie.values.card import ImageRule
 from sie.values.errors import BadRequest
-from sie.workers.runners import SearchedImage
+from sie.workers.model_api import SearchedImage
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")

@@ -21,10 +21,10 @@ from sie.catalog.files import refuse
 from sie.values.card import ImageRule, ModelCard
 from sie.values.errors import Internal
 from sie.workers.device.device import move
+from sie.workers.model_api import ImageItem, StepOutputs, Want
 from sie.workers.packed.batch import PackedBatch, pack_sequences
-from sie.workers.packed.probe import MAX_DIFFERENCE, choose_execution, difference, probe_sequences
-from sie.workers.runners import ImageItem, StepOutputs, Want
 from sie.workers.runners.encode import Backbone, Execution, weight_bytes
+from sie.workers.runners.probe import MAX_DIFFERENCE, choose_execution, difference, probe_sequences
 
 _log = logging.getLogger(__name__)
 _LEGACY_EOS = 2

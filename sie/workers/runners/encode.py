@@ -2,7 +2,7 @@
 
 Two ways lead to the same hidden states. Packed: the whole step is one row, under `sie.workers.packed.attention`. In
 rectangles: sequences of equal length form a batch without a mask, for architectures whose attention does not go
-through the registry. `sie.workers.packed.probe` says which one a model takes.
+through the registry. `sie.workers.runners.probe` says which one a model takes.
 """
 
 from __future__ import annotations

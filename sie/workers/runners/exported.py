@@ -21,7 +21,7 @@ from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 from sie.workers.device.device import resolve_device
 from sie.workers.device.faults import is_out_of_memory, is_sticky
-from sie.workers.requests.tensors import OutputTensor, TensorInputs
+from sie.workers.model_api import OutputTensor, TensorInputs
 from sie.workers.runners.tensor_arrays import as_array, cut_rows, input_of, names_sizes
 
 _FAULTS = (RuntimeError, ValueError, KeyError, AssertionError, TypeError, AttributeError)

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from sie.catalog.files import refuse
 from sie.values.card import ModelCard
 from sie.values.extract import Detection
-from sie.workers.runners import SearchedImage
+from sie.workers.model_api import SearchedImage
 from sie.workers.runners.detect import PixelScale, Recent, check_queries, group_images, over_threshold, stack_pixels
 from sie.workers.runners.encode import weight_bytes
 

@@ -22,7 +22,7 @@ from sie.runtime.logs import get_logger
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 from sie.values.tensor import TensorRule
-from sie.workers.requests.tensors import OutputTensor, TensorInputs
+from sie.workers.model_api import OutputTensor, TensorInputs
 from sie.workers.runners.tensor_arrays import as_array, cut_rows, input_of, names_sizes, without_source
 
 _log = get_logger(__name__)

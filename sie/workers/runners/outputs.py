@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sie.values.card import ModelCard
 from sie.workers.device.device import move
+from sie.workers.model_api import Side, StepOutputs, Want
 from sie.workers.packed.batch import PackedBatch, pack_sequences
-from sie.workers.runners import Side, StepOutputs, Want
 from sie.workers.runners.compare import TextVectors, compare
 from sie.workers.runners.encode import Backbone, Execution, dense_rows, lora_adapters, weight_bytes
 from sie.workers.runners.head import Head

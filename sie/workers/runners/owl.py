@@ -17,7 +17,7 @@ from torch import Tensor
 from sie.catalog.files import refuse
 from sie.values.card import ModelCard
 from sie.values.errors import Internal
-from sie.workers.runners import SearchedImage
+from sie.workers.model_api import SearchedImage
 from sie.workers.runners.detect import PixelScale, Recent, check_queries, group_images, over_threshold, stack_pixels
 from sie.workers.runners.encode import weight_bytes
 from sie.workers.runners.square import to_square

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sie.values.card import ModelCard, ScoreRule
+from sie.workers.model_api import Pair
 from sie.workers.packed.batch import PackedBatch, pack_sequences
-from sie.workers.runners import Pair
 from sie.workers.runners.encode import Backbone, Execution
 from sie.workers.runners.stand_in import ModelHead
 

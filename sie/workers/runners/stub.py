@@ -23,8 +23,7 @@ from sie.shm.extent_headers import TensorForm, TensorTask
 from sie.values.card import AdapterSpec, ModelCard
 from sie.values.errors import Internal
 from sie.values.extract import Classification, DetectedObject, Entity, Extraction, ExtractTask
-from sie.workers.requests.tensors import OutputTensor, TensorInputs
-from sie.workers.runners import ImageItem, StepOutputs, Want
+from sie.workers.model_api import ImageItem, OutputTensor, StepOutputs, TensorInputs, Want
 from sie.workers.runners.stub_faults import StubFaults
 
 _NUM_ENTRIES = 16

@@ -17,7 +17,7 @@ from sie.shm.extent_headers import TensorForm
 from sie.values.bytes_tensor import FramingError, frame_elements, split_elements
 from sie.values.errors import BadRequest, Internal
 from sie.values.tensor import DATATYPES
-from sie.workers.requests.tensors import OutputTensor, TensorInputs
+from sie.workers.model_api import OutputTensor, TensorInputs
 
 _ABOUT_INPUTS = re.compile(
     r"shape|dimension|\bdim\b|axis|axes|rank|broadcast|out of (data )?bounds|out of range|indices|index|length|"

@@ -6,38 +6,17 @@ Source: Triton, ModelQueuePolicy and ModelDynamicBatching of model_config.proto.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal, NamedTuple
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from sie.shm.extent_headers import TensorTask
 from sie.values.tensor import QueuePolicy, TensorRule
+from sie.workers.scheduling.waiting import Refused, Turn
 
 if TYPE_CHECKING:
-    from sie.workers.scheduling.scheduler import Waiting
+    from sie.workers.scheduling.waiting import Waiting
 
 _ANY_PRIORITY = 0
 _PATIENT = QueuePolicy()
-
-
-class Turn(msgspec.Struct, frozen=True):
-    """When a request's turn comes.
-
-    Lower priorities go first. After until_ns (0: never) it is refused, or with delays goes behind the others of its
-    priority. max_requests: how many of its priority may wait, 0 for any number.
-    """
-
-    priority: int
-    until_ns: int = 0
-    delays: bool = False
-    max_requests: int = 0
-
-
-class Refused(NamedTuple):
-    """A request that never runs: it waited too long, or too many of its priority were there before it."""
-
-    item: Waiting
-    reason: Literal["timeout", "size"]
 
 
 def turn_of(rule: TensorRule, task: TensorTask, now_ns: int) -> Turn | None:

@@ -24,12 +24,12 @@ from sie.shm.space import OutboundSpace
 from sie.values.card import ModelCard
 from sie.values.errors import SieError, WireError, from_wire
 from sie.values.generate import GenerateTask, GenerateTotals, PromptPiece, Sampling, TokenFrame, TokenLogprob
-from sie.workers.generation import Chosen, GenerateRunner, Slot
 from sie.workers.generation.engine import Begin, Engine, EngineLimits
 from sie.workers.generation.engines import read_task
 from sie.workers.generation.sequences import Job
 from sie.workers.generation.step import StepSize
 from sie.workers.generation.stub import StubGenerator
+from sie.workers.model_api import Chosen, GenerateRunner, Slot
 from sie.workers.requests.request import Request
 
 FAR_NS = 1 << 62

@@ -16,7 +16,7 @@ from sie.metrics import definitions
 from sie.shm.attach_messages import Retire, send
 from sie.shm.layout import REPLY
 from sie.values.errors import BadRequest, DeadlineExceeded, Internal, Overloaded, Unavailable, WorkerLost
-from sie.workers.scheduling.scheduler import Budget
+from sie.workers.scheduling.waiting import Budget
 from tests.unit.engine_rig import DEADLINE_S, MIB, Rig, SumRunner, Worker, card, checksum, in_rig
 
 TWO_ITEMS = Budget(max_tokens=1000, max_items=2, max_age_ns=10**12)

@@ -16,7 +16,8 @@ from sie.values.errors import BadRequest, ResourceExhausted
 from sie.workers.device.faults import DeviceLostError, is_out_of_memory, is_sticky
 from sie.workers.recovery import Recovery
 from sie.workers.scheduling.ceilings import Ceiling, drop_outgrown, lower_ceiling
-from sie.workers.scheduling.scheduler import Budget, State, Waiting, plan_step
+from sie.workers.scheduling.scheduler import State, plan_step
+from sie.workers.scheduling.waiting import Budget, Waiting
 from sie.workers.telemetry import WorkerMetrics
 from tests.unit.engine_rig import Rig, SumRunner, card, checksum, in_rig
 

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from sie.frontend.dialects.openai.chat_messages import NAME, name_results
-from sie.frontend.dialects.openai.text_fields import wrong
+from sie.frontend.generation.sampling_fields import wrong
 from sie.values.generate import ChatMessage, ToolCall
 
 _MAX_LIST: Final = 65_536

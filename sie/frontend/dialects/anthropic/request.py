@@ -17,15 +17,8 @@ from sie.frontend.dialects.anthropic.content import InputMessage, TextBlock, end
 from sie.frontend.dialects.openai.agent_fields import refuse_agent_tool
 from sie.frontend.dialects.openai.chat import ResponseFormat, read_effort, read_format, read_thinking
 from sie.frontend.dialects.openai.chat_tools import ToolField, read_tools
-from sie.frontend.dialects.openai.sampling_fields import Number
-from sie.frontend.dialects.openai.text_fields import (
-    SamplingFields,
-    decode_body,
-    read_grammar,
-    read_sampling_fields,
-    read_stop,
-    wrong,
-)
+from sie.frontend.dialects.openai.text_fields import SamplingFields, decode_body, read_grammar, read_sampling_fields
+from sie.frontend.generation.sampling_fields import Number, read_stop, wrong
 from sie.values.generate import ChatMessage, GenerateRequest, Grammar, Tool, ToolChoice
 
 _MAX_LIST: Final = 65_536

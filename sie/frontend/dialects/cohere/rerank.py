@@ -10,13 +10,9 @@ from typing import Annotated, Any
 import msgspec
 
 from sie.config.limits import Limits
-from sie.frontend.dialects.openai.embeddings import DEFAULT_MODEL, field_of
-from sie.frontend.http.body_limits import check_json, decode_free_form, decode_typed
-from sie.frontend.inputs.profile_options import merge_options, refuse_adapter
-from sie.frontend.operations.comparisons import resolve_compared
-from sie.frontend.operations.score import resolve_score
-from sie.values.card import ModelCard
-from sie.values.encode import ScoreReply, ScoreRequest
+from sie.frontend.dialects.openai.embeddings import field_of
+from sie.frontend.inputs.bounded_json import check_json, decode_free_form, decode_typed
+from sie.values.encode import DEFAULT_MODEL, ScoreReply, ScoreRequest
 from sie.values.errors import BadRequest, InputTooLong
 
 _MOST_DOCUMENTS = 65_536  # the most that settings allow; the setting itself is checked after decoding
@@ -75,17 +71,6 @@ def _check_sizes(call: RerankBody, max_bytes: int) -> None:
     for name, text in texts:
         if len(text.encode()) > max_bytes:
             raise InputTooLong(f"Field '{name}' must hold at most {max_bytes} bytes of UTF-8 text")
-
-
-def resolve_rerank(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
-    """Return the request with its instruction final. Raises BadRequest for what this model cannot serve."""
-    request = resolve_score(request, card)
-    if request.options or card.profiles:
-        request.options = merge_options(card, request.options, "$.options")
-        refuse_adapter(card, request.options, "scores")
-    request.instruction = request.options.get("instruction")
-    request.compared = resolve_compared(request.options, card)
-    return request
 
 
 def encode_ranking(call: RerankCall, reply: ScoreReply) -> bytes:

@@ -6,33 +6,21 @@ Source: Triton's generate extension and KServe v2 sheet, section 11. What is bes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
 from sie.config.limits import Limits
-from sie.frontend.dialects.kserve.parameters import EMPTY_FINAL_RESPONSE, checked_parameters
-from sie.frontend.dialects.openai.sampling_fields import Count, SamplingNumbers, StopText, StopTexts, write_sampling
-from sie.frontend.dialects.openai.text_fields import KEEP_ALIVE, data_line, read_stop
-from sie.frontend.http.body_limits import check_json, check_utf8, decode_typed
-from sie.values.errors import BadRequest, SieError
+from sie.frontend.dialects.openai.text_fields import KEEP_ALIVE, data_line
+from sie.frontend.inputs.bounded_json import check_json, check_utf8, decode_typed
+from sie.frontend.tensors.generated import GenerateParameters, read_parameters, text_request
+from sie.values.errors import SieError
 from sie.values.generate import Ended, GenerateEvent, GenerateReply, GenerateRequest, Started, TextDelta
 from sie.values.tensor import TensorRule
 
-_DEFAULT_MAX_TOKENS: Final = 16
-"""As on `/v1/completions`."""
 _to_json: Final = msgspec.json.Encoder().encode
-
-
-class GenerateParameters(SamplingNumbers, kw_only=True):
-    """How a text is generated. None: not given."""
-
-    stream: bool | None = None
-    max_tokens: Count | None = None
-    stop: StopText | StopTexts | None = None
-    exclude_input_in_output: bool | None = None
 
 
 OneText = Annotated[list[str], Meta(min_length=1, max_length=1)]
@@ -82,35 +70,6 @@ def decode_text_input(
     request = text_request(texts, given, is_stream=is_stream)
     in_pieces, echo = is_stream and given.stream is not False, given.exclude_input_in_output is False
     return request, Shown(rule=rule, id=call.id or "", in_pieces=in_pieces, echo=echo)
-
-
-def read_parameters(parameters: Mapping[str, Any] | None) -> GenerateParameters:
-    """Return what a request's parameters say. Raises BadRequest for a wrong type or name."""
-    given = parameters or {}
-    checked_parameters({name: value for name, value in given.items() if name != "stop"}, own=(EMPTY_FINAL_RESPONSE,))
-    try:
-        # Not strictly: gRPC has parameters for texts and whole numbers, so that a client sends a temperature as a text.
-        return msgspec.convert(given, GenerateParameters, strict=False)
-    except msgspec.ValidationError as error:
-        raise BadRequest(str(error).replace("`$.", "`$.parameters.")) from None
-
-
-def text_request(texts: list[str], given: GenerateParameters, *, is_stream: bool) -> GenerateRequest:
-    """Return the request for what follows texts; its model is the caller's to name.
-
-    Raises BadRequest for one that asks for many answers where there is one.
-    """
-    if given.stream and not is_stream:
-        raise BadRequest("parameter 'stream' is true, and there is one answer; /generate_stream has many")
-    request = GenerateRequest(
-        model="",
-        texts=texts,
-        max_tokens=given.max_tokens or _DEFAULT_MAX_TOKENS,
-        stop=read_stop(given.stop),
-        stream=is_stream,
-    )
-    write_sampling(given, request)
-    return request
 
 
 # --- writing --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from sie.frontend.dialects.kserve.infer import InferCall, Wanted
-from sie.frontend.dialects.kserve.parameters import (
+from sie.frontend.dialects.kserve.protobuf_wire import append_bytes, cut_views, parse
+from sie.frontend.tensors.parameters import (
     EMPTY_FINAL_RESPONSE,
     check_sequence,
     checked_parameters,
@@ -22,7 +23,6 @@ from sie.frontend.dialects.kserve.parameters import (
     flag,
     unsigned,
 )
-from sie.frontend.dialects.kserve.protobuf_wire import append_bytes, cut_views, parse
 from sie.proto import message_class
 from sie.values.bytes_tensor import frame_elements
 from sie.values.errors import BadRequest

@@ -18,10 +18,10 @@ import msgspec
 from msgspec import Meta
 
 from sie.config.limits import Limits
-from sie.frontend.dialects.kserve.parameters import check_sequence, checked_parameters, checked_priority, flag, unsigned
 from sie.frontend.dialects.kserve.tensor_json import elements_from_json, elements_to_json, images_from_json
-from sie.frontend.http.body_limits import check_json, check_utf8, decode_typed
+from sie.frontend.inputs.bounded_json import check_json, check_utf8, decode_typed
 from sie.frontend.tensors.image_inputs import image_form
+from sie.frontend.tensors.parameters import check_sequence, checked_parameters, checked_priority, flag, unsigned
 from sie.values.bytes_tensor import frame_elements
 from sie.values.errors import BadRequest
 from sie.values.tensor import ITEM_BYTES, MAX_RANK, Tensor, TensorReply, TensorRequest, TensorRule

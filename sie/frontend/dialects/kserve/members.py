@@ -14,9 +14,9 @@ from typing import Any, Final
 import msgspec
 
 from sie.config.limits import Limits
-from sie.frontend.dialects.kserve.parameters import check_sequence, checked_parameters, checked_priority, unsigned
 from sie.frontend.dialects.kserve.tensor_json import elements_from_json, elements_to_json
-from sie.frontend.http.body_limits import check_json, check_utf8, decode_typed
+from sie.frontend.inputs.bounded_json import check_json, check_utf8, decode_typed
+from sie.frontend.tensors.parameters import check_sequence, checked_parameters, checked_priority, unsigned
 from sie.values.errors import BadRequest
 from sie.values.tensor import Tensor, TensorReply, TensorRequest, TensorRule, TensorSpec
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from sie import __version__
-from sie.frontend.http.body_limits import decode_typed
+from sie.frontend.inputs.bounded_json import decode_typed
 from sie.frontend.tensors.states import Figures, VersionState
 from sie.values.card import ModelState
 from sie.values.errors import BadRequest

@@ -11,7 +11,7 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from sie.frontend.http.body_limits import decode_typed
+from sie.frontend.inputs.bounded_json import decode_typed
 from sie.values.errors import BadRequest
 
 TRACE: Final[dict[str, Any]] = {

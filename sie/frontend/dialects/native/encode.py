@@ -7,25 +7,19 @@ output types and modality against its card (400). Source: SIE API reference, sec
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
 
-from sie.catalog.options import OUTPUT_TYPES
 from sie.config.limits import Limits
-from sie.frontend.http.body_limits import MAX_FREE_FORM_BYTES, check_json, decode_free_form, decode_typed
-from sie.frontend.inputs.profile_options import merge_options
-from sie.values.card import ModelCard
-from sie.values.encode import OUTPUT_DTYPES, EncodeRequest, MediaItems
-from sie.values.errors import BadRequest, InputTooLong, NotFound, SieError
+from sie.frontend.inputs.bounded_json import MAX_FREE_FORM_BYTES, check_json, decode_free_form, decode_typed
+from sie.values.encode import EncodeRequest, MediaItems
+from sie.values.errors import BadRequest, InputTooLong, SieError
 
 _MOST_ITEMS = 65_536  # the most that settings allow; the setting itself is checked after decoding
 _MOST_NAMES = 64
-_MAX_SUGGEST_CHARS = 200
 _ABSENT = msgspec.Raw(b"")
-_DENSE_ONLY = ("dense",)
 
 
 class Media(msgspec.Struct, gc=False):
@@ -149,16 +143,6 @@ def _find_other(items: Sequence[Item]) -> str | None:
     return None
 
 
-def check_media(media: MediaItems, card: ModelCard) -> None:
-    """Raise BadRequest unless every item is a text or images, for a model that takes both."""
-    if media.other is not None:
-        kind = media.other.rpartition(".")[2]
-        raise BadRequest(f"Model '{card.id}' does not take {kind} input - at `{media.other}`")
-    for index, text in enumerate(media.texts):
-        if text is None and index not in media.images:
-            raise BadRequest(f"Model '{card.id}' requires text or image input - at `$.items[{index}]`")
-
-
 def check_count(items: Sequence[Item], max_items: int) -> None:
     """Raise BadRequest unless there are 1 to max_items items."""
     if not items:
@@ -217,52 +201,6 @@ def find_non_text(items: Sequence[Item]) -> int | None:
     return None
 
 
-def resolve_encode(request: EncodeRequest, card: ModelCard) -> EncodeRequest:
-    """Return the request with every precedence applied: output_types, output_dtype and instruction are final.
-
-    `options` becomes the profile's with the request's on top, for the prompt, the tokenizer and the worker to read
-    (`is_query`, `normalize`, templates, lengths). Raises BadRequest for a profile, option, output or item that this
-    model cannot serve.
-    """
-    if request.options or card.profiles:
-        request.options = merge_options(card, request.options, "$.params.options")
-    options = request.options
-    request.output_types = _resolve_output_types(request, card)
-    request.output_dtype = request.output_dtype or options.get("output_dtype") or "float32"
-    if request.output_dtype not in OUTPUT_DTYPES:
-        raise BadRequest(f"Unsupported output_dtype: {request.output_dtype}")
-    if request.instruction is None:
-        request.instruction = options.get("instruction")
-    if request.non_text_item is not None:
-        media = request.media
-        if media is None or card.image is None:
-            raise BadRequest(f"Model '{card.id}' requires text input - at `$.items[{request.non_text_item}]`")
-        check_media(media, card)
-        request.texts = [text or "" for text in media.texts]
-        request.images = media.images or None
-    return request
-
-
-def _resolve_output_types(request: EncodeRequest, card: ModelCard) -> tuple[str, ...]:
-    wanted: Sequence[Any] | None = request.options.get("output_types")
-    if wanted is None:
-        if request.output_types is None and "dense" in card.outputs:
-            return _DENSE_ONLY
-        wanted = _DENSE_ONLY if request.output_types is None else request.output_types
-    if not wanted:
-        raise BadRequest("Field 'output_types' must not be empty")
-    for name in wanted:
-        if name not in OUTPUT_TYPES:
-            raise BadRequest(f"Unknown output type {name!r}. Valid: {list(OUTPUT_TYPES)}")
-        if name not in card.outputs:
-            reason = card.missing_outputs.get(name)
-            because = f" ({reason})" if reason else ""
-            raise BadRequest(
-                f"Model '{card.id}' does not support output type '{name}'{because}. Available: {card.wire_outputs}"
-            )
-    return tuple(dict.fromkeys(wanted))
-
-
 _to_json = msgspec.json.Encoder().encode
 
 
@@ -279,26 +217,3 @@ def not_found_body() -> bytes:
 def method_not_allowed_body() -> bytes:
     """Return the body of a 405; the `Allow` header is the caller's."""
     return b'{"detail":"Method Not Allowed"}'
-
-
-def model_not_found(model: str, known: Iterable[str]) -> NotFound:
-    """Return the error for an unknown model id, with up to three near ids.
-
-    The wire has no full stop before the suggestion. Source: SIE API reference, section 2.
-    """
-    message = f"Model '{model}' not found"
-    near = _near_ids(model, list(known)) if len(model) <= _MAX_SUGGEST_CHARS else []
-    if near:
-        message += f" Did you mean {', '.join(repr(id_) for id_ in near)}?"
-    return NotFound(message)
-
-
-def _near_ids(model: str, known: list[str]) -> list[str]:
-    """Match on the full id first, then on the part after the last slash."""
-    near = difflib.get_close_matches(model, known, n=3, cutoff=0.6)
-    by_tail: dict[str, list[str]] = {}
-    for id_ in known:
-        by_tail.setdefault(id_.rpartition("/")[2], []).append(id_)
-    for tail in difflib.get_close_matches(model.rpartition("/")[2], by_tail, n=3, cutoff=0.6):
-        near += [id_ for id_ in by_tail[tail] if id_ not in near]
-    return near[:3]

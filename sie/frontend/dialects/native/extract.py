@@ -9,26 +9,21 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from sie.catalog.options import LENGTHS
 from sie.config.limits import Limits
 from sie.frontend.dialects.native.arrays import pack
-from sie.frontend.dialects.native.encode import Item, check_count, check_items, check_media, find_non_text, read_media
-from sie.frontend.http.body_limits import check_json, children_of, decode_free_form, decode_typed
-from sie.frontend.inputs.profile_options import merge_options, refuse_adapter
-from sie.frontend.operations.extraction.extract import check_task
-from sie.values.card import ModelCard
+from sie.frontend.dialects.native.encode import Item, check_count, check_items, find_non_text, read_media
+from sie.frontend.inputs.bounded_json import check_json, children_of, decode_free_form, decode_typed
+from sie.frontend.operations.resolve_extract import OPTIONS_PATH
 from sie.values.encode import ExtractReply, ExtractRequest
 from sie.values.errors import BadRequest
-from sie.values.extract import Entity, Extraction, ExtractRule, ExtractTask, LabelGroup, LabelledExample
+from sie.values.extract import Entity, Extraction
 
 _MOST_ITEMS = 65_536  # the most that settings allow; the setting itself is checked after decoding
 _MAX_SCHEMA_BYTES: Final = 1 << 20
 _SCHEMA_LEVEL: Final = 2
 """Levels of a body above its output_schema."""
-_OPTIONS_PATH: Final = "$.params.options"
 _ABSENT = msgspec.Raw(b"")
 _to_json = msgspec.json.Encoder().encode
-_Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class ExtractParams(msgspec.Struct, gc=False):
@@ -43,37 +38,11 @@ class ExtractBody(msgspec.Struct, gc=False):
     params: ExtractParams | None = None
 
 
-class Example(msgspec.Struct):
-    text: str
-    labels: tuple[str, ...]
-
-
-class ExtractOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The options that some family of extractors reads; others are not looked at."""
-
-    threshold: _Fraction | None = None
-    flat_ner: bool | None = None
-    multi_label: bool | None = None
-    merge_adjacent_entities: bool | None = None
-    relation_labels: tuple[str, ...] | None = None
-    relation_threshold: _Fraction | None = None
-    classification_type: str | None = None
-    label_groups: dict[str, tuple[str, ...]] | None = None
-    examples: list[Example] | None = None
-    hypothesis_template: str | None = None
-    aggregation_strategy: str | None = None
-    stride: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
-    score_threshold: _Fraction | None = None
-    box_threshold: _Fraction | None = None
-    text_threshold: _Fraction | None = None
-
-
 _FROM_MSGPACK = msgspec.msgpack.Decoder(ExtractBody)
 _FROM_JSON = msgspec.json.Decoder(ExtractBody)
 _SCHEMA_FROM_MSGPACK = msgspec.msgpack.Decoder(dict[str, Any] | None)
 _SCHEMA_FROM_JSON = msgspec.json.Decoder(dict[str, Any] | None)
 _NO_PARAMS = ExtractParams()
-_NOT_GIVEN: Final[tuple[Any, ...]] = (None, "", (), [], {})
 
 
 def decode_extract(body: bytes, msgpack: bool, model: str, limits: Limits) -> ExtractRequest:
@@ -99,7 +68,7 @@ def decode_extract(body: bytes, msgpack: bool, model: str, limits: Limits) -> Ex
         labels=tuple(labels),
         output_schema=_decode_schema(params.output_schema, msgpack, limits),
         instruction=params.instruction,
-        options=decode_free_form(params.options, msgpack=msgpack, path=_OPTIONS_PATH, max_depth=limits.max_depth),
+        options=decode_free_form(params.options, msgpack=msgpack, path=OPTIONS_PATH, max_depth=limits.max_depth),
         non_text_item=non_text,
         media=None if non_text is None else read_media(items, limits),
     )
@@ -133,75 +102,6 @@ def _check_schema(schema: dict[str, Any], limits: Limits) -> None:
         if num_values > limits.max_schema_values:
             raise BadRequest(f"Field 'params.output_schema' must hold at most {limits.max_schema_values} values")
         level = [child for value in level for child in children_of(value)]
-
-
-def resolve_extract(request: ExtractRequest, card: ModelCard) -> ExtractRequest:
-    """Return the request with its task final. Raises BadRequest for what this model cannot serve."""
-    rule = card.extract
-    if rule is None:
-        raise BadRequest(
-            f"Model '{card.id}' does not support extraction. Its outputs are {card.wire_outputs}; "
-            "choose a model whose outputs include 'json'"
-        )
-    if request.options or card.profiles:
-        request.options = merge_options(card, request.options, _OPTIONS_PATH)
-        refuse_adapter(card, request.options, "extraction")
-    request.task = _resolve_task(request, card, rule)
-    check_task(card, request.task)
-    if request.non_text_item is not None or rule.reads == "image":
-        _resolve_media(request, card)
-    return request
-
-
-def _resolve_media(request: ExtractRequest, card: ModelCard) -> None:
-    """Let the items be images, one each, or texts where the model takes both."""
-    media = request.media
-    if "text" in card.inputs and (media is None or card.image is None):
-        raise BadRequest(f"Model '{card.id}' requires text input - at `$.items[{request.non_text_item}]`")
-    if media is None:
-        raise BadRequest(f"Model '{card.id}' requires image input - at `$.items[0]`")
-    check_media(media, card)
-    for item in range(len(media.texts)):
-        num_images = len(media.images.get(item, ()))
-        if not num_images and "text" not in card.inputs:
-            raise BadRequest(f"Model '{card.id}' requires image input - at `$.items[{item}]`")
-        if num_images > 1:
-            raise BadRequest(f"Model '{card.id}' takes one image an item - at `$.items[{item}].images`")
-    request.texts = [text or "" for text in media.texts]
-    request.images = media.images or None
-
-
-def _resolve_task(request: ExtractRequest, card: ModelCard, rule: ExtractRule) -> ExtractTask:
-    options = _typed_options(request.options)
-    instruction = request.options.get("instruction") if request.instruction is None else request.instruction
-    given: dict[str, Any] = {
-        **msgspec.structs.asdict(options),
-        "instruction": instruction,
-        "output_schema": request.output_schema,
-    }
-    wanted = {name: value for name, value in given.items() if value not in _NOT_GIVEN}
-    for name in (*wanted, *(name for name in LENGTHS if request.options.get(name) is not None)):
-        if name not in rule.options:
-            raise BadRequest(f"Model '{card.id}' does not support '{name}'")
-    if rule.needs_labels and not (request.labels or options.label_groups):
-        raise BadRequest(f"Model '{card.id}' needs labels - at `$.params.labels`")
-    for index, label in enumerate(request.labels):
-        if not label.strip():
-            raise BadRequest(f"A label must not be blank - at `$.params.labels[{index}]`")
-    if options.label_groups:
-        wanted["label_groups"] = tuple(LabelGroup(name, own) for name, own in options.label_groups.items())
-    if options.examples:
-        wanted["examples"] = tuple(LabelledExample(example.text, example.labels) for example in options.examples)
-    policy = request.options.get("overflow_policy") or "default"
-    return ExtractTask(labels=request.labels, overflow_policy=policy, **wanted)
-
-
-def _typed_options(options: dict[str, Any]) -> ExtractOptions:
-    known = {name: options[name] for name in ExtractOptions.__struct_fields__ if name in options}
-    try:
-        return msgspec.convert(known, ExtractOptions)
-    except msgspec.ValidationError as error:
-        raise BadRequest(str(error).replace("`$", f"`{_OPTIONS_PATH}")) from None
 
 
 class EntityBody(msgspec.Struct, frozen=True):

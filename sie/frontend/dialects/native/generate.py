@@ -14,9 +14,19 @@ from msgspec import Meta
 
 from sie.config.limits import Limits
 from sie.frontend.dialects.openai.chat import logprob_object
-from sie.frontend.dialects.openai.sampling_fields import Bias, Count, Number, Penalty, Seed, StopTexts, Temperature
-from sie.frontend.dialects.openai.text_fields import DONE, KEEP_ALIVE, data_line, read_bias, read_stop, wrong
-from sie.frontend.http.body_limits import check_json, decode_typed
+from sie.frontend.dialects.openai.text_fields import DONE, KEEP_ALIVE, data_line, read_bias
+from sie.frontend.generation.sampling_fields import (
+    Bias,
+    Count,
+    Number,
+    Penalty,
+    Seed,
+    StopTexts,
+    Temperature,
+    read_stop,
+    wrong,
+)
+from sie.frontend.inputs.bounded_json import check_json, decode_typed
 from sie.values.errors import SieError
 from sie.values.generate import (
     Ended,

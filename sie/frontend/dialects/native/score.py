@@ -12,11 +12,7 @@ import msgspec
 from sie.config.limits import Limits
 from sie.frontend.dialects.native.arrays import pack
 from sie.frontend.dialects.native.encode import Item, check_count, check_items, find_non_text
-from sie.frontend.http.body_limits import check_json, decode_free_form, decode_typed
-from sie.frontend.inputs.profile_options import merge_options, refuse_adapter
-from sie.frontend.operations import score
-from sie.frontend.operations.comparisons import resolve_compared
-from sie.values.card import ModelCard
+from sie.frontend.inputs.bounded_json import check_json, decode_free_form, decode_typed
 from sie.values.encode import ScoreReply, ScoreRequest
 
 _MOST_ITEMS = 65_536  # the most that settings allow; the setting itself is checked after decoding
@@ -83,18 +79,6 @@ def _find_non_text(call: ScoreBody) -> str | None:
         return "$.query"
     index = find_non_text(call.items)
     return None if index is None else f"$.items[{index}]"
-
-
-def resolve_score(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
-    """Return the request with its instruction final. Raises BadRequest for what this model cannot serve."""
-    request = score.resolve_score(request, card)
-    if request.options or card.profiles:
-        request.options = merge_options(card, request.options, "$.options")
-        refuse_adapter(card, request.options, "scores")
-    if request.instruction is None:
-        request.instruction = request.options.get("instruction")
-    request.compared = resolve_compared(request.options, card)
-    return request
 
 
 def encode_scores(request: ScoreRequest, reply: ScoreReply, msgpack: bool) -> bytes:

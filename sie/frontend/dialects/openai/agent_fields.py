@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sie.frontend.dialects.openai.sampling_fields import SamplingNumbers
+from sie.frontend.generation.sampling_fields import SamplingNumbers
 from sie.values.errors import BadRequest
 
 

@@ -14,7 +14,6 @@ from msgspec import Meta
 from sie.config.limits import Limits
 from sie.frontend.dialects.openai.chat_messages import MessageField, read_messages
 from sie.frontend.dialects.openai.chat_tools import ToolField, read_tool_choice, read_tools
-from sie.frontend.dialects.openai.sampling_fields import Count, Number
 from sie.frontend.dialects.openai.sse_chunks import ChunkWriter
 from sie.frontend.dialects.openai.text_fields import (
     Shown,
@@ -23,8 +22,8 @@ from sie.frontend.dialects.openai.text_fields import (
     read_text_fields,
     usage_object,
     wants_usage,
-    wrong,
 )
+from sie.frontend.generation.sampling_fields import Count, Number, wrong
 from sie.values.generate import (
     Finished,
     FinishReason,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from sie.frontend.dialects.openai.text_fields import wrong
+from sie.frontend.generation.sampling_fields import wrong
 from sie.values.errors import BadRequest
 from sie.values.generate import ChatMessage, ToolCall
 

@@ -9,7 +9,7 @@ import msgspec
 
 from sie.frontend.dialects.openai.agent_fields import refuse_agent_tool
 from sie.frontend.dialects.openai.chat_messages import NAME
-from sie.frontend.dialects.openai.text_fields import wrong
+from sie.frontend.generation.sampling_fields import wrong
 from sie.values.generate import Tool, ToolChoice
 
 _MODES: Final = ("auto", "required")

@@ -11,7 +11,6 @@ from msgspec import Meta
 from sie.config.limits import Limits
 from sie.frontend.dialects.openai.agent_fields import forget_agent_fields
 from sie.frontend.dialects.openai.prompt_offsets import find_offsets
-from sie.frontend.dialects.openai.sampling_fields import Number
 from sie.frontend.dialects.openai.sse_chunks import ChunkWriter
 from sie.frontend.dialects.openai.text_fields import (
     Shown,
@@ -20,8 +19,8 @@ from sie.frontend.dialects.openai.text_fields import (
     read_text_fields,
     usage_object,
     wants_usage,
-    wrong,
 )
+from sie.frontend.generation.sampling_fields import Number, wrong
 from sie.values.generate import (
     ChoiceReply,
     Finished,

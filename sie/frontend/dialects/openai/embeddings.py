@@ -15,14 +15,9 @@ import numpy as np
 import pybase64
 
 from sie.config.limits import Limits
-from sie.frontend.http.body_limits import check_json, decode_typed
-from sie.frontend.inputs.profile_options import gives, merge_options
-from sie.values.card import ModelCard
-from sie.values.encode import EncodeReply, EncodeRequest
+from sie.frontend.inputs.bounded_json import check_json, decode_typed
+from sie.values.encode import DEFAULT_MODEL, EncodeReply, EncodeRequest
 from sie.values.errors import BadRequest, InputTooLong, SieError
-
-DEFAULT_MODEL = "default"
-"""The id of a request that names no model."""
 
 _MOST_TOKENS = 1 << 20
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -134,40 +129,6 @@ def _check_sizes(request: EncodeRequest, limits: Limits, body_bytes: int) -> Non
                 f"Field 'input[{index}]' must hold at most {limits.max_item_text_bytes} bytes of UTF-8 text",
                 extras={"param": "input"},
             )
-
-
-def resolve_embeddings(request: EncodeRequest, card: ModelCard) -> EncodeRequest:
-    """Return the request with the default profile's options, and the outputs that this route always has: dense, float32.
-
-    Raises BadRequest for a model without dense vectors, for token arrays to a model that reads text, and for
-    `dimensions` that the model cannot be cut to.
-    """
-    if not gives(card, "dense"):
-        raise BadRequest(f"Model '{card.id}' does not support embeddings", extras={"param": "model"})
-    if request.token_lists is not None and not card.tokenizer_file:
-        raise BadRequest(f"Model '{card.id}' requires text input, not token arrays", extras={"param": "input"})
-    if request.dimensions is not None:
-        _check_dimensions(request.dimensions, card)
-    if card.profiles:
-        request.options = merge_options(card, {}, "$.options")
-        request.instruction = request.options.get("instruction")
-    request.output_types = ("dense",)
-    request.output_dtype = "float32"
-    return request
-
-
-def _check_dimensions(dimensions: int, card: ModelCard) -> None:
-    native = card.dims.get("dense", 0)
-    shorter = card.matryoshka
-    allowed = shorter if isinstance(shorter, bool) else dimensions in shorter
-    if dimensions == native or (allowed and 0 < dimensions < native):
-        return
-    can_do = f"1 to {native}" if shorter is True else f"{sorted({native, *(shorter or ())})}"
-    raise BadRequest(
-        f"Model '{card.id}' cannot give {dimensions} dimensions. Available: {can_do}",
-        code="unsupported_field",
-        extras={"param": "dimensions"},
-    )
 
 
 def encode_embeddings(reply: EncodeReply, base64: bool) -> bytes:

@@ -19,8 +19,8 @@ from msgspec import Meta
 from sie.config.limits import Limits
 from sie.frontend.dialects.openai import embeddings
 from sie.frontend.dialects.openai.agent_fields import AgentFields, refuse_agent_fields
-from sie.frontend.dialects.openai.sampling_fields import Bias, Count, Share, write_sampling
-from sie.frontend.http.body_limits import check_json
+from sie.frontend.generation.sampling_fields import Bias, Count, Share, read_stop, write_sampling, wrong
+from sie.frontend.inputs.bounded_json import check_json
 from sie.values.errors import BadRequest, NotFound, SieError
 from sie.values.generate import GenerateRequest, GenerateUsage, Grammar
 
@@ -164,11 +164,6 @@ def renamed(names: Mapping[str, str]) -> Generator[None]:
         raise
 
 
-def wrong(field: str, reason: str) -> BadRequest:
-    """Return the refusal of a field's value."""
-    return BadRequest(f"Field '{field}' {reason}", extras={"param": field})
-
-
 def read_text_fields(body: TextFields) -> GenerateRequest:
     """Return a request with all that OpenAI's routes have in common. Raises BadRequest for a wrong value."""
     request = read_sampling_fields(body)
@@ -219,14 +214,6 @@ def read_bias(bias: dict[str, float]) -> dict[int, float]:
         if not (key.isascii() and key.isdigit() and len(key) < _MAX_ID_DIGITS):
             raise wrong("logit_bias", f"has the key {key[:20]!r}, which is no token id")
     return {int(key): value for key, value in bias.items()}
-
-
-def read_stop(stop: str | list[str] | None, field: str = "stop") -> tuple[str, ...]:
-    """Return the stop strings. Raises BadRequest for an empty one."""
-    stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(stops):
-        raise wrong(field, "must not hold an empty text")
-    return tuple(dict.fromkeys(stops))
 
 
 # --- writing --------------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import msgspec
 
-from sie.frontend.dialects.openai.text_fields import wrong
 from sie.frontend.dialects.responses.items import Item
 from sie.frontend.dialects.responses.reply import encode_page
+from sie.frontend.generation.sampling_fields import wrong
 
 _DEFAULT_LIMIT: Final = "20"
 _MAX_LIMIT: Final = 100

@@ -17,9 +17,9 @@ from sie.frontend.dialects.openai.agent_fields import forget_agent_fields
 from sie.frontend.dialects.openai.chat import ResponseFormat, read_effort, read_format
 from sie.frontend.dialects.openai.chat_messages import name_results
 from sie.frontend.dialects.openai.chat_tools import ToolField, read_tool_choice, read_tools
-from sie.frontend.dialects.openai.sampling_fields import Count, Number
-from sie.frontend.dialects.openai.text_fields import TextFields, decode_body, read_text_fields, wrong
+from sie.frontend.dialects.openai.text_fields import TextFields, decode_body, read_text_fields
 from sie.frontend.dialects.responses.items import Input, Item, full_name, listed_items, read_items
+from sie.frontend.generation.sampling_fields import Count, Number, wrong
 from sie.values.generate import ChatMessage, GenerateRequest, Grammar, ToolChoice
 
 _MAX_LIST: Final = 65_536

@@ -5,20 +5,88 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
-from sie.frontend.grpc.methods import Method
-from sie.frontend.grpc.transport.headers import CallHead, status_block
+from sie.config.settings import Settings
+from sie.frontend.grpc.transport.headers import CallHead, Method, status_block
 from sie.frontend.grpc.transport.message_framing import Message, MessageReader
 from sie.frontend.grpc.transport.status_codes import Status
 
-if TYPE_CHECKING:
-    from sie.frontend.grpc.transport.connection import Connection
-    from sie.frontend.grpc.transport.outbox import Unsent
-
-
 _MESSAGE_BYTES: Final = 160
 """What a message takes beside its bytes while it is queued."""
+
+
+class CallConnection(Protocol):
+    """The connection of a call, as the call sees it (`sie.frontend.grpc.transport.connection.Connection`)."""
+
+    @property
+    def client(self) -> str:
+        """Address and port of the client."""
+        ...
+
+    def took(self, call: Call) -> None:
+        """Note that a queued message of the call was taken."""
+        ...
+
+    def answer(self, call: Call, message: bytes) -> None:
+        """Send the only message of an answer, and its status OK."""
+        ...
+
+    def send(self, call: Call, message: bytes) -> None:
+        """Send one of several messages, as far as the client has room."""
+        ...
+
+    def finish(self, call: Call, trailers: bytes) -> None:
+        """Send the trailers, a header block, and forget the call."""
+        ...
+
+
+class Service(Protocol):
+    """The methods behind the transport (`sie.frontend.grpc.app.Service`)."""
+
+    @property
+    def settings(self) -> Settings:
+        """The settings in force."""
+        ...
+
+    def find(self, path: str) -> Method | None:
+        """Return the method that a path names, or None."""
+        ...
+
+    def begin(self, call: Call, message: Message) -> None:
+        """Answer a call that has one message."""
+        ...
+
+    def begin_stream(self, call: Call) -> None:
+        """Answer a call whose messages come one by one."""
+        ...
+
+    def end_streams(self) -> None:
+        """Let every stream end once its requests are answered."""
+        ...
+
+
+class Unsent:
+    """What a call has to send and could not yet."""
+
+    __slots__ = ("ending", "num_bytes", "parts", "waiter")
+
+    def __init__(self) -> None:
+        self.parts: deque[memoryview] = deque()
+        self.num_bytes = 0
+        self.ending: bytes | None = None
+        """The trailers that go out when all else has."""
+        self.waiter: asyncio.Future[None] | None = None
+
+    async def wait(self) -> None:
+        """Return when all has gone out, or the call is over."""
+        self.waiter = asyncio.get_running_loop().create_future()
+        await self.waiter
+
+    def let_go(self) -> None:
+        """Let who waits go on."""
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
 
 
 class Incoming:
@@ -61,19 +129,21 @@ class Call:
     """
 
     __slots__ = (
-        "_connection", "deadline_ns", "has_opened", "head", "headers", "incoming", "is_ended", "is_over", "metadata",
+        "_connection", "deadline_ns", "has_opened", "head", "headers", "incoming", "is_ended", "is_over", "is_stream", "metadata",
         "moved_ns", "path", "room", "rpc", "stream", "task", "unsent", "window",
     )  # fmt: skip
     method: Final = "POST"
     proto: Final = "grpc"
 
-    def __init__(self, connection: Connection, stream: int, head: CallHead, window: int, room: int) -> None:
+    def __init__(self, connection: CallConnection, stream: int, head: CallHead, window: int, room: int) -> None:
         self._connection = connection
         self.stream = stream
         self.head = head
         self.headers = head.headers
         self.path = head.path
-        self.rpc: Method = head.method
+        self.rpc = head.method
+        """None where the path names no method."""
+        self.is_stream = head.method is not None and head.method.is_stream
         self.window = window
         """Bytes that the client takes."""
         self.room = room

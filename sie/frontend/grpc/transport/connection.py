@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
+from typing import Any, ClassVar, Final, Protocol, cast
 
 from sie.frontend.grpc.transport import frames
 from sie.frontend.grpc.transport.calls import Call
@@ -27,13 +27,10 @@ from sie.frontend.grpc.transport.frames import (
     StreamFault,
 )
 from sie.frontend.grpc.transport.headers import OK, status_block
-from sie.frontend.grpc.transport.inbox import Inbox
+from sie.frontend.grpc.transport.inbox import Inbox, InboxListener
 from sie.frontend.grpc.transport.outbox import Outbox
 from sie.frontend.grpc.transport.status_codes import Status
 from sie.runtime.logs import get_logger
-
-if TYPE_CHECKING:
-    from sie.frontend.grpc.transport.listener import Listener
 
 _log = get_logger(__name__)
 _FRAME_BYTES: Final = 1 << 20
@@ -49,10 +46,35 @@ _NOT_HTTP2: Final = (
 )  # fmt: skip
 
 
+class ConnectionListener(InboxListener, Protocol):
+    """The listener, as a connection sees it (`sie.frontend.grpc.transport.listener.Listener`)."""
+
+    connections: set[Connection]
+    linger_ns: int
+    idle_ns: int
+    unread_ns: int
+
+    def flush_later(self, outbox: Outbox) -> None:
+        """Flush an outbox when this turn of the event loop is over."""
+        ...
+
+    def hold(self, num_bytes: int) -> None:
+        """Count bytes that a connection holds, or given up where negative."""
+        ...
+
+    def on_lost(self, connection: Connection) -> None:
+        """Forget a connection."""
+        ...
+
+    def fault_of(self, call: Call, now_ns: int) -> tuple[Status, str] | None:
+        """Return the end of a call whose deadline has passed or that has stalled."""
+        ...
+
+
 class Connection(asyncio.Protocol):
     """One client's connection."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: ConnectionListener) -> None:
         self._listener = listener
         self._rest = b""
         self._has_greeted = self._is_settled = self._is_over = self._is_draining = False

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Final, Protocol
 
 from hpack import Decoder, HPACKError, OversizedHeaderListError
 from hpack.table import HeaderTable
 
-from sie.frontend.grpc.methods import UNKNOWN, Method
 from sie.frontend.grpc.transport.frames import Code, ConnectionFault, StreamFault
 
 CODINGS: Final = frozenset({"identity", "gzip", "deflate"})
@@ -36,18 +35,28 @@ _OF_CONNECTION: Final = frozenset(
 _UNSAFE: Final = re.compile(rb"[^ -$&-~]")
 
 
+class Method(Protocol):
+    """The part of a method's table row that the transport reads (`sie.frontend.grpc.methods.Method`)."""
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether its client sends a stream of messages."""
+        ...
+
+
 class CallHead:
     """What a call says before its messages; many calls share one, and nobody changes it.
 
     headers has the first of each name, without those whose value is binary. timeout_ns is 0 and content_length -1 where
-    there is none. refusal is the HTTP status for what is no gRPC, or 0; problem says what else is wrong.
+    there is none. method is None for a path that names none. refusal is the HTTP status for a request that is not
+    gRPC's, or 0; problem says what else is wrong.
     """
 
     __slots__ = (
         "coding", "content_length", "headers", "is_plain", "is_too_large", "method", "path", "problem", "refusal", "timeout_ns",
     )  # fmt: skip
 
-    def __init__(self, path: str, method: Method, headers: dict[str, str], *, refusal: int) -> None:
+    def __init__(self, path: str, method: Method | None, headers: dict[str, str], *, refusal: int) -> None:
         self.path = path
         self.method = method
         self.headers = headers
@@ -90,8 +99,8 @@ class _CountingTable(HeaderTable):
 class HeaderReader:
     """Reads the header blocks of one connection, each once and in their order."""
 
-    def __init__(self, max_bytes: int, find: Callable[[str], Method]) -> None:
-        """max_bytes: the largest list that is served; twice that ends the connection. find: the method of a path."""
+    def __init__(self, max_bytes: int, find: Callable[[str], Method | None]) -> None:
+        """max_bytes: the largest list that is served; twice that ends the connection. find: the method of a path, None for an unknown one."""
         self._find = find
         self._max_bytes = max_bytes
         self._decoder = Decoder(2 * max_bytes)
@@ -134,7 +143,7 @@ class HeaderReader:
         head.is_too_large = num_bytes > self._max_bytes
         if len(fields) > _MAX_ENTRIES:
             head.problem = f"the call has more than {_MAX_ENTRIES} entries of metadata"
-        head.is_plain = not (head.is_too_large or head.problem or head.method is UNKNOWN or head.coding not in CODINGS)
+        head.is_plain = not (head.is_too_large or head.problem or head.method is None or head.coding not in CODINGS)
         return head
 
 

@@ -7,11 +7,11 @@ Source: RFC 9113, sections 5, 6.1, 6.2, 6.9 and 6.10; gRPC's PROTOCOL-HTTP2.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
-from sie.frontend.grpc.methods import UNKNOWN
+from sie.config.grpc_limits import Grpc
 from sie.frontend.grpc.transport import frames
-from sie.frontend.grpc.transport.calls import Call, Incoming
+from sie.frontend.grpc.transport.calls import Call, CallConnection, Incoming, Service
 from sie.frontend.grpc.transport.floods import Allowance
 from sie.frontend.grpc.transport.frames import END_HEADERS, END_STREAM, PADDED, Code, ConnectionFault, StreamFault
 from sie.frontend.grpc.transport.headers import CODINGS, HeaderReader, refusal_block
@@ -19,14 +19,35 @@ from sie.frontend.grpc.transport.message_framing import PREFIX, PREFIX_BYTES, Ba
 from sie.frontend.grpc.transport.outbox import Outbox
 from sie.frontend.grpc.transport.status_codes import Status
 
-if TYPE_CHECKING:
-    from sie.frontend.grpc.transport.connection import Connection
-    from sie.frontend.grpc.transport.listener import Listener
-
 _WINDOWS: Final = 4
 """The window of a connection, in windows of a stream."""
 _MAX_CONTINUATIONS: Final = 64
 _MAX_GONE: Final = 256
+
+
+class InboxConnection(CallConnection, Protocol):
+    """The connection, as its inbox sees it."""
+
+    def hold(self, num_bytes: int) -> None:
+        """Count bytes of messages that are held, or given up where negative."""
+        ...
+
+    def on_left(self) -> None:
+        """Look whether the connection may close, now that it has no call."""
+        ...
+
+
+class InboxListener(Protocol):
+    """The listener, as an inbox sees it: the service, and the limits in force."""
+
+    @property
+    def service(self) -> Service: ...
+
+    @property
+    def limits(self) -> Grpc: ...
+
+    @property
+    def max_message_bytes(self) -> int: ...
 
 
 class Inbox:
@@ -34,8 +55,8 @@ class Inbox:
 
     def __init__(
         self,
-        connection: Connection,
-        listener: Listener,
+        connection: InboxConnection,
+        listener: InboxListener,
         outbox: Outbox,
         allowance: Allowance,
     ) -> None:
@@ -188,12 +209,12 @@ class Inbox:
         """Queue what is whole, and note how far the rest is."""
         for message in found:
             incoming.put(message)
-        is_waiting = call.rpc.is_stream and incoming.reader.is_between
+        is_waiting = call.is_stream and incoming.reader.is_between
         if found or not call.moved_ns:
             incoming.began_ns = self.now_ns
         call.moved_ns = 0 if is_waiting else self.now_ns
         self.account(incoming)
-        if call.rpc.is_stream:
+        if call.is_stream:
             call.wake()
         elif len(incoming.messages) > 1:
             call.finish(Status.UNIMPLEMENTED, "the method takes one message, and there are more")
@@ -207,7 +228,7 @@ class Inbox:
             self.reset(call, Code.PROTOCOL_ERROR)
         elif not incoming.reader.is_between:
             call.finish(Status.INTERNAL, "the last message is cut short")
-        elif call.rpc.is_stream:
+        elif call.is_stream:
             call.wake()
         elif incoming.messages:
             message = incoming.take()
@@ -226,7 +247,7 @@ class Inbox:
     def take_more(self, call: Call) -> None:
         """Let a client send more of a call, when it has sent much of what it may and nothing waits to be taken."""
         incoming = call.incoming
-        if incoming is None or call.is_ended or (incoming.messages and call.rpc.is_stream):
+        if incoming is None or call.is_ended or (incoming.messages and call.is_stream):
             return
         if incoming.num_owed > self._limits.grpc_window_bytes >> 1:
             call.room += incoming.num_owed
@@ -304,7 +325,7 @@ class Inbox:
             call.deadline_ns = now_ns + head.timeout_ns
         if not head.is_plain:
             self._refuse_call(call)
-        elif call.rpc.is_stream:
+        elif call.is_stream:
             call.moved_ns = 0
             self._incoming(call)
             self._service.begin_stream(call)
@@ -316,7 +337,7 @@ class Inbox:
         head = call.head
         if head.is_too_large:
             call.finish(Status.RESOURCE_EXHAUSTED, "the call's metadata are over max_grpc_metadata_bytes")
-        elif call.rpc is UNKNOWN:
+        elif call.rpc is None:
             call.finish(Status.UNIMPLEMENTED, "Method not found!")
         elif head.problem:
             call.finish(Status.INVALID_ARGUMENT, head.problem)

@@ -9,18 +9,15 @@ import asyncio
 import socket
 import ssl
 import time
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from sie.config.grpc_limits import Grpc
 from sie.config.settings import Settings
-from sie.frontend.grpc.transport.calls import Call
+from sie.frontend.grpc.transport.calls import Call, Service
 from sie.frontend.grpc.transport.connection import Connection
 from sie.frontend.grpc.transport.outbox import Outbox
 from sie.frontend.grpc.transport.status_codes import Status
 from sie.runtime.logs import get_logger
-
-if TYPE_CHECKING:
-    from sie.frontend.grpc.app import Service
 
 _log = get_logger(__name__)
 _CHECK_S: Final = 0.25

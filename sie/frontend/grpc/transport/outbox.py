@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from sie.frontend.grpc.transport.calls import Call
+from sie.frontend.grpc.transport.calls import Call, Unsent
 from sie.frontend.grpc.transport.floods import Allowance
 from sie.frontend.grpc.transport.frames import (
     DATA,
@@ -41,29 +40,6 @@ _TURN_FRAMES: Final = 16
 _WHOLE: Final = struct.Struct(f">BHBBL{len(OPENING)}sBHBBLBL")
 """The headers of an answer, and the head of its one frame of DATA."""
 _END: Final = struct.Struct(f">BHBBL{len(OK)}s")
-
-
-class Unsent:
-    """What a call has to send and could not yet."""
-
-    __slots__ = ("ending", "num_bytes", "parts", "waiter")
-
-    def __init__(self) -> None:
-        self.parts: deque[memoryview] = deque()
-        self.num_bytes = 0
-        self.ending: bytes | None = None
-        """The trailers that go out when all else has."""
-        self.waiter: asyncio.Future[None] | None = None
-
-    async def wait(self) -> None:
-        """Return when all has gone out, or the call is over."""
-        self.waiter = asyncio.get_running_loop().create_future()
-        await self.waiter
-
-    def let_go(self) -> None:
-        """Let who waits go on."""
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
 
 
 def _nowhere(_what: object) -> None: ...

@@ -14,8 +14,8 @@ from msgspec import inspect
 from sie.catalog.options import LENGTHS, check_options
 from sie.frontend import dialects
 from sie.frontend.dialects.kserve import tensor_json
-from sie.frontend.dialects.native.extract import _typed_options
 from sie.frontend.models import admin
+from sie.frontend.operations.resolve_extract import _typed_options
 from sie.values.errors import BadRequest
 
 MODULES = [

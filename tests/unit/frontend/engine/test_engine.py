@@ -9,7 +9,7 @@ import pytest
 
 from sie.shm.extent_headers import WorkHeader
 from sie.values.errors import ClientGone, DeadlineExceeded, Internal, NotFound, Overloaded, Unavailable
-from sie.workers.scheduling.scheduler import Budget
+from sie.workers.scheduling.waiting import Budget
 from tests.unit.engine_rig import MIB, Rig, checksum, in_rig
 
 

@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 
 from sie.frontend.fastpath.dispatch import Begin, ShortWay, Work
+from sie.frontend.http.exchange import Exchange
+from sie.frontend.http.response import Response
 from sie.frontend.http.routes import ENCODE, ROUTES
-from sie.frontend.routes.embed import Exchange
-from sie.frontend.routes.error_envelopes import Response
 from sie.values.errors import BadRequest, RateLimited, SieError, Unavailable
 
 DEADLINE_S = 5.0

@@ -12,9 +12,9 @@ import pytest
 from granian._granian import CallbackScheduler
 from granian.server import mp
 
+from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.intake import Intake, Scheduler
 from sie.frontend.http.threads import LARGE_BYTES
-from sie.frontend.routes.embed import Exchange
 
 DEADLINE_S = 5.0
 

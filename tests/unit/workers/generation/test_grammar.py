@@ -12,9 +12,9 @@ from sie.config.generation import Generation
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 from sie.values.generate import GenerateRule, Sampling
-from sie.workers.generation import Draw
 from sie.workers.generation.grammar import GrammarCompiler
 from sie.workers.loading.loader import load_generator
+from sie.workers.model_api import Draw
 from tests.generation_models import Stream
 from tests.gguf_models import EOS, write_tiny_llama
 from tests.unit.tiny_tokenizers import byte_level

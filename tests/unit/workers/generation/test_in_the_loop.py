@@ -23,7 +23,7 @@ from sie.values.errors import BadRequest, InputTooLong, SieError
 from sie.values.generate import Sampling
 from sie.workers.generation.stub import StubGenerator
 from sie.workers.runners.stub import StubRunner
-from sie.workers.scheduling.scheduler import Budget
+from sie.workers.scheduling.waiting import Budget
 from tests.unit.engine_rig import Worker
 from tests.unit.workers.generation_rig import MODEL, RingFrontend, echo, make_card
 

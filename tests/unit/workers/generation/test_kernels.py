@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from sie.workers.generation.gathered import Rule
+from sie.workers.generation.paged_cache import Rule
 from tests import paged_reference
 from tests.triton_interpreter import IS_INTERPRETED, interpreted, needs_triton, run_interpreted
 

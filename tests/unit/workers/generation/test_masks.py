@@ -12,11 +12,11 @@ from sie.catalog.gguf_file import read_gguf_card
 from sie.config.generation import Generation
 from sie.values.errors import BadRequest
 from sie.values.generate import Sampling
-from sie.workers.generation import Draw
 from sie.workers.generation import runner as runner_module
 from sie.workers.generation.grammar import GrammarMatcher
 from sie.workers.generation.masks import MaskThread, fill_each, find_hidden
 from sie.workers.loading.loader import load_generator
+from sie.workers.model_api import Draw
 from tests.gguf_models import EOS, write_tiny_llama
 from tests.unit.workers.generation_rig import EngineRig
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from sie.values.generate import Sampling
-from sie.workers.generation import Draw
+from sie.workers.model_api import Draw
 from tests.generation_models import (
     FAMILIES,
     Stream,

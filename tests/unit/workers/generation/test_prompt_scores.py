@@ -8,10 +8,10 @@ import torch
 
 from sie.values.errors import BadRequest, NonFinite
 from sie.values.generate import GenerateTask, Sampling
-from sie.workers.generation import Scored, Slot
 from sie.workers.generation.engines import read_task
 from sie.workers.generation.given_tokens import score
 from sie.workers.generation.prompt_scores import PromptScores
+from sie.workers.model_api import Scored, Slot
 from tests.generation_models import random_prompt
 from tests.unit.workers.generation_rig import FAR_NS, EngineRig, Frontend, make_card
 

@@ -8,8 +8,8 @@ import torch
 
 from sie.values.errors import NonFinite
 from sie.values.generate import Sampling
-from sie.workers.generation import Draw
 from sie.workers.generation.sampling import choose, uniform
+from sie.workers.model_api import Draw
 
 VOCABULARY = 200
 LOGITS = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 2

@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from sie.values.generate import Sampling
-from sie.workers.generation import Draw
 from sie.workers.generation.sampling import choose, uniform
+from sie.workers.model_api import Draw
 
 VOCABULARY = 3000
 SEED = 17

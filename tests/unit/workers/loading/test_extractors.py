@@ -27,7 +27,7 @@ from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, InputTooLong
 from sie.values.extract import Extraction, ExtractTask
 from sie.workers.loading.loader import load_extractor
-from sie.workers.runners import Pair
+from sie.workers.model_api import Pair
 from tests.unit.workers.packed_weights import write_checkpoint
 
 LABELS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "MISC"]

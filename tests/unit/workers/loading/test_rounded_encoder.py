@@ -16,11 +16,11 @@ from sie.native import Feature
 from sie.values.errors import BadRequest, ModelLoadFailed
 from sie.workers.loading.loader import load_encoder, load_scorer
 from sie.workers.packed.batch import PackedBatch, pack_sequences
-from sie.workers.packed.probe import choose_execution, difference
 from sie.workers.packed.rounded_linear import RoundedLinear
 from sie.workers.runners.compiled_encoder import compile_encoder
 from sie.workers.runners.encode import Backbone
 from sie.workers.runners.encoder_formats import choose_encoder_format
+from sie.workers.runners.probe import choose_execution, difference
 from tests.unit.workers.encoder_models import MODELS, OTHERS, rounded
 
 CPU = torch.device("cpu")

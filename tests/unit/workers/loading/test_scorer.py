@@ -22,7 +22,7 @@ from sie.frontend.inputs.tokenize import Tokenizer
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, InputTooLong, ModelLoadFailed
 from sie.workers.loading.loader import load_scorer
-from sie.workers.runners import Pair
+from sie.workers.model_api import Pair
 from sie.workers.runners.score import ScoreRunner
 
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}

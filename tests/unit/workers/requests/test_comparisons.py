@@ -12,8 +12,8 @@ from sie.frontend.engine.worker_link import Pending
 from sie.shm.extent_headers import WorkHeader
 from sie.values.card import LateInteraction, ModelCard
 from sie.values.errors import BadRequest, Internal, Overloaded
-from sie.workers.runners import Side
-from sie.workers.scheduling.scheduler import Budget
+from sie.workers.model_api import Side
+from sie.workers.scheduling.waiting import Budget
 from tests.unit.engine_rig import FAR_NS, Rig, Worker, checksum, in_rig
 
 SMALL = Budget(max_tokens=8, max_items=4, max_age_ns=10**12)

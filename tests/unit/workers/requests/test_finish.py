@@ -10,8 +10,8 @@ from sie.shm.extent_headers import WorkHeader
 from sie.values.card import LateInteraction, ModelCard
 from sie.values.errors import Internal
 from sie.values.extract import Entity, Extraction
+from sie.workers.model_api import StepOutputs
 from sie.workers.requests.finish import finish_dense, finish_ragged, finish_rows_of, finish_sparse
-from sie.workers.runners import StepOutputs
 
 CARD = ModelCard(id="a", kind="encoder", normalize=True)
 ROWS = np.array([[3, 4], [0, -2], [8, 6], [1, 0]], np.float32)

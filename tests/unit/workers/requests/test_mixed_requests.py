@@ -9,7 +9,7 @@ from sie.frontend.inputs.image_reader import ReadImages
 from sie.frontend.inputs.mixed import mix_items
 from sie.shm.layout import ProtocolError
 from sie.values.card import ImageRule
-from sie.workers.runners import ImageItem, SearchedImage
+from sie.workers.model_api import ImageItem, SearchedImage
 from tests.unit.workers.requests.test_request import MemoryLink, extent_of, request_of
 
 RULE = ImageRule(patch=2, extra_tokens=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sie.ipc import messages
 from sie.shm.layout import RELEASE
 from sie.values.errors import BadRequest, Overloaded
-from sie.workers.scheduling.scheduler import Budget
+from sie.workers.scheduling.waiting import Budget
 from tests.unit.engine_rig import Rig, checksum, in_rig
 
 TWO_ITEMS = Budget(max_tokens=1000, max_items=2, max_age_ns=10**12)

@@ -16,8 +16,8 @@ from sie.frontend.operations.comparisons import comparison_arrays, resolve_compa
 from sie.shm.extent_headers import WorkHeader
 from sie.values.card import ModelCard
 from sie.values.encode import ScoreRequest
+from sie.workers.model_api import Comparison, Side
 from sie.workers.requests.quantise import finish_rows
-from sie.workers.runners import Comparison, Side
 from sie.workers.runners import compare as compare_module
 from sie.workers.runners.compare import max_sims, sparse_dots
 from tests.unit.workers.runners.test_tokens import CASES, FIXED, WIDTH, write_own

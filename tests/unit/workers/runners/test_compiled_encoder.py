@@ -15,9 +15,9 @@ from sie import native
 from sie.native import Feature, encoder
 from sie.native import build as building
 from sie.workers.packed.batch import PackedBatch, pack_sequences
-from sie.workers.packed.probe import choose_execution, difference
 from sie.workers.runners.compiled_encoder import compile_encoder
 from sie.workers.runners.encode import Backbone
+from sie.workers.runners.probe import choose_execution, difference
 from tests.unit.workers.encoder_models import MODELS, OTHERS, rounded
 
 LENGTHS = [1, 12, 3, 230, 16, 12, 33]

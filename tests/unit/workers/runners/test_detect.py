@@ -21,7 +21,7 @@ from sie.frontend.operations.extraction.boxes import BoxReading, box_threshold
 from sie.values.errors import BadRequest, Internal, ModelLoadFailed
 from sie.values.extract import DetectedObject, Detection, ExtractTask
 from sie.workers.loading.loader import load_detector
-from sie.workers.runners import SearchedImage
+from sie.workers.model_api import SearchedImage
 from sie.workers.runners.detect import Recent
 from sie.workers.runners.square import to_square
 from tests.unit.detection_checkpoints import FAMILIES, PROCESSORS, save_detector

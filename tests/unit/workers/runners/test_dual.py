@@ -22,8 +22,8 @@ from sie.frontend.inputs.tokenize import Tokenizer
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, InputTooLong, Internal
 from sie.workers.loading.loader import load_dual_encoder
+from sie.workers.model_api import ImageItem
 from sie.workers.packed import attention
-from sie.workers.runners import ImageItem
 from sie.workers.runners.dual import DualRunner
 from tests.unit.dual_checkpoints import FAMILIES, PROCESSORS, save_dual_encoder
 

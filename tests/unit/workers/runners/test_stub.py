@@ -12,7 +12,7 @@ from sie.shm.extent_headers import WorkHeader
 from sie.values.card import ModelCard
 from sie.values.errors import Internal
 from sie.values.extract import DetectedObject, Extraction, ExtractTask
-from sie.workers.runners import ImageItem
+from sie.workers.model_api import ImageItem
 from sie.workers.runners.stub import StubRunner
 
 

@@ -6,8 +6,9 @@ import pytest
 
 from sie.shm.extent_headers import TensorTask
 from sie.values.tensor import QueuePolicy, TensorRule
-from sie.workers.scheduling.queue_policy import Turn, turn_of
-from sie.workers.scheduling.scheduler import Budget, State, Step, Waiting, plan_step
+from sie.workers.scheduling.queue_policy import turn_of
+from sie.workers.scheduling.scheduler import State, plan_step
+from sie.workers.scheduling.waiting import Budget, Step, Turn, Waiting
 
 NEVER_NS = 1 << 62
 BUDGET = Budget(max_tokens=100, max_items=64, max_age_ns=1000)

@@ -5,7 +5,8 @@ import random
 import pytest
 
 from sie.workers.scheduling.ceilings import lower_ceiling
-from sie.workers.scheduling.scheduler import Budget, State, Step, Waiting, own_name, plan_step
+from sie.workers.scheduling.scheduler import State, own_name, plan_step
+from sie.workers.scheduling.waiting import Budget, Step, Waiting
 
 NEVER_NS = 1 << 62
 BUDGET = Budget(max_tokens=100, max_items=8, max_age_ns=1000)

@@ -12,15 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sie.config.limits import Limits
-from sie.frontend.dialects.native.encode import (
-    decode_encode,
-    error_body,
-    method_not_allowed_body,
-    model_not_found,
-    not_found_body,
-    resolve_encode,
-)
+from sie.frontend.dialects.native.encode import decode_encode, error_body, method_not_allowed_body, not_found_body
 from sie.frontend.dialects.native.encode_reply import encode_reply
+from sie.frontend.models.not_found import model_not_found
+from sie.frontend.operations.resolve import resolve_encode
 from sie.values.card import ModelCard
 from sie.values.encode import EncodeReply, EncodeRequest, Timing
 from sie.values.errors import BadRequest, Internal, ModelLoadFailed, SieError

@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from sie.config.limits import Limits
-from sie.frontend.dialects.native.extract import decode_extract, encode_extractions, resolve_extract
+from sie.frontend.dialects.native.extract import decode_extract, encode_extractions
+from sie.frontend.operations.resolve_extract import resolve_extract
 from sie.values.card import ImageRule, ModelCard
 from sie.values.encode import ExtractReply, ExtractRequest, Timing
 from sie.values.errors import BadRequest

@@ -12,7 +12,8 @@ import pytest
 from sie.catalog.spec import parse_model_spec
 from sie.catalog.stub import stub_card
 from sie.config.limits import Limits
-from sie.frontend.dialects.native.encode import decode_encode, resolve_encode
+from sie.frontend.dialects.native.encode import decode_encode
+from sie.frontend.operations.resolve import resolve_encode
 from sie.values.encode import EncodeRequest
 from sie.values.errors import BadRequest
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sie.frontend.dialects.native import encode_reply
-from sie.frontend.dialects.native.encode import resolve_encode
+from sie.frontend.operations.resolve import resolve_encode
 from sie.values.card import ModelCard
 from sie.values.encode import EncodeReply, EncodeRequest, SparseRows, Timing, TokenRows
 from sie.values.errors import BadRequest

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sie.config.limits import Limits
-from sie.frontend.dialects.openai.embeddings import decode_embeddings, encode_embeddings, error_body, resolve_embeddings
+from sie.frontend.dialects.openai.embeddings import decode_embeddings, encode_embeddings, error_body
+from sie.frontend.operations.resolve import resolve_embeddings
 from sie.values.card import ModelCard
 from sie.values.encode import EncodeReply, Timing
 from sie.values.errors import (

@@ -9,7 +9,7 @@ from sie.config.grpc_limits import Grpc
 from sie.config.limits import Limits
 from sie.config.settings import Settings
 from sie.frontend.grpc.app import Service
-from sie.frontend.grpc.methods import METHODS, UNKNOWN, Method
+from sie.frontend.grpc.methods import METHODS, Method
 from sie.frontend.grpc.transport import frames
 from sie.frontend.grpc.transport.calls import Call
 from sie.frontend.grpc.transport.connection import Connection
@@ -33,7 +33,7 @@ class EchoService:
         self.streams: list[Call] = []
 
     def find(self, path: str) -> Method:
-        return {UNARY.route.template: UNARY, STREAM.route.template: STREAM}.get(path, UNKNOWN)
+        return {UNARY.route.template: UNARY, STREAM.route.template: STREAM}.get(path)
 
     def begin(self, call: Call, message: Message) -> None:
         self.begun.append((call, message))

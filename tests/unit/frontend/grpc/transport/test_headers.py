@@ -7,7 +7,7 @@ from hpack import Decoder, Encoder
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from sie.frontend.grpc.methods import BY_PATH, UNKNOWN, Method
+from sie.frontend.grpc.methods import BY_PATH, Method
 from sie.frontend.grpc.transport.frames import Code, ConnectionFault, StreamFault
 from sie.frontend.grpc.transport.headers import (
     GREETING,
@@ -24,7 +24,7 @@ BASE = [(":method", "POST"), (":scheme", "http"), (":path", PATH), ("content-typ
 
 
 def find(path: str) -> Method:
-    return BY_PATH.get(path, UNKNOWN)
+    return BY_PATH.get(path)
 
 
 def a_reader(max_bytes: int = 65_536) -> HeaderReader:

@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from sie.values.errors import BadRequest
 from sie.values.generate import GenerateRequest
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -48,3 +49,16 @@ def write_sampling(fields: SamplingNumbers, request: GenerateRequest) -> None:
     request.repetition_penalty = fields.repetition_penalty
     request.seed = fields.seed
     request.ignore_eos = bool(fields.ignore_eos)
+
+
+def wrong(field: str, reason: str) -> BadRequest:
+    """Return the refusal of a field's value."""
+    return BadRequest(f"Field '{field}' {reason}", extras={"param": field})
+
+
+def read_stop(stop: str | list[str] | None, field: str = "stop") -> tuple[str, ...]:
+    """Return the stop strings. Raises BadRequest for an empty one."""
+    stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(stops):
+        raise wrong(field, "must not hold an empty text")
+    return tuple(dict.fromkeys(stops))

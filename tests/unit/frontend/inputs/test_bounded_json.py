@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sie.frontend.http import body_limits
-from sie.frontend.http.body_limits import check_json, check_utf8, decode_free_form, decode_typed
+from sie.frontend.inputs import bounded_json
+from sie.frontend.inputs.bounded_json import check_json, check_utf8, decode_free_form, decode_typed
 from sie.values.errors import BadRequest
 
 MAX_DEPTH = 8
@@ -57,7 +57,7 @@ def test_many_brackets_in_texts_are_not_depth():
 
 
 def test_strings_are_followed_across_scan_chunks(monkeypatch):
-    monkeypatch.setattr(body_limits, "_SCAN_BYTES", 7)
+    monkeypatch.setattr(bounded_json, "_SCAN_BYTES", 7)
     value = {"items": [{"text": "}]{[" * (i % 5)} for i in range(40)]}
     check_json(json.dumps(value).encode(), 3)
     with pytest.raises(BadRequest):
@@ -160,7 +160,7 @@ class TestFreeForm:
 
 @pytest.mark.parametrize("cut", [b"\xe2\x98", b"\xff", b"\xc0\xaf", b"\xed\xa0\x80"])
 def test_only_utf8_passes_wherever_a_scan_cuts_it(monkeypatch, cut):
-    monkeypatch.setattr(body_limits, "_SCAN_BYTES", 2)
+    monkeypatch.setattr(bounded_json, "_SCAN_BYTES", 2)
     for shift in range(3):
         check_utf8(b"a" * shift + "\N{SNOWMAN}\N{GRINNING FACE}".encode())
         for body in (b"a" * shift + cut, b"a" * shift + cut + b"bb"):

@@ -1,0 +1,140 @@
+"""Judge a decoded request against its model's card: what the model serves, and the options that follow from its profile. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sie.catalog.options import OUTPUT_TYPES
+from sie.frontend.inputs.profile_options import gives, merge_options, refuse_adapter
+from sie.frontend.operations.comparisons import resolve_compared
+from sie.values.card import ModelCard
+from sie.values.encode import OUTPUT_DTYPES, EncodeRequest, MediaItems, ScoreRequest
+from sie.values.errors import BadRequest
+
+_DENSE_ONLY = ("dense",)
+
+
+def check_media(media: MediaItems, card: ModelCard) -> None:
+    """Raise BadRequest unless every item is a text or images, for a model that takes both."""
+    if media.other is not None:
+        kind = media.other.rpartition(".")[2]
+        raise BadRequest(f"Model '{card.id}' does not take {kind} input - at `{media.other}`")
+    for index, text in enumerate(media.texts):
+        if text is None and index not in media.images:
+            raise BadRequest(f"Model '{card.id}' requires text or image input - at `$.items[{index}]`")
+
+
+def resolve_encode(request: EncodeRequest, card: ModelCard) -> EncodeRequest:
+    """Return the request with every precedence applied: output_types, output_dtype and instruction are final.
+
+    `options` becomes the profile's with the request's on top, for the prompt, the tokenizer and the worker to read
+    (`is_query`, `normalize`, templates, lengths). Raises BadRequest for a profile, option, output or item that this
+    model cannot serve.
+    """
+    if request.options or card.profiles:
+        request.options = merge_options(card, request.options, "$.params.options")
+    options = request.options
+    request.output_types = _resolve_output_types(request, card)
+    request.output_dtype = request.output_dtype or options.get("output_dtype") or "float32"
+    if request.output_dtype not in OUTPUT_DTYPES:
+        raise BadRequest(f"Unsupported output_dtype: {request.output_dtype}")
+    if request.instruction is None:
+        request.instruction = options.get("instruction")
+    if request.non_text_item is not None:
+        media = request.media
+        if media is None or card.image is None:
+            raise BadRequest(f"Model '{card.id}' requires text input - at `$.items[{request.non_text_item}]`")
+        check_media(media, card)
+        request.texts = [text or "" for text in media.texts]
+        request.images = media.images or None
+    return request
+
+
+def _resolve_output_types(request: EncodeRequest, card: ModelCard) -> tuple[str, ...]:
+    wanted: Sequence[Any] | None = request.options.get("output_types")
+    if wanted is None:
+        if request.output_types is None and "dense" in card.outputs:
+            return _DENSE_ONLY
+        wanted = _DENSE_ONLY if request.output_types is None else request.output_types
+    if not wanted:
+        raise BadRequest("Field 'output_types' must not be empty")
+    for name in wanted:
+        if name not in OUTPUT_TYPES:
+            raise BadRequest(f"Unknown output type {name!r}. Valid: {list(OUTPUT_TYPES)}")
+        if name not in card.outputs:
+            reason = card.missing_outputs.get(name)
+            because = f" ({reason})" if reason else ""
+            raise BadRequest(
+                f"Model '{card.id}' does not support output type '{name}'{because}. Available: {card.wire_outputs}"
+            )
+    return tuple(dict.fromkeys(wanted))
+
+
+def check_scores(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
+    """Return the request as this model can serve it. Raises BadRequest when it cannot."""
+    if "score" not in card.outputs:
+        raise BadRequest(
+            f"Model '{card.id}' does not support scoring. Its outputs are {card.wire_outputs}; "
+            "choose a model whose outputs include 'score'"
+        )
+    if request.non_text is not None:
+        raise BadRequest(f"Model '{card.id}' requires text input - at `{request.non_text}`")
+    return request
+
+
+def resolve_score(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
+    """Return the request with its instruction final. Raises BadRequest for what this model cannot serve."""
+    request = check_scores(request, card)
+    if request.options or card.profiles:
+        request.options = merge_options(card, request.options, "$.options")
+        refuse_adapter(card, request.options, "scores")
+    if request.instruction is None:
+        request.instruction = request.options.get("instruction")
+    request.compared = resolve_compared(request.options, card)
+    return request
+
+
+def resolve_rerank(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
+    """Return the request with its instruction final. Raises BadRequest for what this model cannot serve."""
+    request = check_scores(request, card)
+    if request.options or card.profiles:
+        request.options = merge_options(card, request.options, "$.options")
+        refuse_adapter(card, request.options, "scores")
+    request.instruction = request.options.get("instruction")
+    request.compared = resolve_compared(request.options, card)
+    return request
+
+
+def resolve_embeddings(request: EncodeRequest, card: ModelCard) -> EncodeRequest:
+    """Return the request with the default profile's options, and the outputs that this route always has: dense, float32.
+
+    Raises BadRequest for a model without dense vectors, for token arrays to a model that reads text, and for
+    `dimensions` that the model cannot be cut to.
+    """
+    if not gives(card, "dense"):
+        raise BadRequest(f"Model '{card.id}' does not support embeddings", extras={"param": "model"})
+    if request.token_lists is not None and not card.tokenizer_file:
+        raise BadRequest(f"Model '{card.id}' requires text input, not token arrays", extras={"param": "input"})
+    if request.dimensions is not None:
+        _check_dimensions(request.dimensions, card)
+    if card.profiles:
+        request.options = merge_options(card, {}, "$.options")
+        request.instruction = request.options.get("instruction")
+    request.output_types = ("dense",)
+    request.output_dtype = "float32"
+    return request
+
+
+def _check_dimensions(dimensions: int, card: ModelCard) -> None:
+    native = card.dims.get("dense", 0)
+    shorter = card.matryoshka
+    allowed = shorter if isinstance(shorter, bool) else dimensions in shorter
+    if dimensions == native or (allowed and 0 < dimensions < native):
+        return
+    can_do = f"1 to {native}" if shorter is True else f"{sorted({native, *(shorter or ())})}"
+    raise BadRequest(
+        f"Model '{card.id}' cannot give {dimensions} dimensions. Available: {can_do}",
+        code="unsupported_field",
+        extras={"param": "dimensions"},
+    )

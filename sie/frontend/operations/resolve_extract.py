@@ -1,0 +1,118 @@
+"""Judge an extract request against its model's card: the task, its options and the items. Pure."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from sie.catalog.options import LENGTHS
+from sie.frontend.inputs.profile_options import merge_options, refuse_adapter
+from sie.frontend.operations.extraction.extract import check_task
+from sie.frontend.operations.resolve import check_media
+from sie.values.card import ModelCard
+from sie.values.encode import ExtractRequest
+from sie.values.errors import BadRequest
+from sie.values.extract import ExtractRule, ExtractTask, LabelGroup, LabelledExample
+
+OPTIONS_PATH: Final = "$.params.options"
+
+
+_Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class Example(msgspec.Struct):
+    text: str
+    labels: tuple[str, ...]
+
+
+class ExtractOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The options that some family of extractors reads; others are not looked at."""
+
+    threshold: _Fraction | None = None
+    flat_ner: bool | None = None
+    multi_label: bool | None = None
+    merge_adjacent_entities: bool | None = None
+    relation_labels: tuple[str, ...] | None = None
+    relation_threshold: _Fraction | None = None
+    classification_type: str | None = None
+    label_groups: dict[str, tuple[str, ...]] | None = None
+    examples: list[Example] | None = None
+    hypothesis_template: str | None = None
+    aggregation_strategy: str | None = None
+    stride: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    score_threshold: _Fraction | None = None
+    box_threshold: _Fraction | None = None
+    text_threshold: _Fraction | None = None
+
+
+_NOT_GIVEN: Final[tuple[Any, ...]] = (None, "", (), [], {})
+
+
+def resolve_extract(request: ExtractRequest, card: ModelCard) -> ExtractRequest:
+    """Return the request with its task final. Raises BadRequest for what this model cannot serve."""
+    rule = card.extract
+    if rule is None:
+        raise BadRequest(
+            f"Model '{card.id}' does not support extraction. Its outputs are {card.wire_outputs}; "
+            "choose a model whose outputs include 'json'"
+        )
+    if request.options or card.profiles:
+        request.options = merge_options(card, request.options, OPTIONS_PATH)
+        refuse_adapter(card, request.options, "extraction")
+    request.task = _resolve_task(request, card, rule)
+    check_task(card, request.task)
+    if request.non_text_item is not None or rule.reads == "image":
+        _resolve_media(request, card)
+    return request
+
+
+def _resolve_media(request: ExtractRequest, card: ModelCard) -> None:
+    """Let the items be images, one each, or texts where the model takes both."""
+    media = request.media
+    if "text" in card.inputs and (media is None or card.image is None):
+        raise BadRequest(f"Model '{card.id}' requires text input - at `$.items[{request.non_text_item}]`")
+    if media is None:
+        raise BadRequest(f"Model '{card.id}' requires image input - at `$.items[0]`")
+    check_media(media, card)
+    for item in range(len(media.texts)):
+        num_images = len(media.images.get(item, ()))
+        if not num_images and "text" not in card.inputs:
+            raise BadRequest(f"Model '{card.id}' requires image input - at `$.items[{item}]`")
+        if num_images > 1:
+            raise BadRequest(f"Model '{card.id}' takes one image an item - at `$.items[{item}].images`")
+    request.texts = [text or "" for text in media.texts]
+    request.images = media.images or None
+
+
+def _resolve_task(request: ExtractRequest, card: ModelCard, rule: ExtractRule) -> ExtractTask:
+    options = _typed_options(request.options)
+    instruction = request.options.get("instruction") if request.instruction is None else request.instruction
+    given: dict[str, Any] = {
+        **msgspec.structs.asdict(options),
+        "instruction": instruction,
+        "output_schema": request.output_schema,
+    }
+    wanted = {name: value for name, value in given.items() if value not in _NOT_GIVEN}
+    for name in (*wanted, *(name for name in LENGTHS if request.options.get(name) is not None)):
+        if name not in rule.options:
+            raise BadRequest(f"Model '{card.id}' does not support '{name}'")
+    if rule.needs_labels and not (request.labels or options.label_groups):
+        raise BadRequest(f"Model '{card.id}' needs labels - at `$.params.labels`")
+    for index, label in enumerate(request.labels):
+        if not label.strip():
+            raise BadRequest(f"A label must not be blank - at `$.params.labels[{index}]`")
+    if options.label_groups:
+        wanted["label_groups"] = tuple(LabelGroup(name, own) for name, own in options.label_groups.items())
+    if options.examples:
+        wanted["examples"] = tuple(LabelledExample(example.text, example.labels) for example in options.examples)
+    policy = request.options.get("overflow_policy") or "default"
+    return ExtractTask(labels=request.labels, overflow_policy=policy, **wanted)
+
+
+def _typed_options(options: dict[str, Any]) -> ExtractOptions:
+    known = {name: options[name] for name in ExtractOptions.__struct_fields__ if name in options}
+    try:
+        return msgspec.convert(known, ExtractOptions)
+    except msgspec.ValidationError as error:
+        raise BadRequest(str(error).replace("`$", f"`{OPTIONS_PATH}")) from None

@@ -1,0 +1,69 @@
+"""Models that generate, for every route that asks one: find it, count the request, and submit it to a worker."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from sie.frontend.generation.run import Run
+from sie.frontend.http.exchange import Exchange
+from sie.frontend.models.not_found import model_not_found
+from sie.frontend.process import FrontendProcess
+from sie.ipc.messages import ModelEntry
+from sie.values.errors import NotFound
+from sie.values.generate import GenerateRequest
+
+_OUTPUT: Final = "generate"
+
+
+class TextService:
+    """The part of a request to generate that is the same on every route. One instance per process."""
+
+    def __init__(self, process: FrontendProcess) -> None:
+        self._process = process
+        self.generator = process.generator
+
+    def find(self, exchange: Exchange, request: GenerateRequest) -> ModelEntry:
+        """Return the model of a request, whose default is settled from now on. Raises NotFound naming those that generate."""
+        request.model = self._process.models.resolve_default(request.model, _OUTPUT)
+        return self.find_exactly(exchange, request.model)
+
+    def find_exactly(self, exchange: Exchange, model: str) -> ModelEntry:
+        """Return the model with this id. Raises NotFound naming those that generate."""
+        models = self._process.models
+        entry = models.find(model)
+        if entry is None:
+            able = ", ".join(models.able(_OUTPUT)) or "none"
+            hint = model_not_found(model, models.entries).message.rstrip(".")
+            raise NotFound(f"{hint}. Models that generate: {able}", extras={"param": "model"})
+        self.begin(exchange, entry)
+        return entry
+
+    def begin(self, exchange: Exchange, entry: ModelEntry) -> None:
+        """Note that a request is about a model, until `leave`."""
+        exchange.known_model = entry.card.id
+        exchange.decoded_ns = time.monotonic_ns()
+        self._process.generation_metrics.begin(*_labels(exchange))
+
+    def leave(self, exchange: Exchange) -> None:
+        """Note that a request is over, whatever became of it."""
+        if exchange.known_model:
+            self._process.generation_metrics.end(*_labels(exchange))
+
+    async def start(
+        self, exchange: Exchange, entry: ModelEntry, request: GenerateRequest, *, echoes: bool = False
+    ) -> Run:
+        """Submit a request to a model that is served; it ends when its client leaves. Raises as `Generator.start` does."""
+        process = self._process
+        run = await self.generator.start(
+            entry, request, exchange.deadline_ns, salt=exchange.owner.encode(), echoes=echoes
+        )
+        exchange.num_items = len(run.parts)
+        for pending in run.pendings:
+            process.watch_client(pending, exchange.protocol)
+        return run
+
+
+def _labels(exchange: Exchange) -> tuple[str, str, str]:
+    route = exchange.route
+    return exchange.scope.method, route.template if route is not None else "", exchange.known_model
