@@ -46,9 +46,10 @@ else
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(APART))
 endif
 
-check: $(VENV)/.check ## what CI runs beside the tests: format, lint, types
+check: $(VENV)/.check ## what CI runs beside the tests: format, lint, imports between folders, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 fix: $(VENV)/.check ## format, mend what the linter can mend, write docs/settings.md and systemd/

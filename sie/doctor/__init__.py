@@ -8,30 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
 from sie.config.settings import Loaded, Settings
 from sie.config.sources import SettingsError
-
-Level = Literal["ok", "warn", "error"]
+from sie.doctor.finding import Finding
 
 AREAS: Final = ("settings", "software", "kernel", "limits", "memory", "disk", "network", "access", "clock", "gpu")
 _WAIT_STEP_S = 1.0
 _COLOURS: Final = {"ok": "green", "warn": "yellow", "error": "red"}
-
-
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that was looked at. fix says how to mend it; it is empty when there is nothing to mend.
-
-    error: the server would not start, or would not serve. warn: it would, but worse than it could.
-    """
-
-    area: str
-    level: Level
-    message: str
-    fix: str = ""
 
 
 def examine(load: Callable[[], Loaded], areas: Iterable[str], wait_s: float = 0.0) -> list[Finding]:

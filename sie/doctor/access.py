@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sie.config.settings import Settings
-from sie.doctor import Finding
+from sie.doctor.finding import Finding
 from sie.supervisor.host_resources import StartError
 from sie.supervisor.listen import check_tls, exposure_warnings, resolve_host
 from sie.values.api_key import KeyFileError, read_key_file

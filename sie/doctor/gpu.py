@@ -18,7 +18,7 @@ from typing import Any
 
 from sie.config.limits import MIB
 from sie.config.settings import Settings
-from sie.doctor import Finding
+from sie.doctor.finding import Finding
 from sie.doctor.software import torch_cuda
 
 _TIMEOUT_S = 5.0

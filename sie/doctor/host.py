@@ -14,7 +14,8 @@ from pathlib import Path
 from sie.catalog.spec import ModelSpec
 from sie.config.limits import MIB
 from sie.config.settings import Settings
-from sie.doctor import Finding, gpu
+from sie.doctor import gpu
+from sie.doctor.finding import Finding
 from sie.shm.segment import ReservationError, check_reservation
 from sie.supervisor.host_resources import StartError, check_private, count_frontends, reserve_port, reserved_bytes
 from sie.values.errors import SieError

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from sie.config.settings import Settings
-from sie.doctor import Finding
+from sie.doctor.finding import Finding
 from sie.shm.segment import ReservationError, Segment
 from sie.supervisor.host_resources import count_frontends
 

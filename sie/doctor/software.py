@@ -13,7 +13,7 @@ from pathlib import Path
 from sie.catalog.listing import list_models
 from sie.config.settings import Loaded, Settings
 from sie.config.sources import SettingsError
-from sie.doctor import Finding
+from sie.doctor.finding import Finding
 
 _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "granian", "uvloop", "msgspec", "numpy", "pillow")
 _AT_LEAST = re.compile(r"([A-Za-z0-9._-]+)\s*>=\s*([0-9.]+)")

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from typing import Any, Final
 
-from sie.frontend.engine.engine import ShmEngine
+from sie.frontend.engine.interface import Engine
 from sie.frontend.engine.worker_link import Pending
 from sie.values.errors import ClientGone
 
@@ -17,7 +17,7 @@ _WATCH_AFTER_NS: Final = 50_000_000
 class ClientWatch:
     """The requests of one frontend that wait, with the connections that they came by."""
 
-    def __init__(self, engine: ShmEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._unwatched: deque[tuple[Pending, Any]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final, Protocol
 
-from sie.frontend.engine.engine import ShmEngine
+from sie.frontend.engine.interface import Engine
 from sie.frontend.engine.token_stream import TokenStream
 from sie.frontend.engine.worker_link import Pending
 from sie.frontend.generation.reader import Reader
@@ -63,7 +63,7 @@ class Run:
     """
 
     def __init__(
-        self, engine: ShmEngine, model: str, parts: Sequence[Part], news: asyncio.Event,
+        self, engine: Engine, model: str, parts: Sequence[Part], news: asyncio.Event,
         *, meter: TokenMeter, prompts: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.model = model

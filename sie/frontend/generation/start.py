@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from sie.config.generation import Generation
-from sie.frontend.engine.engine import ShmEngine
+from sie.frontend.engine.interface import Engine
 from sie.frontend.engine.token_stream import StreamTimes, TokenStream
 from sie.frontend.generation.choose_parser import choose_parser
 from sie.frontend.generation.constraints import constrain, schema_bytes
@@ -45,7 +45,7 @@ _N = TypeVar("_N", int, float)
 class Generator:
     """Starts requests to generate."""
 
-    def __init__(self, engine: ShmEngine, models: ModelTable, settings: Generation, meter: TokenMeter) -> None:
+    def __init__(self, engine: Engine, models: ModelTable, settings: Generation, meter: TokenMeter) -> None:
         self._engine = engine
         self._models = models
         self._settings = settings

@@ -16,7 +16,7 @@ import msgspec
 from numpy.typing import NDArray
 
 from sie.config.limits import Limits
-from sie.frontend.engine.engine import ShmEngine
+from sie.frontend.engine.interface import Engine
 from sie.frontend.engine.request_layout import EncodeWords, lay_out_text
 from sie.frontend.engine.worker_link import Pending
 from sie.frontend.inputs.image_reader import ImageReader
@@ -42,7 +42,7 @@ class Encoder:
     """Run encode requests on the engine."""
 
     def __init__(
-        self, engine: ShmEngine, models: ModelTable, limits: Limits, pool: ThreadPoolExecutor, images: ImageReader
+        self, engine: Engine, models: ModelTable, limits: Limits, pool: ThreadPoolExecutor, images: ImageReader
     ) -> None:
         self._engine = engine
         self._images = images

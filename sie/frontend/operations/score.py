@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from sie.config.limits import Limits
-from sie.frontend.engine.engine import ShmEngine
+from sie.frontend.engine.interface import Engine
 from sie.frontend.engine.worker_link import Pending, Reply
 from sie.frontend.inputs.pairs import Arrays, pair_arrays
 from sie.frontend.inputs.profile_options import shorter_expansion
@@ -38,7 +38,7 @@ _decoder: Final = msgspec.msgpack.Decoder(ReplyHeader)
 class Scorer:
     """Run score requests on the engine."""
 
-    def __init__(self, engine: ShmEngine, models: ModelTable, limits: Limits, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, engine: Engine, models: ModelTable, limits: Limits, pool: ThreadPoolExecutor) -> None:
         self._engine = engine
         self._models = models
         self._limits = limits

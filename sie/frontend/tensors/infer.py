@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from sie.frontend.engine.engine import ShmEngine
+from sie.frontend.engine.interface import Engine
 from sie.frontend.engine.request_layout import RequestLayout, lay_out_bytes
 from sie.frontend.engine.worker_link import Pending, Reply
 from sie.frontend.models.admin import ModelAdmin
@@ -51,7 +51,7 @@ class Tensors:
 
     def __init__(
         self,
-        engine: ShmEngine,
+        engine: Engine,
         models: ModelTable,
         admin: ModelAdmin,
         pool: ThreadPoolExecutor,

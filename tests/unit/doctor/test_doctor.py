@@ -14,7 +14,8 @@ from sie import doctor
 from sie.commands import cli
 from sie.config.settings import Loaded, all_keys, load_settings
 from sie.config.sources import SettingsError
-from sie.doctor import AREAS, Finding, examine, render_json, render_text
+from sie.doctor import AREAS, examine, render_json, render_text
+from sie.doctor.finding import Finding
 
 STUB = ("--model", "a=stub:dense=8")
 OK = Finding(area="disk", level="ok", message="room")

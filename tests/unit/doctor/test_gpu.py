@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from sie.config.settings import Settings
-from sie.doctor import Finding, gpu
+from sie.doctor import gpu
+from sie.doctor.finding import Finding
 
 GIB = 1 << 30
 HEALTHY: dict[str, Any] = {

@@ -16,7 +16,8 @@ import pytest
 
 from sie.config.limits import MIB
 from sie.config.settings import Settings
-from sie.doctor import Finding, host, kernel, software
+from sie.doctor import host, kernel, software
+from sie.doctor.finding import Finding
 
 
 def settings(**sections: dict[str, Any]) -> Settings:

@@ -16,7 +16,7 @@ import msgspec
 from numpy.typing import NDArray
 
 from sie.config.limits import Limits
-from sie.frontend.engine.engine import ShmEngine
+from sie.frontend.engine.interface import Engine
 from sie.frontend.engine.worker_link import Pending, Reply
 from sie.frontend.inputs.image_reader import ImageReader
 from sie.frontend.inputs.mixed import mix_items
@@ -82,7 +82,7 @@ class Extractor:
     """Run extract requests on the engine."""
 
     def __init__(
-        self, engine: ShmEngine, models: ModelTable, limits: Limits, pool: ThreadPoolExecutor, images: ImageReader
+        self, engine: Engine, models: ModelTable, limits: Limits, pool: ThreadPoolExecutor, images: ImageReader
     ) -> None:
         self._engine = engine
         self._images = images
