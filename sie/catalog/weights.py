@@ -1,4 +1,5 @@
-"""Owns which weight files of a checkpoint may be read: safetensors, and nothing that can run code when it is opened.
+"""Owns which weight files of a checkpoint may be read: safetensors of plain numbers, and nothing that can run code when it
+is opened.
 
 Source: fault sheet S4 and S32.
 """
@@ -6,12 +7,14 @@ Source: fault sheet S4 and S32.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
 from sie.catalog.files import Checkpoint, open_checkpoint, refuse
+from sie.catalog.quantised import find_quantised, quantised_tensor, refuse_quantised
 from sie.values.card import ModelCard
 from sie.values.errors import ModelLoadFailed
 
@@ -26,27 +29,44 @@ class _Index(msgspec.Struct):
 
 
 class _Tensor(msgspec.Struct):
-    """What a safetensors header says of a tensor, as far as it is read here; `__metadata__` has no shape."""
+    """What a safetensors header says of a tensor, as far as it is read here; `__metadata__` has neither."""
 
+    dtype: str = ""
     shape: list[Annotated[int, msgspec.Meta(ge=0)]] = []
 
 
 def check_weights(checkpoint: Checkpoint, folder: str = "") -> None:
-    """Raise ModelLoadFailed unless the folder of the checkpoint has safetensors weights, all of them beneath it."""
+    """Raise ModelLoadFailed unless the folder has safetensors weights, all of them beneath it and none quantised."""
     prefix = f"{folder}/" if folder else ""
-    index_name = f"{prefix}model.safetensors.index.json"
+    refuse_quantised(checkpoint, prefix)  # first: the weights of some methods have other names
     if checkpoint.find(f"{prefix}model.safetensors") is not None:
+        _check_dtypes(checkpoint, [f"{prefix}model.safetensors"])
         return
+    index_name = f"{prefix}model.safetensors.index.json"
     index = checkpoint.read_json(index_name, _Index)
     if index is None:
         raise _missing(checkpoint, folder)
     if not index.weight_map:
         raise refuse(checkpoint.id, f"{index_name} names no weights")
-    for shard in sorted(set(index.weight_map.values())):
+    shards = sorted(set(index.weight_map.values()))
+    for shard in shards:
         if "/" in shard or not shard.endswith(".safetensors"):
             raise refuse(checkpoint.id, f"{index_name} names {shard!r}, which is not a safetensors file beside it")
         if checkpoint.find(prefix + shard) is None:
             raise refuse(checkpoint.id, f"{prefix}{shard} is missing", "STORAGE")
+    _check_dtypes(checkpoint, [prefix + shard for shard in shards])
+
+
+def _check_dtypes(checkpoint: Checkpoint, files: Iterable[str]) -> None:
+    """Refuse quantised numbers; of a file that cannot be read the load will say what is wrong with it."""
+    for file in files:
+        try:
+            tensors = _read_header(str(checkpoint.root / file))
+        except (OSError, ValueError):
+            continue
+        name = find_quantised({name: tensor.dtype for name, tensor in tensors.items()})
+        if name is not None:
+            raise quantised_tensor(checkpoint.id, name, tensors[name].dtype)
 
 
 def find_tensor(checkpoint: Checkpoint, name: str) -> str:
@@ -69,7 +89,7 @@ def tensor_shape(model_id: str, path: str, name: str) -> tuple[int, ...]:
     Source: safetensors' format: eight bytes of length, then that many of JSON.
     """
     try:
-        return tuple(_read_shapes(path)[name])
+        return tuple(_read_header(path)[name].shape)
     except OSError as error:
         raise refuse(model_id, f"{path}: {error.strerror}", "STORAGE") from error
     except (ValueError, KeyError) as error:
@@ -89,14 +109,16 @@ def with_num_weights(card: ModelCard) -> ModelCard:
         shards = (
             ["model.safetensors"] if checkpoint.find("model.safetensors") else sorted(set(index.weight_map.values()))
         )
-        counts = [math.prod(shape) for file in shards for shape in _read_shapes(str(checkpoint.root / file)).values()]
+        headers = [_read_header(str(checkpoint.root / file)) for file in shards]
     except (OSError, ModelLoadFailed, ValueError):
         return card
-    return msgspec.structs.replace(card, num_weights=sum(counts))
+    return msgspec.structs.replace(
+        card, num_weights=sum(math.prod(tensor.shape) for header in headers for tensor in header.values())
+    )
 
 
-def _read_shapes(path: str) -> dict[str, list[int]]:
-    """Return the shape of each tensor of a safetensors file. Raises OSError, and ValueError for a damaged header."""
+def _read_header(path: str) -> dict[str, _Tensor]:
+    """Return what a safetensors file says of each of its tensors. Raises OSError, and ValueError for a damaged header."""
     with Path(path).open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(min(length, _MAX_HEADER_BYTES))
@@ -104,7 +126,7 @@ def _read_shapes(path: str) -> dict[str, list[int]]:
         tensors = msgspec.json.decode(header, type=dict[str, _Tensor])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{Path(path).name} has a damaged header: {error}") from error
-    return {name: tensor.shape for name, tensor in tensors.items() if name != "__metadata__"}
+    return {name: tensor for name, tensor in tensors.items() if name != "__metadata__"}
 
 
 def _missing(checkpoint: Checkpoint, folder: str) -> ModelLoadFailed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.process.harness import Server, eventually, paused, start_server
+from tests.process.harness import EX_CONFIG, Server, eventually, paused, run_to_end, start_server
 from tests.process.wire import Client, dense_rows, encode, get, keep_asking, post_json, stub_rows, total
+from tests.unit.fake_hub import FakeHub
 
 
 def state(server: Server, model: str) -> str:
@@ -119,6 +121,40 @@ def test_a_failed_load_leaves_the_server_ready_and_the_other_model_serving(broke
     assert get(broken_server.port, "/readyz").status == 200
     rows = dense_rows(encode(broken_server.port, "stub/a", ["x"]))
     assert np.array_equal(rows, stub_rows(["x"], 16))
+
+
+GPTQ = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "vocab_size": 100,
+    "quantization_config": {"quant_method": "gptq", "bits": 4},
+}
+REFUSED = "it is quantised with GPTQ, which this server does not serve; use its unquantised checkpoint"
+
+
+def test_a_quantised_checkpoint_of_a_hub_is_refused_for_good_and_clients_hear_its_method(tmp_path):
+    with FakeHub({"config.json": json.dumps(GPTQ).encode(), "model.safetensors": b"weights"}) as hub:
+        env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "NO_PROXY": "*", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        with start_server("--model", "stub/a=stub:dense=16", "--lazy-model", "org/model", env=env) as server:
+            encode(server.port, "org/model", ["x"])
+            eventually(lambda: state(server, "org/model") == "failed", "the load failed")
+            response = encode(server.port, "org/model", ["x"])
+            detail = response.json()["detail"]
+            assert (response.status, response.code()) == (502, "MODEL_LOAD_FAILED")
+            assert (detail["error_class"], detail["permanent"], detail["attempts"]) == ("CONFIG", True, 1)
+            assert REFUSED in detail["message"]
+            response = post_json(server.port, "/v1/completions", {"model": "org/model", "prompt": "x"})
+            assert response.status == 502
+            assert REFUSED in response.json()["error"]["message"]
+            assert get(server.port, "/readyz").status == 200
+
+
+def test_a_quantised_checkpoint_in_a_directory_stops_the_start_with_its_method(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(GPTQ))
+    status, said = run_to_end("--model", f"org/model={tmp_path}")
+    assert status == EX_CONFIG, said
+    assert REFUSED in said
 
 
 def test_an_idle_model_goes_and_comes_back():

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from sie.catalog.files import refuse
 from sie.ipc.messages import Load, ModelReport, Stage, Staged, Unload, Unstage
 from sie.runtime.logs import get_logger
 from sie.values.card import ModelCard, ModelState
@@ -246,6 +247,9 @@ class Host:
 def _load_error(card: ModelCard, error: BaseException) -> WireError:
     if isinstance(error, SieError):
         return to_wire(error)
+    if isinstance(error, ImportError):  # one that transformers asks for when it builds the model
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        return to_wire(refuse(card.id, f"a library is missing or broken: {reason}", "DEPENDENCY"))
     kind = "OOM" if is_out_of_memory(error) else "UNKNOWN"
     reason = f"{type(error).__name__} while loading; the server's log has the details"
     return to_wire(Internal(f"Model '{card.id}': {reason}", extras={"error_class": kind}))

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,15 @@ def test_slow_tokenizer_is_converted_once(write_files: Any, prepare: Prepare, tm
     written = path.stat().st_mtime_ns
     assert prepare(spec) == message
     assert path.stat().st_mtime_ns == written
+
+
+@pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="sentencepiece is installed")
+def test_a_sentencepiece_tokenizer_names_the_library_that_converts_it(write_files: Any, prepare: Prepare) -> None:
+    config = {**CONFIG, "model_type": "deberta-v2"}
+    directory = write_files({"tokenizer.json": None, "config.json": config, "spm.model": b"\x0a\x00"})
+    message = prepare(ModelSpec(id="a", directory=str(directory)))
+    assert _error_class(message) == "DEPENDENCY"
+    assert "pip install 'sie[sentencepiece]'" in message.error.message  # type: ignore[union-attr]
 
 
 def test_checkpoint_without_any_tokenizer_is_refused(write_files: Any, prepare: Prepare) -> None:

@@ -131,6 +131,20 @@ def test_failed_load_says_why_and_leaves_the_next_one_possible(hosting, error, e
     hosting.collect_until("loaded")
 
 
+def test_a_load_that_misses_a_library_names_it_and_is_of_the_permanent_class(hosting):
+    def build(_card, _progress):
+        raise ImportError("\nTimmBackbone requires the timm library, but it was not found.\nInstall it.")
+
+    hosting.build = build
+    hosting.load("m")
+    error = hosting.collect_until("failed").error
+    assert error.extras == {"error_class": "DEPENDENCY"}
+    assert error.message == (
+        "Model 'm' cannot be loaded: a library is missing or broken: "
+        "TimmBackbone requires the timm library, but it was not found."
+    )
+
+
 def test_models_load_one_at_a_time_in_order(hosting):
     may_end = threading.Semaphore(0)
 
