@@ -32,10 +32,6 @@ class RequestLayout(NamedTuple):
     """Where each array lies in the extent."""
 
 
-EncodeWords = tuple[str, str, bool | None, int | None, tuple[str, ...]]
-"""What a request to encode asks for: model, dtype, whether normalised, width, outputs; as in `WorkHeader`."""
-
-
 def lay_out(header: WorkHeader, arrays: Sequence[tuple[str, NDArray[Any]]]) -> RequestLayout:
     """Return the layout of a request with these arrays, by name; header.arrays is filled in here."""
     shapes = tuple([(name, array.dtype.str, array.shape) for name, array in arrays])
@@ -50,22 +46,6 @@ def lay_out_once(header: WorkHeader, arrays: Sequence[tuple[str, NDArray[Any]]])
 def lay_out_bytes(header: WorkHeader, sizes: Sequence[int]) -> RequestLayout:
     """Return the layout of a request whose arrays are bytes (uint8), called by their numbers; not kept here."""
     return _lay_out.__wrapped__(header, tuple([(str(index), "|u1", (size,)) for index, size in enumerate(sizes)]))
-
-
-@lru_cache(maxsize=4096)
-def lay_out_text(words: EncodeWords, num_tokens: int, text_bytes: int | None) -> RequestLayout:
-    """Return the layout of a request to encode one text, of so many bytes; None: as its token ids.
-
-    Its arrays are as in `WorkHeader`: the bounds of its tokens, then the ids, or the text and its bounds.
-    """
-    model, output_dtype, normalize, truncate_dim, output_types = words
-    shapes = [("cu_seqlens", "<i4", (2,))]
-    if text_bytes is not None:
-        shapes += [("text", "|u1", (text_bytes,)), ("text_offsets", "<i4", (2,))]
-    else:
-        shapes.append(("token_ids", "<i4", (num_tokens,)))
-    header = WorkHeader(model, "encode", 1, (), output_dtype, normalize, truncate_dim, output_types)
-    return _lay_out.__wrapped__(header, tuple(shapes))
 
 
 @lru_cache(maxsize=4096)

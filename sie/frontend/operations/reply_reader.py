@@ -26,8 +26,6 @@ from sie.values.encode import EncodeReply, EncodeRequest, SparseRows, Timing, To
 from sie.values.errors import Internal
 
 _TIMES: Final = struct.Struct("<3q")
-TIMES_BYTES: Final = _TIMES.size
-"""So long are the times that a reply's payload begins with."""
 _DENSE_ONLY: Final = ("dense",)
 _decoder: Final = msgspec.msgpack.Decoder(ReplyHeader)
 
@@ -92,17 +90,6 @@ def read_pieces(reply: Reply, output: str, num_items: int) -> tuple[Sequence[NDA
 def count_items(request: EncodeRequest) -> int:
     """Return how many items a request has."""
     return len(request.texts if request.texts is not None else request.token_lists or ())
-
-
-def place_of_row(header: bytes) -> slice:
-    """Return where the dense rows of a reply with this header lie in its payload. Raises ProtocolError."""
-    _, _, _, offset, nbytes = _rows_of(header)
-    return slice(offset, offset + nbytes)
-
-
-def read_times(payload: memoryview) -> tuple[int, int, int]:
-    """Return a reply's times, for `timing_of`; payload has at least TIMES_BYTES."""
-    return _TIMES.unpack_from(payload)
 
 
 class _Rows(NamedTuple):

@@ -69,36 +69,12 @@ def decode_encode(body: bytes, msgpack: bool, model: str, limits: Limits) -> Enc
     Unknown fields are ignored, except in `audio`. Raises BadRequest (InputTooLong for limits) with the path of the
     fault in its text.
     """
-    call = read_encode(body, msgpack, limits)
-    text = bare_text(call, len(body), limits)
-    if text is not None:
-        return EncodeRequest(model=model, texts=[text])
-    return to_encode(call, msgpack, model, len(body), limits)
-
-
-def read_encode(body: bytes, msgpack: bool, limits: Limits) -> EncodeBody:
-    """Return what an encode body holds. Raises BadRequest as `decode_encode`."""
     if not msgpack:
         check_json(body, limits.max_depth)
-    return decode_typed(_FROM_MSGPACK if msgpack else _FROM_JSON, body)
-
-
-def bare_text(call: EncodeBody, body_bytes: int, limits: Limits) -> str | None:
-    """Return the text of a request that is one text and nothing else, as most small ones: then there is nothing to check."""
-    items = call.items
-    if len(items) != 1 or call.params is not None or body_bytes > limits.max_item_text_bytes:
-        return None
-    (item,) = items
-    if item.id is not None or item.metadata is not _ABSENT:
-        return None
-    return None if item.images or item.audio or item.video or item.document else item.text
-
-
-def to_encode(call: EncodeBody, msgpack: bool, model: str, body_bytes: int, limits: Limits) -> EncodeRequest:
-    """Return the request in what `read_encode` gave. Raises as `decode_encode`."""
+    call = decode_typed(_FROM_MSGPACK if msgpack else _FROM_JSON, body)
     items = call.items
     check_count(items, limits.max_items)
-    check_items(items, msgpack, body_bytes, limits.max_item_text_bytes)
+    check_items(items, msgpack, len(body), limits.max_item_text_bytes)
     params = call.params or _NO_PARAMS
     non_text = find_non_text(items)
     media = None if non_text is None else read_media(items, limits)

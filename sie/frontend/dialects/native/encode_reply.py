@@ -74,17 +74,6 @@ def _reply_msgpack(reply: EncodeReply) -> bytes:
     return b"".join(parts)
 
 
-def before_row(reply: EncodeReply) -> bytes:
-    """Return the msgpack body of a reply of one item without an id, up to the bytes of its row."""
-    row = output_maps.dense_prefix(reply.output_dtype, reply.dims, reply.dtype, reply.width, reply.values.nbytes)
-    return _head(reply.model) + array_header(1) + _ONE_KEY + row
-
-
-def with_row(before: bytes, row: memoryview, timing: Timing, input_tokens: int) -> bytes:
-    """Return what `encode_reply` does as msgpack, from what `before_row` gave and a row."""
-    return b"".join((before, row, _tail_msgpack(timing, input_tokens, 0)))
-
-
 _ONE_KEY = b"\x81"
 _ID_KEY = b"\x82" + pack("id")
 

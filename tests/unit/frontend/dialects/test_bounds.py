@@ -14,12 +14,16 @@ from msgspec import inspect
 from sie.catalog.options import LENGTHS, check_options
 from sie.frontend import dialects
 from sie.frontend.dialects.kserve import tensor_json
+from sie.frontend.generation import sampling_fields
 from sie.frontend.models import admin
+from sie.frontend.operations import resolve_extract
 from sie.frontend.operations.resolve_extract import _typed_options
+from sie.frontend.tensors import generated
 from sie.values.errors import BadRequest
 
 MODULES = [
-    admin, *(importlib.import_module(f"{dialects.__name__}.{found.name}") for found in pkgutil.iter_modules(dialects.__path__)),
+    admin, generated, resolve_extract, sampling_fields,
+    *(importlib.import_module(found.name) for found in pkgutil.walk_packages(dialects.__path__, f"{dialects.__name__}.")),
 ]  # fmt: skip
 
 
