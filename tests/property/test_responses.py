@@ -12,10 +12,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from sie.config.limits import Limits
+from sie.frontend.dialects.responses.openapi import ResponseAnswer
 from sie.frontend.dialects.responses.replay import is_terminal, replay
 from sie.frontend.dialects.responses.reply import CANCELLED, ResponseRecord, ResponseWriter
 from sie.frontend.dialects.responses.request import decode_responses
-from sie.frontend.openapi.responses_operations import ResponseAnswer
 from sie.values.errors import Internal, SieError
 from sie.values.generate import (
     Ended,

@@ -140,10 +140,28 @@ def test_command_line_imports_nothing_slow():
     assert not roots(loaded) & {"numpy", "tokenizers", "huggingface_hub", "asyncio", *SLOW, *SERVERS}
 
 
-def test_dialects_know_no_ring_and_no_socket():
+def test_dialects_know_no_ring_no_socket_and_not_the_document():
     for path in sorted((ROOT / "frontend" / "dialects").rglob("*.py")):
         imported = imported_names(path)
-        assert not {name for name in imported if name.startswith(("sie.shm", "socket", "granian"))}, path.name
+        unwanted = ("sie.shm", "sie.frontend.openapi", "socket", "granian")
+        assert not {name for name in imported if name.startswith(unwanted)}, path
+
+
+def test_a_dialect_imports_no_other_but_the_one_that_all_share():
+    shared = {"openai": set(), "trtis": {"openai", "kserve"}}
+    root = ROOT / "frontend" / "dialects"
+    for path in sorted(root.glob("*/*.py")):
+        package = path.parent.name
+        parts = [name.split(".") for name in imported_names(path) if name.startswith("sie.frontend.dialects.")]
+        used = {part[3] for part in parts} - {"operation", package}
+        assert used <= shared.get(package, {"openai"}), path
+
+
+def test_only_the_document_loads_the_rows_of_the_dialects():
+    folder = ROOT / "frontend" / "dialects"
+    names = [".".join(path.relative_to(ROOT.parent).with_suffix("").parts) for path in sorted(folder.glob("*/*.py"))]
+    wire = [name.removesuffix(".__init__") for name in names if not name.endswith(".openapi")]
+    assert not {name for name in loaded_after_importing(wire) if name.endswith((".openapi", "dialects.operation"))}
 
 
 @pytest.mark.parametrize("name", PURE_FILES)

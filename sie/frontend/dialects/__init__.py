@@ -1,4 +1,6 @@
-"""Owns one module for each wire protocol: bytes to a typed request, a typed reply to bytes, an error to a body.
+"""One package for each API: bytes to a typed request, a typed reply to bytes, an error to a body.
 
-A dialect never sees a ring, a socket, the clock or another dialect.
+A package's `openapi.py` holds the API's rows of the OpenAPI document, of the types in `operation.py`. Only
+`sie.frontend.openapi` imports it. A dialect never sees a ring, a socket or the clock. It may use `openai`, whose forms
+several APIs share, but no other dialect; `trtis` also uses `kserve`.
 """

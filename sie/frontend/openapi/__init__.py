@@ -1,26 +1,55 @@
-"""Owns `/openapi.json`: the document about every route, put together from the route table and the wire's own types."""
+"""The document at `/openapi.json`, built from the route table and from the rows that each API keeps in its `openapi.py`.
+
+A new API is one more module in `_APIS`.
+"""
 
 from __future__ import annotations
 
 import functools
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from sie import __version__
 from sie.config.limits import Limits
-from sie.frontend.dialects.native.negotiate import JSON
-from sie.frontend.dialects.openai import text_fields
-from sie.frontend.dialects.openai.embeddings import wire_code
+from sie.frontend.dialects.anthropic import openapi as anthropic
+from sie.frontend.dialects.cohere import openapi as cohere
+from sie.frontend.dialects.kserve import openapi as kserve
+from sie.frontend.dialects.native import openapi as native
+from sie.frontend.dialects.openai import openapi as openai
+from sie.frontend.dialects.operation import JSON, Answer, Fault, Operation
+from sie.frontend.dialects.responses import openapi as responses
+from sie.frontend.dialects.trtis import openapi as trtis
 from sie.frontend.http import routes
 from sie.frontend.http.routes import Route
-from sie.frontend.openapi import generation_replies, messages_operations, replies, schemas
-from sie.frontend.openapi.operations import ACCESS, OPERATIONS, TAGS
-from sie.frontend.openapi.rows import Answer, Fault, Operation
+from sie.frontend.openapi import schemas, server_operations
 
 Document = dict[str, Any]
+
+_APIS: Final = (native, cohere, server_operations, openai, anthropic, responses, kserve, trtis)
+"""Each has `OPERATIONS`, and may have `TAGS`, `ERRORS` and `CODE_WRITERS`. The document has their tags in this order."""
+
+
+def _collect(name: str) -> dict[str, Any]:
+    """Return what all APIs have in their dictionaries of this name."""
+    return {key: value for api in _APIS for key, value in getattr(api, name, {}).items()}
+
+
+def _route_of(operation: Operation) -> Route:
+    """Return the route that a row describes."""
+    return routes.BY_METHOD.get((operation.template, operation.method)) or routes.BY_TEMPLATE[operation.template]
+
+
+_TAGS: Final[dict[str, str]] = _collect("TAGS")
+_ERRORS: Final[dict[str, type[msgspec.Struct]]] = _collect("ERRORS")
+"""The body of an error, by the route's envelope. The v1 tensor API has none."""
+_CODE_WRITERS: Final[dict[str, Callable[[str], str]]] = _collect("CODE_WRITERS")
+"""How an envelope writes one of our error codes. The others write it as it is."""
+_ROWS: Final = {_route_of(operation): operation for api in _APIS for operation in api.OPERATIONS}
+OPERATIONS: Final = {route: _ROWS[route] for route in routes.ROUTES if route in _ROWS}
+"""The row of each route, in the order of the route table. Tests check that no route is without one."""
 
 _ABOUT = """One engine, several wire dialects. A live feed of JSON frames is at `/ws/status` (a websocket).
 
@@ -50,15 +79,14 @@ def document_json(limits: Limits) -> bytes:
 def document(limits: Limits) -> Document:
     """Return the document, OpenAPI 3.1."""
     paths: Document = {}
-    for operation in OPERATIONS:
-        route = routes.BY_METHOD.get((operation.template, operation.method)) or routes.BY_TEMPLATE[operation.template]
-        path = paths.setdefault(operation.template, {})
+    for route, operation in OPERATIONS.items():
+        path = paths.setdefault(route.template, {})
         path.update({method.lower(): _operation(operation, route, method) for method in route.methods})
     return {
         "openapi": "3.1.0",
         "info": {"title": "sie", "version": __version__, "description": _ABOUT, "license": _LICENSE},
         "servers": [{"url": "/"}],
-        "tags": [{"name": name, "description": text} for name, text in TAGS.items()],
+        "tags": [{"name": name, "description": text} for name, text in _TAGS.items()],
         "paths": paths,
         "components": {"schemas": schemas.components(_structs(), limits), "securitySchemes": _SECURITY_SCHEMES},
     }
@@ -71,34 +99,13 @@ _SECURITY_SCHEMES = {
 _LICENSE = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
 
 
-_ENVELOPES: dict[str, type[msgspec.Struct]] = {
-    "sie": replies.NativeError,
-    "openai": replies.OpenAIError,
-    "models": replies.ModelMissing,
-    "text": generation_replies.TextError,
-    "anthropic": messages_operations.MessageError,
-    "kserve": replies.TensorError,
-}
-"""The v1 tensor API has no body for a failure."""
-_CODE_WRITERS: dict[str, Callable[[str], str]] = {"openai": wire_code, "text": text_fields.code_word}
-"""How a dialect writes one of our codes; others write it as it is."""
-
-
 def _structs() -> list[type[msgspec.Struct]]:
     """Return every struct that an operation names, once."""
     named: dict[Any, None] = {}
-    for operation in OPERATIONS:
+    for operation in OPERATIONS.values():
         parts = (*operation.answers, *operation.faults)
         named |= dict.fromkeys((operation.request, *(part.type for part in parts)))
-    named |= dict.fromkeys(
-        (
-            replies.NativeError,
-            replies.OpenAIError,
-            generation_replies.TextError,
-            messages_operations.MessageError,
-            replies.TensorError,
-        )
-    )
+    named |= dict.fromkeys(_ERRORS.values())
     return [struct for struct in named if struct is not None]
 
 
@@ -121,7 +128,7 @@ def _operation(operation: Operation, route: Route, method: str) -> Document:
         described["requestBody"] = {"required": True, "content": content}
     responses = {str(answer.status): _answer(answer, operation.has_timing) for answer in operation.answers}
     is_open = route.need == "open"
-    faults = {fault.status: fault for fault in (*(() if is_open else ACCESS), *operation.faults)}
+    faults = {fault.status: fault for fault in (*(() if is_open else server_operations.ACCESS), *operation.faults)}
     responses |= {str(status): _fault(fault, route.envelope) for status, fault in faults.items()}
     # The empty one: where the server has no keys, none is asked for.
     described["security"] = [] if is_open else [{}, *({name: []} for name in _SECURITY_SCHEMES)]
@@ -169,7 +176,7 @@ def _answer(answer: Answer, has_timing: bool) -> Document:
 
 def _fault(fault: Fault, envelope: str) -> Document:
     write_code = _CODE_WRITERS.get(envelope, str)
-    struct = fault.type or _ENVELOPES.get(envelope)
+    struct = fault.type or _ERRORS.get(envelope)
     names = dict.fromkeys(write_code(code) for code in fault.codes)
     codes = ", ".join(f"`{name}`" for name in names)
     described: Document = {

@@ -1,34 +1,26 @@
-"""Owns the rows of `/v1/responses`, and the types of what they answer. Source: generation API reference, section 5."""
+"""The OpenAPI rows of `/v1/responses`, and the types of its answers. Source: generation API reference, section 5."""
 
 from __future__ import annotations
 
 from typing import Any, Final, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, UnsetType
 
-from sie.frontend.dialects.native.negotiate import JSON
+from sie.frontend.dialects.openai.openapi import TEXT_FAULTS
+from sie.frontend.dialects.operation import EVENTS, JSON, Answer, Fault, Operation, Reply
 from sie.frontend.dialects.responses.request import ResponsesBody
-from sie.frontend.openapi.generation_operations import EVENTS, FAULTS
-from sie.frontend.openapi.rows import Answer, Fault, Operation
-
-_TAG: Final = "Responses"
-TAGS: Final = {_TAG: "Text from models that generate, as responses that are kept; docs/generation.md has the details."}
 
 
-class _Reply(Struct, kw_only=True, forbid_unknown_fields=True):
-    """No reply has a key that is not described."""
-
-
-class ReadTokens(_Reply):
+class ReadTokens(Reply):
     cached_tokens: int
     cache_write_tokens: int
 
 
-class WrittenTokens(_Reply):
+class WrittenTokens(Reply):
     reasoning_tokens: int
 
 
-class ResponseUsage(_Reply):
+class ResponseUsage(Reply):
     input_tokens: int
     input_tokens_details: ReadTokens
     output_tokens: int
@@ -36,16 +28,16 @@ class ResponseUsage(_Reply):
     total_tokens: int
 
 
-class ResponseFault(_Reply):
+class ResponseFault(Reply):
     code: str
     message: str
 
 
-class IncompleteDetails(_Reply):
+class IncompleteDetails(Reply):
     reason: Literal["max_output_tokens"]
 
 
-class ResponseAnswer(_Reply):
+class ResponseAnswer(Reply):
     id: str
     object: Literal["response"]
     created_at: int
@@ -78,18 +70,18 @@ class ResponseAnswer(_Reply):
     output_text: str | UnsetType = UNSET
 
 
-class ResponseDeleted(_Reply):
+class ResponseDeleted(Reply):
     id: str
     object: Literal["response.deleted"]
     deleted: bool
 
 
-class InputTokens(_Reply):
+class InputTokens(Reply):
     object: Literal["response.input_tokens"]
     input_tokens: int
 
 
-class InputItemList(_Reply):
+class InputItemList(Reply):
     object: Literal["list"]
     data: list[dict[str, Any]]
     first_id: str | None
@@ -97,11 +89,13 @@ class InputItemList(_Reply):
     has_more: bool
 
 
+_TAG: Final = "Responses"
+TAGS: Final = {_TAG: "Text from models that generate, as responses that are kept; docs/generation.md has the details."}
 _ONE: Final = "/v1/responses/{response_id}"
 _EXAMPLE_ID: Final = "resp_9f4cc2e96470f063b671c1b0667e40f7"
 _BAD_QUERY: Final = Fault(400, ("INVALID_INPUT",), "The query asks for what is not served; `param` names the field.")
 _MAKING_FAULTS: Final = (
-    *(fault for fault in FAULTS if fault.status != 404),
+    *(fault for fault in TEXT_FAULTS if fault.status != 404),
     Fault(404, ("MODEL_NOT_FOUND", "PREVIOUS_RESPONSE_NOT_FOUND"), "No such model, or no such response before it."),
 )
 _UNKNOWN: Final = Fault(404, ("RESPONSE_NOT_FOUND",), "No such response, or another API key's.")

@@ -1,4 +1,7 @@
-"""Owns the rows of Anthropic's routes, and the types of what they answer. Source: generation API reference, section 6."""
+"""The OpenAPI rows of Anthropic's Messages API, and the types of its answers and errors.
+
+Source: generation API reference, section 6.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,17 @@ from typing import Any, Final, Literal
 from msgspec import Struct
 
 from sie.frontend.dialects.anthropic.request import MessagesBody
-from sie.frontend.dialects.native.negotiate import JSON
-from sie.frontend.openapi.generation_operations import EVENTS
-from sie.frontend.openapi.rows import Answer, Fault, Operation
+from sie.frontend.dialects.operation import EVENTS, JSON, Answer, Fault, Operation, Reply
 
 
-class MessageUsage(Struct, kw_only=True, forbid_unknown_fields=True):
+class MessageUsage(Reply):
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
 
 
-class MessageAnswer(Struct, kw_only=True, forbid_unknown_fields=True):
+class MessageAnswer(Reply):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
@@ -30,7 +31,7 @@ class MessageAnswer(Struct, kw_only=True, forbid_unknown_fields=True):
     usage: MessageUsage
 
 
-class TokenCount(Struct, kw_only=True, forbid_unknown_fields=True):
+class TokenCount(Reply):
     input_tokens: int
 
 
@@ -46,6 +47,7 @@ class MessageError(Struct, kw_only=True):
 
 _TAG: Final = "Messages"
 TAGS: Final = {_TAG: "Text from models that generate, in Anthropic's form; docs/generation.md has the details."}
+ERRORS: Final = {"anthropic": MessageError}
 _FAULTS: Final = (
     Fault(
         400, ("invalid_request_error",), "The request is wrong, whatever is wrong with it; the message names the field."

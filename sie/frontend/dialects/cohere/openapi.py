@@ -1,0 +1,47 @@
+"""The OpenAPI row of `/v1/rerank`, and the types of its answer."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from msgspec import UNSET, UnsetType
+
+from sie.frontend.dialects.cohere.rerank import RerankBody
+from sie.frontend.dialects.openai.openapi import EMBEDDINGS_FAULTS
+from sie.frontend.dialects.operation import INFERENCE, Answer, Operation, Reply, Usage
+
+
+class RerankDocument(Reply):
+    text: str
+
+
+class RerankResult(Reply):
+    index: int
+    relevance_score: float
+    document: RerankDocument | UnsetType = UNSET
+
+
+class RerankAnswer(Reply):
+    model: str
+    results: list[RerankResult]
+    usage: Usage
+
+
+OPERATIONS: Final[tuple[Operation, ...]] = (
+    Operation(
+        template="/v1/rerank",
+        tag=INFERENCE,
+        summary="Documents ranked for a query",
+        description="In Cohere's form. A model that loads is waited for.",
+        request=RerankBody,
+        example={
+            "model": "BAAI/bge-reranker-v2-m3",
+            "query": "what is a fox?",
+            "documents": ["A quick brown fox", "A stone"],
+            "top_n": 1,
+        },
+        answers=(Answer(200, "The best documents, best first.", type=RerankAnswer),),
+        faults=EMBEDDINGS_FAULTS,
+        has_timing=True,
+    ),
+)
