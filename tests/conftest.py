@@ -1,8 +1,12 @@
-"""Owns the servers that several read-only tests share; a test that harms a server starts its own."""
+"""The servers that several read-only tests share, and what holds for every process that runs tests.
+
+A test that harms a server starts its own.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +14,19 @@ import pytest
 
 from tests.process.harness import Server, start_server
 
+# Before torch is imported, and as a server has it for its workers: threads of OpenMP that wait for work let go of the
+# core soon. Tests side by side are more than there are cores, and would take turns to spin.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files that name no test of the only mark that is asked for: importing all of them takes longest."""
+    is_named = any(".py" in argument for argument in config.args)
+    if config.option.markexpr != "timing" or is_named or not collection_path.name.startswith("test_"):
+        return None
+    return "pytest.mark.timing" not in collection_path.read_text() or None
 
 
 @pytest.fixture(scope="session")
