@@ -30,6 +30,10 @@ PEER_llama := llama-cpp-python==0.3.36
 PEER_mistralrs := mistralrs==0.9.5
 TORCHLESS := llama mistralrs
 
+# Some shells and containers turn the bytecode of Python off; a test run starts hundreds of servers, and each would then
+# compile all of its modules.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help serve native test check fix bench peers chaos soak clean
 
