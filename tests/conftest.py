@@ -8,9 +8,12 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from tests.process.harness import Server, start_server
 
@@ -27,6 +30,24 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != "timing" or is_named or not collection_path.name.startswith("test_"):
         return None
     return "pytest.mark.timing" not in collection_path.read_text() or None
+
+
+class ByServer(LoadFileScheduling):
+    """Gives each process whole files, and all files that share the server of a real model to one: it starts once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "minilm_server" if _shares_minilm(self.config.rootpath / file) else file
+
+
+@cache
+def _shares_minilm(path: Path) -> bool:
+    return "minilm_server" in path.read_text()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByServer | None:
+    return ByServer(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")
