@@ -42,7 +42,7 @@ MIB = 1 << 20
 DIMS = {"wide": 65536}
 """Width of a model's rows, 4 for those that are not here; three replies of a `wide` row fill a segment of 1 MiB."""
 FAR_NS = 1 << 62
-DEADLINE_S = 5.0
+DEADLINE_S = 60.0
 _reply_decoder = msgspec.msgpack.Decoder(ReplyHeader)
 
 

@@ -17,7 +17,7 @@ from sie.errors import ModelLoadFailed
 from sie.process import calm_collector
 from sie.workers.hosting import Host
 
-DEADLINE_S = 5.0
+DEADLINE_S = 60.0
 
 
 class Runner:

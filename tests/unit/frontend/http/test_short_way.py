@@ -15,7 +15,7 @@ from sie.frontend.http.routes import ENCODE, ROUTES
 from sie.frontend.http.short_way import Begin, ShortWay, Work
 from sie.frontend.inference import Exchange
 
-DEADLINE_S = 5.0
+DEADLINE_S = 60.0
 ANSWER = Response(200, [], b"answer")
 
 
