@@ -1,9 +1,10 @@
 # Every command of the project; `make` alone lists them. The first use of each installs what it needs into .venv.
-# ARGS hands flags on:  make serve ARGS="--port 9000"   make test ARGS="tests/unit -x"
+# ARGS hands flags on:  make serve ARGS="--port 9000"   make test ARGS="tests/unit -x"   make test ARGS="--pdb -n 0"
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+JOBS ?= 3
 BENCH ?= hop
 SECONDS ?= 3600
 
@@ -11,8 +12,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 UNITS := sie.service sie.service.d/gpu.conf sie.sysusers.conf sie.tmpfiles.conf sie.sysctl.conf
 PACKAGED := pyproject.toml constraints.txt
-# Tests without a server or a timing of their own: they may share the cores.
-APART := tests/unit tests/property
+# Whole files go to a process each, so that a file's server starts once; more processes than cores, as many tests wait.
+# The second part is never more than one process, whatever ARGS says.
+PYTEST := $(BIN)/python -m pytest --durations 20
+SIDE_BY_SIDE := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m "not timing"
+ONE_BY_ONE := --numprocesses 0 -m timing
 NATIVE := sie/native/libsie_native.so
 
 # What this server is compared with: each in an environment of its own, since they disagree about versions.
@@ -25,6 +29,10 @@ PEER_sie-server := sie-server==0.10.1
 PEER_llama := llama-cpp-python==0.3.36
 PEER_mistralrs := mistralrs==0.9.5
 TORCHLESS := llama mistralrs
+
+# Some shells and containers turn the bytecode of Python off; a test run starts hundreds of servers, and each would then
+# compile all of its modules.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help serve native smoke test check fix bench peers chaos soak clean
@@ -44,12 +52,16 @@ smoke: ## ask the bundled model and a GGUF model once, served from what `serve` 
 	@$(MAKE) --no-print-directory VENV=$(CLEAN) $(CLEAN)/.serve build/gguf/gemma.gguf
 	@$(CLEAN)/bin/python tests/clean_install.py build/gguf/gemma.gguf
 
-test: $(VENV)/.test $(NATIVE) ## run the tests; those of servers and their timing one by one, behind the others
-ifdef ARGS
-	$(BIN)/python -m pytest $(ARGS)
+# Status 5 says that a part has no such test, which is an error only where both say so. A choice of marks of its own (-m)
+# leaves no room for ours: then all run one by one.
+test: $(VENV)/.test $(NATIVE) ## run the tests side by side, then those that measure time one by one
+ifneq ($(filter -m%,$(ARGS)),)
+	$(PYTEST) $(ARGS)
 else
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(APART)
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(APART))
+	@$(PYTEST) $(SIDE_BY_SIDE) $(ARGS); first=$$?; \
+		case $$first in 0|1|5) ;; *) exit $$first ;; esac; \
+		$(PYTEST) $(ARGS) $(ONE_BY_ONE); second=$$?; \
+		case $$first$$second in 00|05|50) ;; 1?) exit 1 ;; *) exit $$second ;; esac
 endif
 
 check: $(VENV)/.check ## what CI runs beside the tests: format, lint, imports between folders, types

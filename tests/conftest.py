@@ -1,16 +1,58 @@
-"""Owns the servers that several read-only tests share; a test that harms a server starts its own."""
+"""The servers that several read-only tests share, and what holds for every process that runs tests.
+
+A test that harms a server starts its own.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
+import hypothesis
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from tests.process.harness import Server, start_server
 
+# Before torch is imported, and as a server has it for its workers: threads of OpenMP that wait for work let go of the
+# core soon. Tests side by side are more than there are cores, and would take turns to spin.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+# A test of one example in 200 ms measures the machine: what asserts a duration says so with the mark `timing`.
+hypothesis.settings.register_profile("beside others", deadline=None)
+hypothesis.settings.load_profile("beside others")
+
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files that name no test of the only mark that is asked for: importing all of them takes longest."""
+    is_named = any(".py" in argument for argument in config.args)
+    if config.option.markexpr != "timing" or is_named or not collection_path.name.startswith("test_"):
+        return None
+    return "pytest.mark.timing" not in collection_path.read_text() or None
+
+
+class ByServer(LoadFileScheduling):
+    """Gives each process whole files, and all files that share the server of a real model to one: it starts once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "minilm_server" if _shares_minilm(self.config.rootpath / file) else file
+
+
+@cache
+def _shares_minilm(path: Path) -> bool:
+    return "minilm_server" in path.read_text()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByServer | None:
+    return ByServer(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")

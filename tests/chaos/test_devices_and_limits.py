@@ -25,6 +25,7 @@ def states_shown(server: Server) -> dict[int, str]:
 
 @pytest.mark.row("F9", "one of two devices is gone for good, and comes back in the end")
 @pytest.mark.timeout(300)
+@pytest.mark.timing
 def test_f9_a_device_that_is_gone_is_set_aside_and_the_other_serves(row: Row, tmp_path: Path):
     gone, retry_s = tmp_path / "gone", pick(2.0, 20.0)
     with cluster("--device-retry-s", f"{retry_s:g}", stub=f"latency_ms=5,lost_file={gone}") as server:
@@ -57,6 +58,7 @@ def test_f9_a_device_that_is_gone_is_set_aside_and_the_other_serves(row: Row, tm
 
 @pytest.mark.row("F20", "a limit on processes and threads that no server fits into")
 @pytest.mark.timeout(120)
+@pytest.mark.timing
 def test_f20_a_limit_on_processes_is_refused_with_the_number(row: Row):
     with control_group("pids") as group:
         for limit in (3, 12, 24):

@@ -39,6 +39,7 @@ def failed_elsewhere(history: History, faults_s: list[float]) -> int:
 
 @pytest.mark.row("F1", "a frontend is killed while it serves; another one lives")
 @pytest.mark.timeout(600)
+@pytest.mark.timing
 def test_f1_a_killed_frontend_fails_only_its_own_connections(row: Row):
     rng = random.Random(SEED)
     faults_s: list[float] = []
@@ -156,6 +157,7 @@ def num_gone(server: Server) -> float:
 
 @pytest.mark.row("F57", "a frontend's event loop is held up under load")
 @pytest.mark.timeout(120)
+@pytest.mark.timing
 def test_f57_the_event_loop_answers_the_control_plane_under_load(row: Row):
     with cluster() as server:
         with open_loop(server, pick(200, 500), seed=SEED, max_items=8, num_chars=400) as load:

@@ -38,6 +38,7 @@ def hang_and_find(server: Server, victim: int) -> float:
 
 @pytest.mark.row("F5", "a worker hangs: it is stopped, or spins in a step")
 @pytest.mark.timeout(600)
+@pytest.mark.timing
 def test_f5_a_hung_worker_is_found_within_its_watchdog(row: Row):
     with cluster("--watchdog-s", f"{WATCHDOG_S:g}") as server:
         leaks = Leaks(server)
@@ -50,6 +51,7 @@ def test_f5_a_hung_worker_is_found_within_its_watchdog(row: Row):
 
 
 @pytest.mark.row("F5", "a step never ends: its worker dumps its stacks, and the input is refused the second time")
+@pytest.mark.timing
 def test_f5_an_input_that_hangs_every_worker_is_refused(row: Row):
     with cluster("--watchdog-s", f"{WATCHDOG_S:g}", stub="latency_ms=2,hang_on=HANG") as server:
         with open_loop(server, 50, seed=SEED) as load:
@@ -90,6 +92,7 @@ def test_f6_a_long_legal_step_kills_nobody(row: Row):
 
 
 @pytest.mark.row("F36", "everything is stopped for a while, as in a suspend, and goes on")
+@pytest.mark.timing
 def test_f36_a_gap_in_time_kills_nobody(row: Row):
     watchdog_s = pick(2 * WATCHDOG_S, WATCHDOG_S)
     with cluster("--watchdog-s", f"{watchdog_s:g}", "--tick-timeout-s", f"{watchdog_s:g}") as server:
@@ -109,6 +112,7 @@ def test_f36_a_gap_in_time_kills_nobody(row: Row):
 
 @pytest.mark.row("F56", "other programs take all processors")
 @pytest.mark.timeout(200)
+@pytest.mark.timing
 def test_f56_starved_of_processors_it_kills_nobody(row: Row):
     hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
     try:

@@ -34,6 +34,7 @@ def test_f7_an_item_without_memory_is_refused_and_its_neighbours_are_not(row: Ro
 
 
 @pytest.mark.row("F8", "a device is lost: CUDA answers every further call with the same error")
+@pytest.mark.timing
 def test_f8_a_lost_device_ends_its_worker_at_once(row: Row):
     with cluster(stub="latency_ms=5,fail=sticky,fail_on=STICKY") as server:
         leaks = Leaks(server)

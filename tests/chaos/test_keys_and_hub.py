@@ -127,6 +127,7 @@ def asking(path: Path) -> Iterator[Callable[[], np.ndarray]]:
 
 @pytest.mark.row("F52", "the hub cannot be reached at the start, and the model is in the cache")
 @pytest.mark.timeout(200)
+@pytest.mark.timing
 def test_f52_a_cached_model_starts_without_a_network(row: Row, files: dict[str, bytes], tmp_path: Path):
     if shutil.which("unshare") is None or not can_unshare():
         pytest.skip("no network namespace can be made here (needs root, and unshare of util-linux)")

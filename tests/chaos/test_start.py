@@ -27,6 +27,7 @@ def refused(row: Row, name: str, *flags: str, prefix: tuple[str, ...] = ()) -> s
 
 
 @pytest.mark.row("F13", "shared memory is larger than what there is")
+@pytest.mark.timing
 def test_f13_memory_that_is_not_there_is_refused_with_the_number(row: Row):
     said = refused(row, "64 GiB of requests", "--request-segment-bytes", str(1 << 36))
     assert "shared memory needs" in said
@@ -34,6 +35,7 @@ def test_f13_memory_that_is_not_there_is_refused_with_the_number(row: Row):
 
 
 @pytest.mark.row("F14", "/dev/shm is small, as in a container")
+@pytest.mark.timing
 def test_f14_dev_shm_is_not_used(row: Row):
     before = sorted(Path("/dev/shm").iterdir())
     with cluster() as server:
@@ -44,6 +46,7 @@ def test_f14_dev_shm_is_not_used(row: Row):
 
 
 @pytest.mark.row("F40", "two servers on one port, with one runtime directory")
+@pytest.mark.timing
 def test_f40_a_second_instance_is_refused_and_told_of_the_first(row: Row, tmp_path: Path):
     with start_server(*STUB, "--runtime-dir", str(tmp_path)) as first:
         said = refused(row, "second instance", "--port", str(first.port), "--runtime-dir", str(tmp_path))
@@ -51,6 +54,7 @@ def test_f40_a_second_instance_is_refused_and_told_of_the_first(row: Row, tmp_pa
 
 
 @pytest.mark.row("F41", "the port is taken")
+@pytest.mark.timing
 def test_f41_a_taken_port_is_refused(row: Row):
     with start_server(*STUB) as first:
         said = refused(row, "taken port", "--port", str(first.port))

@@ -18,6 +18,7 @@ STOP_S = 3.0
 
 @pytest.mark.row("F37", "SIGTERM under load")
 @pytest.mark.timeout(600)
+@pytest.mark.timing
 def test_f37_a_stop_under_load_fails_no_accepted_request(row: Row):
     num_lost = num_right = 0
     took_s: list[float] = []
@@ -51,6 +52,7 @@ def is_late(ask: Ask, stop_s: float) -> bool:
 
 @pytest.mark.row("F38", "SIGTERM twice, during a load, and while a worker is down")
 @pytest.mark.timeout(120)
+@pytest.mark.timing
 def test_f38_a_stop_never_hangs(row: Row):
     with cluster(stub="latency_ms=20000", is_stopped=True, is_warm=False) as server, connect(server.port) as sock:
         sock.sendall(raw_request(f"/v1/encode/{MODEL}", b'{"items":[{"text":"x"}]}'))
@@ -78,6 +80,7 @@ def until_gone_s(server) -> float:
 
 @pytest.mark.row("F39", "the supervisor is killed")
 @pytest.mark.timeout(300)
+@pytest.mark.timing
 def test_f39_a_killed_supervisor_leaves_nobody_and_the_next_start_is_clean(row: Row):
     gone_s: list[float] = []
     port = str(free_port())

@@ -86,6 +86,7 @@ def test_f15_shared_memory_cannot_be_written_from_outside(row: Row):
 
 @pytest.mark.row("F19", "a frontend has no file descriptor for a further connection")
 @pytest.mark.skipif(shutil.which("prlimit") is None, reason="no prlimit here")
+@pytest.mark.timing
 def test_f19_without_descriptors_connections_wait_and_it_recovers(row: Row):
     held_s, num_files = pick(2.0, 10.0), 160
     with cluster(frontends=1, prefix=("prlimit", f"--nofile={num_files}")) as server:
@@ -111,6 +112,7 @@ def test_f19_without_descriptors_connections_wait_and_it_recovers(row: Row):
 @pytest.mark.row("F19", "the limit of descriptors of a running frontend is lowered under what it holds")
 @pytest.mark.skipif(shutil.which("prlimit") is None, reason="no prlimit here")
 @pytest.mark.timeout(120)
+@pytest.mark.timing
 def test_f19_a_limit_lowered_at_run_time_is_answered_by_a_successor(row: Row):
     with cluster(frontends=2) as server:
         victim = server.frontends()[0]
@@ -143,6 +145,7 @@ def answers(port: int) -> bool:
 
 @pytest.mark.row("F54", "nobody reads the log")
 @pytest.mark.timeout(120)
+@pytest.mark.timing
 def test_f54_a_log_that_nobody_reads_stops_nothing(row: Row):
     """The pipe is full before the server starts, and kills of its worker make it write all the time."""
     reader, writer = os.pipe()
@@ -199,6 +202,7 @@ def drain(fd: int) -> bytes:
 
 @pytest.mark.row("F55", "64 watchers of /ws/status, and a storm of scrapes")
 @pytest.mark.timeout(120)
+@pytest.mark.timing
 def test_f55_watchers_and_scrapes_cost_little(row: Row):
     with cluster() as server, contextlib.ExitStack() as stack:
         url = f"ws://127.0.0.1:{server.port}/ws/status"

@@ -34,6 +34,7 @@ def added_p99_s(history: History, first_fault_s: float) -> float:
 
 @pytest.mark.row("F3", "a worker is killed while it runs a batch; another one lives")
 @pytest.mark.timeout(1200)
+@pytest.mark.timing
 def test_f3_kills_of_one_of_two_workers_cost_no_answer(row: Row):
     rng = random.Random(SEED)
     faults_s: list[float] = []
@@ -78,6 +79,7 @@ def test_f3_kills_at_any_moment_cost_no_answer(row: Row):
 
 @pytest.mark.row("F4", "the only worker is killed")
 @pytest.mark.timeout(1200)
+@pytest.mark.timing
 def test_f4_the_only_worker_is_back_within_two_seconds(row: Row):
     """Nearly all of a recovery is the start of an interpreter and its imports: 0.2 s of a core, if it gets one.
 

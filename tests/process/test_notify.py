@@ -10,6 +10,7 @@ import signal
 from datetime import datetime
 
 import psutil
+import pytest
 
 from tests.process.harness import Server, eventually, launch, start_server
 from tests.process.notify_socket import ServiceManager
@@ -68,6 +69,7 @@ def fed_while_silent(manager: ServiceManager, name: str, end_s: float) -> int:
     return sum(note.name == "WATCHDOG" for note in before[said[-1] :])
 
 
+@pytest.mark.timing
 def test_the_watchdog_is_fed_well_within_its_time():
     with ServiceManager(watchdog_s=3) as manager, start_server(*STUB, env=manager.env):
         eventually(lambda: len(manager.named("WATCHDOG")) >= 5, "the watchdog's food")

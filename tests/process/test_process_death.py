@@ -109,6 +109,7 @@ def test_no_process_outlives_a_supervisor_killed_under_load_or_while_it_loads(mi
             server.wait_gone(WAIT_S)
 
 
+@pytest.mark.timing
 def test_the_shortest_tick_timeout_kills_no_frontend_that_answers():
     """One that the machine let stand still for half as long does not count, so that is looked at again."""
     with start_server("--model", "stub/a=stub:dense=16", "--tick-timeout-s", "0.5") as server:

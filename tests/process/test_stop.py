@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
+import pytest
 
 from tests.process.harness import WAIT_S, eventually, paused, start_server
 from tests.process.wire import Client, connect, dense_rows, encode, raw_request, stub_rows, total
@@ -18,6 +19,7 @@ from tests.process.wire import Client, connect, dense_rows, encode, raw_request,
 SLOW = "stub/a=stub:dense=16,latency_ms=100"
 
 
+@pytest.mark.timing
 def test_an_idle_server_stops_at_once():
     with start_server("--model", "stub/a=stub:dense=16") as server:
         began_s = time.monotonic()
@@ -25,6 +27,7 @@ def test_an_idle_server_stops_at_once():
         assert time.monotonic() - began_s < 15, "it waited for something"
 
 
+@pytest.mark.timing
 def test_an_idle_connection_does_not_delay_the_stop():
     with start_server("--model", "stub/a=stub:dense=16") as server, Client(server.port) as client:
         assert client.request("GET", "/healthz").status == 200

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import psutil
+import pytest
 
 from tests.conftest import MINILM
 from tests.process.harness import Server, count_fds, eventually, running, start_server
@@ -104,6 +105,7 @@ def test_two_workers_share_the_work():
         assert min(steps) >= 0.2 * sum(steps), steps
 
 
+@pytest.mark.timing
 def test_a_stopped_worker_is_found_killed_and_replaced():
     """SIGABRT does not reach a stopped process; the SIGKILL after it does."""
     with start_server("--model", "stub/a=stub:dense=16,latency_ms=50", "--watchdog-s", "1") as server:

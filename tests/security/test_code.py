@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,9 +15,9 @@ DESERIALISERS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"
 RUNS_CODE = {"eval", "exec", "compile", "__import__"}
 
 
-def trees() -> Iterator[tuple[Path, ast.AST]]:
-    for path in sorted(ROOT.rglob("*.py")):
-        yield path.relative_to(ROOT), ast.parse(path.read_text())
+@cache
+def trees() -> list[tuple[Path, ast.AST]]:
+    return [(path.relative_to(ROOT), ast.parse(path.read_text())) for path in sorted(ROOT.rglob("*.py"))]
 
 
 def imported(tree: ast.AST) -> set[str]:
@@ -31,11 +31,10 @@ def imported(tree: ast.AST) -> set[str]:
     return found
 
 
-def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
-    """Yield each call by the dotted name it is written with."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), node
+@cache
+def calls(tree: ast.AST) -> list[tuple[str, ast.Call]]:
+    """Return each call by the dotted name it is written with."""
+    return [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
 
 
 def test_nothing_can_unpickle():

@@ -1,7 +1,8 @@
 """A frontend's engine and the step loops of its workers, attached through real shared memory in one process.
 
 Nothing runs by itself: a test turns the event loop (`Rig.settle`) and each worker's loop (`Worker.turn`) when it wants,
-so that every order of events can be made. A worker "dies" by no longer being turned.
+so that every order of events can be made. A worker "dies" by no longer being turned. `Rig.start_hand_worker` starts one
+without a step loop, whose part the test plays.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ from sie.workers.loading.hosting import Host
 from sie.workers.loop import Loop
 from sie.workers.scheduling.waiting import Budget
 from sie.workers.telemetry import WorkerMetrics
+from tests.unit.frontend.engine.hand_worker import HandWorker, generator
 
 MIB = 1 << 20
 DIMS = {"wide": 65536}
 """Width of a model's rows, 4 for those that are not here; three replies of a `wide` row fill a segment of 1 MiB."""
 FAR_NS = 1 << 62
-DEADLINE_S = 5.0
+DEADLINE_S = 60.0
 _reply_decoder = msgspec.msgpack.Decoder(ReplyHeader)
 
 
@@ -183,6 +185,7 @@ class Rig:
         self.engine = ShmEngine(self.settings, self.space, self.entries.get, self.sent.append)
         self.max_large_bytes = max_large_bytes
         self.workers: list[Worker] = []
+        self.hand_workers: list[HandWorker] = []
         self._num_generations = 0
 
     def start_worker(self, *models: str, slot: int | None = None, attach: bool = True) -> Worker:
@@ -197,6 +200,17 @@ class Rig:
             self.tell(model, workers=tuple(sorted(workers)))
         if attach:
             self.attach(worker)
+        return worker
+
+    def start_hand_worker(self, model_card: ModelCard | None = None) -> HandWorker:
+        """Start a worker that the test plays, which has a model (one that generates), and attach it."""
+        self._num_generations += 1
+        worker = HandWorker(len(self.workers) + len(self.hand_workers), self._num_generations)
+        self.hand_workers.append(worker)
+        worker.meet(self.engine, self.space, self.settings.memory.ring_capacity)
+        known = model_card or generator()
+        self.entries[known.id] = ModelEntry(card=known, state="loaded", workers=(worker.slot,))
+        self.engine.place_held()
         return worker
 
     def attach(self, worker: Worker, frontend: int = 0, frontend_pid: int | None = None) -> None:
@@ -218,10 +232,13 @@ class Rig:
 
     def tell(self, model: str, *, workers: tuple[int, ...] = (), recovering: bool = False) -> None:
         """Say what the supervisor says of a model."""
-        state = "loaded" if workers else "loading"
-        self.entries[model] = ModelEntry(card=card(model), state=state, recovering=recovering, workers=workers)
+        state, known = "loaded" if workers else "loading", self.entries.get(model)
+        made = known.card if known else card(model)
+        self.entries[model] = ModelEntry(card=made, state=state, recovering=recovering, workers=workers)
 
-    def die(self, worker: Worker, suspects: tuple[int, ...] = (), recovering: tuple[str, ...] = ("m",)) -> None:
+    def die(
+        self, worker: Worker | HandWorker, suspects: tuple[int, ...] = (), recovering: tuple[str, ...] = ("m",)
+    ) -> None:
         """Let the engine hear from the supervisor that a worker is dead, and that these models come back."""
         worker.is_dead = True
         for model in list(self.entries):
@@ -248,6 +265,8 @@ class Rig:
             link.give_back()
         for _ in range(4):
             await asyncio.sleep(0)
+        for worker in self.hand_workers:
+            worker.drain()
 
     async def rows(self, pending: Pending) -> list[list[float]]:
         """Return the rows of a request that was answered, and release its reply."""
@@ -282,13 +301,14 @@ class Rig:
                 continue
             worker.turn()
             assert not any(link.num_leased for link in worker.loop._links.values())
+        assert all(worker.is_dead or not worker.space.num_leased for worker in self.hand_workers)
 
     def close(self) -> None:
         for link in self.engine._all_links():
             self.engine.bury(link.slot, link.generation, ())
         for pending in list(self.engine._held.values()):
             pending.future.cancel()
-        for worker in self.workers:
+        for worker in (*self.workers, *self.hand_workers):
             worker.close()
         self.space.close()
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 from typing import Any
 
 import msgspec
 
-from sie.config.sections import Memory
-from sie.config.settings import Settings
 from sie.frontend.engine.engine import ShmEngine
-from sie.ipc.messages import ModelEntry
 from sie.shm.attach import Attachment, PendingAttachment
 from sie.shm.extent import array_view, begin_extent, extent_bytes, is_cancelled, is_stopped, read_extent
 from sie.shm.extent_headers import WorkHeader
@@ -24,7 +20,6 @@ from sie.values.errors import SieError, to_wire
 from sie.values.generate import GenerateTask, GenerateTotals, TokenFrame, TokenRecord
 
 MIB = 1 << 20
-CAPACITY = 64
 _work_decoder = msgspec.msgpack.Decoder(WorkHeader)
 _task_decoder = msgspec.msgpack.Decoder(GenerateTask)
 _encode = msgspec.msgpack.Encoder().encode
@@ -36,7 +31,7 @@ def generator(model: str = "m", **facts: Any) -> ModelCard:
 
 
 class HandWorker:
-    """The worker's end of one attachment."""
+    """The worker's end of one attachment. `Rig.start_hand_worker` makes it."""
 
     def __init__(self, slot: int, generation: int) -> None:
         self.slot = slot
@@ -52,11 +47,11 @@ class HandWorker:
         assert self._attachment is not None
         return self._attachment
 
-    def meet(self, engine: ShmEngine, frontend_space: OutboundSpace) -> None:
+    def meet(self, engine: ShmEngine, frontend_space: OutboundSpace, capacity: int) -> None:
         """Attach an engine and this worker to each other."""
         ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        own = PendingAttachment(ends[0], os.pidfd_open(os.getpid()), self.generation, self.space, CAPACITY)
-        theirs = PendingAttachment(ends[1], os.pidfd_open(os.getpid()), self.generation, frontend_space, CAPACITY)
+        own = PendingAttachment(ends[0], os.pidfd_open(os.getpid()), self.generation, self.space, capacity)
+        theirs = PendingAttachment(ends[1], os.pidfd_open(os.getpid()), self.generation, frontend_space, capacity)
         self._attachment = own.try_finish()
         attachment = theirs.try_finish()
         assert attachment is not None
@@ -113,58 +108,4 @@ class HandWorker:
 
     def close(self) -> None:
         self.attachment.close()
-        self.space.close()
-
-
-class HandRig:
-    """One engine, its models and hand-played workers. Use inside a running event loop."""
-
-    def __init__(self, settings: Settings | None = None) -> None:
-        memory = Memory(
-            request_segment_bytes=MIB, reply_segment_bytes=MIB, large_extent_bytes=MIB, ring_capacity=CAPACITY
-        )
-        self.settings = msgspec.structs.replace(settings or Settings(), memory=memory)
-        self.space = OutboundSpace.create("request", MIB, LargeBudget(0), large_extent_bytes=MIB)
-        self.entries: dict[str, ModelEntry] = {}
-        self.sent: list[Any] = []
-        self.engine = ShmEngine(self.settings, self.space, self.entries.get, self.sent.append)
-        self.workers: list[HandWorker] = []
-
-    def start_worker(self, card: ModelCard | None = None) -> HandWorker:
-        """Start a worker that has a model, and attach it."""
-        worker = HandWorker(len(self.workers), len(self.workers) + 1)
-        self.workers.append(worker)
-        worker.meet(self.engine, self.space)
-        self.tell(card or generator(), (worker.slot,))
-        return worker
-
-    def tell(self, card: ModelCard, workers: tuple[int, ...], *, recovering: bool = False) -> None:
-        """Say what the supervisor says of a model."""
-        state = "loaded" if workers else "loading"
-        self.entries[card.id] = ModelEntry(card=card, state=state, workers=workers, recovering=recovering)
-        self.engine.place_held()
-
-    def die(self, worker: HandWorker, card: ModelCard | None = None) -> None:
-        """Let the engine hear that a worker is dead, and that its model comes back."""
-        worker.is_dead = True
-        self.tell(card or generator(), (), recovering=True)
-        self.engine.bury(worker.slot, worker.generation, ())
-
-    async def settle(self) -> None:
-        """Turn the event loop until what is ready now has been handled, on both sides, with a tick in between."""
-        for _ in range(6):
-            await asyncio.sleep(0)
-        for link in self.engine._links.values():
-            link.give_back()
-        await asyncio.sleep(0)
-        for worker in self.workers:
-            worker.drain()
-
-    def close(self) -> None:
-        for link in self.engine._all_links():
-            self.engine.bury(link.slot, link.generation, ())
-        for pending in list(self.engine._held.values()):
-            pending.future.cancel()
-        for worker in self.workers:
-            worker.close()
         self.space.close()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,7 +14,7 @@ from sie.ipc.messages import PeerFault
 from sie.shm.extent_headers import WorkHeader
 from sie.values.errors import ClientGone, DeadlineExceeded, Internal, Overloaded, PoisonInput, WorkerLost
 from sie.values.generate import GenerateTask, Sampling, TokenRecord
-from tests.unit.frontend.engine.hand_worker import HandRig
+from tests.unit.engine_rig import Rig, in_rig
 
 FAR_NS = 1 << 62
 S = 10**9
@@ -35,7 +32,7 @@ class Heard:
 
 
 async def submit(
-    rig: HandRig, stream: TokenStream, prompt: list[int] | None = None, deadline_ns: int = FAR_NS, seed: int = 0
+    rig: Rig, stream: TokenStream, prompt: list[int] | None = None, deadline_ns: int = FAR_NS, seed: int = 0
 ) -> Pending:
     ids = np.array(prompt or [1, 2, 3], np.int32)
     task = GenerateTask(8, sampling=Sampling(seed=seed), salt=b"%d" % seed)
@@ -50,27 +47,9 @@ def record(pending: Pending, index: int, *ids: int, choice: int = 0, finish: str
     return TokenRecord(pending.request_id, choice, index, ids, finish)
 
 
-def in_hand(test: Callable[[HandRig], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    async def main() -> None:
-        rig = HandRig()
-        try:
-            await test(rig)
-            await rig.settle()
-            assert rig.engine.num_extents == rig.engine.num_pending == 0
-            assert all(worker.is_dead or worker.space.num_leased == 0 for worker in rig.workers)
-        finally:
-            rig.close()
-
-    def run() -> None:
-        asyncio.run(main())
-
-    run.__name__ = test.__name__
-    return run
-
-
-@in_hand
-async def test_worker_gets_prompt_and_task_and_its_tokens_arrive_in_order(rig: HandRig) -> None:
-    worker, heard = rig.start_worker(), Heard(num_choices=2)
+@in_rig()
+async def test_worker_gets_prompt_and_task_and_its_tokens_arrive_in_order(rig: Rig) -> None:
+    worker, heard = rig.start_hand_worker(), Heard(num_choices=2)
     pending = await submit(rig, heard.stream)
     header, task, prompt = worker.task()
     assert (header.model, header.operation, task.max_tokens, prompt) == ("m", "generate", 8, [1, 2, 3])
@@ -93,9 +72,9 @@ async def test_worker_gets_prompt_and_task_and_its_tokens_arrive_in_order(rig: H
     assert heard.num_news >= 4
 
 
-@in_hand
-async def test_records_before_an_error_are_taken_first(rig: HandRig) -> None:
-    worker, heard = rig.start_worker(), Heard()
+@in_rig()
+async def test_records_before_an_error_are_taken_first(rig: Rig) -> None:
+    worker, heard = rig.start_hand_worker(), Heard()
     pending = await submit(rig, heard.stream)
     worker.tell(record(pending, 0, 5))
     worker.fail(pending.request_id, Internal("it broke"))
@@ -105,16 +84,16 @@ async def test_records_before_an_error_are_taken_first(rig: HandRig) -> None:
         heard.stream.take()
 
 
-@in_hand
-async def test_stream_whose_client_has_nothing_begins_anew_on_another_worker(rig: HandRig) -> None:
-    first, heard = rig.start_worker(), Heard()
+@in_rig()
+async def test_stream_whose_client_has_nothing_begins_anew_on_another_worker(rig: Rig) -> None:
+    first, heard = rig.start_hand_worker(), Heard()
     pending = await submit(rig, heard.stream)
     first.tell(record(pending, 0, 5, 6))
     await rig.settle()
     heard.stream.stop(0)
     assert first.stopped() == [0]
     rig.die(first)
-    second = rig.start_worker()
+    second = rig.start_hand_worker()
     await rig.settle()
 
     assert heard.stream.num_restarts == 1
@@ -126,9 +105,9 @@ async def test_stream_whose_client_has_nothing_begins_anew_on_another_worker(rig
     assert [r.token_ids for r in heard.stream.take()] == [(9,)]
 
 
-@in_hand
-async def test_stream_whose_client_has_some_ends_with_worker_lost(rig: HandRig) -> None:
-    worker, heard = rig.start_worker(), Heard()
+@in_rig()
+async def test_stream_whose_client_has_some_ends_with_worker_lost(rig: Rig) -> None:
+    worker, heard = rig.start_hand_worker(), Heard()
     pending = await submit(rig, heard.stream)
     worker.tell(record(pending, 0, 5))
     await rig.settle()
@@ -140,9 +119,9 @@ async def test_stream_whose_client_has_some_ends_with_worker_lost(rig: HandRig) 
         heard.stream.take()
 
 
-@in_hand
-async def test_what_a_worker_said_before_it_died_is_taken(rig: HandRig) -> None:
-    worker, heard = rig.start_worker(), Heard()
+@in_rig()
+async def test_what_a_worker_said_before_it_died_is_taken(rig: Rig) -> None:
+    worker, heard = rig.start_hand_worker(), Heard()
     pending = await submit(rig, heard.stream)
     worker.tell(record(pending, 0, 5))
     await rig.settle()
@@ -156,9 +135,9 @@ async def test_what_a_worker_said_before_it_died_is_taken(rig: HandRig) -> None:
         heard.stream.take()
 
 
-@in_hand
-async def test_deadline_is_that_of_the_first_token_and_then_of_the_next(rig: HandRig) -> None:
-    worker, late, idle, long = rig.start_worker(), Heard(), Heard(idle_s=5), Heard(idle_s=50, total_s=20)
+@in_rig()
+async def test_deadline_is_that_of_the_first_token_and_then_of_the_next(rig: Rig) -> None:
+    worker, late, idle, long = rig.start_hand_worker(), Heard(), Heard(idle_s=5), Heard(idle_s=50, total_s=20)
     now_ns = time.monotonic_ns()
     requests = [await submit(rig, heard.stream, deadline_ns=now_ns + 10 * S) for heard in (late, idle, long)]
     worker.tell(record(requests[1], 0, 5), record(requests[2], 0, 5))
@@ -177,9 +156,9 @@ async def test_deadline_is_that_of_the_first_token_and_then_of_the_next(rig: Han
         worker.drop(pending.request_id)
 
 
-@in_hand
-async def test_abandoned_stream_cancels_its_work_and_drops_what_still_comes(rig: HandRig) -> None:
-    worker, heard = rig.start_worker(), Heard()
+@in_rig()
+async def test_abandoned_stream_cancels_its_work_and_drops_what_still_comes(rig: Rig) -> None:
+    worker, heard = rig.start_hand_worker(), Heard()
     pending = await submit(rig, heard.stream)
     rig.engine.abandon(pending, ClientGone("left"))
     assert worker.is_cancelled()
@@ -190,9 +169,9 @@ async def test_abandoned_stream_cancels_its_work_and_drops_what_still_comes(rig:
         heard.stream.take()
 
 
-@in_hand
-async def test_streams_get_half_of_the_request_memory(rig: HandRig) -> None:
-    worker = rig.start_worker()
+@in_rig()
+async def test_streams_get_half_of_the_request_memory(rig: Rig) -> None:
+    worker = rig.start_hand_worker()
     prompt = [1] * 50_000  # 200 kB of 1 MiB
     requests = [await submit(rig, Heard().stream, prompt) for _ in range(2)]
     with pytest.raises(Overloaded, match="half"):
@@ -203,9 +182,9 @@ async def test_streams_get_half_of_the_request_memory(rig: HandRig) -> None:
     worker.drop((await submit(rig, Heard().stream, prompt)).request_id)
 
 
-@in_hand
-async def test_input_that_kills_workers_is_known_whatever_its_seed_and_sender(rig: HandRig) -> None:
-    worker = rig.start_worker()
+@in_rig()
+async def test_input_that_kills_workers_is_known_whatever_its_seed_and_sender(rig: Rig) -> None:
+    worker = rig.start_hand_worker()
     one, two, other = [
         await submit(rig, Heard().stream, prompt, seed=seed) for prompt, seed in (([1, 2], 1), ([1, 2], 2), ([1, 3], 1))
     ]
@@ -219,9 +198,9 @@ async def test_input_that_kills_workers_is_known_whatever_its_seed_and_sender(ri
 
 @pytest.mark.parametrize("case", ["gap", "repeat", "choice", "after its last", "stranger"])
 def test_worker_that_sends_tokens_out_of_order_is_accused(case: str) -> None:
-    @in_hand
-    async def check(rig: HandRig) -> None:
-        worker, heard = rig.start_worker(), Heard()
+    @in_rig()
+    async def check(rig: Rig) -> None:
+        worker, heard = rig.start_hand_worker(), Heard()
         pending = await submit(rig, heard.stream)
         worker.tell(record(pending, 0, 5, 6, finish="stop" if case == "after its last" else ""))
         wrong = {

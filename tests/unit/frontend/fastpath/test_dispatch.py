@@ -15,7 +15,7 @@ from sie.frontend.http.response import Response
 from sie.frontend.http.routes import ENCODE, ROUTES
 from sie.values.errors import BadRequest, RateLimited, SieError, Unavailable
 
-DEADLINE_S = 5.0
+DEADLINE_S = 60.0
 ANSWER = Response(200, [], b"answer")
 
 

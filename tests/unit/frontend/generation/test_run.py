@@ -29,7 +29,8 @@ from sie.values.generate import (
     TokenRecord,
     Tool,
 )
-from tests.unit.frontend.engine.hand_worker import HandRig, generator
+from tests.unit.engine_rig import Rig
+from tests.unit.frontend.engine.hand_worker import generator
 
 RULE = GenerateRule(
     context_length=100,
@@ -39,15 +40,15 @@ RULE = GenerateRule(
 )
 CARD = generator(vocab_size=257, generate=RULE)
 FAR_NS = 1 << 62
-DEADLINE_S = 5.0
+DEADLINE_S = 60.0
 
 
 class Bench:
     """A generator on a hand-played worker; it is its own meter and table of models."""
 
-    def __init__(self, rig: HandRig) -> None:
+    def __init__(self, rig: Rig) -> None:
         self.rig = rig
-        self.worker = rig.start_worker(CARD)
+        self.worker = rig.start_hand_worker(CARD)
         self.first: list[float] = []
         self.gaps: list[float] = []
         self.generator = Generator(rig.engine, rig.entries, Generation(), self)  # type: ignore[arg-type]
@@ -70,17 +71,17 @@ class Bench:
         """Send bytes as tokens."""
         request_id = run.parts[part].pending.request_id
         record = TokenRecord(request_id, fields.pop("choice", 0), index, tuple(text.encode()))
-        self.rig.workers[-1].tell(msgspec.structs.replace(record, **fields))
+        self.rig.hand_workers[-1].tell(msgspec.structs.replace(record, **fields))
         await self.rig.settle()
 
     async def end(self, run: Run, part: int = 0) -> None:
-        self.rig.workers[-1].reply(run.parts[part].pending.request_id)
+        self.rig.hand_workers[-1].reply(run.parts[part].pending.request_id)
         await self.rig.settle()
 
 
 def on_bench(test: Callable[[Bench], Coroutine[Any, Any, None]]) -> Callable[[], None]:
     async def main() -> None:
-        rig = HandRig()
+        rig = Rig()
         try:
             async with asyncio.timeout(DEADLINE_S):
                 await test(Bench(rig))
@@ -200,8 +201,8 @@ async def test_prompts_of_a_whole_answer_are_judged_anew_behind_a_dead_worker(be
     run = await bench.start(texts=["ab"], max_tokens=0, prompt_logprobs=0)
     whole = asyncio.ensure_future(run.whole())
     await bench.tell(run, "", prompt=piece(0, -1.0))
-    bench.rig.die(bench.worker, CARD)
-    bench.rig.start_worker(CARD)
+    bench.rig.die(bench.worker)
+    bench.rig.start_hand_worker(CARD)
     await bench.rig.settle()
     await bench.tell(run, "", prompt=piece(0, -7.0))
     await bench.tell(run, "", finish="length")
@@ -260,8 +261,8 @@ async def test_whole_answer_survives_a_worker_and_holds_nothing_of_its_tokens(be
     run = await bench.start(seed=1)
     whole = asyncio.ensure_future(run.whole())
     await bench.tell(run, "lost")
-    bench.rig.die(bench.worker, CARD)
-    bench.rig.start_worker(CARD)
+    bench.rig.die(bench.worker)
+    bench.rig.start_hand_worker(CARD)
     await bench.rig.settle()
     await bench.tell(run, "found", finish="stop")
     await bench.end(run)
@@ -275,7 +276,7 @@ async def test_stream_that_was_sent_ends_with_its_worker(bench: Bench) -> None:
     run = await bench.start()
     await bench.tell(run, "a")
     assert len(await run.wait(1)) == 2
-    bench.rig.die(bench.worker, CARD)
+    bench.rig.die(bench.worker)
     with pytest.raises(WorkerLost):
         await run.wait(1)
 

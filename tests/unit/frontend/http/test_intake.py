@@ -16,7 +16,7 @@ from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.intake import Intake, Scheduler
 from sie.frontend.http.threads import LARGE_BYTES
 
-DEADLINE_S = 5.0
+DEADLINE_S = 60.0
 
 
 class Body:

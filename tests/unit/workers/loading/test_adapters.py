@@ -29,7 +29,7 @@ class FakeAdapters(set[str]):
 
     def read(self, spec: AdapterSpec) -> str:
         assert threading.current_thread() is not threading.main_thread()
-        assert self.gate.wait(5.0)
+        assert self.gate.wait(60.0)
         if self.fault is not None:
             raise self.fault
         return spec.id

@@ -17,7 +17,7 @@ from sie.values.card import ModelCard
 from sie.values.errors import ModelLoadFailed
 from sie.workers.loading.hosting import Host
 
-DEADLINE_S = 5.0
+DEADLINE_S = 60.0
 
 
 class Runner:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import shutil
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from sie.workers.runners.probe import choose_execution, difference
 from tests.unit.workers.encoder_models import MODELS, OTHERS, rounded
 
 LENGTHS = [1, 12, 3, 230, 16, 12, 33]
+EMULATED = Path(__file__).parents[4] / "build" / "tests"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 needs_kernels = pytest.mark.skipif(not native.has(Feature.AVX512_BF16), reason="no kernels on this machine")
 
@@ -138,19 +140,23 @@ def test_without_kernels_a_model_runs_as_before() -> None:
 
 
 @lru_cache(maxsize=1)
-def _emulated(directory: str) -> ctypes.CDLL:
+def _emulated() -> ctypes.CDLL:
+    """Return the library with the tiles in software; it takes half a minute to compile, and is kept for the next run."""
     header = Path(__file__).parents[2] / "native" / "amx_emulated.h"
-    target = Path(directory, "emulated.so")
-    building.build(target, ("-include", str(header)))
+    made_of = header.read_bytes() + Path(building.__file__).read_bytes() + building.digest().encode()
+    target = EMULATED / f"amx_emulated_{hashlib.sha256(made_of).hexdigest()[:32]}.so"
+    if not target.exists():
+        EMULATED.mkdir(parents=True, exist_ok=True)
+        building.build(target, ("-include", str(header)))
     return ctypes.CDLL(str(target))
 
 
 @pytest.fixture
-def amx(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def amx(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let encoders run with the tiles of AMX, in software."""
     if not any(map(shutil.which, ("c++", "g++", "clang++"))):
         pytest.skip("no compiler")
-    library = _emulated(str(tmp_path_factory.getbasetemp()))
+    library = _emulated()
     monkeypatch.setattr(native, "load", lambda: library)
     monkeypatch.setattr(encoder, "choose_level", lambda **_: 2)
     monkeypatch.setattr("sie.workers.runners.compiled_encoder.choose_level", lambda **_: 2)
