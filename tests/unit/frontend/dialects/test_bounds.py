@@ -23,7 +23,11 @@ from sie.values.errors import BadRequest
 
 MODULES = [
     admin, generated, resolve_extract, sampling_fields,
-    *(importlib.import_module(found.name) for found in pkgutil.walk_packages(dialects.__path__, f"{dialects.__name__}.")),
+    *(
+        importlib.import_module(found.name)
+        for found in pkgutil.walk_packages(dialects.__path__, f"{dialects.__name__}.")
+        if not found.name.endswith((".openapi", ".operation"))  # they describe answers, which nothing is decoded to
+    ),
 ]  # fmt: skip
 
 
