@@ -7,6 +7,7 @@ ours does (HTTP, the event loop, the kernel) is the rest of what a whole process
 from __future__ import annotations
 
 import itertools
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -24,7 +25,7 @@ from sie.config.limits import Limits
 from sie.frontend.dialects.kserve.infer import InferCall, decode_infer, encode_infer
 from sie.frontend.dialects.native.encode import decode_encode
 from sie.frontend.dialects.native.encode_reply import encode_reply
-from sie.frontend.engine.request_layout import lay_out
+from sie.frontend.engine.request_layout import lay_out, lay_out_text
 from sie.frontend.fastpath.infer_cache import (
     Basis,
     KnownAnswer,
@@ -34,10 +35,10 @@ from sie.frontend.fastpath.infer_cache import (
     places_in,
     read_answer,
 )
-from sie.frontend.inputs.tokenize import Tokenizer, encode_stub_texts
+from sie.frontend.inputs.tokenize import Tokenizer, encode_stub_text
 from sie.frontend.operations.resolve import resolve_encode
 from sie.frontend.telemetry.metrics import FrontendMetrics
-from sie.shm.extent import begin_extent, extent_bytes, plan_arrays, split_extent, write_extent
+from sie.shm.extent import begin_extent, extent_bytes, plan_arrays, split_extent, write_extent, write_parts
 from sie.shm.extent_headers import TensorForm, TensorReplyHeader, WorkHeader
 from sie.shm.large import LargeBudget
 from sie.shm.layout import SUBMIT
@@ -57,6 +58,7 @@ _SEGMENT_BYTES = 4 << 20
 _CAPACITY: Final = 1024
 _FAR_NS = 1 << 62
 _NUM_VALUES: Final = 16
+_BOUNDS: Final = struct.Struct("<2i")
 
 
 class Stage(NamedTuple):
@@ -93,17 +95,16 @@ def _frontend_stages(text: str) -> Iterator[Stage]:
     yield Stage("frontend", "decode a msgpack body", partial(decode_encode, msgpack, True, card.id, limits))
     yield Stage("frontend", "decode a JSON body", partial(decode_encode, json, False, card.id, limits))
     yield Stage("frontend", "judge it against its model", partial(resolve_encode, request, card))
-    yield Stage("frontend", "count a stub's tokens", partial(encode_stub_texts, card, [text]))
-    header = WorkHeader(card.id, "encode", 1, (), "float32", output_types=("dense",))
-    data, text_bounds, bounds = encode_stub_texts(card, [text])
-    arrays = [("cu_seqlens", bounds), ("text", data), ("text_offsets", text_bounds)]
+    yield Stage("frontend", "count a stub's tokens", partial(encode_stub_text, card, [text]))
+    data, cost = encode_stub_text(card, [text])
+    parts = [_BOUNDS.pack(0, cost), data, _BOUNDS.pack(0, len(data))]
     space = OutboundSpace.create("bench", _SEGMENT_BYTES, LargeBudget(0))
 
     def lease_and_write() -> None:
-        layout = lay_out(header, arrays)
+        layout = lay_out_text((card.id, "float32", None, None, ("dense",)), cost, len(data))
         lease = space.lease(layout.nbytes)
         assert lease is not None
-        write_extent(lease.view, layout.header, layout.refs, [array for _, array in arrays])
+        write_parts(lease.view, layout.head, layout.places, parts)
         lease.end()
 
     yield Stage("frontend", "lay out, lease and write the extent", lease_and_write)

@@ -32,6 +32,10 @@ class RequestLayout(NamedTuple):
     """Where each array lies in the extent."""
 
 
+TextEncodeKey = tuple[str, str, bool | None, int | None, tuple[str, ...]]
+"""The fields of a request to encode one text that its layout depends on: model, dtype, normalised, width, outputs."""
+
+
 def lay_out(header: WorkHeader, arrays: Sequence[tuple[str, NDArray[Any]]]) -> RequestLayout:
     """Return the layout of a request with these arrays, by name; header.arrays is filled in here."""
     shapes = tuple([(name, array.dtype.str, array.shape) for name, array in arrays])
@@ -46,6 +50,22 @@ def lay_out_once(header: WorkHeader, arrays: Sequence[tuple[str, NDArray[Any]]])
 def lay_out_bytes(header: WorkHeader, sizes: Sequence[int]) -> RequestLayout:
     """Return the layout of a request whose arrays are bytes (uint8), called by their numbers; not kept here."""
     return _lay_out.__wrapped__(header, tuple([(str(index), "|u1", (size,)) for index, size in enumerate(sizes)]))
+
+
+@lru_cache(maxsize=4096)
+def lay_out_text(key: TextEncodeKey, num_tokens: int, text_bytes: int | None) -> RequestLayout:
+    """Return the layout of a request to encode one text, of so many bytes; None: as its token ids.
+
+    Its arrays are as in `WorkHeader`: the bounds of its tokens, then the ids, or the text and its bounds.
+    """
+    model, output_dtype, normalize, truncate_dim, output_types = key
+    shapes = [("cu_seqlens", "<i4", (2,))]
+    if text_bytes is not None:
+        shapes += [("text", "|u1", (text_bytes,)), ("text_offsets", "<i4", (2,))]
+    else:
+        shapes.append(("token_ids", "<i4", (num_tokens,)))
+    header = WorkHeader(model, "encode", 1, (), output_dtype, normalize, truncate_dim, output_types)
+    return _lay_out.__wrapped__(header, tuple(shapes))
 
 
 @lru_cache(maxsize=4096)

@@ -297,6 +297,17 @@ def encode_stub_texts(
     return np.frombuffer(b"".join(encoded), np.uint8), bounds_of(sizes, len(texts)), bounds_of(costs, len(texts))
 
 
+def encode_stub_text(card: ModelCard, texts: Sequence[str]) -> tuple[bytes, int]:
+    """Return the UTF-8 of one text for a stub model, and its cost in tokens. Raises as `encode_stub_texts`."""
+    if card.stub is None:
+        raise BadRequest(f"Model '{card.id}' is not a stub")
+    try:
+        encoded = texts[0].encode()
+    except UnicodeEncodeError as exc:
+        raise unicode_error(texts, exc) from None
+    return encoded, count_stub_tokens(len(encoded), card.stub.max_tokens)
+
+
 def is_long(texts: Sequence[str], threshold_bytes: int) -> bool:
     """Tell whether tokenising should leave the event loop: whether the texts may exceed threshold_bytes of UTF-8.
 

@@ -7,6 +7,7 @@ after.
 from __future__ import annotations
 
 import asyncio
+import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -16,12 +17,13 @@ from numpy.typing import NDArray
 
 from sie.config.limits import Limits
 from sie.frontend.engine.interface import Engine
+from sie.frontend.engine.request_layout import TextEncodeKey, lay_out_text
 from sie.frontend.engine.worker_link import Pending
 from sie.frontend.inputs.image_reader import ImageReader
 from sie.frontend.inputs.mixed import mix_items
 from sie.frontend.inputs.profile_options import shorter_expansion, token_limit
 from sie.frontend.inputs.prompts import apply_prompt, check_prompted, count_prompted
-from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, encode_stub_texts, is_long
+from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, encode_stub_text, encode_stub_texts, is_long
 from sie.frontend.models.adapters import requested_adapter
 from sie.frontend.models.table import ModelTable
 from sie.frontend.operations.reply_reader import count_items
@@ -32,6 +34,7 @@ from sie.values.encode import EncodeRequest
 from sie.values.errors import BadRequest
 
 _DENSE_ONLY: Final = ("dense",)
+_pack_bounds: Final = struct.Struct("<2i").pack
 _ITEM_BYTES: Final = {"float32": 4, "float16": 2, "int8": 1, "uint8": 1, "binary": 0.125, "ubinary": 0.125}
 
 
@@ -75,6 +78,9 @@ class Encoder:
         if request.images is not None:
             return None
         began_ns = time.monotonic_ns()
+        texts = request.texts
+        if texts is not None and len(texts) == 1 and not request.options and not request.instruction:
+            return self._try_start_text(entry, self._key_of(entry, request), texts, deadline_ns, began_ns)
         header = self._header(entry, request)
         arrays = self._try_prepare(entry, request)
         if arrays is None:
@@ -82,6 +88,34 @@ class Encoder:
         num_tokens = int(arrays[0][1][-1])
         took_ns = time.monotonic_ns() - began_ns
         return self._engine.submit(header, arrays, num_tokens, deadline_ns), took_ns
+
+    def _key_of(self, entry: ModelEntry, request: EncodeRequest) -> TextEncodeKey:
+        """Return the layout key of one text without options. Raises BadRequest for a row that is too large."""
+        card, output_types = entry.card, request.output_types or _DENSE_ONLY
+        output_dtype, width = request.output_dtype or "float32", request.dimensions
+        self._check_reply_bytes(1, width, output_types, output_dtype, card)
+        return card.id, output_dtype, _wants_normalize(request, entry), width, output_types
+
+    def _try_start_text(
+        self, entry: ModelEntry, key: TextEncodeKey, texts: list[str], deadline_ns: int, began_ns: int
+    ) -> tuple[Pending, int] | None:
+        """Submit one text with its layout key: the same bytes as by NumPy arrays, in less time. None as `try_start`."""
+        card = entry.card
+        if card.prompts or card.default_prompt:
+            texts = apply_prompt(card, texts, {}, None, is_query=False)
+        if card.tokenizer_file:
+            tokenizer = self._models.ready_tokenizer(entry)
+            if tokenizer is None or is_long(texts, LONG_TEXT_BYTES):
+                return None
+            token_ids, _ = tokenizer.encode_texts(texts)
+            cost = len(token_ids)
+            layout, parts = lay_out_text(key, cost, None), [_pack_bounds(0, cost), token_ids.tobytes()]
+        else:
+            text, cost = encode_stub_text(card, texts)
+            parts = [_pack_bounds(0, cost), text, _pack_bounds(0, len(text))]
+            layout = lay_out_text(key, cost, len(text))
+        took_ns = time.monotonic_ns() - began_ns
+        return self._engine.submit_parts(layout, parts, cost, deadline_ns), took_ns
 
     def _header(self, entry: ModelEntry, request: EncodeRequest) -> WorkHeader:
         """Return what the worker is told, having refused what would be too large. Raises BadRequest."""
