@@ -39,7 +39,7 @@ from sie.frontend.telemetry.counting import count_exchange
 from sie.frontend.telemetry.metrics import CONTENT_TYPE, UNKNOWN_MODEL, render
 from sie.runtime.child_setup import calm_collector
 from sie.runtime.logs import get_logger
-from sie.values.errors import BadRequest, ClientGone, Internal, SieError
+from sie.values.errors import BadRequest, ClientGone, Internal, NotFound, SieError
 
 if TYPE_CHECKING:
     from sie.frontend.routes.generate import TextRoutes
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 _TEXT: Final = ("content-type", "text/plain; charset=utf-8")
 _CLOSE: Final = ("connection", "close")
+_ERROR_CODE: Final = "x-sie-error-code"
 _API_VERSION: Final = "0.10.1"
 """Release of the reference server whose API this one speaks; a version of our own would have SDKs warn their users."""
 _MUST_CLOSE: Final = frozenset({408, 413})
@@ -280,7 +281,7 @@ class App:
 
     async def _show_model(self, exchange: Exchange) -> None:
         status, body = show_model(self._process.models, exchange.model)
-        self._answer(exchange, status, [JSON], body)
+        self._answer(exchange, status, [JSON] if status == 200 else [JSON, (_ERROR_CODE, NotFound.code)], body)
 
     async def _manage_model(self, exchange: Exchange) -> None:
         process, headers = self._process, exchange.headers
@@ -364,7 +365,8 @@ class App:
             return
         status, headers, body = error_envelopes.failure(envelope, error)
         if envelope not in _TENSOR_DIALECTS:
-            headers = [*headers, *self._identity, *id_headers(exchange)]
+            # SIE's clients read OpenAI's `error` before our `detail`, and this header before both.
+            headers = [*headers, (_ERROR_CODE, error.code), *self._identity, *id_headers(exchange)]
         if error.http_status == 401:
             headers.append(CHALLENGE)
         if error.retry_after_s is not None:

@@ -30,8 +30,8 @@ from sie.supervisor.certificates import CertificateFiles
 from sie.supervisor.children import Child
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.losses import DEVICE_LOST_STATUS, plan_after_loss, tokens_after_kill
+from sie.supervisor.oom_kills import OomKills
 from sie.supervisor.restart import RestartPolicy, plan_restart
-from sie.supervisor.watch import count_oom_kills
 
 _log = get_logger(__name__)
 _HELLO_TIMEOUT_S = 1.0
@@ -48,7 +48,9 @@ class CrewEvents(Protocol):
         """A child said something."""
         ...
 
-    def on_worker_death(self, worker: Child, status: int, running: InflightStatus) -> tuple[tuple[int, int], ...]:
+    def on_worker_death(
+        self, worker: Child, status: int, running: InflightStatus, *, had_no_memory: bool
+    ) -> tuple[tuple[int, int], ...]:
         """Judge a worker's death by its exit status; return the (frontend, request id) that may be to blame."""
         ...
 
@@ -100,7 +102,7 @@ class Crew:
         self._loop = asyncio.get_running_loop()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._death = asyncio.Event()
-        self._num_oom_kills = count_oom_kills()
+        self.oom_kills = OomKills()
         self._keys: messages.Keys | None = None
         self.is_draining = False
         """Once set, no frontend is started again; workers are, since accepted requests wait for them."""
@@ -334,7 +336,7 @@ class Crew:
         status = child.reap()
         is_final = self.is_stopping or child.is_retired or (self.is_draining and child.role == "frontend")
         child.state = "gone" if is_final else "waiting"
-        had_no_memory = self._had_no_memory(status)
+        had_no_memory = status == -signal.SIGKILL and self.oom_kills.explain_death()
         if child.role == "worker":
             self._bury(child, status, had_no_memory)
         if not is_final:
@@ -352,7 +354,7 @@ class Crew:
         """Tell the frontends that the worker's ring may be read a last time, and which requests may be to blame."""
         page = self._inflight[worker.slot]
         running = page.read()
-        suspects = self._events.on_worker_death(worker, status, running)
+        suspects = self._events.on_worker_death(worker, status, running, had_no_memory=had_no_memory)
         if had_no_memory:
             worker.max_step_tokens = tokens_after_kill(worker.max_step_tokens, running.num_tokens)
         page.reset()
@@ -361,12 +363,6 @@ class Crew:
             if generation is not None:
                 ids = tuple(request_id for slot, request_id in suspects if slot == frontend.slot)
                 self.send(frontend, messages.WorkerDown(worker.slot, generation, ids))
-
-    def _had_no_memory(self, status: int) -> bool:
-        """Return whether it was the kernel that ended a process, for want of memory."""
-        num_oom_kills, before = count_oom_kills(), self._num_oom_kills
-        self._num_oom_kills = num_oom_kills
-        return status == -signal.SIGKILL and num_oom_kills > before
 
     def _plan_restart(self, child: Child, was_ready: bool, was_killed: bool) -> None:
         s = self._settings.supervisor

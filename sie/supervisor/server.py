@@ -210,9 +210,11 @@ class Supervisor:
             case _:
                 _log.warning("%s sent an unexpected %s", child.name, type(message).__name__)
 
-    def on_worker_death(self, worker: Child, status: int, running: InflightStatus) -> tuple[tuple[int, int], ...]:
+    def on_worker_death(
+        self, worker: Child, status: int, running: InflightStatus, *, had_no_memory: bool
+    ) -> tuple[tuple[int, int], ...]:
         """Forget what the worker had loaded; blame what it ran, if the death can be that input's doing."""
-        is_suspect = self._watch.blames_input(status, worker.slot)
+        is_suspect = self._watch.blames_input(status, worker.slot, had_no_memory=had_no_memory)
         self._watch.forget(worker.slot)
         # A device that is gone takes every load along, and says nothing about a model.
         self._loads.forget_worker(worker.slot, blame=is_suspect and status != DEVICE_LOST_STATUS)
@@ -303,6 +305,7 @@ class Supervisor:
             await asyncio.sleep(_TICK_S)
             now_s = time.monotonic()
             late_s = self._watch.tick(now_s)
+            self._crew.oom_kills.tick(now_s)
             self._watch_workers(now_s, late_s)
             self._watch_frontends(now_s, late_s)
             self._loads.tick(now_s)

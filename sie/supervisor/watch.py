@@ -1,4 +1,4 @@
-"""Judges who hangs and whose fault a death was. Pure but for one kernel counter, read when a worker dies.
+"""Judges who hangs and whose fault a death was. Pure.
 
 Hung means: now > started + allowed + watchdog, from what the worker publishes before each step, and five times a second
 between steps; `allowed` grows with the step's size. What a worker announced as a silence (`sie.workers.stall_notices`) counts
@@ -8,7 +8,6 @@ from its end. Intervals in which the supervisor's own tick came late are forgive
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 from typing import Literal
 
 from sie.shm.inflight import InflightStatus
@@ -30,7 +29,6 @@ class Watch:
         self._aborted_s: dict[int, float] = {}
         self._over_s: dict[int, float] = {}  # by slot: for how long it is over its allowance, as last judged
         self._excused_s: dict[int, float] = {}  # by slot: until when it said that it may stand still
-        self._num_oom_kills = count_oom_kills()
 
     def excuse(self, slot: int, until_s: float) -> None:
         """Note that a worker may stand still until then; the last word on it counts."""
@@ -68,17 +66,15 @@ class Watch:
             return True
         return self._over_s.get(slot, 0.0) > self.watchdog_s - min(grace_s, self.watchdog_s / 2)
 
-    def blames_input(self, status: int, slot: int) -> bool:
-        """Return whether a death may be the doing of what was running.
+    def blames_input(self, status: int, slot: int, *, had_no_memory: bool) -> bool:
+        """Return whether the running input may have caused a death.
 
-        A SIGKILL that was neither ours nor the kernel's for want of memory came from outside, as does the SIGTERM on
-        which a worker exits with 0, and says nothing about the input; every other death may.
+        had_no_memory: the kernel killed the worker for want of memory. Any other SIGKILL that was not ours came from
+        outside and says nothing about the input, as does the SIGTERM on which a worker exits with 0.
         """
-        num_oom_kills, before = count_oom_kills(), self._num_oom_kills
-        self._num_oom_kills = num_oom_kills
         if status == 0:
             return False
-        return status != -signal.SIGKILL or slot in self._aborted_s or num_oom_kills > before
+        return status != -signal.SIGKILL or slot in self._aborted_s or had_no_memory
 
     def forget(self, slot: int) -> None:
         """Start afresh with a slot's next process."""
@@ -86,12 +82,3 @@ class Watch:
         self._over_s.pop(slot, None)
         self._forgiven_s.pop(slot, None)
         self._excused_s.pop(slot, None)
-
-
-def count_oom_kills() -> int:
-    """Return how many processes the kernel killed for want of memory since boot; 0 where it does not say."""
-    try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

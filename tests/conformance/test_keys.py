@@ -51,6 +51,16 @@ def test_sie_sdk_is_told_why_not(server, key, status, code):
     assert (refused.value.status_code, refused.value.code) == (status, code)
 
 
+@pytest.mark.parametrize(
+    ("key", "status", "code"), [("", 401, "UNAUTHORIZED"), (ADMIN, 403, "FORBIDDEN"), (INFER, 404, "MODEL_NOT_FOUND")]
+)
+def test_sie_sdk_is_told_our_codes_on_the_routes_that_openai_s_clients_share(server, key, status, code):
+    """It reads OpenAI's `error` before our `detail`, and a header before both."""
+    with SIEClient(server.url, api_key=key) as client, pytest.raises(RequestError) as refused:
+        client.get_model("stub/none")
+    assert (refused.value.status_code, refused.value.code) == (status, code)
+
+
 def test_sie_sdk_watches_with_its_key(server):
     with SIEClient(server.url, api_key=BOTH) as client, contextlib.closing(client.watch(mode="worker")) as stream:
         frames = list(itertools.islice(stream, 2))
