@@ -20,6 +20,7 @@ from sie.catalog.modules import Module, default_pipeline, read_modules, read_pip
 from sie.catalog.scoring import Scoring, read_scoring
 from sie.catalog.sparse import read_m3_heads, read_router, read_splade
 from sie.catalog.spec import ModelSpec
+from sie.catalog.text_ends import END_KEYS, TextEnds, read_text_ends
 from sie.catalog.towers import read_towers
 from sie.catalog.unserved import check_served
 from sie.catalog.weights import check_weights
@@ -40,7 +41,7 @@ _LATE_KEYS = ("query_length", "document_length", "query_expansion")
 _CHANGES_VECTORS = (
     "query_length", "document_length", "query_expansion", "processing_kwargs", "config_kwargs", "config_args",
 )  # fmt: skip
-_HARMLESS_TOKENIZER_KEYS = {"model_max_length", "padding_side", "use_fast", "trust_remote_code"}
+_TOKENIZER_KEYS = END_KEYS | {"model_max_length", "padding_side", "use_fast", "trust_remote_code"}
 _NO_LIMIT = 10**9  # transformers writes 1e30 for "unlimited"
 _HEADS = ("ForQuestionAnswering", "ForMultipleChoice")
 
@@ -173,6 +174,7 @@ def _card(
     if sentence.truncate_dim is not None:
         raise refuse(spec.id, "truncate_dim in config_sentence_transformers.json cannot be run; ask for `dimensions`")
     prompts, default_prompt = _prompts(checkpoint)
+    ends = read_text_ends(transformer, outputs.settings.tokenizer_settings)
     if outputs.late is not None:  # a marker is put before the prompt, and is not part of it twice
         for name, prefix in (("query", outputs.late.query_prefix), ("document", outputs.late.document_prefix)):
             prompts.update({name: prompts[name].removeprefix(prefix)} if name in prompts else {})
@@ -187,6 +189,8 @@ def _card(
         max_sequence_length=_max_sequence_length(transformer, config, outputs.settings),
         vocab_size=int(config["vocab_size"]),
         tokenizer_file=str(tokenizer) if tokenizer else "",
+        first_token=ends.first,
+        last_token=ends.last,
         lowercase=outputs.settings.do_lower_case,
         prompts=prompts,
         default_prompt=default_prompt,
@@ -211,6 +215,8 @@ def _score_card(
     prompts, default_prompt = ({}, None) if task is None else _prompts(checkpoint)
     limits = (scoring.max_tokens, _max_sequence_length(transformer, config, settings))
     tokenizer = transformer.find("tokenizer.json")
+    is_template = scoring.kind == "causal-reranker"  # which has all of a pair's special tokens
+    ends = TextEnds() if is_template else read_text_ends(transformer, settings.tokenizer_settings)
     return ModelCard(
         id=spec.id,
         kind=scoring.kind,
@@ -221,6 +227,8 @@ def _score_card(
         max_sequence_length=min((limit for limit in limits if limit is not None), default=None),
         vocab_size=int(config["vocab_size"]),
         tokenizer_file=str(tokenizer) if tokenizer else "",
+        first_token=ends.first,
+        last_token=ends.last,
         lowercase=settings.do_lower_case,
         prompts=prompts,
         default_prompt=default_prompt,
@@ -300,7 +308,7 @@ def _check_settings(
     for key in _CHANGES_VECTORS:
         if getattr(settings, key) and key not in allowed:
             raise refuse(transformer.id, f"sentence_bert_config.json sets {key}, which cannot be run")
-    unknown = settings.tokenizer_settings.keys() - _HARMLESS_TOKENIZER_KEYS
+    unknown = settings.tokenizer_settings.keys() - _TOKENIZER_KEYS
     if unknown:
         raise refuse(transformer.id, f"sentence_bert_config.json gives its tokenizer {sorted(unknown)}")
 

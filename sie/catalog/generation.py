@@ -74,7 +74,9 @@ def as_generator(checkpoint: Checkpoint, config: dict[str, Any], card: ModelCard
         eos_token_ids=_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
         defaults=generation,
     )
-    return msgspec.structs.replace(card, kind="generator", outputs=(*card.outputs, "generate"), generate=rule)
+    return msgspec.structs.replace(
+        card, kind="generator", outputs=(*card.outputs, "generate"), generate=rule, first_token="", last_token=""
+    )  # a prompt that is to go on does not end
 
 
 def make_rule(

@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 
 from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
+from sie.catalog.text_ends import with_text_ends
 from sie.config.generation import Generation
 from sie.values.errors import BadRequest, InputTooLong, ModelLoadFailed
 from sie.workers.loading.loader import load_encoder, load_generator
@@ -98,6 +101,39 @@ def test_causal_architecture_made_bidirectional_sees_both_sides(
     assert runner.execution.packed
     rows = runner.run_tokens(tokenize(runner.card, texts))
     np.testing.assert_allclose(rows, reference(directory, texts), rtol=2e-3, atol=2e-4)
+
+
+def test_mistral_embedder_is_pooled_at_the_end_of_text_that_its_settings_want(
+    make_checkpoint: Any, tokenize: Any, tmp_path: Path
+) -> None:
+    """As e5-mistral-7b-instruct, whose tokenizer.json puts no `</s>`: ids and pooling by hand, as its page has them."""
+    directory, texts = make_checkpoint("mistral", num_key_value_heads=2), ["w1 w2", "w3", "w5 " * 200]
+    _pool_last(directory)
+    raw = json.loads((directory / "tokenizer.json").read_text())
+    raw["post_processor"]["single"] = raw["post_processor"]["single"][:2]
+    raw["post_processor"]["pair"] = raw["post_processor"]["pair"][:3]
+    (directory / "tokenizer.json").write_text(json.dumps(raw))
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    settings.update(add_eos_token=True, bos_token="<s>", eos_token="</s>")
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    card = with_text_ends(read_card(ModelSpec(id="m"), str(directory)), str(tmp_path / "cache"))
+    words = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    ids = [[0, *words.encode(text, add_special_tokens=False).ids[:126], 2] for text in texts]
+    assert [list(row) for row in tokenize(card, texts)] == ids
+    rows = load_encoder(card, "cpu", "float32", _ignore_progress).run_tokens([np.array(row, np.int32) for row in ids])
+    model = transformers.AutoModel.from_pretrained(directory).eval()
+    with torch.no_grad():
+        expected = [model(torch.tensor([row])).last_hidden_state[0, -1].numpy() for row in ids]
+    np.testing.assert_allclose(rows, np.stack(expected), rtol=2e-3, atol=2e-4)
+
+
+def _pool_last(directory: Path) -> None:
+    """Make a checkpoint one of sentence-transformers that takes the last token."""
+    names = (("", "Transformer"), ("1_Pooling", "Pooling"))
+    modules = [{"path": path, "type": f"sentence_transformers.models.{name}"} for path, name in names]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    (directory / "1_Pooling").mkdir()
+    (directory / "1_Pooling" / "config.json").write_text('{"pooling_mode": "lasttoken"}')
 
 
 @pytest.fixture(scope="module")
