@@ -17,6 +17,7 @@ from sie.catalog.generation import as_generator, is_generator
 from sie.catalog.gli import read_library_card
 from sie.catalog.late import is_late, read_late
 from sie.catalog.modules import Module, default_pipeline, read_modules, read_pipeline
+from sie.catalog.remote_code import replace_remote_code
 from sie.catalog.scoring import Scoring, read_scoring
 from sie.catalog.sparse import read_m3_heads, read_router, read_splade
 from sie.catalog.spec import ModelSpec
@@ -57,6 +58,12 @@ def read_card(spec: ModelSpec, directory: str) -> ModelCard:
     library_card = read_library_card(spec, checkpoint)
     if library_card is not None:
         return library_card
+    card = _read_card(spec, checkpoint)
+    return card if card.kind == "generator" or spec.ignore_remote_code else replace_remote_code(card)
+
+
+def _read_card(spec: ModelSpec, checkpoint: Checkpoint) -> ModelCard:
+    """Read the card of a model that transformers runs, without a look at code of the checkpoint's own."""
     check_served(checkpoint, checkpoint.read_object("config.json"))
     detector = read_detector(spec, checkpoint)
     if detector is not None:

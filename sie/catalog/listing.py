@@ -96,6 +96,7 @@ def _add_from_file(loaded: Loaded, specs: dict[str, tuple[ModelSpec, Start]]) ->
             spec,
             max_sequence_length=model.max_sequence_length,
             encoder_weights=model.encoder_weights,
+            ignore_remote_code=model.ignore_remote_code,
             profiles=profiles,
         )
         specs[model_id] = (spec, start)

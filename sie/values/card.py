@@ -159,6 +159,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Absolute path of the checkpoint; empty for a stub."""
     revision: str | None = None
     architecture: str = ""
+    config_changes: dict[str, Any] = {}
+    """What the model is built with in place of the values in config.json, for code that is not run."""
     inputs: tuple[str, ...] = ("text",)
     outputs: tuple[str, ...] = ("dense",)
     dims: dict[str, int] = {}

@@ -127,6 +127,48 @@ def test_mistral_embedder_is_pooled_at_the_end_of_text_that_its_settings_want(
     np.testing.assert_allclose(rows, np.stack(expected), rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.parametrize(
+    ("family", "code"),
+    [("qwen2", "modeling_qwen.Qwen2Model"), ("llama", "llama_bidirectional_model.LlamaBidirectionalModel")],
+)
+def test_decoder_whose_code_sees_both_ways_is_computed_so(
+    family: str, code: str, make_checkpoint: Any, tokenize: Any
+) -> None:
+    """Against the library's own layers, which are told to attend to everything by a mask of zeros."""
+    directory = make_checkpoint(family, num_key_value_heads=2, use_sliding_window=False)
+    model = transformers.AutoModel.from_pretrained(directory, attn_implementation="eager").eval()
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"auto_map": {"AutoModel": code}, "model_type": {"llama": "llama_bidirec"}.get(family, family)}
+    (directory / "config.json").write_text(json.dumps(config))
+    runner = _load(directory)
+    ids = tokenize(runner.card, _mixed_texts())
+    expected: list[np.ndarray] = []
+    for row in ids:
+        seen = torch.zeros(1, 1, len(row), len(row))
+        with torch.no_grad():
+            hidden = model(torch.tensor(row[None], dtype=torch.long), attention_mask=seen).last_hidden_state
+        expected.append(hidden[0].mean(0).numpy())
+    assert runner.execution.packed
+    np.testing.assert_allclose(runner.run_tokens(ids), np.stack(expected), rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "llama"])
+def test_decoder_that_is_made_to_see_both_ways_is_computed_so(family: str, make_checkpoint: Any, tokenize: Any) -> None:
+    directory = make_checkpoint(family, num_key_value_heads=2, use_sliding_window=False, sliding_window=None)
+    model = transformers.AutoModel.from_pretrained(directory, attn_implementation="eager").eval()
+    runner = _load(directory)
+    ids = tokenize(runner.card, ["w1 w2 w3 w4"])
+    causal = runner.run_tokens(ids)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "is_causal": False}))
+    rows = _load(directory).run_tokens(ids)
+    seen = torch.zeros(1, 1, len(ids[0]), len(ids[0]))
+    with torch.no_grad():
+        hidden = model(torch.tensor(ids[0][None], dtype=torch.long), attention_mask=seen).last_hidden_state
+    np.testing.assert_allclose(rows[0], hidden[0].mean(0).numpy(), rtol=2e-3, atol=2e-4)
+    assert _cosines(rows, causal)[0] < 0.999
+
+
 def _pool_last(directory: Path) -> None:
     """Make a checkpoint one of sentence-transformers that takes the last token."""
     names = (("", "Transformer"), ("1_Pooling", "Pooling"))
@@ -356,11 +398,14 @@ def test_remote_code_is_never_run(model_type: str, make_checkpoint: Any, tmp_pat
     config.update(auto_map=remote, model_type=model_type)
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "evil.py").write_text(f"open({str(canary)!r}, 'w').write('ran')\n")
+    with pytest.raises(ModelLoadFailed, match="auto_map"):
+        _load(directory)
+    card = read_card(ModelSpec(id="m", ignore_remote_code=True), str(directory))
     if model_type == "bert":
-        assert _load(directory).execution.packed
+        assert load_encoder(card, "cpu", "float32", _ignore_progress).execution.packed
     else:
         with pytest.raises(ModelLoadFailed, match="auto_map"):
-            _load(directory)
+            load_encoder(card, "cpu", "float32", _ignore_progress)
     assert not canary.exists()
 
 
