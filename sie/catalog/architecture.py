@@ -40,7 +40,10 @@ def text_encoder_class(model_id: str, config: PretrainedConfig) -> type[Any]:
     from transformers import AutoModel, AutoModelForTextEncoding
     from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING
 
-    if getattr(config, "is_encoder_decoder", False):
+    is_encoder = str((config.architectures or [""])[0]).endswith(
+        "EncoderModel"
+    )  # transformers 5 says so of a T5's alone
+    if is_encoder or getattr(config, "is_encoder_decoder", False):
         # AutoModel would build the decoder too, and want its inputs.
         if type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING:
             return AutoModelForTextEncoding

@@ -279,8 +279,12 @@ def _read_config(transformer: Checkpoint, *, is_bare: bool) -> dict[str, Any]:
     architecture = _architecture(config)
     if is_bare and architecture.endswith(_HEADS):
         raise refuse(transformer.id, f"{architecture} is not a text encoder")
-    if not isinstance(config.get("vocab_size"), int) or "vision_config" in config or "audio_config" in config:
-        raise refuse(transformer.id, f"{architecture or config['model_type']} is not a text encoder")
+    name = architecture or config["model_type"]
+    if "vision_config" in config:
+        reason = f"{name} reads images beside text (vision_config in config.json)"
+        raise refuse(transformer.id, f"{reason}; such models are not served yet, nor is their text part alone")
+    if not isinstance(config.get("vocab_size"), int):
+        raise refuse(transformer.id, f"{name} is not a text encoder: config.json has no vocab_size")
     return config
 
 

@@ -19,7 +19,7 @@ from sie.values.card import AdapterSpec, ModelCard
 from sie.values.errors import BadRequest, SieError
 
 Start = Literal["preload", "lazy", "explicit"]
-_HEADINGS = ("MODEL", "START", "DIMS", "MAX TOKENS", "ARCHITECTURE", "SOURCE")
+_HEADINGS = ("MODEL", "START", "OUTPUTS", "MAX TOKENS", "ARCHITECTURE", "SOURCE")
 
 
 class ModelRow(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -223,5 +223,13 @@ def _shown(profiles: Profiles, entry_id: str) -> str:
 def _cells(row: ModelRow) -> tuple[str, ...]:
     if row.card is None:
         return (row.id, row.start, "-", "-", "-", row.source)
-    dims = ",".join(f"{output} {dim}" for output, dim in row.card.dims.items())
-    return (row.id, row.start, dims, str(row.card.max_sequence_length or "-"), row.card.architecture, row.source)
+    sizes = row.card.dims
+    outputs = ",".join(f"{output} {sizes[output]}" if output in sizes else output for output in row.card.wire_outputs)
+    return (
+        row.id,
+        row.start,
+        outputs or "-",
+        str(row.card.max_sequence_length or "-"),
+        row.card.architecture,
+        row.source,
+    )

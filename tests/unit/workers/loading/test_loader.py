@@ -409,6 +409,27 @@ def test_remote_code_is_never_run(model_type: str, make_checkpoint: Any, tmp_pat
     assert not canary.exists()
 
 
+@pytest.mark.parametrize("is_encoder_decoder", [True, False])
+def test_encoder_of_t5_loads_whatever_its_config_calls_it(
+    is_encoder_decoder: bool, make_checkpoint: Any, tokenize: Any
+) -> None:
+    """transformers 5 saves a T5EncoderModel with `is_encoder_decoder` false."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    directory = make_checkpoint("t5", auto=transformers.AutoModelForTextEncoding, **sizes)
+    config = json.loads((directory / "config.json").read_text())
+    assert config["architectures"] == ["T5EncoderModel"]
+    (directory / "config.json").write_text(json.dumps({**config, "is_encoder_decoder": is_encoder_decoder}))
+    runner, texts = _load(directory), ["w1 w2 w3", "w4"]
+    rows = runner.run_tokens(tokenize(runner.card, texts))
+    model = transformers.T5EncoderModel.from_pretrained(directory).eval()
+    with torch.no_grad():
+        expected = [
+            model(torch.tensor(row[None], dtype=torch.long)).last_hidden_state[0].mean(0).numpy()
+            for row in tokenize(runner.card, texts)
+        ]
+    np.testing.assert_allclose(rows, np.stack(expected), rtol=2e-3, atol=2e-4)
+
+
 def test_architecture_without_a_text_encoder_is_refused(make_checkpoint: Any) -> None:
     directory = make_checkpoint("bert")
     config = json.loads((directory / "config.json").read_text())
