@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def read_model_config(model_id: str, directory: str) -> PretrainedConfig:
+def read_model_config(model_id: str, directory: str, changes: dict[str, Any]) -> PretrainedConfig:
     """Return the configuration of a checkpoint, as the class that transformers itself has for its model_type.
 
-    `auto_map`, which names Python files of the checkpoint, is dropped before anything sees it. Raises
+    changes take the place of values in config.json. `auto_map`, which names Python files of the checkpoint, is dropped before anything sees it. Raises
     ModelLoadFailed for a model_type that transformers does not know.
     Source: fault sheet S5 (three CVEs of code that ran although it was not trusted).
     """
@@ -27,6 +27,7 @@ def read_model_config(model_id: str, directory: str) -> PretrainedConfig:
 
     config: dict[str, Any] = msgspec.json.decode(Path(directory, "config.json").read_bytes())
     remote = config.pop("auto_map", None)
+    config.update(changes)
     model_type = str(config.get("model_type", ""))
     if model_type not in CONFIG_MAPPING:
         code = " and needs code of its own (auto_map), which is never run" if remote else ""
@@ -39,7 +40,10 @@ def text_encoder_class(model_id: str, config: PretrainedConfig) -> type[Any]:
     from transformers import AutoModel, AutoModelForTextEncoding
     from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING
 
-    if getattr(config, "is_encoder_decoder", False):
+    is_encoder = str((config.architectures or [""])[0]).endswith(
+        "EncoderModel"
+    )  # transformers 5 says so of a T5's alone
+    if is_encoder or getattr(config, "is_encoder_decoder", False):
         # AutoModel would build the decoder too, and want its inputs.
         if type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING:
             return AutoModelForTextEncoding

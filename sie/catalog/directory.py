@@ -17,9 +17,11 @@ from sie.catalog.generation import as_generator, is_generator
 from sie.catalog.gli import read_library_card
 from sie.catalog.late import is_late, read_late
 from sie.catalog.modules import Module, default_pipeline, read_modules, read_pipeline
+from sie.catalog.remote_code import replace_remote_code
 from sie.catalog.scoring import Scoring, read_scoring
 from sie.catalog.sparse import read_m3_heads, read_router, read_splade
 from sie.catalog.spec import ModelSpec
+from sie.catalog.text_ends import END_KEYS, TextEnds, read_text_ends
 from sie.catalog.towers import read_towers
 from sie.catalog.unserved import check_served
 from sie.catalog.weights import check_weights
@@ -40,7 +42,7 @@ _LATE_KEYS = ("query_length", "document_length", "query_expansion")
 _CHANGES_VECTORS = (
     "query_length", "document_length", "query_expansion", "processing_kwargs", "config_kwargs", "config_args",
 )  # fmt: skip
-_HARMLESS_TOKENIZER_KEYS = {"model_max_length", "padding_side", "use_fast", "trust_remote_code"}
+_TOKENIZER_KEYS = END_KEYS | {"model_max_length", "padding_side", "use_fast", "trust_remote_code"}
 _NO_LIMIT = 10**9  # transformers writes 1e30 for "unlimited"
 _HEADS = ("ForQuestionAnswering", "ForMultipleChoice")
 
@@ -56,6 +58,12 @@ def read_card(spec: ModelSpec, directory: str) -> ModelCard:
     library_card = read_library_card(spec, checkpoint)
     if library_card is not None:
         return library_card
+    card = _read_card(spec, checkpoint)
+    return card if card.kind == "generator" or spec.ignore_remote_code else replace_remote_code(card)
+
+
+def _read_card(spec: ModelSpec, checkpoint: Checkpoint) -> ModelCard:
+    """Read the card of a model that transformers runs, without a look at code of the checkpoint's own."""
     check_served(checkpoint, checkpoint.read_object("config.json"))
     detector = read_detector(spec, checkpoint)
     if detector is not None:
@@ -173,6 +181,7 @@ def _card(
     if sentence.truncate_dim is not None:
         raise refuse(spec.id, "truncate_dim in config_sentence_transformers.json cannot be run; ask for `dimensions`")
     prompts, default_prompt = _prompts(checkpoint)
+    ends = read_text_ends(transformer, outputs.settings.tokenizer_settings)
     if outputs.late is not None:  # a marker is put before the prompt, and is not part of it twice
         for name, prefix in (("query", outputs.late.query_prefix), ("document", outputs.late.document_prefix)):
             prompts.update({name: prompts[name].removeprefix(prefix)} if name in prompts else {})
@@ -187,6 +196,8 @@ def _card(
         max_sequence_length=_max_sequence_length(transformer, config, outputs.settings),
         vocab_size=int(config["vocab_size"]),
         tokenizer_file=str(tokenizer) if tokenizer else "",
+        first_token=ends.first,
+        last_token=ends.last,
         lowercase=outputs.settings.do_lower_case,
         prompts=prompts,
         default_prompt=default_prompt,
@@ -211,6 +222,8 @@ def _score_card(
     prompts, default_prompt = ({}, None) if task is None else _prompts(checkpoint)
     limits = (scoring.max_tokens, _max_sequence_length(transformer, config, settings))
     tokenizer = transformer.find("tokenizer.json")
+    is_template = scoring.kind == "causal-reranker"  # which has all of a pair's special tokens
+    ends = TextEnds() if is_template else read_text_ends(transformer, settings.tokenizer_settings)
     return ModelCard(
         id=spec.id,
         kind=scoring.kind,
@@ -221,6 +234,8 @@ def _score_card(
         max_sequence_length=min((limit for limit in limits if limit is not None), default=None),
         vocab_size=int(config["vocab_size"]),
         tokenizer_file=str(tokenizer) if tokenizer else "",
+        first_token=ends.first,
+        last_token=ends.last,
         lowercase=settings.do_lower_case,
         prompts=prompts,
         default_prompt=default_prompt,
@@ -264,8 +279,12 @@ def _read_config(transformer: Checkpoint, *, is_bare: bool) -> dict[str, Any]:
     architecture = _architecture(config)
     if is_bare and architecture.endswith(_HEADS):
         raise refuse(transformer.id, f"{architecture} is not a text encoder")
-    if not isinstance(config.get("vocab_size"), int) or "vision_config" in config or "audio_config" in config:
-        raise refuse(transformer.id, f"{architecture or config['model_type']} is not a text encoder")
+    name = architecture or config["model_type"]
+    if "vision_config" in config:
+        reason = f"{name} reads images beside text (vision_config in config.json)"
+        raise refuse(transformer.id, f"{reason}; such models are not served yet, nor is their text part alone")
+    if not isinstance(config.get("vocab_size"), int):
+        raise refuse(transformer.id, f"{name} is not a text encoder: config.json has no vocab_size")
     return config
 
 
@@ -300,7 +319,7 @@ def _check_settings(
     for key in _CHANGES_VECTORS:
         if getattr(settings, key) and key not in allowed:
             raise refuse(transformer.id, f"sentence_bert_config.json sets {key}, which cannot be run")
-    unknown = settings.tokenizer_settings.keys() - _HARMLESS_TOKENIZER_KEYS
+    unknown = settings.tokenizer_settings.keys() - _TOKENIZER_KEYS
     if unknown:
         raise refuse(transformer.id, f"sentence_bert_config.json gives its tokenizer {sorted(unknown)}")
 

@@ -44,8 +44,17 @@ def is_generator(modules: Any, config: dict[str, Any]) -> bool:
     modules is what `modules.json` lists, None without one: with one, it is an encoder that was built from such a model.
     """
     architecture = str((config.get("architectures") or [""])[0])
-    is_causal = config.get("is_causal", True) and not config.get("use_bidirectional_attention", False)
-    return modules is None and architecture.endswith(_CAUSAL) and bool(is_causal)
+    return modules is None and architecture.endswith(_CAUSAL) and not _sees_both_ways(config)
+
+
+def _sees_both_ways(config: dict[str, Any]) -> bool:
+    """Tell whether tokens of text see those that follow them.
+
+    Source: transformers 5.23, the configurations of Gemma 1 to 4: `use_bidirectional_attention` is a boolean or "all";
+    "vision" concerns the tokens of images only.
+    """
+    bidirectional = config.get("use_bidirectional_attention")
+    return config.get("is_causal") is False or bidirectional is True or bidirectional == "all"
 
 
 def as_generator(checkpoint: Checkpoint, config: dict[str, Any], card: ModelCard) -> ModelCard:
@@ -65,7 +74,9 @@ def as_generator(checkpoint: Checkpoint, config: dict[str, Any], card: ModelCard
         eos_token_ids=_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
         defaults=generation,
     )
-    return msgspec.structs.replace(card, kind="generator", outputs=(*card.outputs, "generate"), generate=rule)
+    return msgspec.structs.replace(
+        card, kind="generator", outputs=(*card.outputs, "generate"), generate=rule, first_token="", last_token=""
+    )  # a prompt that is to go on does not end
 
 
 def make_rule(

@@ -19,7 +19,7 @@ from sie.values.card import AdapterSpec, ModelCard
 from sie.values.errors import BadRequest, SieError
 
 Start = Literal["preload", "lazy", "explicit"]
-_HEADINGS = ("MODEL", "START", "DIMS", "MAX TOKENS", "ARCHITECTURE", "SOURCE")
+_HEADINGS = ("MODEL", "START", "OUTPUTS", "MAX TOKENS", "ARCHITECTURE", "SOURCE")
 
 
 class ModelRow(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -96,6 +96,7 @@ def _add_from_file(loaded: Loaded, specs: dict[str, tuple[ModelSpec, Start]]) ->
             spec,
             max_sequence_length=model.max_sequence_length,
             encoder_weights=model.encoder_weights,
+            ignore_remote_code=model.ignore_remote_code,
             profiles=profiles,
         )
         specs[model_id] = (spec, start)
@@ -222,5 +223,13 @@ def _shown(profiles: Profiles, entry_id: str) -> str:
 def _cells(row: ModelRow) -> tuple[str, ...]:
     if row.card is None:
         return (row.id, row.start, "-", "-", "-", row.source)
-    dims = ",".join(f"{output} {dim}" for output, dim in row.card.dims.items())
-    return (row.id, row.start, dims, str(row.card.max_sequence_length or "-"), row.card.architecture, row.source)
+    sizes = row.card.dims
+    outputs = ",".join(f"{output} {sizes[output]}" if output in sizes else output for output in row.card.wire_outputs)
+    return (
+        row.id,
+        row.start,
+        outputs or "-",
+        str(row.card.max_sequence_length or "-"),
+        row.card.architecture,
+        row.source,
+    )

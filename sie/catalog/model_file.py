@@ -35,6 +35,8 @@ class FileModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Only lowers the checkpoint's own."""
     encoder_weights: EncoderWeights | None = None
     """None: what the setting of this name says."""
+    ignore_remote_code: bool = False
+    """Whether an encoder that brings code along (`auto_map`) is served by transformers' own class, as if it brought none."""
     profiles: dict[str, Any] = {}
 
 

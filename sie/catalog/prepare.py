@@ -23,6 +23,7 @@ from sie.catalog.gguf_file import find_gguf
 from sie.catalog.hub import Progress, fetch
 from sie.catalog.lora import CONFIG_FILE, WEIGHTS_FILE
 from sie.catalog.spec import ModelSpec, RepositoryModel
+from sie.catalog.text_ends import with_text_ends
 from sie.catalog.tokenizer import convert_tokenizer
 from sie.catalog.weights import with_num_weights
 from sie.values.card import ModelCard
@@ -94,11 +95,12 @@ def prepare(request: Request, on_progress: Progress) -> ModelCard:
     card = make_card(spec, directory)
     if "auto_map" in open_checkpoint(card.id, card.directory).read_object("config.json"):
         on_progress(1.0, "checking the architecture")
-        read_model_config(card.id, card.directory)
+        read_model_config(card.id, card.directory, card.config_changes)
     if not card.tokenizer_file:
         on_progress(1.0, "converting the tokenizer")
         path = convert_tokenizer(card.id, card.directory, request.cache_dir)
         card = msgspec.structs.replace(card, tokenizer_file=path)
+    card = with_text_ends(card, request.cache_dir)
     if card.kind == "causal-reranker" and card.score is not None and card.score.template is None:
         on_progress(1.0, "reading the chat template")
         score = msgspec.structs.replace(card.score, template=read_pair_template(card))

@@ -159,6 +159,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Absolute path of the checkpoint; empty for a stub."""
     revision: str | None = None
     architecture: str = ""
+    config_changes: dict[str, Any] = {}
+    """What the model is built with in place of the values in config.json, for code that is not run."""
     inputs: tuple[str, ...] = ("text",)
     outputs: tuple[str, ...] = ("dense",)
     dims: dict[str, int] = {}
@@ -170,6 +172,9 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """As it is wanted; a load fails where it cannot be had."""
     tokenizer_file: str = ""
     """Absolute path of the `tokenizer.json` to use; empty when the worker takes text."""
+    first_token: str = ""
+    last_token: str = ""
+    """Tokens around every text that the tokenizer's configuration wants; a prepared card's tokenizer_file puts them."""
     lowercase: bool = False
     strip: bool = False
     """Whether texts lose surrounding white space before they are tokenised."""

@@ -263,7 +263,7 @@ def _read_model(card: ModelCard, choose_class: ChooseClass, unused: str | None =
     """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    config = read_model_config(card.id, card.directory)
+    config = read_model_config(card.id, card.directory, card.config_changes)
     config.use_cache = False  # a decoder would keep keys and values that nobody reads
     model, report = choose_class(card.id, config).from_pretrained(
         card.directory,

@@ -124,7 +124,25 @@ def test_a_template_out_of_bounds_is_refused(directory: Path) -> None:
         read(directory)
 
 
-@pytest.mark.parametrize("change", [{"is_causal": False}, {"use_bidirectional_attention": True}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"use_bidirectional_attention": "vision"},
+        {"use_bidirectional_attention": False},
+        {"use_bidirectional_attention": None},
+        {"is_causal": None},
+        {"is_causal": True},
+    ],
+)
+def test_one_whose_text_is_causal_generates(directory: Path, change: dict[str, Any]) -> None:
+    write(directory, "config.json", {**CONFIG, **change})
+    assert read(directory).kind == "generator"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"is_causal": False}, {"use_bidirectional_attention": True}, {"use_bidirectional_attention": "all"}],
+)
 def test_one_that_sees_both_ways_stays_an_encoder(directory: Path, change: dict[str, Any]) -> None:
     write(directory, "config.json", {**CONFIG, **change})
     assert read_card(ModelSpec(id="m"), str(directory)).kind == "encoder"

@@ -21,6 +21,7 @@ def test_a_section_says_where_a_model_is_and_how_it_is_asked(path):
         preload = true
         max_sequence_length = 256
         encoder_weights = "int8"
+        ignore_remote_code = true
 
         [models."org/a".profiles.default.options]
         query_template = "q: {text}"
@@ -38,6 +39,7 @@ def test_a_section_says_where_a_model_is_and_how_it_is_asked(path):
     assert model.directory == str(path.parent / "weights/a"), "beside the file, wherever the server is started"
     assert (model.revision, model.preload, model.max_sequence_length) == ("v1.2", True, 256)
     assert model.encoder_weights == "int8"
+    assert model.ignore_remote_code
     assert profiles == {"default": {"query_template": "q: {text}"}, "short": {"max_seq_length": 64}}
     _, inherited = models["intfloat/e5-small"]
     assert inherited["same"]["doc_template"] == "passage: {text}", "a built-in profile can be extended"
@@ -57,6 +59,7 @@ def test_a_section_says_where_a_model_is_and_how_it_is_asked(path):
         ("[models.a]\nrevision = '../x'", "'../x' is not a revision"),
         ("[models.a]\nmax_sequence_length = 0", "at `$.max_sequence_length`"),
         ("[models.a]\nencoder_weights = 'int4'", "at `$.encoder_weights`"),
+        ("[models.a]\nignore_remote_code = 1", "at `$.ignore_remote_code`"),
         ("[models.a.profiles]\np = 3", '[models."a"] profiles.p: a table is expected'),
         ("[models.a.profiles.p]\noption = {}", '[models."a"] profiles.p option: unknown key; did you mean options?'),
         ("[models.a.profiles.p]\nextends = 3", "at `$.extends`"),

@@ -195,9 +195,11 @@ def test_broken_request_is_an_error_line() -> None:
     assert isinstance(msgspec.json.decode(result.stdout, type=Message), Failed)
 
 
-@pytest.mark.parametrize(("model_type", "runs"), [("bert", True), ("bert-of-mine", False)])
+@pytest.mark.parametrize(
+    ("model_type", "ignored", "runs"), [("bert", True, True), ("bert", False, False), ("bert-of-mine", True, False)]
+)
 def test_remote_code_is_never_run(
-    write_files: Any, prepare: Prepare, tmp_path: Path, model_type: str, runs: bool
+    write_files: Any, prepare: Prepare, tmp_path: Path, model_type: str, ignored: bool, runs: bool
 ) -> None:
     canary = tmp_path / "canary"
     remote = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model", "AutoTokenizer": ["evil.T", "evil.T"]}
@@ -206,7 +208,8 @@ def test_remote_code_is_never_run(
         "tokenizer_config.json": {"auto_map": remote},
         "evil.py": f"open({str(canary)!r}, 'w').write('ran')".encode(),
     }
-    message = prepare(ModelSpec(id="a", directory=str(write_files(files))))
+    spec = ModelSpec(id="a", directory=str(write_files(files)), ignore_remote_code=ignored)
+    message = prepare(spec)
     assert isinstance(message, Ready) is runs
     if not runs:
         assert _error_class(message) == "CONFIG"

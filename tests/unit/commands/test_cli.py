@@ -268,6 +268,15 @@ def test_a_mistake_in_the_file_of_models_is_one_line_and_status_78(supervisor, c
     assert capsys.readouterr().err == expected
 
 
+def test_models_shows_every_output_and_the_size_of_those_with_one(capsys):
+    stubs = ["b=stub:generate", "c=stub:dense=8,sparse=9,score"]
+    assert cli.main(["models", *(part for stub in stubs for part in ("--model", stub))]) == 0
+    heading, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert heading[2] == "OUTPUTS"
+    assert [row[2] for row in rows] == ["generate", "dense"]
+    assert " ".join(rows[1][2:5]) == "dense 8,sparse 9,score"
+
+
 def test_models_as_json_can_be_read_back(capsys):
     assert cli.main(["models", "--json", "--model", STUB]) == 0
     (row,) = msgspec.json.decode(capsys.readouterr().out)

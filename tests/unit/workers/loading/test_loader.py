@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 
 from sie.catalog.directory import read_card
 from sie.catalog.spec import ModelSpec
+from sie.catalog.text_ends import with_text_ends
 from sie.config.generation import Generation
 from sie.values.errors import BadRequest, InputTooLong, ModelLoadFailed
 from sie.workers.loading.loader import load_encoder, load_generator
@@ -98,6 +101,81 @@ def test_causal_architecture_made_bidirectional_sees_both_sides(
     assert runner.execution.packed
     rows = runner.run_tokens(tokenize(runner.card, texts))
     np.testing.assert_allclose(rows, reference(directory, texts), rtol=2e-3, atol=2e-4)
+
+
+def test_mistral_embedder_is_pooled_at_the_end_of_text_that_its_settings_want(
+    make_checkpoint: Any, tokenize: Any, tmp_path: Path
+) -> None:
+    """As e5-mistral-7b-instruct, whose tokenizer.json puts no `</s>`: ids and pooling by hand, as its page has them."""
+    directory, texts = make_checkpoint("mistral", num_key_value_heads=2), ["w1 w2", "w3", "w5 " * 200]
+    _pool_last(directory)
+    raw = json.loads((directory / "tokenizer.json").read_text())
+    raw["post_processor"]["single"] = raw["post_processor"]["single"][:2]
+    raw["post_processor"]["pair"] = raw["post_processor"]["pair"][:3]
+    (directory / "tokenizer.json").write_text(json.dumps(raw))
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    settings.update(add_eos_token=True, bos_token="<s>", eos_token="</s>")
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    card = with_text_ends(read_card(ModelSpec(id="m"), str(directory)), str(tmp_path / "cache"))
+    words = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    ids = [[0, *words.encode(text, add_special_tokens=False).ids[:126], 2] for text in texts]
+    assert [list(row) for row in tokenize(card, texts)] == ids
+    rows = load_encoder(card, "cpu", "float32", _ignore_progress).run_tokens([np.array(row, np.int32) for row in ids])
+    model = transformers.AutoModel.from_pretrained(directory).eval()
+    with torch.no_grad():
+        expected = [model(torch.tensor([row])).last_hidden_state[0, -1].numpy() for row in ids]
+    np.testing.assert_allclose(rows, np.stack(expected), rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "code"),
+    [("qwen2", "modeling_qwen.Qwen2Model"), ("llama", "llama_bidirectional_model.LlamaBidirectionalModel")],
+)
+def test_decoder_whose_code_sees_both_ways_is_computed_so(
+    family: str, code: str, make_checkpoint: Any, tokenize: Any
+) -> None:
+    """Against the library's own layers, which are told to attend to everything by a mask of zeros."""
+    directory = make_checkpoint(family, num_key_value_heads=2, use_sliding_window=False)
+    model = transformers.AutoModel.from_pretrained(directory, attn_implementation="eager").eval()
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"auto_map": {"AutoModel": code}, "model_type": {"llama": "llama_bidirec"}.get(family, family)}
+    (directory / "config.json").write_text(json.dumps(config))
+    runner = _load(directory)
+    ids = tokenize(runner.card, _mixed_texts())
+    expected: list[np.ndarray] = []
+    for row in ids:
+        seen = torch.zeros(1, 1, len(row), len(row))
+        with torch.no_grad():
+            hidden = model(torch.tensor(row[None], dtype=torch.long), attention_mask=seen).last_hidden_state
+        expected.append(hidden[0].mean(0).numpy())
+    assert runner.execution.packed
+    np.testing.assert_allclose(runner.run_tokens(ids), np.stack(expected), rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "llama"])
+def test_decoder_that_is_made_to_see_both_ways_is_computed_so(family: str, make_checkpoint: Any, tokenize: Any) -> None:
+    directory = make_checkpoint(family, num_key_value_heads=2, use_sliding_window=False, sliding_window=None)
+    model = transformers.AutoModel.from_pretrained(directory, attn_implementation="eager").eval()
+    runner = _load(directory)
+    ids = tokenize(runner.card, ["w1 w2 w3 w4"])
+    causal = runner.run_tokens(ids)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "is_causal": False}))
+    rows = _load(directory).run_tokens(ids)
+    seen = torch.zeros(1, 1, len(ids[0]), len(ids[0]))
+    with torch.no_grad():
+        hidden = model(torch.tensor(ids[0][None], dtype=torch.long), attention_mask=seen).last_hidden_state
+    np.testing.assert_allclose(rows[0], hidden[0].mean(0).numpy(), rtol=2e-3, atol=2e-4)
+    assert _cosines(rows, causal)[0] < 0.999
+
+
+def _pool_last(directory: Path) -> None:
+    """Make a checkpoint one of sentence-transformers that takes the last token."""
+    names = (("", "Transformer"), ("1_Pooling", "Pooling"))
+    modules = [{"path": path, "type": f"sentence_transformers.models.{name}"} for path, name in names]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    (directory / "1_Pooling").mkdir()
+    (directory / "1_Pooling" / "config.json").write_text('{"pooling_mode": "lasttoken"}')
 
 
 @pytest.fixture(scope="module")
@@ -320,12 +398,36 @@ def test_remote_code_is_never_run(model_type: str, make_checkpoint: Any, tmp_pat
     config.update(auto_map=remote, model_type=model_type)
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "evil.py").write_text(f"open({str(canary)!r}, 'w').write('ran')\n")
+    with pytest.raises(ModelLoadFailed, match="auto_map"):
+        _load(directory)
+    card = read_card(ModelSpec(id="m", ignore_remote_code=True), str(directory))
     if model_type == "bert":
-        assert _load(directory).execution.packed
+        assert load_encoder(card, "cpu", "float32", _ignore_progress).execution.packed
     else:
         with pytest.raises(ModelLoadFailed, match="auto_map"):
-            _load(directory)
+            load_encoder(card, "cpu", "float32", _ignore_progress)
     assert not canary.exists()
+
+
+@pytest.mark.parametrize("is_encoder_decoder", [True, False])
+def test_encoder_of_t5_loads_whatever_its_config_calls_it(
+    is_encoder_decoder: bool, make_checkpoint: Any, tokenize: Any
+) -> None:
+    """transformers 5 saves a T5EncoderModel with `is_encoder_decoder` false."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    directory = make_checkpoint("t5", auto=transformers.AutoModelForTextEncoding, **sizes)
+    config = json.loads((directory / "config.json").read_text())
+    assert config["architectures"] == ["T5EncoderModel"]
+    (directory / "config.json").write_text(json.dumps({**config, "is_encoder_decoder": is_encoder_decoder}))
+    runner, texts = _load(directory), ["w1 w2 w3", "w4"]
+    rows = runner.run_tokens(tokenize(runner.card, texts))
+    model = transformers.T5EncoderModel.from_pretrained(directory).eval()
+    with torch.no_grad():
+        expected = [
+            model(torch.tensor(row[None], dtype=torch.long)).last_hidden_state[0].mean(0).numpy()
+            for row in tokenize(runner.card, texts)
+        ]
+    np.testing.assert_allclose(rows, np.stack(expected), rtol=2e-3, atol=2e-4)
 
 
 def test_architecture_without_a_text_encoder_is_refused(make_checkpoint: Any) -> None:

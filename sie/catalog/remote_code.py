@@ -1,0 +1,162 @@
+"""Owns what becomes of a checkpoint that brings Python code along (`auto_map`): none of it is ever run.
+
+transformers' own class for the checkpoint's `model_type` takes its place. `remote_code.toml` knows classes of well-known
+checkpoints and what they compute otherwise than the library's. An encoder with code that it does not know is refused, unless
+its section in the file of models says `ignore_remote_code = true`: code may change attention, pooling or tokens.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from importlib.resources import files
+from typing import Any, Final
+
+import msgspec
+
+from sie.catalog.files import Checkpoint, open_checkpoint, refuse
+from sie.catalog.generation import read_special_tokens
+from sie.values.card import ModelCard
+from sie.values.extract import Detection, TokenClassification
+
+SETTING: Final = "ignore_remote_code"
+_POOLINGS: Final = {"avg": "mean", "cls": "cls", "last": "lasttoken"}
+"""Values of `pooling` in config.json, as NVIDIA writes them, by our name."""
+
+
+class _Code(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry for models: what these classes do otherwise than the library's for the same model_type."""
+
+    classes: tuple[str, ...]
+    model_types: tuple[str, ...]
+    library_type: str = ""
+    """The model_type under which the library has the architecture, where it is another."""
+    bidirectional: bool = False
+    adds_eos: bool = False
+    names_pooling: bool = False
+    refusal: str = ""
+    """Why it cannot be served; empty if it can."""
+
+
+class _TokenizerCode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One entry for tokenizers that read as the library's do."""
+
+    classes: tuple[str, ...]
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: tuple[_Code, ...]
+    tokenizer: tuple[_TokenizerCode, ...]
+
+
+def replace_remote_code(card: ModelCard) -> ModelCard:
+    """Return the card of an encoder or a head on one, with what its own code would have changed.
+
+    Raises ModelLoadFailed by the name of the class that is not known, or that cannot be replaced.
+    """
+    transformer = open_checkpoint(card.id, card.directory)
+    config = transformer.read_object("config.json")
+    settings = transformer.read_object("tokenizer_config.json")
+    if tokenizer := _unknown_tokenizer(settings):
+        raise _unknown(card.id, tokenizer, "tokenizer_config.json", "read texts as other tokens")
+    reference = _model_class(config, _auto_class(card))
+    if not reference:
+        return card
+    code = _find(reference, str(config["model_type"]))
+    if code is None:
+        raise _unknown(card.id, reference, "config.json", "compute other values than transformers' own class")
+    if code.refusal:
+        raise refuse(card.id, f"{code.refusal}; {_advice(reference)}")
+    if code.names_pooling:
+        _check_pooling(card, config)
+    changes = _config_changes(card.id, reference, code, config)
+    return _with_eos(msgspec.structs.replace(card, config_changes=changes), transformer, code, settings)
+
+
+def _auto_class(card: ModelCard) -> str:
+    """Return the auto class that transformers would build the model with."""
+    if card.kind == "causal-reranker":
+        return "AutoModelForCausalLM"
+    if isinstance(card.extract, Detection):
+        return "AutoModelForZeroShotObjectDetection"
+    if isinstance(card.extract, TokenClassification):
+        return "AutoModelForTokenClassification"
+    if card.extract is not None or card.kind == "cross-encoder":
+        return "AutoModelForSequenceClassification"
+    is_masked_lm = card.sparse is not None and card.sparse.kind == "splade"
+    return "AutoModelForMaskedLM" if is_masked_lm else "AutoModel"
+
+
+def _model_class(config: dict[str, Any], auto_class: str) -> str:
+    """Return the class that would be built from the checkpoint's code, else of its configuration; empty for neither.
+
+    Source: transformers 5.23 auto_factory.py: an auto class that `auto_map` does not name builds the library's own.
+    """
+    named = config.get("auto_map")
+    if not isinstance(named, dict):
+        return ""
+    return _local(named.get(auto_class) or named.get("AutoConfig"))
+
+
+def _unknown_tokenizer(settings: dict[str, Any]) -> str:
+    """Return a class of a tokenizer that is the checkpoint's own and not known; empty when there is none."""
+    named = settings.get("auto_map")
+    found = named.get("AutoTokenizer") if isinstance(named, dict) else named  # transformers 4 wrote the pair alone, too
+    references = [_local(one) for one in (found if isinstance(found, list) else [found]) if one]
+    known = {name for entry in _known().tokenizer for name in entry.classes}
+    return next((reference for reference in references if reference not in known), "")
+
+
+def _local(reference: Any) -> str:
+    """Return a class reference without the repository that it is taken from."""
+    return str(reference or "").rpartition("--")[2]
+
+
+def _find(reference: str, model_type: str) -> _Code | None:
+    return next(
+        (code for code in _known().model if reference in code.classes and model_type in code.model_types),
+        None,
+    )
+
+
+def _config_changes(model_id: str, reference: str, code: _Code, config: dict[str, Any]) -> dict[str, Any]:
+    changes: dict[str, Any] = {"model_type": code.library_type} if code.library_type else {}
+    if not code.bidirectional:
+        return changes
+    if config.get("is_causal") is True:
+        reason = f"config.json sets is_causal, but {reference} sees both ways; newer revisions of such models say false"
+        raise refuse(model_id, f"{reason}. Otherwise {_advice(reference)}")
+    return {**changes, "is_causal": False}
+
+
+def _check_pooling(card: ModelCard, config: dict[str, Any]) -> None:
+    """Refuse a pooling that config.json names and the card does not have."""
+    named = config.get("pooling", "avg")
+    modes = card.pipeline[0].config["modes"] if card.pipeline else []
+    if modes != [_POOLINGS.get(named)]:
+        raise refuse(card.id, f"config.json pools by {named!r}, and its modules by {', '.join(modes) or 'nothing'}")
+
+
+def _with_eos(card: ModelCard, transformer: Checkpoint, code: _Code, settings: dict[str, Any]) -> ModelCard:
+    """Add the end of text that the code would put, unless the tokenizer's settings say that it would not."""
+    if not code.adds_eos or card.last_token or settings.get("add_eos_token") is False:
+        return card
+    token = read_special_tokens(settings, transformer.read_object("special_tokens_map.json")).get("eos_token")
+    if token is None:
+        raise refuse(card.id, "its code puts an eos_token behind every text, and tokenizer_config.json names none")
+    return msgspec.structs.replace(card, last_token=token)
+
+
+def _unknown(model_id: str, reference: str, file: str, effect: str) -> Exception:
+    reason = f"{file} names code of its own, {reference} (auto_map), which is never run and may {effect}"
+    return refuse(model_id, f"{reason}; {_advice(reference)}")
+
+
+def _advice(reference: str) -> str:
+    return f"`{SETTING} = true` in the model's section of the file of models serves it without {reference}"
+
+
+@cache
+def _known() -> _File:
+    text = files("sie.catalog").joinpath("remote_code.toml").read_text(encoding="utf-8")
+    return msgspec.convert(tomllib.loads(text), _File)
