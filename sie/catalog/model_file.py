@@ -35,6 +35,8 @@ class FileModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Only lowers the checkpoint's own."""
     encoder_weights: EncoderWeights | None = None
     """None: what the setting of this name says."""
+    accept_token_ids: bool = False
+    """Whether `/v1/embeddings` takes token ids, which have to be of the model's own tokenizer."""
     profiles: dict[str, Any] = {}
 
 

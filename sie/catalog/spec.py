@@ -68,7 +68,8 @@ class RepositoryModel(msgspec.Struct, frozen=True, kw_only=True):
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Where one served model comes from: a directory, a stub, a model repository, or (none set) the hub's `id`.
 
-    max_sequence_length, encoder_weights and profiles are the operator's own, from the file that `sie.catalog.model_file` reads.
+    max_sequence_length, encoder_weights, accept_token_ids and profiles are the operator's own, from the file that
+    `sie.catalog.model_file` reads.
     """
 
     id: str
@@ -79,6 +80,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     encoder_weights: EncoderWeights | None = None
     default_encoder_weights: EncoderWeights = "auto"
     """What holds for every encoder that has none of its own: the setting."""
+    accept_token_ids: bool = False
     profiles: dict[str, dict[str, Any]] = {}
     tensor: TensorSource | None = None
 

@@ -170,6 +170,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """As it is wanted; a load fails where it cannot be had."""
     tokenizer_file: str = ""
     """Absolute path of the `tokenizer.json` to use; empty when the worker takes text."""
+    accept_token_ids: bool = False
+    """Whether clients may send token ids of this tokenizer in place of texts to embed."""
     lowercase: bool = False
     strip: bool = False
     """Whether texts lose surrounding white space before they are tokenised."""

@@ -21,6 +21,7 @@ def test_a_section_says_where_a_model_is_and_how_it_is_asked(path):
         preload = true
         max_sequence_length = 256
         encoder_weights = "int8"
+        accept_token_ids = true
 
         [models."org/a".profiles.default.options]
         query_template = "q: {text}"
@@ -37,9 +38,10 @@ def test_a_section_says_where_a_model_is_and_how_it_is_asked(path):
     model, profiles = models["org/a"]
     assert model.directory == str(path.parent / "weights/a"), "beside the file, wherever the server is started"
     assert (model.revision, model.preload, model.max_sequence_length) == ("v1.2", True, 256)
-    assert model.encoder_weights == "int8"
+    assert (model.encoder_weights, model.accept_token_ids) == ("int8", True)
     assert profiles == {"default": {"query_template": "q: {text}"}, "short": {"max_seq_length": 64}}
-    _, inherited = models["intfloat/e5-small"]
+    other, inherited = models["intfloat/e5-small"]
+    assert not other.accept_token_ids
     assert inherited["same"]["doc_template"] == "passage: {text}", "a built-in profile can be extended"
 
 
@@ -56,6 +58,7 @@ def test_a_section_says_where_a_model_is_and_how_it_is_asked(path):
         ("[models.a]\ndirectory = ''", "at `$.directory`"),
         ("[models.a]\nrevision = '../x'", "'../x' is not a revision"),
         ("[models.a]\nmax_sequence_length = 0", "at `$.max_sequence_length`"),
+        ("[models.a]\naccept_token_ids = 1", "at `$.accept_token_ids`"),
         ("[models.a]\nencoder_weights = 'int4'", "at `$.encoder_weights`"),
         ("[models.a.profiles]\np = 3", '[models."a"] profiles.p: a table is expected'),
         ("[models.a.profiles.p]\noption = {}", '[models."a"] profiles.p option: unknown key; did you mean options?'),
