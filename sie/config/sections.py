@@ -140,8 +140,8 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=0,
             le=65536,
-            description="Most rows that a tensor model with a batch dimension and no configuration runs at once; 0: it "
-            "has no batch dimension.",
+            description="Most rows of a request to a tensor model with a batch dimension whose configuration does not say "
+            "it; 0: it has no batch dimension.",
         ),
     ] = 64
     dtype: Annotated[

@@ -67,6 +67,10 @@ def _no_generator() -> NoReturn:
     raise AssertionError("no model here generates")
 
 
+JOINED = "dynamic_batching { }"
+"""A configuration that lets requests run together."""
+
+
 class Office:
     """A rig whose workers have tensor models, and a frontend's way to them."""
 
@@ -201,7 +205,7 @@ def affine(arrays: dict[str, Any]) -> Any:
 
 @in_office()
 async def test_requests_that_wait_together_run_as_one_and_are_cut_apart(office: Office):
-    office.add("m", onnx_models.affine())
+    office.add("m", onnx_models.affine(), JOINED)
     asked = [rows(n, seed=n) for n in (1, 3, 2, 4)]
     answers = await office.answer(*[office.ask("m", arrays) for arrays in asked])
     for arrays, answer in zip(asked, answers, strict=True):
@@ -221,7 +225,7 @@ async def test_a_batch_is_never_over_the_models_own_limit(office: Office):
 
 @in_office()
 async def test_only_requests_of_one_shape_and_one_wish_share_a_step(office: Office):
-    office.add("m", onnx_models.identity(shape=("n", "w")))
+    office.add("m", onnx_models.identity(shape=("n", "w")), JOINED)
     asked = [np.full(shape, index, np.float32) for index, shape in enumerate([(1, 2), (2, 2), (1, 3)])]
     tasks = [office.ask("m", {"x": values}) for values in asked]
     answers = await office.answer(*tasks, office.ask("m", {"x": asked[0]}, outputs=("y",)))
@@ -230,9 +234,15 @@ async def test_only_requests_of_one_shape_and_one_wish_share_a_step(office: Offi
     assert office.num_steps == 3
 
 
-@in_office()
-async def test_a_model_without_a_batch_dimension_runs_each_request_alone(office: Office):
-    office.add("m", onnx_models.softmax_over_rows())
+@pytest.mark.parametrize("dimension", ["seq_length", "batch"])
+@pytest.mark.parametrize("config", ["", "version_policy { all { } }"])
+def test_requests_run_alone_unless_the_configuration_asks_to_join_them(dimension: str, config: str, tmp_path: Path):
+    """Nothing in the file of a softmax over rows tells that they depend on each other."""
+    in_office()(lambda office: _assert_alone(office, dimension, config))(tmp_path)
+
+
+async def _assert_alone(office: Office, dimension: str, config: str) -> None:
+    office.add("m", onnx_models.softmax_over_rows(dimension), config)
     asked = [np.arange(2 * n, dtype=np.float32).reshape(n, 2) for n in (1, 2, 2)]
     answers = await office.answer(*[office.ask("m", {"x": values}) for values in asked])
     for values, answer in zip(asked, answers, strict=True):
@@ -266,7 +276,7 @@ async def test_requests_of_one_form_are_judged_by_their_own_bytes(office: Office
 
 @in_office()
 async def test_inputs_may_come_in_any_order(office: Office):
-    office.add("m", onnx_models.affine())
+    office.add("m", onnx_models.affine(), JOINED)
     arrays = rows(2)
     backwards = {"a": arrays["a"], "x": arrays["x"]}
     for answer in await office.answer(office.ask("m", arrays), office.ask("m", backwards)):
@@ -292,7 +302,7 @@ def test_every_number_comes_back_as_it_was(tmp_path: Path, datatype: str):
 
 @in_office()
 async def test_bf16_crosses_as_its_bits(office: Office):
-    office.add("m", onnx_models.identity("BF16"))
+    office.add("m", onnx_models.identity("BF16"), JOINED)
     bits = np.array([[0x3F80, 0x4049]], np.uint16)  # 1 and about pi
     asked = [Tensor("x", "BF16", (1, 2), memoryview((bits + index).tobytes())) for index in range(2)]
     answers = await office.answer(*[office.ask("m", {"x": value}) for value in asked])
@@ -303,7 +313,7 @@ async def test_bf16_crosses_as_its_bits(office: Office):
 
 @in_office()
 async def test_strings_go_both_ways(office: Office):
-    office.add("m", onnx_models.identity("BYTES"))
+    office.add("m", onnx_models.identity("BYTES"), JOINED)
     one = strings("x", ["é\0".encode(), b""], (1, 2))
     two = strings("x", [b"a", b"b" * 1000, b"", "\U0001f600".encode()], (2, 2))
     first, second = await office.answer(office.ask("m", {"x": one}), office.ask("m", {"x": two}))
@@ -314,7 +324,7 @@ async def test_strings_go_both_ways(office: Office):
 
 @in_office()
 async def test_a_model_of_texts_refuses_bytes_that_are_none(office: Office):
-    office.add("m", onnx_models.identity("BYTES"))
+    office.add("m", onnx_models.identity("BYTES"), JOINED)
     bad, good = await office.answer(
         office.ask("m", {"x": strings("x", [b"\xff", b""], (1, 2))}),
         office.ask("m", {"x": strings("x", [b"a", b"b"], (1, 2))}),
@@ -326,7 +336,7 @@ async def test_a_model_of_texts_refuses_bytes_that_are_none(office: Office):
 
 @in_office()
 async def test_what_the_model_rejects_is_the_clients_fault_and_its_neighbours_are_answered(office: Office):
-    office.add("m", onnx_models.lookup())
+    office.add("m", onnx_models.lookup(), JOINED)
     good, bad, also_good = await office.answer(*[office.ask("m", {"i": np.array([i])}) for i in (1, 9, 2)])
     np.testing.assert_array_equal(good["y"], [[0, 1, 0, 0]])
     np.testing.assert_array_equal(also_good["y"], [[0, 0, 1, 0]])
@@ -341,7 +351,7 @@ async def test_a_model_that_mixes_its_rows_up_is_run_request_by_request(office: 
     content = onnx_models.model(
         nodes, [onnx_models.value("x", "FP32", ("n", 1))], [onnx_models.value("y", "FP32", ("m", 1))]
     )
-    office.add("m", content)
+    office.add("m", content, JOINED)
     asked = [np.full((1, 1), value, np.float32) for value in (1, 2)]
     answers = await office.answer(*[office.ask("m", {"x": values}) for values in asked])
     assert [answer["y"].tolist() for answer in answers] == [[[1], [1]], [[2], [2]]]
@@ -621,7 +631,7 @@ def test_real_models_answer_as_onnxruntime_alone_and_batched(tmp_path: Path, nam
 
     @in_office(request_segment_bytes=8 << 20, reply_segment_bytes=16 << 20, large_extent_bytes=4 << 20)
     async def run(office: Office) -> None:
-        office.add(name, path.read_bytes())
+        office.add(name, path.read_bytes(), JOINED)
         session = onnxruntime.InferenceSession(str(path))
         feeds = [feed() for _ in range(3)]
         (alone,) = await office.answer(office.ask(name, feeds[0]))
