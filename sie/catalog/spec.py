@@ -40,6 +40,8 @@ class TensorSource(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     default_max_batch_size: int = 0
     """For a model with a batch dimension and no configuration."""
+    probes_batching: bool = False
+    """Whether such a model is tried at load, to see if it may join requests."""
     stamp: str = ""
     """Another text once the model's files have changed."""
 
@@ -85,12 +87,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     tensor: TensorSource | None = None
 
 
-def repository_specs(model: RepositoryModel, default_max_batch_size: int) -> list[ModelSpec]:
+def repository_specs(
+    model: RepositoryModel, default_max_batch_size: int, *, probes_batching: bool = False
+) -> list[ModelSpec]:
     """Return the spec of each version of a repository's model."""
     sources = [
         TensorSource(
             repository=model.repository, name=model.name, version=version, stamp=stamp,
-            default_max_batch_size=default_max_batch_size,
+            default_max_batch_size=default_max_batch_size, probes_batching=probes_batching,
         )
         for version, stamp in zip(model.versions, model.stamps, strict=True)
     ]  # fmt: skip

@@ -101,10 +101,12 @@ class Office:
         self.rig.attach(worker)
         return worker
 
-    def add(self, name: str, content: bytes, config: str = "") -> ModelCard:
+    def add(self, name: str, content: bytes, config: str = "", *, probes: bool = False) -> ModelCard:
         """Write a model, load it and return its card."""
         onnx_models.write(self._repository, name, content, config=config)
-        source = TensorSource(repository=str(self._repository), name=name, version="1", default_max_batch_size=16)
+        source = TensorSource(
+            repository=str(self._repository), name=name, version="1", default_max_batch_size=16, probes_batching=probes
+        )
         return self.load(read_tensor_card(ModelSpec(id=source.hosted_id, directory=source.folder, tensor=source)))
 
     def add_program(self, module: torch.nn.Module, args: Any, config: str = "", **shapes: Any) -> ModelCard:
@@ -249,6 +251,63 @@ async def _assert_alone(office: Office, dimension: str, config: str) -> None:
         exponents = np.exp(values - values.max(axis=0))
         np.testing.assert_allclose(answer["y"], exponents / exponents.sum(axis=0), rtol=1e-5)
     assert office.num_steps == 3
+
+
+@in_office()
+async def test_a_probe_joins_requests_to_a_model_that_treats_each_row_alone(office: Office):
+    office.add("m", onnx_models.affine(), probes=True)
+    asked = [rows(n, seed=n) for n in (1, 3, 2)]
+    answers = await office.answer(*[office.ask("m", arrays) for arrays in asked])
+    for arrays, answer in zip(asked, answers, strict=True):
+        np.testing.assert_allclose(answer["y"], affine(arrays), rtol=1e-5)
+    assert office.num_steps == 1
+
+
+@pytest.mark.parametrize("datatype", [name for name in DATATYPES if name != "BYTES"])
+def test_a_probe_takes_numbers_of_every_type_and_any_size(datatype: str, tmp_path: Path):
+    @in_office()
+    async def run(office: Office) -> None:
+        office.add("m", onnx_models.identity(datatype, ("n", "w", 3)), probes=True)
+        values = np.zeros((1, 2, 3), DATATYPES[datatype])
+        asked = [Tensor("x", datatype, (1, 2, 3), memoryview(values.tobytes())) for _ in range(2)]
+        await office.answer(*[office.ask("m", {"x": value}) for value in asked])
+        assert office.num_steps == 1
+
+    run(tmp_path)
+
+
+def mean_over_rows() -> bytes:
+    """Return a model that takes the rows' mean from each, as a normalisation that was left in training does."""
+    axes = onnx_models.numpy_helper.from_array(np.array([0]), "axes")
+    nodes = [
+        onnx_models.helper.make_node("ReduceMean", ["x", "axes"], ["mean"], keepdims=1),
+        onnx_models.helper.make_node("Sub", ["x", "mean"], ["y"]),
+    ]
+    inputs, outputs = ([onnx_models.value(name, "FP32", ("n", 2))] for name in "xy")
+    return onnx_models.model(nodes, inputs, outputs, [axes])
+
+
+def fixed_rows() -> bytes:
+    """Return a model that says it takes any number of rows, and takes three alone."""
+    shape = onnx_models.numpy_helper.from_array(np.array([3, 2]), "s")
+    nodes = [onnx_models.helper.make_node("Reshape", ["x", "s"], ["y"])]
+    inputs, outputs = ([onnx_models.value(name, "FP32", ("n", 2))] for name in "xy")
+    return onnx_models.model(nodes, inputs, outputs, [shape])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [onnx_models.softmax_over_rows("batch"), mean_over_rows(), fixed_rows(), onnx_models.identity("BYTES")],
+    ids=["softmax", "mean", "fixed", "strings"],
+)
+def test_a_probe_leaves_requests_apart_where_rows_meet_or_cannot_be_tried(content: bytes, tmp_path: Path):
+    @in_office()
+    async def run(office: Office) -> None:
+        card = office.add("m", content, probes=True)
+        rule = office.worker.runners[card.id].card.tensor
+        assert (rule.probes_batching, rule.joins_requests) == (True, False)
+
+    run(tmp_path)
 
 
 @in_office()
