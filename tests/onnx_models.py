@@ -60,10 +60,10 @@ def affine() -> bytes:
     return model(nodes, inputs, [value("y", "FP32", ("batch", 2))], [weights])
 
 
-def softmax_over_rows() -> bytes:
-    """Return a model whose first dimension is no batch, though its file says nothing of that."""
-    return model([helper.make_node("Softmax", ["x"], ["y"], axis=0)], [value("x", "FP32", ("seq_length", 2))],
-                 [value("y", "FP32", ("seq_length", 2))])  # fmt: skip
+def softmax_over_rows(dimension: str = "seq_length") -> bytes:
+    """Return a model whose rows depend on each other, though its file says nothing of that but a dimension's name."""
+    return model([helper.make_node("Softmax", ["x"], ["y"], axis=0)], [value("x", "FP32", (dimension, 2))],
+                 [value("y", "FP32", (dimension, 2))])  # fmt: skip
 
 
 def lookup() -> bytes:

@@ -30,6 +30,12 @@ def complete_card(card: ModelCard, spec: ModelSpec) -> ModelCard:
         card = msgspec.structs.replace(card, encoder_weights=weights)
     elif spec.encoder_weights is not None:
         raise refuse(card.id, f"encoder_weights is for encoders of texts and classifiers, not for a {card.kind}")
+    if spec.accept_token_ids:
+        if not card.tokenizer_file or "dense" not in card.outputs:
+            raise refuse(
+                card.id, f"accept_token_ids is for models that give dense vectors of token ids, not for a {card.kind}"
+            )
+        card = msgspec.structs.replace(card, accept_token_ids=True)
     return _with_profiles(card, spec)
 
 

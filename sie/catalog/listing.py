@@ -97,6 +97,7 @@ def _add_from_file(loaded: Loaded, specs: dict[str, tuple[ModelSpec, Start]]) ->
             max_sequence_length=model.max_sequence_length,
             encoder_weights=model.encoder_weights,
             ignore_remote_code=model.ignore_remote_code,
+            accept_token_ids=model.accept_token_ids,
             profiles=profiles,
         )
         specs[model_id] = (spec, start)
@@ -157,6 +158,8 @@ def render_table(rows: list[ModelRow]) -> str:
             lines += [f"  {entry}: {_shown(row.profiles, entry)}" for entry in entries]
         if row is not None and row.card is not None and row.card.encoder_weights != "auto":
             lines.append(f"  encoder_weights: {row.card.encoder_weights}")
+        if row is not None and row.card is not None and row.card.accept_token_ids:
+            lines.append("  accept_token_ids: true")
         if row is not None and row.error:
             lines.append(f"  cannot be served: {row.error}")
         if row is not None and row.loras:

@@ -37,6 +37,8 @@ class FileModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """None: what the setting of this name says."""
     ignore_remote_code: bool = False
     """Whether an encoder that brings code along (`auto_map`) is served by transformers' own class, as if it brought none."""
+    accept_token_ids: bool = False
+    """Whether `/v1/embeddings` takes token ids, which have to be of the model's own tokenizer."""
     profiles: dict[str, Any] = {}
 
 

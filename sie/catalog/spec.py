@@ -40,6 +40,8 @@ class TensorSource(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     default_max_batch_size: int = 0
     """For a model with a batch dimension and no configuration."""
+    probes_batching: bool = False
+    """Whether such a model is tried at load, to see if it may join requests."""
     stamp: str = ""
     """Another text once the model's files have changed."""
 
@@ -68,7 +70,7 @@ class RepositoryModel(msgspec.Struct, frozen=True, kw_only=True):
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Where one served model comes from: a directory, a stub, a model repository, or (none set) the hub's `id`.
 
-    max_sequence_length, encoder_weights, ignore_remote_code and profiles are the operator's own, from the file that
+    max_sequence_length, encoder_weights, ignore_remote_code, accept_token_ids and profiles are the operator's own, from the file that
     `sie.catalog.model_file` reads.
     """
 
@@ -82,16 +84,19 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What holds for every encoder that has none of its own: the setting."""
     ignore_remote_code: bool = False
     """Whether an encoder whose code is not known is served by transformers' own class."""
+    accept_token_ids: bool = False
     profiles: dict[str, dict[str, Any]] = {}
     tensor: TensorSource | None = None
 
 
-def repository_specs(model: RepositoryModel, default_max_batch_size: int) -> list[ModelSpec]:
+def repository_specs(
+    model: RepositoryModel, default_max_batch_size: int, *, probes_batching: bool = False
+) -> list[ModelSpec]:
     """Return the spec of each version of a repository's model."""
     sources = [
         TensorSource(
             repository=model.repository, name=model.name, version=version, stamp=stamp,
-            default_max_batch_size=default_max_batch_size,
+            default_max_batch_size=default_max_batch_size, probes_batching=probes_batching,
         )
         for version, stamp in zip(model.versions, model.stamps, strict=True)
     ]  # fmt: skip

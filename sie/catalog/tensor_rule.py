@@ -109,6 +109,7 @@ def _make_rule(model: Checkpoint, source: TensorSource, config: Any, signature: 
     missing = [value.name for value in signature.inputs if value.name not in {spec.name for spec in inputs}]
     if missing:
         raise refuse(model.id, f"{CONFIG_FILE}: the model also needs input {missing[0]!r}")
+    joins = bool(batch) and (config.HasField("max_batch_size") or config.HasField("dynamic_batching"))
     return TensorRule(
         name=source.name,
         version=source.version,
@@ -116,6 +117,8 @@ def _make_rule(model: Checkpoint, source: TensorSource, config: Any, signature: 
         inputs=inputs,
         outputs=_merge(model, "output", config.output, signature.outputs, batch),
         max_batch_size=batch,
+        joins_requests=joins,
+        probes_batching=bool(batch) and not joins and source.probes_batching,
         image_colors=_image_colors(model, config),
         **read_queue_rule(model.id, config)._asdict(),
     )
@@ -252,7 +255,7 @@ def complete_config(config: Any, rule: TensorRule, file: str) -> None:
     _complete_tensors(config.output, rule.outputs, rule.max_batch_size)
     if not config.instance_group:
         config.instance_group.add(name=rule.name, count=1)
-    if rule.max_batch_size and config.WhichOneof("scheduling_choice") is None:
+    if rule.joins_requests and config.WhichOneof("scheduling_choice") is None:
         config.dynamic_batching.SetInParent()
 
 

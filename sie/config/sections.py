@@ -140,10 +140,17 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=0,
             le=65536,
-            description="Most rows that a tensor model with a batch dimension and no configuration runs at once; 0: it "
-            "has no batch dimension.",
+            description="Most rows of a request to a tensor model with a batch dimension whose configuration does not say "
+            "it; 0: it has no batch dimension.",
         ),
     ] = 64
+    probe_batching: Annotated[
+        bool,
+        Meta(
+            description="Whether an ONNX model with a batch dimension, whose configuration does not ask to join requests, is "
+            "tried with random rows when it loads, and joins them where each row gives the same alone and beside others."
+        ),
+    ] = False
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="Number format of the weights; auto is bfloat16 where the device computes in it."),

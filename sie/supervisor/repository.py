@@ -34,6 +34,7 @@ class Repositories:
         self._directories = tuple(str(Path(directory).absolute()) for directory in models.repositories)
         self._is_explicit = models.repository_control == "explicit"
         self._default_max_batch_size = models.default_max_batch_size
+        self._probes_batching = models.probe_batching
         self._book = book
         self._loads = loads
         self._preparer = preparer
@@ -149,7 +150,7 @@ class Repositories:
             _log.error("%s", model.reason)
             return []
         self._forget_reason(model)
-        specs = repository_specs(model, self._default_max_batch_size)
+        specs = repository_specs(model, self._default_max_batch_size, probes_batching=self._probes_batching)
         return [record for record in map(self._add, specs) if record is not None]
 
     def _add(self, spec: ModelSpec) -> Record | None:

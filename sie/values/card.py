@@ -175,6 +175,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     first_token: str = ""
     last_token: str = ""
     """Tokens around every text that the tokenizer's configuration wants; a prepared card's tokenizer_file puts them."""
+    accept_token_ids: bool = False
+    """Whether clients may send token ids of this tokenizer in place of texts to embed."""
     lowercase: bool = False
     strip: bool = False
     """Whether texts lose surrounding white space before they are tokenised."""

@@ -80,6 +80,10 @@ class TensorRule(msgspec.Struct, frozen=True, kw_only=True):
     outputs: tuple[TensorSpec, ...]
     max_batch_size: int = 0
     """Most rows of a request, and of requests that run together; 0: the model has no batch dimension."""
+    joins_requests: bool = False
+    """Whether rows of different requests may run as one batch, since the configuration says that they do not meet."""
+    probes_batching: bool = False
+    """Whether its worker tries rows alone and together at load, and joins requests where they give the same."""
     image_colors: Literal["BGR", "RGB"] = "BGR"
     """The order of colours in which it sees encoded images."""
     num_priorities: int = 0

@@ -10,6 +10,7 @@ import json
 import struct
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     onnx_models.write(folder, "batched", onnx_models.identity(), "2", BATCHED + "\nversion_policy { all {} }")
     onnx_models.write(folder, "labelled", onnx_models.identity(), config=LABELLED)
     (folder / "labelled" / "labels.txt").write_text("cold\nwarm\n")
-    onnx_models.write(folder, "affine", onnx_models.affine())
+    onnx_models.write(folder, "affine", onnx_models.affine(), config="dynamic_batching { }")
+    onnx_models.write(folder, "row_softmax", onnx_models.softmax_over_rows("batch"))
     onnx_models.write(folder, "one_text", onnx_models.identity("BYTES", (1,)), config="max_batch_size: 0")
     onnx_models.write(folder, "lookup", onnx_models.lookup())
     onnx_models.write(folder, "broken", b"no model")
@@ -110,6 +112,29 @@ def test_a_model_of_two_inputs_is_what_onnxruntime_computes(client: triton.Infer
     expected = session.run(None, {"x": x, "a": a})[0]
     found = client.infer("affine", [an_input(a, "a"), an_input(x)]).as_numpy("y")
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_clients_of_a_model_without_a_configuration_never_share_a_batch(server: Server):
+    """Its rows depend on each other, so an answer beside another client's rows would be a mixture."""
+    wrong: list[str] = []
+
+    def ask(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        with triton.InferenceServerClient(f"127.0.0.1:{server.port}") as client:
+            for _ in range(40):
+                x = rng.standard_normal((int(rng.integers(1, 5)), 2), np.float32)
+                found = client.infer("row_softmax", [an_input(x)]).as_numpy("y")
+                if not np.allclose(found, np.exp(x) / np.exp(x).sum(axis=0), rtol=1e-5, atol=1e-5):
+                    wrong.append(f"seed {seed}")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, range(8)))
+    assert not wrong
+    with triton.InferenceServerClient(f"127.0.0.1:{server.port}") as client:
+        config = client.get_model_config("row_softmax")
+        assert client.get_model_metadata("row_softmax")["inputs"][0]["shape"] == [-1, 2]
+    assert (config["max_batch_size"], config["input"][0]["dims"]) == (64, [2])
+    assert "dynamic_batching" not in config
 
 
 def test_sixteen_clients_at_once_get_each_its_own(server: Server):

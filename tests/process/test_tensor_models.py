@@ -52,3 +52,14 @@ def test_explicit_control_loads_nothing_by_itself(tmp_path: Path):
         refused = encode(server.port, "good/versions/1", ["x"])
         assert (refused.status, refused.code()) == (503, "MODEL_NOT_LOADED")
         assert get(server.port, "/v1/models/good/versions/1").json()["state"] == "available"
+
+
+def test_models_are_tried_for_batches_when_the_operator_asks_for_it(tmp_path: Path):
+    onnx_models.write(tmp_path, "alone", onnx_models.affine())
+    onnx_models.write(tmp_path, "mixed", onnx_models.softmax_over_rows("batch"))
+    onnx_models.write(tmp_path, "said", onnx_models.softmax_over_rows("batch"), config="dynamic_batching { }")
+    with start_server("--model-repository", str(tmp_path), "--probe-batching") as server:
+        server.log_line("mixed: requests are not joined: rows give other values beside others", START_TIMEOUT_S)
+        log = server.output.text()
+    assert "alone: requests are not joined" not in log
+    assert "said: requests are not joined" not in log

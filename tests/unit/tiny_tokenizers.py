@@ -39,6 +39,14 @@ def byte_level_in_sequence() -> Tokenizer:
 
 
 @functools.cache
+def byte_level_and_strip() -> Tokenizer:
+    """Return the same with a decoder that also drops a space before the whole text."""
+    tokenizer = Tokenizer.from_str(byte_level().to_str())
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    return tokenizer
+
+
+@functools.cache
 def sentence_piece(*, strips: bool = True) -> Tokenizer:
     """Return one with a mark for spaces and a token for each byte, as those of Llama 2 (strips) and Gemma have."""
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -1,16 +1,17 @@
 """Owns the text of tokens that come one by one. Pure.
 
-Whatever the pieces in which tokens come, the texts joined are that of all of them decoded at once, and no piece ends within
-a character.
+Whatever the pieces in which tokens come, the texts joined are that of all of them decoded at once. A character comes with
+the token that completes it. Bytes that no token completes become U+FFFD.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Final, Protocol
 
 _MAX_BEFORE: Final = 16
+_REPLACEMENT: Final = "\ufffd"
 
 
 class TokenDecoder(Protocol):
@@ -45,37 +46,61 @@ class ByteDecoder:
 class TextDecoder:
     """Decode tokens whose text depends on those before them: a word behind another one has a space, the first has none.
 
-    byte_ids are tokens that stand for one byte each where no other token fits. A run of them is decoded as a whole, since
-    one byte that is no UTF-8 makes U+FFFD of all of them (`tokenizers`, ByteFallback), so it is held until it ends; a
-    token that decode skips does not end it.
+    bytes_of are the tokens that stand for one byte each where no other token fits: none, or one for each byte. Decoded at
+    once, a run of them with one broken byte is U+FFFD throughout (`tokenizers`, ByteFallback). Here each character comes
+    when it is complete, as from `tokenizers`' DecodeStream, and broken bytes count as the bytes of U+FFFD.
     """
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], byte_ids: Container[int], skipped: Container[int]
+        self, decode: Callable[[Sequence[int]], str], bytes_of: Mapping[int, int], skipped: Container[int]
     ) -> None:
         self._decode = decode
-        self._byte_ids = byte_ids
+        self._bytes_of = bytes_of
+        self._id_of = {byte: token_id for token_id, byte in bytes_of.items()}
         self._skipped = skipped
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        """Holds the bytes of a character that is not complete."""
         self._before: list[int] = []
         """The latest tokens that gave text, and those behind them that gave none."""
-        self._held: list[int] = []
+        self._num_shown = 0
+        """Characters of their text that were returned."""
+        self._held = ""
+        """The last character of their text while it is U+FFFD, since the next token may complete it."""
 
     def push(self, token_id: int) -> str:
         """See `TokenDecoder`."""
-        if token_id in self._byte_ids or (self._held and token_id in self._skipped):
-            self._held.append(token_id)
+        if token_id in self._skipped:
             return ""
-        text = self._take(self._held) if self._held else ""
-        return text + self._take([token_id])
+        byte = self._bytes_of.get(token_id)
+        if byte is None:
+            return self._take([*self._spell(self._utf8.decode(b"", final=True)), token_id])
+        complete = self._utf8.decode(bytes((byte,)))
+        return self._take(self._spell(complete)) if complete else ""
 
     def flush(self) -> str:
         """See `TokenDecoder`."""
-        return self._take(self._held) if self._held else ""
+        broken = self._utf8.decode(b"", final=True)
+        text = self._take(self._spell(broken)) if broken else ""
+        return text + self._held
+
+    def _spell(self, text: str) -> list[int]:
+        return [self._id_of[byte] for byte in text.encode()]
 
     def _take(self, token_ids: list[int]) -> str:
-        before = self._decode(self._before) if self._before else ""
-        text = self._decode([*self._before, *token_ids])[len(before) :]
-        # Without text they may still decide how the next one begins, and so does what was before them.
-        self._before = list(token_ids) if text else [*self._before, *token_ids][-_MAX_BEFORE:]
-        self._held = []
+        self._before += token_ids
+        whole = self._decode(self._before)
+        is_cut = whole.endswith(_REPLACEMENT) and token_ids[-1] not in self._bytes_of
+        self._held = _REPLACEMENT if is_cut else ""
+        text = whole[self._num_shown : len(whole) - len(self._held)]
+        if text and not self._held:
+            self._cut(len(token_ids))
+        elif len(self._before) > _MAX_BEFORE:
+            # Without text they may still decide how the next one begins, and so does what was before them.
+            self._cut(_MAX_BEFORE)
+        else:
+            self._num_shown += len(text)
         return text
+
+    def _cut(self, num_tokens: int) -> None:
+        self._before = self._before[-num_tokens:]
+        self._num_shown = len(self._decode(self._before)) - len(self._held)

@@ -124,15 +124,15 @@ class FileVocabulary:
     def __init__(self, card: ModelCard, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.size = card.vocab_size or tokenizer.get_vocab_size()
-        self._is_byte_level = _is_byte_level(tokenizer.decoder)
-        """Whether tokens stand for bytes, one character each, and for nothing else."""
+        steps = _decoder_steps(tokenizer.decoder)
+        self._is_byte_level = "ByteLevel" in steps
+        """Whether each character of a token stands for a byte."""
+        self._only_joins_bytes = steps == ["ByteLevel"]
         self._special_ids = {
             token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         }
         self._special = frozenset(self._special_ids.values())
-        self._byte_ids = frozenset(
-            token_id for byte in range(_NUM_BYTES) if (token_id := tokenizer.token_to_id(f"<0x{byte:02X}>")) is not None
-        )
+        self._bytes_of = _byte_tokens(tokenizer) if "ByteFallback" in steps else {}
         self._anchors = [(text, self._ids(text, whole=False)) for text in _ANCHORS]
         self.token_bytes = functools.lru_cache(maxsize=65536)(self._token_bytes)
 
@@ -164,14 +164,14 @@ class FileVocabulary:
         """See `Vocabulary`."""
         found = {self._special_ids[text] for text in kept if text in self._special_ids}
         skipped = self._special - found if found else self._special
-        if self._is_byte_level:
+        if self._only_joins_bytes:
             return ByteDecoder(self.token_bytes, skipped)
 
         def decode(ids: Sequence[int]) -> str:
             shown = [token_id for token_id in ids if token_id not in skipped] if found else list(ids)
             return self._tokenizer.decode(shown, skip_special_tokens=not found)
 
-        return TextDecoder(decode, self._byte_ids, skipped)
+        return TextDecoder(decode, self._bytes_of, skipped)
 
     def token_id(self, name: str) -> int | None:
         """See `Vocabulary`."""
@@ -199,14 +199,22 @@ class FileVocabulary:
         return (" " + text if token.startswith(_SPACE) and not text.startswith(" ") else text).encode()
 
 
-def _is_byte_level(decoder: decoders.Decoder | None) -> bool:
-    """Tell a decoder that joins bytes and does nothing else, by itself or as the only one of a sequence."""
+def _decoder_steps(decoder: decoders.Decoder | None) -> list[str]:
+    """Return the types of a decoder's steps in their order, those of nested sequences among them."""
     if decoder is None:
-        return False
-    form = msgspec.json.decode(decoder.__getstate__(), type=_DecoderForm)
-    while form.type == "Sequence" and len(form.decoders) == 1:
-        form = form.decoders[0]
-    return form.type == "ByteLevel"
+        return []
+
+    def steps(form: _DecoderForm) -> list[str]:
+        return [step for part in form.decoders for step in steps(part)] if form.type == "Sequence" else [form.type]
+
+    return steps(msgspec.json.decode(decoder.__getstate__(), type=_DecoderForm))
+
+
+def _byte_tokens(tokenizer: tokenizers.Tokenizer) -> dict[int, int]:
+    """Return the byte of each token that stands for one; nothing where some bytes have no token."""
+    ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(_NUM_BYTES)]
+    found = {token_id: byte for byte, token_id in enumerate(ids) if token_id is not None}
+    return found if len(found) == _NUM_BYTES else {}
 
 
 @functools.cache

@@ -109,13 +109,13 @@ def resolve_rerank(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
 def resolve_embeddings(request: EncodeRequest, card: ModelCard) -> EncodeRequest:
     """Return the request with the default profile's options, and the outputs that this route always has: dense, float32.
 
-    Raises BadRequest for a model without dense vectors, for token arrays to a model that reads text, and for
+    Raises BadRequest for a model without dense vectors, for token ids to a model that does not take them, and for
     `dimensions` that the model cannot be cut to.
     """
     if not gives(card, "dense"):
         raise BadRequest(f"Model '{card.id}' does not support embeddings", extras={"param": "model"})
-    if request.token_lists is not None and not card.tokenizer_file:
-        raise BadRequest(f"Model '{card.id}' requires text input, not token arrays", extras={"param": "input"})
+    if request.token_lists is not None and not card.accept_token_ids:
+        raise _refused_token_ids(card)
     if request.dimensions is not None:
         _check_dimensions(request.dimensions, card)
     if card.profiles:
@@ -124,6 +124,17 @@ def resolve_embeddings(request: EncodeRequest, card: ModelCard) -> EncodeRequest
     request.output_types = ("dense",)
     request.output_dtype = "float32"
     return request
+
+
+def _refused_token_ids(card: ModelCard) -> BadRequest:
+    """Return the refusal of ids that may be of another tokenizer, whose vectors would mean nothing."""
+    message = (
+        f"Model '{card.id}' requires text input, not token arrays, which may be of another tokenizer; "
+        "LangChain's OpenAIEmbeddings sends texts with check_embedding_ctx_length=False"
+    )
+    if card.tokenizer_file:
+        message += ". For ids of the model's own tokenizer the server's file of models has accept_token_ids = true"
+    return BadRequest(message, extras={"param": "input"})
 
 
 def _check_dimensions(dimensions: int, card: ModelCard) -> None:

@@ -50,14 +50,15 @@ def read_task(task: bytes) -> TensorTask:
 def grouping(card: ModelCard, inputs: TensorInputs) -> tuple[object, int, int]:
     """Return likeness, rows and most rows of a request, as `Waiting` has them.
 
-    A stub's requests all run together. One for a model without a batch dimension is like no other.
+    A stub's requests all run together. One for a model that does not join requests is like no other.
     """
     rule = card.tensor
     if rule is None or card.stub is not None:
         return None, 1, 1
     if not rule.max_batch_size:
         return object(), 1, 1
-    return *_likeness(inputs.task), rule.max_batch_size
+    likeness, num_rows = _likeness(inputs.task)
+    return likeness if rule.joins_requests else object(), num_rows, rule.max_batch_size
 
 
 @lru_cache(maxsize=1024)

@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 from sie.values.tensor import TensorRule
 from sie.workers.model_api import OutputTensor, TensorInputs
+from sie.workers.runners.row_probe import probe_rows
 from sie.workers.runners.tensor_arrays import as_array, cut_rows, input_of, names_sizes, without_source
 
 _log = get_logger(__name__)
@@ -56,7 +58,11 @@ def load_onnx(card: ModelCard, device: str, num_threads: int, progress: Callable
             states.RuntimeException) as error:  # fmt: skip
         raise refuse(card.id, f"onnxruntime: {without_source(error)}") from error
     _check_session(card, session)
-    return OnnxRunner(card, session)
+    runner = OnnxRunner(card, session)
+    if card.tensor.probes_batching:
+        progress(0.9, "rows are tried alone and together")
+        runner.card = msgspec.structs.replace(card, tensor=probe_rows(runner, card.tensor))
+    return runner
 
 
 def _providers(device: str) -> list[Any]:

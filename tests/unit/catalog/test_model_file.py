@@ -22,6 +22,7 @@ def test_a_section_says_where_a_model_is_and_how_it_is_asked(path):
         max_sequence_length = 256
         encoder_weights = "int8"
         ignore_remote_code = true
+        accept_token_ids = true
 
         [models."org/a".profiles.default.options]
         query_template = "q: {text}"
@@ -40,8 +41,10 @@ def test_a_section_says_where_a_model_is_and_how_it_is_asked(path):
     assert (model.revision, model.preload, model.max_sequence_length) == ("v1.2", True, 256)
     assert model.encoder_weights == "int8"
     assert model.ignore_remote_code
+    assert (model.encoder_weights, model.accept_token_ids) == ("int8", True)
     assert profiles == {"default": {"query_template": "q: {text}"}, "short": {"max_seq_length": 64}}
-    _, inherited = models["intfloat/e5-small"]
+    other, inherited = models["intfloat/e5-small"]
+    assert not other.accept_token_ids
     assert inherited["same"]["doc_template"] == "passage: {text}", "a built-in profile can be extended"
 
 
@@ -58,6 +61,7 @@ def test_a_section_says_where_a_model_is_and_how_it_is_asked(path):
         ("[models.a]\ndirectory = ''", "at `$.directory`"),
         ("[models.a]\nrevision = '../x'", "'../x' is not a revision"),
         ("[models.a]\nmax_sequence_length = 0", "at `$.max_sequence_length`"),
+        ("[models.a]\naccept_token_ids = 1", "at `$.accept_token_ids`"),
         ("[models.a]\nencoder_weights = 'int4'", "at `$.encoder_weights`"),
         ("[models.a]\nignore_remote_code = 1", "at `$.ignore_remote_code`"),
         ("[models.a.profiles]\np = 3", '[models."a"] profiles.p: a table is expected'),

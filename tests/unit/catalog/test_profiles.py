@@ -193,6 +193,20 @@ def test_a_format_of_weights_is_for_encoders():
     assert stub("a=stub:", default_encoder_weights="int8").encoder_weights == "auto"
 
 
+def test_token_ids_are_accepted_where_the_operator_says_so():
+    card = ModelCard(id="a", kind="encoder", tokenizer_file="t.json")
+    assert not complete_card(card, ModelSpec(id="a")).accept_token_ids
+    assert complete_card(card, ModelSpec(id="a", accept_token_ids=True)).accept_token_ids
+
+
+def test_token_ids_are_for_models_that_turn_them_into_vectors():
+    with pytest.raises(ModelLoadFailed, match="accept_token_ids is for models that give dense vectors of token ids"):
+        stub("a=stub:", accept_token_ids=True)
+    reranker = ModelCard(id="a", kind="cross-encoder", tokenizer_file="t.json", outputs=("score",))
+    with pytest.raises(ModelLoadFailed, match="not for a cross-encoder"):
+        complete_card(reranker, ModelSpec(id="a", accept_token_ids=True))
+
+
 def test_a_maximum_length_only_lowers_the_model_s():
     card = stub("a=stub:max_tokens=100", max_sequence_length=10)
     assert (card.max_sequence_length, card.stub.max_tokens) == (10, 10)

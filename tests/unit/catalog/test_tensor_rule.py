@@ -37,8 +37,27 @@ def test_without_a_configuration_the_file_tells_all(tmp_path: Path):
     assert rule.outputs == (TensorSpec(name="y", datatype="FP32", shape=(-1, 2)),)
 
 
+@pytest.mark.parametrize(
+    ("config", "joins"),
+    [
+        ("", False),
+        ("version_policy { all { } }", False),
+        ("max_batch_size: 0", False),
+        ("max_batch_size: 4", True),
+        ("max_batch_size: 4 dynamic_batching { }", True),
+        ("dynamic_batching { }", True),
+        ("max_batch_size: 0 dynamic_batching { }", False),
+    ],
+)
+def test_requests_are_joined_where_the_configuration_asks_for_it(tmp_path: Path, config: str, joins: bool):
+    rule = rule_of(tmp_path, onnx_models.affine(), config)
+    assert rule.joins_requests == joins
+    if rule.max_batch_size:
+        assert ("dynamic_batching" in rule.config) == joins
+
+
 def test_what_a_configuration_leaves_out_is_completed(tmp_path: Path):
-    config = rule_of(tmp_path, onnx_models.affine(), "version_policy { all { } }").config
+    config = rule_of(tmp_path, onnx_models.affine(), "version_policy { all { } } dynamic_batching { }").config
     assert (config["platform"], config["backend"]) == ("onnxruntime_onnx", "onnxruntime")
     assert config["max_batch_size"] == 16
     assert config["version_policy"] == {"all": {}}

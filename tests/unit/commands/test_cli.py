@@ -238,11 +238,11 @@ def test_models_shows_what_profiles_are_offered_as(capsys, catalog):
 
 def test_models_shows_the_format_of_weights_that_a_model_is_to_have(capsys, minilm_directory, tmp_path):
     path = tmp_path / "models.toml"
-    path.write_text('[models.b]\nencoder_weights = "auto"')
+    path.write_text('[models.b]\nencoder_weights = "auto"\naccept_token_ids = true')
     models = [word for name in "ab" for word in ("--model", f"{name}={minilm_directory}")]
     assert cli.main(["models", *models, "--catalog", str(path), "--encoder-weights", "int8"]) == 0
     rows = [row.split() for row in capsys.readouterr().out.splitlines()[1:]]
-    assert [row[0] for row in rows] == ["a", "encoder_weights:", "b"]
+    assert [row[0] for row in rows] == ["a", "encoder_weights:", "b", "accept_token_ids:"]
 
 
 def test_a_file_of_models_keeps_the_bundled_one_out(supervisor: FakeSupervisor, catalog):

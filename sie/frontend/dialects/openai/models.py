@@ -60,6 +60,7 @@ def model_info(
             else {}
         ),
         **({"encoder_weights": card.encoder_weights} if card.encoder_weights != "auto" else {}),
+        **({"accept_token_ids": True} if card.accept_token_ids else {}),
         **({"loras": [{"id": name, "state": lora_state} for name, lora_state in loras.items()]} if loras else {}),
     }
 

@@ -108,6 +108,7 @@ class ModelInfo(Reply):
     root: str | UnsetType = UNSET
     tools_available: bool | UnsetType = UNSET
     encoder_weights: Literal["int8"] | UnsetType = UNSET
+    accept_token_ids: Literal[True] | UnsetType = UNSET
     loras: list[Lora] | UnsetType = UNSET
 
 

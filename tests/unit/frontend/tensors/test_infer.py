@@ -67,6 +67,10 @@ def _no_generator() -> NoReturn:
     raise AssertionError("no model here generates")
 
 
+JOINED = "dynamic_batching { }"
+"""A configuration that lets requests run together."""
+
+
 class Office:
     """A rig whose workers have tensor models, and a frontend's way to them."""
 
@@ -97,10 +101,12 @@ class Office:
         self.rig.attach(worker)
         return worker
 
-    def add(self, name: str, content: bytes, config: str = "") -> ModelCard:
+    def add(self, name: str, content: bytes, config: str = "", *, probes: bool = False) -> ModelCard:
         """Write a model, load it and return its card."""
         onnx_models.write(self._repository, name, content, config=config)
-        source = TensorSource(repository=str(self._repository), name=name, version="1", default_max_batch_size=16)
+        source = TensorSource(
+            repository=str(self._repository), name=name, version="1", default_max_batch_size=16, probes_batching=probes
+        )
         return self.load(read_tensor_card(ModelSpec(id=source.hosted_id, directory=source.folder, tensor=source)))
 
     def add_program(self, module: torch.nn.Module, args: Any, config: str = "", **shapes: Any) -> ModelCard:
@@ -201,7 +207,7 @@ def affine(arrays: dict[str, Any]) -> Any:
 
 @in_office()
 async def test_requests_that_wait_together_run_as_one_and_are_cut_apart(office: Office):
-    office.add("m", onnx_models.affine())
+    office.add("m", onnx_models.affine(), JOINED)
     asked = [rows(n, seed=n) for n in (1, 3, 2, 4)]
     answers = await office.answer(*[office.ask("m", arrays) for arrays in asked])
     for arrays, answer in zip(asked, answers, strict=True):
@@ -221,7 +227,7 @@ async def test_a_batch_is_never_over_the_models_own_limit(office: Office):
 
 @in_office()
 async def test_only_requests_of_one_shape_and_one_wish_share_a_step(office: Office):
-    office.add("m", onnx_models.identity(shape=("n", "w")))
+    office.add("m", onnx_models.identity(shape=("n", "w")), JOINED)
     asked = [np.full(shape, index, np.float32) for index, shape in enumerate([(1, 2), (2, 2), (1, 3)])]
     tasks = [office.ask("m", {"x": values}) for values in asked]
     answers = await office.answer(*tasks, office.ask("m", {"x": asked[0]}, outputs=("y",)))
@@ -230,15 +236,78 @@ async def test_only_requests_of_one_shape_and_one_wish_share_a_step(office: Offi
     assert office.num_steps == 3
 
 
-@in_office()
-async def test_a_model_without_a_batch_dimension_runs_each_request_alone(office: Office):
-    office.add("m", onnx_models.softmax_over_rows())
+@pytest.mark.parametrize("dimension", ["seq_length", "batch"])
+@pytest.mark.parametrize("config", ["", "version_policy { all { } }"])
+def test_requests_run_alone_unless_the_configuration_asks_to_join_them(dimension: str, config: str, tmp_path: Path):
+    """Nothing in the file of a softmax over rows tells that they depend on each other."""
+    in_office()(lambda office: _assert_alone(office, dimension, config))(tmp_path)
+
+
+async def _assert_alone(office: Office, dimension: str, config: str) -> None:
+    office.add("m", onnx_models.softmax_over_rows(dimension), config)
     asked = [np.arange(2 * n, dtype=np.float32).reshape(n, 2) for n in (1, 2, 2)]
     answers = await office.answer(*[office.ask("m", {"x": values}) for values in asked])
     for values, answer in zip(asked, answers, strict=True):
         exponents = np.exp(values - values.max(axis=0))
         np.testing.assert_allclose(answer["y"], exponents / exponents.sum(axis=0), rtol=1e-5)
     assert office.num_steps == 3
+
+
+@in_office()
+async def test_a_probe_joins_requests_to_a_model_that_treats_each_row_alone(office: Office):
+    office.add("m", onnx_models.affine(), probes=True)
+    asked = [rows(n, seed=n) for n in (1, 3, 2)]
+    answers = await office.answer(*[office.ask("m", arrays) for arrays in asked])
+    for arrays, answer in zip(asked, answers, strict=True):
+        np.testing.assert_allclose(answer["y"], affine(arrays), rtol=1e-5)
+    assert office.num_steps == 1
+
+
+@pytest.mark.parametrize("datatype", [name for name in DATATYPES if name != "BYTES"])
+def test_a_probe_takes_numbers_of_every_type_and_any_size(datatype: str, tmp_path: Path):
+    @in_office()
+    async def run(office: Office) -> None:
+        office.add("m", onnx_models.identity(datatype, ("n", "w", 3)), probes=True)
+        values = np.zeros((1, 2, 3), DATATYPES[datatype])
+        asked = [Tensor("x", datatype, (1, 2, 3), memoryview(values.tobytes())) for _ in range(2)]
+        await office.answer(*[office.ask("m", {"x": value}) for value in asked])
+        assert office.num_steps == 1
+
+    run(tmp_path)
+
+
+def mean_over_rows() -> bytes:
+    """Return a model that takes the rows' mean from each, as a normalisation that was left in training does."""
+    axes = onnx_models.numpy_helper.from_array(np.array([0]), "axes")
+    nodes = [
+        onnx_models.helper.make_node("ReduceMean", ["x", "axes"], ["mean"], keepdims=1),
+        onnx_models.helper.make_node("Sub", ["x", "mean"], ["y"]),
+    ]
+    inputs, outputs = ([onnx_models.value(name, "FP32", ("n", 2))] for name in "xy")
+    return onnx_models.model(nodes, inputs, outputs, [axes])
+
+
+def fixed_rows() -> bytes:
+    """Return a model that says it takes any number of rows, and takes three alone."""
+    shape = onnx_models.numpy_helper.from_array(np.array([3, 2]), "s")
+    nodes = [onnx_models.helper.make_node("Reshape", ["x", "s"], ["y"])]
+    inputs, outputs = ([onnx_models.value(name, "FP32", ("n", 2))] for name in "xy")
+    return onnx_models.model(nodes, inputs, outputs, [shape])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [onnx_models.softmax_over_rows("batch"), mean_over_rows(), fixed_rows(), onnx_models.identity("BYTES")],
+    ids=["softmax", "mean", "fixed", "strings"],
+)
+def test_a_probe_leaves_requests_apart_where_rows_meet_or_cannot_be_tried(content: bytes, tmp_path: Path):
+    @in_office()
+    async def run(office: Office) -> None:
+        card = office.add("m", content, probes=True)
+        rule = office.worker.runners[card.id].card.tensor
+        assert (rule.probes_batching, rule.joins_requests) == (True, False)
+
+    run(tmp_path)
 
 
 @in_office()
@@ -266,7 +335,7 @@ async def test_requests_of_one_form_are_judged_by_their_own_bytes(office: Office
 
 @in_office()
 async def test_inputs_may_come_in_any_order(office: Office):
-    office.add("m", onnx_models.affine())
+    office.add("m", onnx_models.affine(), JOINED)
     arrays = rows(2)
     backwards = {"a": arrays["a"], "x": arrays["x"]}
     for answer in await office.answer(office.ask("m", arrays), office.ask("m", backwards)):
@@ -292,7 +361,7 @@ def test_every_number_comes_back_as_it_was(tmp_path: Path, datatype: str):
 
 @in_office()
 async def test_bf16_crosses_as_its_bits(office: Office):
-    office.add("m", onnx_models.identity("BF16"))
+    office.add("m", onnx_models.identity("BF16"), JOINED)
     bits = np.array([[0x3F80, 0x4049]], np.uint16)  # 1 and about pi
     asked = [Tensor("x", "BF16", (1, 2), memoryview((bits + index).tobytes())) for index in range(2)]
     answers = await office.answer(*[office.ask("m", {"x": value}) for value in asked])
@@ -303,7 +372,7 @@ async def test_bf16_crosses_as_its_bits(office: Office):
 
 @in_office()
 async def test_strings_go_both_ways(office: Office):
-    office.add("m", onnx_models.identity("BYTES"))
+    office.add("m", onnx_models.identity("BYTES"), JOINED)
     one = strings("x", ["é\0".encode(), b""], (1, 2))
     two = strings("x", [b"a", b"b" * 1000, b"", "\U0001f600".encode()], (2, 2))
     first, second = await office.answer(office.ask("m", {"x": one}), office.ask("m", {"x": two}))
@@ -314,7 +383,7 @@ async def test_strings_go_both_ways(office: Office):
 
 @in_office()
 async def test_a_model_of_texts_refuses_bytes_that_are_none(office: Office):
-    office.add("m", onnx_models.identity("BYTES"))
+    office.add("m", onnx_models.identity("BYTES"), JOINED)
     bad, good = await office.answer(
         office.ask("m", {"x": strings("x", [b"\xff", b""], (1, 2))}),
         office.ask("m", {"x": strings("x", [b"a", b"b"], (1, 2))}),
@@ -326,7 +395,7 @@ async def test_a_model_of_texts_refuses_bytes_that_are_none(office: Office):
 
 @in_office()
 async def test_what_the_model_rejects_is_the_clients_fault_and_its_neighbours_are_answered(office: Office):
-    office.add("m", onnx_models.lookup())
+    office.add("m", onnx_models.lookup(), JOINED)
     good, bad, also_good = await office.answer(*[office.ask("m", {"i": np.array([i])}) for i in (1, 9, 2)])
     np.testing.assert_array_equal(good["y"], [[0, 1, 0, 0]])
     np.testing.assert_array_equal(also_good["y"], [[0, 0, 1, 0]])
@@ -341,7 +410,7 @@ async def test_a_model_that_mixes_its_rows_up_is_run_request_by_request(office: 
     content = onnx_models.model(
         nodes, [onnx_models.value("x", "FP32", ("n", 1))], [onnx_models.value("y", "FP32", ("m", 1))]
     )
-    office.add("m", content)
+    office.add("m", content, JOINED)
     asked = [np.full((1, 1), value, np.float32) for value in (1, 2)]
     answers = await office.answer(*[office.ask("m", {"x": values}) for values in asked])
     assert [answer["y"].tolist() for answer in answers] == [[[1], [1]], [[2], [2]]]
@@ -621,7 +690,7 @@ def test_real_models_answer_as_onnxruntime_alone_and_batched(tmp_path: Path, nam
 
     @in_office(request_segment_bytes=8 << 20, reply_segment_bytes=16 << 20, large_extent_bytes=4 << 20)
     async def run(office: Office) -> None:
-        office.add(name, path.read_bytes())
+        office.add(name, path.read_bytes(), JOINED)
         session = onnxruntime.InferenceSession(str(path))
         feeds = [feed() for _ in range(3)]
         (alone,) = await office.answer(office.ask(name, feeds[0]))

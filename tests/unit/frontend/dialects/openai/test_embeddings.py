@@ -3,6 +3,7 @@ from __future__ import annotations
 import base64
 import json
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -177,15 +178,29 @@ def test_dimensions_follow_the_card(matryoshka, dimensions, allowed):
 
 
 def test_resolved_requests_are_dense_float32():
-    request = resolve_embeddings(decode({"input": [1, 2]}).request, CARD)
-    assert (request.output_types, request.output_dtype) == (("dense",), "float32")
+    card = msgspec.structs.replace(CARD, accept_token_ids=True)
+    for value in ("a", [1, 2]):
+        request = resolve_embeddings(decode({"input": value}).request, card)
+        assert (request.output_types, request.output_dtype) == (("dense",), "float32")
+
+
+@pytest.mark.parametrize("value", [[9906, 1917], [[9906], [1917]]])
+def test_token_ids_are_refused_unless_the_operator_says_that_they_are_the_models(value):
+    error = refusal(resolve_embeddings, decode({"input": value}).request, CARD)
+    body = json.loads(error_body(error))["error"]
+    assert (error.http_status, body["code"], body["param"]) == (400, "invalid_request", "input")
+    assert "check_embedding_ctx_length=False" in error.message
+    assert "accept_token_ids = true" in error.message
 
 
 def test_models_that_cannot_serve_the_input_are_named():
     sparse = ModelCard(id="sparse", kind="encoder", outputs=("sparse",))
     assert "sparse" in refusal(resolve_embeddings, decode({"input": "a"}).request, sparse).message
     stub = ModelCard(id="stub", kind="stub", dims={"dense": 4})
-    assert "requires text" in refusal(resolve_embeddings, decode({"input": [1]}).request, stub).message
+    message = refusal(resolve_embeddings, decode({"input": [1]}).request, stub).message
+    assert "requires text" in message
+    assert "check_embedding_ctx_length=False" in message
+    assert "accept_token_ids" not in message, "it would stop the start"
 
 
 def reply_of(rows):

@@ -30,6 +30,11 @@ def test_a_format_of_weights_is_shown_where_it_was_asked_for():
     assert model_info(msgspec.structs.replace(CARD, encoder_weights="int8"))["encoder_weights"] == "int8"
 
 
+def test_a_model_that_takes_token_ids_says_so():
+    assert "accept_token_ids" not in model_info(CARD)
+    assert model_info(msgspec.structs.replace(CARD, accept_token_ids=True))["accept_token_ids"] is True
+
+
 def test_every_profile_is_shown_with_its_outputs():
     card = ModelCard(
         id="m", kind="encoder", outputs=("dense", "sparse"), profiles={"default": {}, "s": {"output_types": ["sparse"]}}
