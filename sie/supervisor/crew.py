@@ -191,7 +191,8 @@ class Crew:
         try:
             child.channel.send(message, fds)
         except ChannelClosedError as error:
-            if not child.is_retired:
+            has_left = self._is_leaving(child) and isinstance(error.__cause__, ConnectionError)
+            if not has_left:
                 _log.warning("%s does not read its control channel: %s", child.name, error)
             child.kill()
 
@@ -334,7 +335,7 @@ class Crew:
         was_ready = child.state == "ready"
         child.kill()
         status = child.reap()
-        is_final = self.is_stopping or child.is_retired or (self.is_draining and child.role == "frontend")
+        is_final = self._is_leaving(child)
         child.state = "gone" if is_final else "waiting"
         had_no_memory = status == -signal.SIGKILL and self.oom_kills.explain_death()
         if child.role == "worker":
@@ -349,6 +350,10 @@ class Crew:
         self._show(child)
         self._death.set()
         self._events.on_changed()
+
+    def _is_leaving(self, child: Child) -> bool:
+        """Return whether a child's end is wanted; it closes its control channel a moment before that."""
+        return self.is_stopping or child.is_retired or (self.is_draining and child.role == "frontend")
 
     def _bury(self, worker: Child, status: int, had_no_memory: bool) -> None:
         """Tell the frontends that the worker's ring may be read a last time, and which requests may be to blame."""

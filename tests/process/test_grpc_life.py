@@ -240,6 +240,7 @@ def test_a_drain_finishes_what_was_accepted_and_no_idle_stream_holds_it_up():
         assert list(stream) == []
         assert stream.code() == grpc.StatusCode.OK
         assert server.process.wait(WAIT_S) == 0  # well before drain_timeout_s
+        assert '"level":"warning"' not in server.output.text()
         requests.put(None)  # type: ignore[arg-type]  # ends the thread that reads them
 
 

@@ -350,7 +350,7 @@ def test_restart_keeps_what_was_and_fails_what_ran(tmp_path: Path) -> None:
         "--state-dir",
         str(tmp_path),
     )
-    with start_server(*flags) as first, connect(first) as client:
+    with start_server(*flags, is_busy=True) as first, connect(first) as client:
         done = client.responses.create(model="slow", input="hello", max_output_tokens=3)
         begun = client.responses.create(**ENDLESS, background=True)
         streamed = next(iter(client.responses.create(**ENDLESS, background=True, stream=True))).response.id

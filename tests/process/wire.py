@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import http.client
 import json
-import re
 import select
 import socket
 import threading
@@ -20,12 +19,10 @@ from numpy.typing import NDArray
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.process.harness import WAIT_S, Server, eventually
+from tests.process.harness import WAIT_S, Server, eventually, extents_in_use
 
 MSGPACK = "application/msgpack"
 TIMEOUT_S = WAIT_S
-
-_EXTENTS = re.compile(rb"^sie_extents_in_use(?:{[^}]*})? (\S+)$", re.MULTILINE)
 
 
 class Response(NamedTuple):
@@ -193,14 +190,6 @@ def total(port: int, name: str, **labels: str) -> float:
         for (sample, pairs), value in samples(port).items()
         if sample == name and labels.items() <= dict(pairs).items()
     )
-
-
-def extents_in_use(port: int) -> int:
-    """Return how many request and reply extents are under a lease.
-
-    Read by hand: tests ask this in the middle of a request of a second, and parsing the whole page may take as long.
-    """
-    return sum(int(float(value)) for value in _EXTENTS.findall(get(port, "/metrics").body))
 
 
 def wait_no_extents(port: int, timeout_s: float = WAIT_S) -> None:

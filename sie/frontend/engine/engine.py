@@ -107,7 +107,7 @@ class ShmEngine:
     def submit(
         self, header: WorkHeader, arrays: Sequence[tuple[str, NDArray[Any]]], num_tokens: int, deadline_ns: int
     ) -> Pending:
-        """Hand one request to a worker and return its record; await `pending.future` for the Reply.
+        """Hand one request to a worker and return its record; await `pending.reply()` for the Reply.
 
         arrays are what the header's operation needs, by name; an `id:profile` in header.model becomes the model that
         workers know. Raises Overloaded when memory or the queue is full, PoisonInput for a quarantined input, Unavailable
@@ -264,7 +264,9 @@ class ShmEngine:
     def expire(self, now_ns: int) -> None:
         """Abandon what is past its deadline, give replies back, and measure how fast answers come; the process's tick."""
         for pending in self._all_pending():
-            if pending.deadline_ns <= now_ns and not pending.future.done():
+            # A wait that was cancelled ended the future alone: no worker may ever come to end the lease of a held request.
+            is_due = pending.link is None if pending.future.done() else pending.deadline_ns <= now_ns
+            if is_due:
                 self.abandon(pending, overdue(pending))
         for link in self._links.values():
             link.give_back()

@@ -21,7 +21,7 @@ class Engine(Protocol):
     """Takes prepared requests to a worker and brings their replies (`sie.frontend.engine.engine.ShmEngine`).
 
     Every submit raises Overloaded when memory or the queue is full, PoisonInput for a quarantined input, and Unavailable
-    when no worker has the model. The future of the `Pending` that it returns gives a `Reply`.
+    when no worker has the model. `Pending.reply` of what it returns gives the `Reply`.
     """
 
     def submit(self, header: WorkHeader, arrays: Arrays, num_tokens: int, deadline_ns: int) -> Pending:

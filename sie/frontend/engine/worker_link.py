@@ -52,6 +52,20 @@ class Pending(msgspec.Struct, eq=False):  # a Struct is made in a third of the t
         """Whether a worker has it now."""
         return self.link is not None and self.request_id in self.link.pending
 
+    async def reply(self) -> Reply:
+        """Wait for the reply, which the caller releases. Raises what ended the request.
+
+        A caller that is cancelled in the turn in which the reply arrives never gets it, so it is released here. Await a
+        reply by this alone: the bare future would drop it, and its extent would stay leased for ever.
+        """
+        future = self.future
+        try:
+            return await future
+        except BaseException:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                future.result().release()
+            raise
+
     def digest(self) -> bytes:
         """Return the identity of this request's input."""
         return digest_of(self.lease.view[: self.length])

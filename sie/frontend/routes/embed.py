@@ -218,7 +218,7 @@ class Inference:
         try:
             pending, tokenization_ns = await process.encoder.start(entry, request, exchange.deadline_ns)
             process.watch_client(pending, exchange.protocol)
-            raw: Reply = await pending.future
+            raw = await pending.reply()
         except Unavailable as error:
             return await self._run(exchange, process.models.reloaded(entry, error), request)
         return read(exchange, entry, request, tokenization_ns, raw), raw
@@ -229,7 +229,7 @@ class Inference:
         try:
             pending, tokenization_ns = await process.scorer.start(entry, request, exchange.deadline_ns)
             process.watch_client(pending, exchange.protocol)
-            raw: Reply = await pending.future
+            raw = await pending.reply()
         except Unavailable as error:
             return await self._run_score(exchange, process.models.reloaded(entry, error), request)
         try:
@@ -249,7 +249,7 @@ class Inference:
         try:
             submitted = await process.extractor.start(entry, request, exchange.deadline_ns)
             process.watch_client(submitted.pending, exchange.protocol)
-            raw: Reply = await submitted.pending.future
+            raw = await submitted.pending.reply()
         except Unavailable as error:
             return await self._run_extract(exchange, process.models.reloaded(entry, error), request)
         arguments = (raw, submitted, request, exchange.began_ns)

@@ -100,7 +100,7 @@ class Tensors:
         pending = await self._submit(plan, request, deadline_ns)
         if watch is not None:
             watch(pending)
-        raw: Reply = await pending.future
+        raw = await pending.reply()
         return hold(raw, request.model, began_ns, prepared_ns)
 
     def plain_plan_of(self, entry: ModelEntry, request: TensorRequest) -> Plan | None:

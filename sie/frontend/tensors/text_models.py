@@ -161,7 +161,7 @@ class TextTensors:
 async def _answer(pending: Pending, watch: Watch | None) -> Reply:
     if watch is not None:
         watch(pending)
-    return await pending.future
+    return await pending.reply()
 
 
 def _decode(tensor: Tensor, max_texts: int, limits: Limits) -> list[str]:

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+from pathlib import Path
 
+import sie.frontend
 from sie.ipc.messages import PeerFault
 from sie.shm.layout import RELEASE
 from tests.unit.engine_rig import Rig, Worker, checksum, in_rig
@@ -169,3 +172,10 @@ async def test_outstanding_tokens_follow_submits_and_answers(rig: Rig) -> None:
     assert first.link.outstanding_tokens == 0
     for pending in (first, second):
         await rig.rows(pending)
+
+
+def test_no_reply_is_awaited_but_by_the_method_that_releases_it_when_its_caller_is_cancelled() -> None:
+    """The future of a `Pending` drops its result when its awaiter is cancelled in the turn in which it came."""
+    folder = Path(sie.frontend.__file__).parent
+    bare = [str(path) for path in folder.rglob("*.py") if re.search(r"await [\w.]*pending\.future", path.read_text())]
+    assert not bare

@@ -1,0 +1,315 @@
+"""Every order of a request's reply, cancel, deadline and worker's death: no extent stays in use on either side."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, Final
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import event, example, given, settings
+
+from sie.catalog.spec import parse_model_spec
+from sie.catalog.stub import stub_card
+from sie.config.limits import Limits
+from sie.frontend.fastpath.dispatch import ShortWay
+from sie.frontend.fastpath.encode import EncodeBegin
+from sie.frontend.generation.start import Generator
+from sie.frontend.grpc.kserve_service import KServeGrpc
+from sie.frontend.grpc.trtis_service import TrtisGrpc
+from sie.frontend.http.exchange import Exchange
+from sie.frontend.http.routes import ENCODE
+from sie.frontend.inputs.image_reader import ImageReader
+from sie.frontend.models.admin import ModelAdmin
+from sie.frontend.models.table import ModelTable
+from sie.frontend.operations.encode import Encoder
+from sie.frontend.operations.extraction.extract import Extractor
+from sie.frontend.operations.score import Scorer
+from sie.frontend.routes.embed import Inference
+from sie.frontend.routes.kserve import KServe
+from sie.frontend.routes.trtis import Trtis
+from sie.frontend.tensors.encoded_images import TensorImages
+from sie.frontend.tensors.infer import Tensors
+from sie.frontend.tensors.paths import ModelPath
+from sie.frontend.tensors.text_models import TextTensors
+from sie.ipc import messages
+from sie.ipc.messages import ModelEntry
+from sie.proto import message_class
+from sie.values.bytes_tensor import frame_elements
+from sie.values.card import ModelCard
+from sie.values.errors import ClientGone, SieError
+from sie.workers.generation.stub import StubGenerator
+from sie.workers.runners.stub import StubRunner
+from tests.unit.engine_rig import DEADLINE_S, FAR_NS, Rig, Worker
+
+EVENTS: Final = ("answer", "hear", "cancel", "leave", "expire", "die", "restart")
+"""Methods of `Desk`."""
+NO_TURN: Final = (False,) * len(EVENTS)
+MODELS: Final = {
+    "dense": "dense=4", "score": "score", "extract": "extract", "tensor": "tensor", "generate": "generate",
+}  # fmt: skip
+"""Options of each stub, by its name."""
+_seen: Counter[str] = Counter()
+
+
+def build(card: ModelCard) -> Any:
+    return StubGenerator(card, 8) if card.generate else StubRunner(card)
+
+
+class Desk:
+    """A rig with stub models and one frontend's handlers of HTTP and gRPC; it is the fast path's error boundary."""
+
+    def __init__(self) -> None:
+        self.rig = rig = Rig()
+        self.pool = pool = ThreadPoolExecutor(1)
+        self.models = models = ModelTable(pool, lambda _model: None)
+        for name, options in MODELS.items():
+            card = stub_card(parse_model_spec(f"{name}=stub:{options}"))
+            if name == "score":
+                card = msgspec.structs.replace(card, outputs=("score",), dims={})  # to tensors it scores, then
+            rig.entries[name] = ModelEntry(card=card, state="loaded", workers=(0,))
+        self.worker = self._start_worker()
+        limits = Limits()
+        images = ImageReader(limits, 1)
+        engine = rig.engine
+        meter = SimpleNamespace(record_first_token=lambda *_: None, record_next_token=lambda *_: None)
+        self.generator = Generator(engine, models, rig.settings.generation, meter)
+        encoder, scorer = Encoder(engine, models, limits, pool, images), Scorer(engine, models, limits, pool)
+        texts = TextTensors(encoder, scorer, lambda: self.generator, lambda: limits)
+        tensors = Tensors(engine, models, ModelAdmin(models, lambda _message: None), pool,
+                          texts=texts, images=TensorImages(images, lambda: limits))  # fmt: skip
+        self.process: Any = SimpleNamespace(
+            settings=rig.settings, models=models, engine=engine, tensors=tensors, encoder=encoder, scorer=scorer,
+            extractor=Extractor(engine, models, limits, pool, images), adapters=None, access=None, tracing=None,
+            bodies=None, requests=set(), is_draining=False, timeout_ns=lambda _wanted: FAR_NS // 2,
+            check_accepting=lambda: None, watch_client=lambda *_: None,
+            metrics=SimpleNamespace(record_last_inference=lambda _model: None),
+        )  # fmt: skip
+        self.inference = Inference(self.process, ())
+        self.kserve = KServe(self.process, pool)
+        self.kserve_grpc = KServeGrpc(self.process, self.kserve, pool)
+        self.trtis_grpc = TrtisGrpc(self.process, Trtis(self.process, self.kserve, pool), pool)
+        self.short_way = ShortWay(self, self.process, {ENCODE: EncodeBegin(self.process, self.inference)})
+
+    def _start_worker(self) -> Worker:
+        """Start a worker that has every model."""
+        worker = self.rig.start_worker(slot=0, attach=False)
+        worker.build = build
+        self.rig.attach(worker)
+        for name, entry in self.rig.entries.items():
+            worker.load(name, entry.card)
+        self._tell(workers=(0,), recovering=False)
+        return worker
+
+    def _tell(self, **facts: Any) -> None:
+        """Say what the supervisor says of every model."""
+        entries = self.rig.entries
+        entries.update({name: msgspec.structs.replace(entry, **facts) for name, entry in entries.items()})
+        self.models.update(messages.Models(tuple(entries.values()), ready=True))
+
+    # --- the fast path's error boundary ---------------------------------------------------------------------------
+
+    async def serve(self, _exchange: Exchange) -> None:
+        raise AssertionError("the fast path was to take it")
+
+    async def guard(self, exchange: Exchange, work: Awaitable[None]) -> None:
+        try:
+            await work
+        except SieError as error:
+            self.fail(exchange, error)
+
+    def fail(self, exchange: Exchange, error: Exception) -> None:
+        if not exchange.protocol.done():
+            exchange.protocol.set_exception(error)
+
+    def respond(self, exchange: Exchange, *_answer: object) -> None:
+        if not exchange.protocol.done():
+            exchange.protocol.set_result(None)
+
+    # --- events ---------------------------------------------------------------------------------------------------
+
+    def answer(self, _task: asyncio.Task[Any]) -> None:
+        """Let the worker do all that it has, of which the engine hears later."""
+        if not self.worker.is_dead:
+            self.worker.turn(12)
+
+    def hear(self, _task: asyncio.Task[Any]) -> None:
+        """Let the engine read what the worker has said, as the loop does when its bell rings."""
+        for link in list(self.rig.engine._links.values()):
+            self.rig.engine._on_bell(link)
+
+    def cancel(self, task: asyncio.Task[Any]) -> None:
+        """Leave, as a client of gRPC does."""
+        task.cancel()
+
+    def leave(self, _task: asyncio.Task[Any]) -> None:
+        """Leave, as `ClientWatch` notes it of a client of HTTP."""
+        for pending in self.rig.engine._all_pending():
+            self.rig.engine.abandon(pending, ClientGone("gone"))
+
+    def expire(self, _task: asyncio.Task[Any]) -> None:
+        """Pass every deadline."""
+        self.rig.engine.expire(2 * FAR_NS)
+
+    def die(self, _task: asyncio.Task[Any]) -> None:
+        """Be told that the worker is dead; its models come back, which the request waits for."""
+        self.worker.is_dead = True
+        self._tell(workers=(), recovering=True)
+        self.rig.engine.bury(0, self.worker.generation, ())
+
+    def restart(self, _task: asyncio.Task[Any]) -> None:
+        """Have another worker in place of one that died, which gets what waited for it."""
+        if self.worker.is_dead:
+            self.worker = self._start_worker()
+            self.rig.engine.place_held()
+
+    async def run(self, ask: Ask, order: Sequence[str], turns: Sequence[bool]) -> None:
+        """Ask once and have these events in this order, with a turn of the event loop behind those that turns names."""
+        task = asyncio.ensure_future(ask(self))
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not self.rig.engine.num_pending:
+            assert time.monotonic() < deadline_s, "nothing was submitted"
+            assert not task.done(), task
+            await asyncio.sleep(0)
+        for name, has_turn in zip(order, turns, strict=False):
+            waiter: asyncio.Future[Any] | None = task._fut_waiter  # type: ignore[attr-defined]
+            if name == "cancel" and waiter is not None and waiter.done():
+                _note("cancelled in the turn of its answer")
+            getattr(self, name)(task)
+            if has_turn:
+                await asyncio.sleep(0)
+        self.answer(task)
+        await self.rig.settle()
+        self.expire(task)  # it may wait for a worker
+        await self.rig.settle()
+        assert task.done()
+        _note("cancelled" if task.cancelled() else "answered" if task.exception() is None else "failed")
+        self.rig.assert_all_given_back()
+
+    def close(self) -> None:
+        self.rig.close()
+        self.pool.shutdown()
+        self.inference.pool.shutdown()
+
+
+Ask = Callable[[Desk], Awaitable[Any]]
+
+
+def _note(what: str) -> None:
+    event(what)
+    _seen[what] += 1
+
+
+def http(model: str, body: object) -> Any:
+    """Return an exchange whose body, bytes or what becomes JSON, is there."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+
+    async def read(_bodies: object) -> bytes:
+        return content
+
+    fields = dict.fromkeys(Exchange.__slots__) | {
+        "headers": {"accept": "application/json"}, "model": model, "began_ns": time.monotonic_ns(), "deadline_ns": FAR_NS,
+    }  # fmt: skip
+    return SimpleNamespace(**fields, owner="", read_body=read, take_body=lambda _bodies: content)
+
+
+def encode(desk: Desk) -> Awaitable[Any]:
+    return desk.inference.encode(http("dense", {"items": [{"text": "a"}]}))
+
+
+def score(desk: Desk) -> Awaitable[Any]:
+    return desk.inference.score(http("score", {"query": {"text": "a"}, "items": [{"text": "b"}]}))
+
+
+def extract(desk: Desk) -> Awaitable[Any]:
+    return desk.inference.extract(http("extract", {"items": [{"text": "a b"}], "params": {"labels": ["c"]}}))
+
+
+def infer(desk: Desk) -> Awaitable[Any]:
+    body = json.dumps({"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [2], "data": [1, 2]}]}).encode()
+    return desk.kserve.serve(http("tensor", body), ModelPath("tensor", "", "infer"), body)
+
+
+async def fast_encode(desk: Desk) -> None:
+    """Take the fast path. A cancel here is that of a test alone: the answer goes to nobody then."""
+    exchange = http("dense", {"items": [{"text": "a"}]})
+    exchange.scope = SimpleNamespace(path="/v1/encode/dense", method="POST", headers=exchange.headers)
+    exchange.body = asyncio.get_running_loop().create_future()
+    exchange.body.set_result(b"")
+    exchange.protocol = asyncio.get_running_loop().create_future()
+    desk.short_way.take(exchange)
+    await exchange.protocol
+
+
+def _kserve(desk: Desk, model: str, tensors: Sequence[tuple[str, str, list[int], bytes]]) -> Awaitable[bytes]:
+    request = message_class("kserve", "inference.ModelInferRequest")(model_name=model)
+    for name, datatype, shape, content in tensors:
+        request.inputs.add(name=name, datatype=datatype, shape=shape)
+        request.raw_input_contents.append(content)
+    return desk.kserve_grpc.infer(http(model, b""), request.SerializeToString())
+
+
+def grpc_infer(desk: Desk) -> Awaitable[Any]:
+    return _kserve(desk, "tensor", [("INPUT0", "FP32", [2], bytes(8))])
+
+
+def grpc_encode(desk: Desk) -> Awaitable[Any]:
+    return _kserve(desk, "dense", [("text", "BYTES", [1], bytes(frame_elements([b"a"])))])
+
+
+def grpc_score(desk: Desk) -> Awaitable[Any]:
+    texts = bytes(frame_elements([b"a"]))
+    return _kserve(desk, "score", [("query", "BYTES", [1], texts), ("documents", "BYTES", [1], texts)])
+
+
+def grpc_generate(desk: Desk) -> Awaitable[Any]:
+    return _kserve(desk, "generate", [("text_input", "BYTES", [1], bytes(frame_elements([b"ab"])))])
+
+
+def grpc_v1_infer(desk: Desk) -> Awaitable[Any]:
+    package = "nvidia.inferenceserver"
+    header = message_class("trtis", f"{package}.InferRequestHeader")(
+        batch_size=1, input=[{"name": "INPUT0", "dims": [2]}], output=[{"name": "OUTPUT0"}]
+    )
+    request = message_class("trtis", f"{package}.InferRequest")(
+        model_name="tensor", model_version=-1, meta_data=header.SerializeToString(), raw_input=[bytes(8)]
+    )
+    return desk.trtis_grpc.infer(http("tensor", b""), request.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [encode, score, extract, infer, fast_encode, grpc_infer, grpc_encode, grpc_score, grpc_generate, grpc_v1_infer],
+    ids=lambda ask: ask.__name__,
+)
+def test_no_order_of_reply_cancel_deadline_and_death_leaves_an_extent_in_use(ask: Ask):
+    _seen.clear()
+
+    @settings(max_examples=40, deadline=None)
+    @given(order=st.lists(st.sampled_from(EVENTS), unique=True), turns=st.tuples(*[st.booleans()] * len(EVENTS)))
+    @example(order=["answer", "hear", "cancel"], turns=NO_TURN)
+    @example(order=["answer", "hear", "leave", "cancel"], turns=NO_TURN)
+    @example(order=["answer", "cancel", "hear"], turns=NO_TURN)
+    @example(order=["answer", "die", "cancel"], turns=NO_TURN)
+    @example(order=["die", "cancel"], turns=NO_TURN)
+    @example(order=["die", "restart", "answer", "hear", "cancel"], turns=NO_TURN)
+    @example(order=["answer", "expire"], turns=NO_TURN)
+    def run(order: list[str], turns: tuple[bool, ...]) -> None:
+        async def main() -> None:
+            desk = Desk()
+            try:
+                await desk.run(ask, order, turns)
+            finally:
+                desk.close()
+
+        asyncio.run(main())
+
+    run()
+    assert {"cancelled", "answered", "failed", "cancelled in the turn of its answer"} <= _seen.keys(), _seen
