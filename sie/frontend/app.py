@@ -271,7 +271,7 @@ class App:
             return
         if target is not None:
             self._answer(exchange, 307, [("location", target)], b"")
-        elif route is None or self._kserve.is_no_path(exchange, route):
+        elif route is None or self._kserve.is_unknown_path(exchange, route):
             self._answer(exchange, *error_envelopes.unknown_path(scope.path))
         else:
             self._answer(exchange, *error_envelopes.wrong_method(route))
