@@ -28,7 +28,7 @@ from sie.frontend.http.response import JSON, Answer
 from sie.frontend.http.stream import Streamed
 from sie.frontend.http.threads import offload
 from sie.frontend.process import FrontendProcess
-from sie.frontend.responses.follow import LOOK_S, ResponseFollower
+from sie.frontend.responses.follow import POLL_S, ResponseFollower
 from sie.frontend.responses.jobs import Job, cancelled
 from sie.frontend.responses.store import Followed, Kept, ResponseFile, ResponseStore, StoreLimits
 from sie.frontend.routes.text_service import TextService
@@ -234,7 +234,7 @@ class Responses:
     async def _watch(self) -> None:
         """Store the events of running jobs, and stop jobs that were cancelled or deleted through another process."""
         while self._jobs:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             kept = [job for job in self._jobs.values() if job.record.is_kept]
             ids = [job.record.id for job in kept]
             with contextlib.suppress(Unavailable):
