@@ -28,10 +28,10 @@ from sie.frontend.dialects.native.encode_reply import encode_reply
 from sie.frontend.engine.request_layout import lay_out, lay_out_text
 from sie.frontend.fastpath.infer_cache import (
     Basis,
-    KnownAnswer,
-    KnownInfer,
-    KnownInfers,
-    learn_answer,
+    CachedAnswer,
+    CachedInfer,
+    InferCache,
+    cache_answer,
     places_in,
     read_answer,
 )
@@ -150,32 +150,32 @@ def _tensor_stages() -> Iterator[Stage]:
             model="identity", outputs=[msgspec.structs.replace(tensor, name="OUTPUT0")], timing=Timing()
         )
         yield Stage("tensors", f"encode {name} reply", partial(encode_infer, decode(), reply, rule))
-    yield from _known_stages(head, values.tobytes(), decode())
+    yield from _cached_stages(head, values.tobytes(), decode())
 
 
-def _known_stages(head: bytes, data: bytes, call: InferCall) -> Iterator[Stage]:
-    """What takes the place of decoding and encoding for a binary request whose like was seen."""
-    knowns, body, length, models, limits = KnownInfers(), head + data, str(len(head)), object(), Limits()
+def _cached_stages(head: bytes, data: bytes, call: InferCall) -> Iterator[Stage]:
+    """Yield the stages that replace decoding and encoding for a cached binary request."""
+    cache, body, length, models, limits = InferCache(), head + data, str(len(head)), object(), Limits()
     places = places_in(body, length, call)
     assert places is not None
     nobody: Any = None
-    knowns.learn("identity", length, body, Basis(models, limits), KnownInfer(nobody, nobody, nobody, call, places, {}))
+    cache.add("identity", length, body, Basis(models, limits), CachedInfer(nobody, nobody, nobody, call, places, {}))
     form = TensorForm("OUTPUT0", "FP32", (_NUM_VALUES,))
     plan = plan_arrays([("times", "<i8", (3,)), ("0", "|u1", (len(data),))])
     header = msgspec.msgpack.encode(TensorReplyHeader(plan.refs, (form,)))
     view = memoryview(bytearray(extent_bytes(len(header), plan.nbytes)))
     begin_extent(view, header)
     raw: Any = SimpleNamespace(view=view, release=lambda: None)
-    answers: dict[bytes, KnownAnswer] = {}
-    learn_answer(answers, header, bytes(150 + len(data)), 150)
+    answers: dict[bytes, CachedAnswer] = {}
+    cache_answer(answers, header, bytes(150 + len(data)), 150)
 
     def find() -> object:
-        found = knowns.find("identity", length, body, models, limits)
+        found = cache.find("identity", length, body, models, limits)
         assert found is not None
         return [memoryview(body)[place] for place in found.places]
 
-    yield Stage("tensors", "know a binary request again", find)
-    yield Stage("tensors", "know its reply again", partial(read_answer, answers, raw))
+    yield Stage("tensors", "find a binary request in the cache", find)
+    yield Stage("tensors", "read its reply with a cached layout", partial(read_answer, answers, raw))
 
 
 def _ring_stages() -> Iterator[Stage]:

@@ -1,4 +1,4 @@
-"""Serves HTTP and websockets of one frontend process: the RSGI callable, dispatch, and the one error border.
+"""Serves HTTP and websockets of one frontend process: the RSGI callable, dispatch, and the one error boundary.
 
 The inference routes' handlers are in `sie.frontend.routes.embed`; whatever a handler raises becomes an error in its
 dialect's own shape in `App._fail`, and nowhere else.
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from sie.frontend import dashboard, openapi
 from sie.frontend.access.gate import CHALLENGE, Access
 from sie.frontend.dialects.native import negotiate
-from sie.frontend.fastpath.dispatch import ShortWay
-from sie.frontend.fastpath.encode import EncodeBegin
-from sie.frontend.fastpath.infer import InferBegin
+from sie.frontend.fastpath.dispatch import FastPath
+from sie.frontend.fastpath.encode import EncodeFastPath
+from sie.frontend.fastpath.infer import InferFastPath
 from sie.frontend.http import routes
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.html import page_headers
@@ -76,15 +76,18 @@ class App:
         self._process = self._connect(loop)
         self._inference = Inference(self._process, self._identity)
         self._kserve = KServe(self._process, self._inference.pool)
-        begins = {ENCODE: EncodeBegin(self._process, self._inference), INFER: InferBegin(self._process, self._kserve)}
-        self._short_way = ShortWay(self, self._process, begins)
+        submitters = {
+            ENCODE: EncodeFastPath(self._process, self._inference),
+            INFER: InferFastPath(self._process, self._kserve),
+        }
+        self._fast_path = FastPath(self, self._process, submitters)
         self._trtis: Trtis | None = None
         self._texts: TextRoutes | None = None
         calm_collector()
 
     def scheduler(self, loop: asyncio.AbstractEventLoop, serve: Any, **_options: Any) -> Scheduler:
         """Return what Granian's threads hand requests to, in place of Granian's own (granian 2.8, `_new_cbscheduler`)."""
-        intake = Intake(loop, self._short_way.take, serve, self._short_way.spawn)
+        intake = Intake(loop, self._fast_path.take, serve, self._fast_path.spawn)
         return Scheduler(loop, intake.schedule)
 
     def __rsgi_del__(self, _loop: asyncio.AbstractEventLoop) -> None:
@@ -155,7 +158,7 @@ class App:
         route = exchange.route
         if exchange.scope.method == "OPTIONS" and self._is_preflight(exchange):
             return  # a browser sends no key before it has been told that it may
-        if exchange.holder is None:  # the short way has let some in
+        if exchange.holder is None:  # the fast path has admitted some requests already
             access.admit(exchange, route.need if route is not None else "any")
         try:
             await self._dispatch(exchange)
@@ -269,7 +272,7 @@ class App:
             return
         if target is not None:
             self._answer(exchange, 307, [("location", target)], b"")
-        elif route is None or self._kserve.is_no_path(exchange, route):
+        elif route is None or self._kserve.is_unknown_path(exchange, route):
             self._answer(exchange, *error_envelopes.unknown_path(scope.path))
         else:
             self._answer(exchange, *error_envelopes.wrong_method(route))
@@ -349,7 +352,7 @@ class App:
         """Respond with the request's id."""
         self.respond(exchange, status, [*headers, *id_headers(exchange)], body)
 
-    # --- the border -----------------------------------------------------------------------------------------------
+    # --- error boundary -------------------------------------------------------------------------------------------
 
     def _fail(self, exchange: Exchange, error: SieError) -> None:
         """Answer with an error in the shape of the route's dialect."""

@@ -85,7 +85,7 @@ class FrontendProcess:
         self.models = ModelTable(
             self._pool, self._ask_load, loading_retry_after_s=settings.models.loading_retry_after_s
         )
-        self.models.on_silence = lambda seconds: self._send(messages.Silence(seconds))
+        self.models.on_stall = lambda seconds: self._send(messages.Silence(seconds))
         self.adapters = AdapterTable(self.models, self._send)
         self.admin = ModelAdmin(self.models, self._send)
         memory = settings.memory

@@ -1,1 +1,1 @@
-"""Owns who may ask for what: API keys, their scopes, and what each of them uses."""
+"""Access control: API keys, their scopes and their limits."""

@@ -1,8 +1,8 @@
-"""Owns who may do what where there are API keys: the key in a request, its scopes, its limits, and watch tickets.
+"""Checks the API key, scope and limits of each request, and issues watch tickets. Must never store a key in clear.
 
-There is no `Access` at all on a server without keys. One that has not heard of its keys yet lets nobody in. What is
-kept of a key is its SHA-256, so the time of a look-up tells nothing about a key: who times it learns bits of a digest
-that he cannot find another key for. Reads no clock but the one it is given.
+A server without keys has no `Access`. An `Access` that has not received its keys yet admits nobody. Keys are stored as
+SHA-256, so the time of a look-up reveals nothing useful: an attacker learns bits of a digest and cannot find a key for
+it. The clock is passed in.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ SUBPROTOCOL_PREFIX: Final = "sie.bearer."
 TICKET_S: Final = 30
 
 _MAX_KEY_CHARS: Final = 512
-_NOBODY: Final = bytes(32)
+_NO_DIGEST: Final = bytes(32)
 
 Headers = Mapping[str, str] | Any
 HeaderList = list[tuple[str, str]]
 
 
 class Exchange(Protocol):
-    """What is read of a request, and noted of it."""
+    """The fields of a request that are read or set here."""
 
     headers: Any
     holder: KeyHolder | None
@@ -42,8 +42,8 @@ class Exchange(Protocol):
 class Access:
     """Checks the requests of one frontend process.
 
-    pages are the counter pages, our own first: they share the limits out among frontends. count_failure is told the
-    reason of each refusal.
+    pages are the counter pages, our own first; through them the frontends share the limits. count_failure is called with
+    the reason of each refusal.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Access:
         self._by_name: dict[str, KeyHolder] = {}
         self._secret = b""
         self.problem = ""
-        """Why the file of keys was not taken over when it last changed."""
+        """The reason why the last change of the key file was refused, or empty."""
 
     def replace(self, told: Keys) -> None:
-        """Let these keys in and no others; what those of the same names have used of their limits stays used."""
+        """Replace all keys. A key with the same name as an old one keeps the used part of its limits."""
         keys = told.keys
         now_ns, old = self._now_ns(), self._by_name
         self._by_name = {key.name: old.get(key.name) or KeyHolder(key, self._pages, now_ns) for key in keys}
@@ -76,30 +76,30 @@ class Access:
         self.problem = told.problem
 
     def identify(self, headers: Headers, need: Need) -> KeyHolder | None:
-        """Return whose request this is; None where no key is asked for.
+        """Return the holder of a request's key, or None if the route needs no key.
 
-        Raises Unauthorized without a known key, Forbidden when its scopes lack `need`.
+        Raises Unauthorized without a known key, and Forbidden if its scopes lack `need`.
         """
         if self._is_open(need):
             return None
-        holder = self._find(_presented(headers))
+        holder = self._find(_key_in(headers))
         self._check_scope(holder, need)
         return holder
 
     def admit(self, exchange: Exchange, need: Need) -> None:
-        """Note whose request this is, if a key is asked for, and let it in. Raises as `identify` and `begin` do."""
+        """Identify the holder of a request, record it and admit the request. Raises as `identify` and `begin` do."""
         exchange.holder = holder = self.identify(exchange.headers, need)
         if holder is not None:
             self.begin(holder)
 
     def begin(self, holder: KeyHolder) -> None:
-        """Let a request of this key in; the caller says `holder.end()` when it is over. Raises RateLimited."""
+        """Admit a request of this key. The caller must call `holder.end()` when it is over. Raises RateLimited."""
         if holder.is_limited:
             self._check_limits(holder)
         holder.begin()
 
     def record(self, exchange: Exchange, _status: int, headers: HeaderList, _error: SieError | None) -> HeaderList:
-        """Add to an answer what is left of its key's rate. Source: OpenAI's API reference, rate limits."""
+        """Add the remaining rate of its key to a response's headers. Source: OpenAI's API reference, rate limits."""
         holder = exchange.holder
         if holder is None or holder.bucket is None:
             return headers
@@ -124,21 +124,22 @@ class Access:
     # --- websockets -----------------------------------------------------------------------------------------------
 
     def admit_watcher(self, headers: Headers, query: str, need: Need) -> Callable[[], bool]:
-        """Return what tells, at any time, whether this websocket may go on: a key may be taken away meanwhile.
+        """Admit a websocket. Return a function that tells whether it may continue, as its key may be revoked meanwhile.
 
-        The key stands in a header, or in the subprotocol `sie.bearer.KEY` where a client can set no header; a browser,
-        which wants its subprotocol confirmed, brings a ticket (`?ticket=`). Raises as `identify` does; limits do not apply.
+        The key is in a header, or in the subprotocol `sie.bearer.KEY` for clients that cannot set headers. A browser needs
+        its subprotocol confirmed, so it sends a ticket (`?ticket=`) instead. Raises as `identify` does. Limits do not
+        apply.
         """
         if self._is_open(need):
             return lambda: True
         ticket = _query_value(query, "ticket")
-        holder = self._redeem(ticket) if ticket else self._find(_presented(headers) or _subprotocol_key(headers))
+        holder = self._redeem(ticket) if ticket else self._find(_key_in(headers) or _subprotocol_key(headers))
         self._check_scope(holder, need)
         key = holder.key
         return lambda: (now := self._by_name.get(key.name)) is not None and now.key == key
 
     def make_ticket(self, holder: KeyHolder | None) -> str:
-        """Return a text that opens one or more websockets within TICKET_S in the name of a key; empty without one."""
+        """Return a ticket for websockets in the name of a key, valid for TICKET_S; empty without a key."""
         if holder is None:
             return ""
         until_s = self._now_ns() // 1_000_000_000 + TICKET_S
@@ -167,9 +168,9 @@ class Access:
             raise self._refused(
                 "missing", Unauthorized("An API key is needed: `Authorization: Bearer KEY` or `x-api-key`")
             )
-        digest = digest_of(key) if len(key) <= _MAX_KEY_CHARS else _NOBODY
+        digest = digest_of(key) if len(key) <= _MAX_KEY_CHARS else _NO_DIGEST
         holder = self._by_digest.get(digest)
-        if not hmac.compare_digest(digest, _NOBODY if holder is None else holder.key.digest) or holder is None:
+        if not hmac.compare_digest(digest, _NO_DIGEST if holder is None else holder.key.digest) or holder is None:
             raise self._refused("unknown", Unauthorized("The API key is not known"))
         return holder
 
@@ -185,12 +186,12 @@ class Access:
 def open_access(
     access: settings.Access, pages: Sequence[CounterPage], count_failure: Callable[[str], None]
 ) -> Access | None:
-    """Return who may do what, or None where nobody is asked for a key."""
+    """Return the access control, or None on a server without API keys."""
     return Access(pages, count_failure, are_metrics_open=access.open_metrics) if access.api_keys else None
 
 
-def _presented(headers: Headers) -> str | None:
-    """Return the key in a request's headers; `Authorization` counts first, unless it is of another scheme."""
+def _key_in(headers: Headers) -> str | None:
+    """Return the key in a request's headers. `Authorization` with the scheme Bearer has priority over `x-api-key`."""
     authorization = headers.get("authorization")
     if authorization is not None and authorization[:7].lower() == "bearer ":
         return authorization[7:].strip()

@@ -1,8 +1,7 @@
-"""Owns what one API key uses: its requests under way and its rate, over all frontends of the server.
+"""Counts the requests under way and the rate of one API key, over all frontends. Must never lock or wait.
 
-Each frontend writes its own part into its counter page and reads the others' parts in theirs, so nothing is locked and
-nobody waits. Requests that several frontends let in within the same microsecond do not see each other: a limit can be
-passed by as many as there are other frontends.
+Each frontend writes its own counts to its counter page and reads the pages of the others. Requests that several frontends
+admit in the same microsecond do not see each other. So a limit can be exceeded by at most the number of other frontends.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from sie.shm.pages import Counter, CounterPage, Gauge, RecordKind
 from sie.values.api_key import ApiKey
 
 _EAGER_NS: Final = 5_000_000_000
-"""For so long after we were told of a key we look for the others' records each time: they are told a moment later."""
-_LOOK_AGAIN_NS: Final = 500_000_000
+"""For this time after a key arrives, every call looks for the other frontends' records, which appear a moment later."""
+_RESCAN_NS: Final = 500_000_000
 
 
 class KeyHolder:
@@ -27,28 +26,28 @@ class KeyHolder:
                  "key", "num_running")  # fmt: skip
 
     def __init__(self, key: ApiKey, pages: Sequence[CounterPage], now_ns: int) -> None:
-        """Pages are the counter pages of all processes, our own first."""
+        """Start to count the use of a key. pages are the counter pages of all processes, our own first."""
         self.key = key
         self.num_running = 0
         self.is_limited = False
         self.bucket: TokenBucket | None = None
         self._page = pages[0]
-        self._requests: Counter | None = None  # made when it is first used: a page has no room to spare
+        self._requests: Counter | None = None  # created at the first request, because space on a page is scarce
         self._running_gauge: Gauge | None = None
-        self._running = _Elsewhere(KEY_RUNNING, RecordKind.GAUGE, key.name, pages[1:], now_ns)
-        self._admitted = _Elsewhere(KEY_REQUESTS, RecordKind.COUNTER, key.name, pages[1:], now_ns)
+        self._running = _OtherPages(KEY_RUNNING, RecordKind.GAUGE, key.name, pages[1:], now_ns)
+        self._admitted = _OtherPages(KEY_REQUESTS, RecordKind.COUNTER, key.name, pages[1:], now_ns)
         self._num_elsewhere = self._admitted.total(now_ns)
         self.take_over(key, now_ns)
 
     def take_over(self, key: ApiKey, now_ns: int) -> None:
-        """Go on with another text, scopes or limits under the same name."""
+        """Replace the secret, scopes or limits under the same name."""
         if self.bucket is None or key.requests_per_minute != self.bucket.per_minute:
             per_minute = key.requests_per_minute
             self.bucket = None if per_minute is None else TokenBucket(per_minute, now_ns)
         self.key = key
         self.is_limited = key.requests_per_minute is not None or key.max_concurrent is not None
         if self.is_limited and self._running_gauge is None:
-            # At once, so that the other frontends see us from the first request on.
+            # Created now, so that the other frontends see our counts from the first request on.
             self._requests = self._counter()
             self._running_gauge = self._page.gauge(KEY_RUNNING.name, KEY_RUNNING.label_pairs(key.name))
             self._running_gauge.set(self.num_running)
@@ -57,7 +56,7 @@ class KeyHolder:
         return self._page.counter(KEY_REQUESTS.name, KEY_REQUESTS.label_pairs(self.key.name))
 
     def begin(self) -> None:
-        """Note that a request of this key begins."""
+        """Count a request of this key as under way."""
         if self._requests is None:
             self._requests = self._counter()
         self._requests.add()
@@ -66,17 +65,17 @@ class KeyHolder:
             self._running_gauge.set(self.num_running)
 
     def end(self) -> None:
-        """Note that one ended."""
+        """Count a request of this key as ended."""
         self.num_running -= 1
         if self._running_gauge is not None:
             self._running_gauge.set(self.num_running)
 
     def count_running(self, now_ns: int) -> int:
-        """Return how many requests of this key are under way in all frontends."""
+        """Return the number of this key's requests under way in all frontends."""
         return self.num_running + int(self._running.total(now_ns))
 
     def try_take(self, now_ns: int) -> bool:
-        """Take one request off the key's rate, or return False when it is used up."""
+        """Take one request from the key's rate, or return False if the rate is used up."""
         assert self.bucket is not None
         num_elsewhere = self._admitted.total(now_ns)
         if num_elsewhere > self._num_elsewhere:
@@ -85,10 +84,10 @@ class KeyHolder:
         return self.bucket.try_take(now_ns)
 
 
-class _Elsewhere:
+class _OtherPages:
     """The sum of one metric over the pages of the other processes."""
 
-    __slots__ = ("_eager_until_ns", "_family", "_kind", "_look_ns", "_name", "_pages", "_readers")
+    __slots__ = ("_eager_until_ns", "_family", "_kind", "_name", "_pages", "_readers", "_scan_ns")
 
     def __init__(self, family: Family, kind: RecordKind, name: str, pages: Sequence[CounterPage], now_ns: int) -> None:
         self._family = family
@@ -96,16 +95,16 @@ class _Elsewhere:
         self._name = name
         self._pages = list(pages)
         self._readers: list[Callable[[], float]] = []
-        self._look_ns = 0
+        self._scan_ns = 0
         self._eager_until_ns = now_ns + _EAGER_NS
 
     def total(self, now_ns: int) -> float:
-        if now_ns >= self._look_ns and self._pages:
-            self._look_ns = now_ns if now_ns < self._eager_until_ns else now_ns + _LOOK_AGAIN_NS
-            self._look()
+        if now_ns >= self._scan_ns and self._pages:
+            self._scan_ns = now_ns if now_ns < self._eager_until_ns else now_ns + _RESCAN_NS
+            self._scan()
         return sum(read() for read in self._readers)
 
-    def _look(self) -> None:
+    def _scan(self) -> None:
         labels = self._family.label_pairs(self._name)
         for page in list(self._pages):
             if (read := page.reader(self._kind, self._family.name, labels)) is not None:

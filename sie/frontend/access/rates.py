@@ -1,4 +1,4 @@
-"""Owns the arithmetic of a rate limit: a bucket that fills evenly. Pure: the time is passed in."""
+"""Computes a rate limit with a bucket that fills evenly. Must not read a clock: the time is passed in."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _NS_PER_MINUTE: Final = 60_000_000_000
 
 
 class TokenBucket:
-    """Lets `per_minute` requests through each minute, all of them at once if none came for a minute.
+    """Admits `per_minute` requests in each minute, all at once if none came for a minute.
 
-    Kept as the time at which the bucket was empty, or would have been (generic cell rate algorithm): one number, and
-    no drift. Source: ITU-T I.371, appendix A.
+    The state is one number without drift: the time when the bucket was, or would have been, empty (generic cell rate
+    algorithm). Source: ITU-T I.371, appendix A.
     """
 
     __slots__ = ("_capacity_ns", "_cost_ns", "_empty_ns", "per_minute")
@@ -23,7 +23,7 @@ class TokenBucket:
         self._empty_ns = now_ns - self._capacity_ns
 
     def try_take(self, now_ns: int) -> bool:
-        """Take one token, or return False when there is none."""
+        """Take one token, or return False if the bucket is empty."""
         empty_ns = max(self._empty_ns, now_ns - self._capacity_ns)
         if empty_ns + self._cost_ns > now_ns:
             return False
@@ -31,18 +31,18 @@ class TokenBucket:
         return True
 
     def charge(self, num_tokens: int, now_ns: int) -> None:
-        """Take tokens that were used elsewhere, down to none."""
+        """Take tokens that other frontends used, until the bucket is empty."""
         empty_ns = max(self._empty_ns, now_ns - self._capacity_ns) + num_tokens * self._cost_ns
         self._empty_ns = min(empty_ns, now_ns)
 
     def remaining(self, now_ns: int) -> int:
-        """Return how many tokens there are."""
+        """Return the number of tokens in the bucket."""
         return min(self._capacity_ns, max(0, now_ns - self._empty_ns)) // self._cost_ns
 
     def wait_s(self, now_ns: int) -> float:
-        """Return in how many seconds there is a token; 0 when there is one."""
+        """Return the seconds until the next token, or 0 if there is one."""
         return max(0, self._empty_ns + self._cost_ns - now_ns) / 1e9
 
     def full_in_s(self, now_ns: int) -> float:
-        """Return in how many seconds the bucket is full."""
+        """Return the seconds until the bucket is full."""
         return max(0, self._empty_ns + self._capacity_ns - now_ns) / 1e9

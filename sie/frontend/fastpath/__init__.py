@@ -1,1 +1,1 @@
-"""The fast path of small requests: submitted in the callback that brings them, without a task."""
+"""The fast path: submits small requests in the callback that delivers them, without a task."""

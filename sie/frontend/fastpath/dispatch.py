@@ -1,8 +1,8 @@
-"""Owns the short way of a small request: to a worker when its body is there, to its client when the reply is.
+"""Serves small requests in two event-loop callbacks: one submits the request, one sends the answer. Must never wait.
 
-Two callbacks of the event loop instead of a task. Only what waits for nothing but a worker goes this way: encode requests
-and tensors for a model that is loaded. Everything else goes on as if this file were not there, and so does a request whose
-model turns out to have gone meanwhile. What is checked, counted and answered is the same on both.
+The fast path takes only requests that wait for nothing but a worker: encode requests and tensors for a loaded model.
+A task serves every other request, and also a request whose model is unloaded meanwhile. Both paths check, count and
+answer in the same way.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _match: Final = lru_cache(maxsize=1024)(routes.match)
 
 
 class Work(Protocol):
-    """A request that a worker has."""
+    """A request that was submitted to a worker."""
 
     pending: Pending
 
     def answer(self, raw: Reply, /) -> Response | Awaitable[Response]:
-        """Return the answer that its reply makes, to be awaited where that takes long; the reply is let go then."""
+        """Return the answer for the worker's reply, or an awaitable where encoding takes long. Releases the reply."""
         ...
 
-    def again(self, error: Unavailable, /) -> Awaitable[Response]:
-        """Serve it anew when its model was gone; raise the error when it is not to come back."""
+    def retry(self, error: Unavailable, /) -> Awaitable[Response]:
+        """Serve the request again after its model was unloaded. Raises the error if the model does not come back."""
         ...
 
 
-Begin = Callable[["Exchange"], Work | None]
-"""What submits a request whose body is there; None, having done nothing that shows, for one that is not for this way."""
+TrySubmit = Callable[["Exchange"], Work | None]
+"""Submits a request whose body has arrived. Returns None, without visible effects, if a task must serve the request."""
 
 
-class Border(Protocol):
-    """The app's border, where requests end."""
+class ErrorBoundary(Protocol):
+    """The part of the app that answers, counts and logs every request, failed ones included."""
 
     def serve(self, exchange: Exchange) -> Coroutine[Any, Any, None]: ...
 
@@ -56,77 +56,77 @@ class Border(Protocol):
     def respond(self, exchange: Exchange, status: int, headers: list[tuple[str, str]], body: bytes) -> None: ...
 
 
-class ShortWay:
-    """The short way of one process. begins has what submits a request, by the route's template."""
+class FastPath:
+    """The fast path of one process. submitters is keyed by the template of the route."""
 
-    def __init__(self, border: Border, process: FrontendProcess, begins: Mapping[str, Begin]) -> None:
-        self._border = border
+    def __init__(self, boundary: ErrorBoundary, process: FrontendProcess, submitters: Mapping[str, TrySubmit]) -> None:
+        self._boundary = boundary
         self._process = process
-        self._begins = begins
+        self._submitters = submitters
 
     def take(self, exchange: Exchange) -> None:
-        """Serve a request whose body is there; one whose body is late, too, with a task that waits for it."""
+        """Serve a request here if its body has arrived and its route has a submitter, or else in a task."""
         path, scope, body = exchange.scope.path, exchange.scope, exchange.body
         matched = _match(path) if len(path) <= _MAX_KEPT_CHARS else routes.match(path)
-        begin = self._begins.get(matched.route.template) if matched is not None else None
-        if matched is None or begin is None or scope.method != "POST" or body is None or not body.done():
-            self.spawn(self._border.serve(exchange))
+        try_submit = self._submitters.get(matched.route.template) if matched is not None else None
+        if matched is None or try_submit is None or scope.method != "POST" or body is None or not body.done():
+            self.spawn(self._boundary.serve(exchange))
             return
         exchange.route, exchange.model = matched
         try:
             if self._process.access is not None:
                 self._process.access.admit(exchange, matched.route.need)
         except Exception as error:
-            self._border.fail(exchange, error)
+            self._boundary.fail(exchange, error)
             return
-        self._submit(exchange, begin)
+        self._submit(exchange, try_submit)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run what needs a task; the event loop itself keeps none alive."""
+        """Run work in a task, and hold a reference to it: the event loop keeps only weak ones."""
         task = asyncio.get_running_loop().create_task(work)
         self._process.requests.add(task)
         task.add_done_callback(self._process.requests.discard)
 
-    def _submit(self, exchange: Exchange, begin: Begin) -> None:
+    def _submit(self, exchange: Exchange, try_submit: TrySubmit) -> None:
         route = exchange.route
         try:
-            work = begin(exchange)
+            work = try_submit(exchange)
         except Exception as error:
             self._fail(exchange, error)
             return
         if work is None:
             exchange.route = route
-            self.spawn(self._border.serve(exchange))
+            self.spawn(self._boundary.serve(exchange))
         else:
             work.pending.future.add_done_callback(partial(self._end, exchange, work))
 
     def _end(self, exchange: Exchange, work: Work, future: asyncio.Future[Reply]) -> None:
         error = future.exception()
         if isinstance(error, Unavailable):
-            self.spawn(self._border.guard(exchange, self._send(exchange, work.again(error))))
+            self.spawn(self._boundary.guard(exchange, self._send(exchange, work.retry(error))))
             return
         try:
             response = work.answer(future.result())
             if not isinstance(response, Response):
-                self.spawn(self._border.guard(exchange, self._send(exchange, response)))
+                self.spawn(self._boundary.guard(exchange, self._send(exchange, response)))
                 return
-            self._border.respond(exchange, *response)
+            self._boundary.respond(exchange, *response)
         except Exception as failure:
             self._fail(exchange, failure)
         else:
-            _leave(exchange)
+            _end_key_use(exchange)
 
     def _fail(self, exchange: Exchange, error: Exception) -> None:
-        self._border.fail(exchange, error)
-        _leave(exchange)
+        self._boundary.fail(exchange, error)
+        _end_key_use(exchange)
 
     async def _send(self, exchange: Exchange, response: Awaitable[Response]) -> None:
         try:
-            self._border.respond(exchange, *await response)
+            self._boundary.respond(exchange, *await response)
         finally:
-            _leave(exchange)
+            _end_key_use(exchange)
 
 
-def _leave(exchange: Exchange) -> None:
+def _end_key_use(exchange: Exchange) -> None:
     if exchange.holder is not None:
         exchange.holder.end()

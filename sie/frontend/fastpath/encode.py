@@ -1,4 +1,4 @@
-"""Owns how the short way of an encode request begins and ends: as `Inference.encode`, for what waits for nothing."""
+"""Submits and answers encode requests without a task. Must check and answer exactly as `Inference.encode` does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sie.values.errors import Unavailable
 
 
 class EncodeWork:
-    """A request that a worker has; `sie.frontend.fastpath.dispatch.Work`."""
+    """A submitted encode request; implements `sie.frontend.fastpath.dispatch.Work`."""
 
     __slots__ = ("_exchange", "_inference", "_request", "_took_ns", "entry", "pending")
 
@@ -37,23 +37,23 @@ class EncodeWork:
         reply = read(self._exchange, self.entry, self._request, self._took_ns, raw)
         return self._inference.encoded(self._exchange, reply, raw)
 
-    async def again(self, error: Unavailable) -> Response:
+    async def retry(self, error: Unavailable) -> Response:
         exchange, inference = self._exchange, self._inference
         entry = inference.models.reloaded(self.entry, error)
-        return Response(200, *await inference.encode_anew(exchange, entry, self._request))
+        return Response(200, *await inference.run_encode(exchange, entry, self._request))
 
 
-class EncodeBegin:
-    """Begins the encode requests of one process."""
+class EncodeFastPath:
+    """Submits the encode requests of one process."""
 
     def __init__(self, process: FrontendProcess, inference: Inference) -> None:
         self._process = process
         self._inference = inference
 
     def __call__(self, exchange: Exchange) -> EncodeWork | None:
-        """Submit a request that waits for nothing but its reply, or return None: then `Inference.encode` serves it.
+        """Submit a request that waits only for its reply, or return None so that `Inference.encode` serves it.
 
-        The model is loaded, has no adapter asked of it, and its texts are short enough to tokenise here.
+        The model must be loaded, the request must name no adapter, and its texts must be short enough to tokenise here.
         """
         process, inference, limits = self._process, self._inference, self._process.settings.limits
         inference.check_headers(exchange)

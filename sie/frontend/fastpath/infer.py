@@ -1,4 +1,4 @@
-"""Owns how the short way of a request to infer begins: what is judged of it before it is submitted, as `KServe.model` does."""
+"""Submits and answers infer requests without a task. Must make the same checks as `KServe.model`, cached or not."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from sie.frontend.dialects.kserve import infer
 from sie.frontend.engine.worker_link import Pending, Reply
 from sie.frontend.fastpath.infer_cache import (
     Basis,
-    KnownInfer,
-    KnownInfers,
+    CachedInfer,
+    InferCache,
+    cache_answer,
     header_of,
-    learn_answer,
     places_in,
     read_answer,
 )
@@ -30,82 +30,82 @@ from sie.values.errors import Unavailable
 
 
 class InferWork:
-    """A request that a worker has; `sie.frontend.fastpath.dispatch.Work`."""
+    """A submitted infer request; implements `sie.frontend.fastpath.dispatch.Work`."""
 
-    __slots__ = ("_body", "_exchange", "_known", "_kserve", "pending")
+    __slots__ = ("_body", "_cached", "_exchange", "_kserve", "pending")
 
-    def __init__(self, kserve: KServe, exchange: Exchange, known: KnownInfer, body: bytes, pending: Pending) -> None:
+    def __init__(self, kserve: KServe, exchange: Exchange, cached: CachedInfer, body: bytes, pending: Pending) -> None:
         self._kserve = kserve
         self._exchange = exchange
-        self._known = known
+        self._cached = cached
         self._body = body
         self.pending = pending
 
     def answer(self, raw: Reply) -> Response | Awaitable[Response]:
-        exchange, known = self._exchange, self._known
-        found = read_answer(known.answers, raw) if known.places else None
+        exchange, cached = self._exchange, self._cached
+        found = read_answer(cached.answers, raw) if cached.places else None
         if found is None:
-            return self._answer_anew(raw)
+            return self._answer_uncached(raw)
         exchange.timing = timing_of(raw, found.times, exchange.began_ns, 0)
-        return self._kserve.answered(exchange, known.call.request.model, found.body, found.json_bytes)
+        return self._kserve.answered(exchange, cached.call.request.model, found.body, found.json_bytes)
 
-    def _answer_anew(self, raw: Reply) -> Response | Awaitable[Response]:
-        """Return an answer that is not like one of before, and know it from now on where its request is known."""
-        exchange, known, call = self._exchange, self._known, self._known.call
-        header = header_of(raw) if known.places else b""
+    def _answer_uncached(self, raw: Reply) -> Response | Awaitable[Response]:
+        """Encode an answer whose layout is not in the cache, and cache the layout if the request is cacheable."""
+        exchange, cached, call = self._exchange, self._cached, self._cached.call
+        header = header_of(raw) if cached.places else b""
         held = hold(raw, call.request.model, exchange.began_ns, 0)
-        response = self._kserve.answer(exchange, call, rule_of(known.entry), held)
+        response = self._kserve.answer(exchange, call, rule_of(cached.entry), held)
         if header and isinstance(response, Response):
             json_bytes = next((value for name, value in response.headers if name == LENGTH_HEADER), None)
             if json_bytes is not None:
-                learn_answer(known.answers, header, response.body, int(json_bytes))
+                cache_answer(cached.answers, header, response.body, int(json_bytes))
         return response
 
-    async def again(self, error: Unavailable) -> Response:
-        exchange, path, entry = self._exchange, self._known.path, self._known.entry
+    async def retry(self, error: Unavailable) -> Response:
+        exchange, path, entry = self._exchange, self._cached.path, self._cached.entry
         await self._kserve.tensors.after(entry, error, path.name, path.version, exchange.deadline_ns)
         return await self._kserve.serve(exchange, path, self._body)
 
 
-class InferBegin:
-    """Begins the requests to infer of one process."""
+class InferFastPath:
+    """Submits the infer requests of one process."""
 
     def __init__(self, process: FrontendProcess, kserve: KServe) -> None:
         self._process = process
         self._tensors = process.tensors
         self._kserve = kserve
-        self._knowns = KnownInfers()
+        self._cache = InferCache()
 
     def __call__(self, exchange: Exchange) -> InferWork | None:
-        """Submit a request that waits for nothing but its reply; None: `KServe.model` has to serve it.
+        """Submit a request that waits only for its reply, or return None so that `KServe.model` serves it.
 
-        That is one of a form that was checked, not compressed, for a model that takes requests.
+        The model must take requests, and the body must be valid and not compressed.
         """
         process, headers = self._process, exchange.headers
         length = headers.get(LENGTH_HEADER)
         if "content-encoding" in headers or (length is None and LENGTH_HEADER in headers):
             return None
-        known = self._recall(exchange, length) if length is not None else None
-        if known is None:
-            return self._judge(exchange, length)
-        exchange.route, exchange.known_model = COUNTED[INFER], known.entry.card.id
+        cached = self._find_cached(exchange, length) if length is not None else None
+        if cached is None:
+            return self._submit_uncached(exchange, length)
+        exchange.route, exchange.known_model = COUNTED[INFER], cached.entry.card.id
         exchange.deadline_ns = exchange.began_ns + process.timeout_ns(headers.get("x-sie-timeout-ms"))
         process.check_accepting()
         body = exchange.take_body(process.bodies)
         exchange.decoded_ns = time.monotonic_ns()
-        return self._submit(exchange, known, body)
+        return self._submit(exchange, cached, body)
 
-    def _recall(self, exchange: Exchange, length: str) -> KnownInfer | None:
+    def _find_cached(self, exchange: Exchange, length: str) -> CachedInfer | None:
         assert exchange.body is not None
         try:
             body = exchange.body.result()
         except RuntimeError:
-            return None  # its client left: `take_body` says so
+            return None  # the client left: `take_body` raises the error
         process = self._process
-        return self._knowns.find(exchange.model, length, body, process.models.entries, process.settings.limits)
+        return self._cache.find(exchange.model, length, body, process.models.entries, process.settings.limits)
 
-    def _judge(self, exchange: Exchange, length: str | None) -> InferWork | None:
-        """Do as `__call__` for a request whose like was not seen lately, and know it from now on."""
+    def _submit_uncached(self, exchange: Exchange, length: str | None) -> InferWork | None:
+        """Check and submit a request whose layout is not in the cache, and cache the layout if possible."""
         process, tensors = self._process, self._tensors
         path = split_model_path(f"{exchange.model}/infer", METHODS, tensors.table)
         if path is None or path.action != "infer":
@@ -127,15 +127,15 @@ class InferBegin:
             return None
         places = places_in(body, length, call) if length is not None else None
         if places is None or length is None:
-            return self._submit(exchange, KnownInfer(path, entry, plan, call, (), {}), body)
-        known = KnownInfer(path, entry, plan, call.without_inputs(), places, {})
-        self._knowns.learn(exchange.model, length, body, basis, known)
-        return self._submit(exchange, known, body)
+            return self._submit(exchange, CachedInfer(path, entry, plan, call, (), {}), body)
+        cached = CachedInfer(path, entry, plan, call.without_inputs(), places, {})
+        self._cache.add(exchange.model, length, body, basis, cached)
+        return self._submit(exchange, cached, body)
 
-    def _submit(self, exchange: Exchange, known: KnownInfer, body: bytes) -> InferWork:
-        view, call = memoryview(body), known.call
-        parts = [view[place] for place in known.places] or [tensor.data for tensor in call.request.inputs]
-        deadline_ns = deadline_of(known.plan.rule, call.request, exchange.began_ns, exchange.deadline_ns)
-        pending = self._tensors.start(known.entry, known.plan, parts, deadline_ns)
+    def _submit(self, exchange: Exchange, cached: CachedInfer, body: bytes) -> InferWork:
+        view, call = memoryview(body), cached.call
+        parts = [view[place] for place in cached.places] or [tensor.data for tensor in call.request.inputs]
+        deadline_ns = deadline_of(cached.plan.rule, call.request, exchange.began_ns, exchange.deadline_ns)
+        pending = self._tensors.start(cached.entry, cached.plan, parts, deadline_ns)
         self._process.watch_client(pending, exchange.protocol)
-        return InferWork(self._kserve, exchange, known, body, pending)
+        return InferWork(self._kserve, exchange, cached, body, pending)

@@ -1,9 +1,8 @@
-"""Owns what is known of requests to infer that come again and again: all but the elements of their tensors.
+"""Caches the layout of infer requests and of their answers. Must never keep the elements of a request.
 
-Clients send the same JSON with other elements behind it. Once such a request went the whole way, its like is recognised by
-the model's path, the bytes of the JSON and the length of the body, and only its elements are looked at. The same holds for
-the JSON of its answer, by the header of the worker's reply. What is kept ends with the models and limits that it was
-judged by.
+Clients often send the same JSON with other tensor elements behind it. The cache key of a checked request is the model's
+path, the bytes of the JSON and the length of the body. A hit reads only the elements. The JSON of an answer is cached by
+the header of the worker's reply. Every entry is dropped when the models or limits change that it was checked against.
 """
 
 from __future__ import annotations
@@ -21,86 +20,86 @@ from sie.shm.extent import split_extent
 from sie.shm.layout import ProtocolError
 from sie.values.errors import Internal
 
-_MAX_KNOWN: Final = 256
+_MAX_REQUESTS: Final = 256
 _MAX_ANSWERS: Final = 16
 _MAX_HEAD_BYTES: Final = 4096
 _read_times: Final = struct.Struct("<3q").unpack_from
 
 
 class Basis(NamedTuple):
-    """What requests are judged by; models is another object whenever any model has changed."""
+    """The models and limits that requests were checked against. models is a new object after any model has changed."""
 
     models: object
     limits: Limits
 
 
-class KnownAnswer(NamedTuple):
-    """What answers with one header of a reply have in common; nbytes is the least that its payload has."""
+class CachedAnswer(NamedTuple):
+    """The layout of all answers whose replies have one header. nbytes is the smallest valid size of the payload."""
 
     text: bytes
-    """The JSON, which the tensors follow."""
+    """The JSON; the tensors follow it."""
     places: tuple[slice, ...]
-    """Where those lie in the payload of the reply."""
+    """The slices of the tensors in the payload of the reply."""
     times_offset: int
     nbytes: int
 
 
-class KnownInfer(NamedTuple):
-    """A request that was judged, but for its elements: call may hold those of another one."""
+class CachedInfer(NamedTuple):
+    """A checked request. If it has places, its elements must be read from the body, never from call."""
 
     path: ModelPath
     entry: ModelEntry
     plan: Plan
     call: InferCall
     places: tuple[slice, ...]
-    """Where the elements of its inputs lie in its body."""
-    answers: dict[bytes, KnownAnswer]
-    """Its answers so far, by the header of their reply."""
+    """The slices of the inputs' elements in the body."""
+    answers: dict[bytes, CachedAnswer]
+    """The layouts of its answers, by the header of the reply."""
 
 
 class ReadAnswer(NamedTuple):
-    """The body of an answer, the bytes of its JSON, and the reply's times as `timing_of` takes them."""
+    """The body of an answer, the size of its JSON, and the times of the reply in the form that `timing_of` takes."""
 
     body: bytes
     json_bytes: int
     times: tuple[int, int, int]
 
 
-class KnownInfers:
-    """The requests to infer that one process knows."""
+class InferCache:
+    """The cached infer requests of one process."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int, bytes], KnownInfer] = {}
+        self._requests: dict[tuple[str, int, bytes], CachedInfer] = {}
         self._splits: dict[str, int] = {}
         self._basis: Basis | None = None
 
-    def find(self, model: str, length: str, body: bytes, models: object, limits: Limits) -> KnownInfer | None:
-        """Return what is known of a request by its path's model, the header that says how long its JSON is, and its body.
+    def find(self, model: str, length: str, body: bytes, models: object, limits: Limits) -> CachedInfer | None:
+        """Return the cached request with the same model, JSON and body length, or None.
 
-        models and limits are those of a `Basis`.
+        length is the value of the header with the length of the JSON. models and limits are those of a `Basis`.
         """
         split, basis = self._splits.get(length), self._basis
         if split is None or basis is None or basis.models is not models or basis.limits is not limits:
             return None
-        return self._known.get((model, len(body), body[:split]))
+        return self._requests.get((model, len(body), body[:split]))
 
-    def learn(self, model: str, length: str, body: bytes, basis: Basis, known: KnownInfer) -> None:
-        """Keep what was found out about a request, to be found by the same words."""
+    def add(self, model: str, length: str, body: bytes, basis: Basis, cached: CachedInfer) -> None:
+        """Cache a checked request. Drops all entries first if the basis has changed or the cache is full."""
         old = self._basis
         is_same = old is not None and old.models is basis.models and old.limits is basis.limits
-        if not is_same or max(len(self._known), len(self._splits)) >= _MAX_KNOWN:
-            self._known.clear()
+        if not is_same or max(len(self._requests), len(self._splits)) >= _MAX_REQUESTS:
+            self._requests.clear()
             self._splits.clear()
             self._basis = basis
         split = self._splits[length] = int(length)
-        self._known[model, len(body), body[:split]] = known
+        self._requests[model, len(body), body[:split]] = cached
 
 
 def places_in(body: bytes, length: str, call: InferCall) -> tuple[slice, ...] | None:
-    """Return where the elements of a request lie in its body; None for one whose like is not to be known by its JSON.
+    """Return the slices of a request's elements in its body, or None if the request cannot be cached by its JSON.
 
-    length, which was judged, is how long that is. Elements in the JSON itself, a time of its own and classes, which are
-    made of elements, are left to the longer way.
+    length is the checked length of the JSON. A request is not cacheable if it has elements in the JSON, its own timeout,
+    or classes among its outputs, because classes are computed from elements.
     """
     request, start = call.request, int(length)
     if not 0 < start <= _MAX_HEAD_BYTES or request.timeout_us or any(wanted.num_classes for wanted in call.wanted):
@@ -113,7 +112,7 @@ def places_in(body: bytes, length: str, call: InferCall) -> tuple[slice, ...] | 
 
 
 def header_of(raw: Reply) -> bytes:
-    """Return the header of a reply. Raises Internal, having let the reply go, for one that cannot be read."""
+    """Return the header of a reply. Releases the reply and raises Internal if it cannot be read."""
     try:
         return split_extent(raw.view)[0]
     except ProtocolError as error:
@@ -121,24 +120,24 @@ def header_of(raw: Reply) -> bytes:
         raise Internal("the worker's reply could not be read") from error
 
 
-def read_answer(answers: dict[bytes, KnownAnswer], raw: Reply) -> ReadAnswer | None:
-    """Return the answer in a reply, having let that go; None, the reply being kept, for one whose like was not seen."""
+def read_answer(answers: dict[bytes, CachedAnswer], raw: Reply) -> ReadAnswer | None:
+    """Return the answer and release the reply; return None and keep the reply if its header is new or malformed."""
     try:
         header, payload = split_extent(raw.view)
     except ProtocolError:
         return None
-    known = answers.get(header)
-    if known is None or len(payload) < known.nbytes:
+    cached = answers.get(header)
+    if cached is None or len(payload) < cached.nbytes:
         return None
-    times = _read_times(payload, known.times_offset)
-    body = b"".join([known.text, *[payload[place] for place in known.places]])
+    times = _read_times(payload, cached.times_offset)
+    body = b"".join([cached.text, *[payload[place] for place in cached.places]])
     raw.release()
-    return ReadAnswer(body, len(known.text), times)
+    return ReadAnswer(body, len(cached.text), times)
 
 
-def learn_answer(answers: dict[bytes, KnownAnswer], header: bytes, body: bytes, json_bytes: int) -> None:
-    """Keep what answers with this header of a reply have in common, where all tensors lie behind the JSON."""
+def cache_answer(answers: dict[bytes, CachedAnswer], header: bytes, body: bytes, json_bytes: int) -> None:
+    """Cache the layout of answers whose replies have this header, if all their tensors follow the JSON."""
     times_offset, spans, nbytes = places_of(header)
     if len(answers) < _MAX_ANSWERS and json_bytes + sum([end - start for start, end in spans]) == len(body):
         places = tuple([slice(start, end) for start, end in spans])
-        answers[header] = KnownAnswer(body[:json_bytes], places, times_offset, nbytes)
+        answers[header] = CachedAnswer(body[:json_bytes], places, times_offset, nbytes)

@@ -1,1 +1,1 @@
-"""Owns HTTP below the handlers: how requests come in and answers go out, and what their bytes may cost."""
+"""HTTP below the handlers: requests in, responses out, and the limits on their bytes."""

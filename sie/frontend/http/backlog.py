@@ -1,8 +1,8 @@
-"""Owns how much of a response its client has not taken yet, and the end of a connection whose client takes nothing.
+"""Measures the unacknowledged bytes of a response, and cuts slow connections. Must never copy a socket's descriptor.
 
-Granian takes whatever it is given and keeps it, so its answer says nothing; the kernel knows what was acknowledged.
-The connection's socket is one of this process's own descriptors, found by the client's address: that works in every
-sandbox, where netlink may be forbidden. Over a Unix socket no address tells connections apart, and nothing is measured.
+Granian buffers everything it is given, so its return value says nothing. Only the kernel knows the acknowledged bytes.
+The socket is one of this process's own descriptors, found by the client's address. That works in every sandbox, even
+where netlink is forbidden. Connections over a Unix socket have no distinct addresses, so they are not measured.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ _T = TypeVar("_T")
 
 
 class Backlog:
-    """What one client was sent and has not acknowledged.
+    """The bytes that were sent to one client and that it has not acknowledged.
 
-    The kernel is asked only once half of the limit may be on its way, as less can never be too much. What was acknowledged
-    before is not known then, so a client that never caught up until there is cut between half of the limit and all of it.
+    The kernel is first queried when half of the limit may be unacknowledged; a smaller backlog needs no query. That first
+    query does not tell how many bytes were acknowledged before it. So a client that never caught up until then is cut
+    somewhere between half of the limit and the whole limit.
     """
 
     def __init__(self, client: str, limit_bytes: int) -> None:
-        """Client is the address as Granian tells it, `host:port`."""
+        """Measure the connection of a client. client is Granian's form of its address, `host:port`."""
         self._client = _parse(client)
         self._limit_bytes = limit_bytes
-        self._ask_at = limit_bytes // 2
+        self._query_at = limit_bytes // 2
         self._unacked = 0
         self._acked_before: int | None = None
         self._fd = -1
 
     def add(self, nbytes: int) -> bool:
-        """Note that so much was handed over; return whether the backlog is over the limit now."""
+        """Record that nbytes more were handed to Granian. Return whether the backlog is over the limit now."""
         self._unacked += nbytes
-        if self._unacked < self._ask_at or self._client is None:
+        if self._unacked < self._query_at or self._client is None:
             return False
-        taken = self._ask()
+        taken = self._query()
         if taken is None:
             self._client = None
             return False
@@ -55,36 +56,36 @@ class Backlog:
         elif self._acked_before is not None:
             self._unacked -= min(self._unacked, taken.acked - self._acked_before)
         self._acked_before = taken.acked
-        self._ask_at = max(self._limit_bytes // 2, (self._unacked + self._limit_bytes) // 2)
+        self._query_at = max(self._limit_bytes // 2, (self._unacked + self._limit_bytes) // 2)
         return self._unacked > self._limit_bytes
 
     def cut(self) -> None:
-        """End the connection at once: what waits for its client is dropped."""
+        """Shut the connection down at once, and drop the bytes that are still queued."""
         if self._client is not None:
             _use(self._fd, self._client, lambda sock: sock.shutdown(socket.SHUT_RDWR))
 
-    def _ask(self) -> _Taken | None:
+    def _query(self) -> _TcpState | None:
         assert self._client is not None
         if self._fd < 0:
             self._fd = _find(self._client)
         return _use(self._fd, self._client, _measure)
 
 
-class _Taken(NamedTuple):
+class _TcpState(NamedTuple):
     acked: int
-    """Bytes of the whole connection."""
+    """Bytes acknowledged since the connection was opened."""
     queued: int
-    """Bytes that the kernel has and that are not acknowledged."""
+    """Unacknowledged bytes that the kernel holds."""
 
 
-def _measure(sock: socket.socket) -> _Taken:
+def _measure(sock: socket.socket) -> _TcpState:
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     queued: int = struct.unpack("=i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))[0]
-    return _Taken(_BYTES_ACKED.unpack(info)[0], queued)
+    return _TcpState(_BYTES_ACKED.unpack(info)[0], queued)
 
 
 def _parse(client: str) -> _Address | None:
-    """Return the address, or None for what is none, as of a Unix socket."""
+    """Return the address, or None if the text is not one, as for a Unix socket."""
     host, _, port = client.rpartition(":")
     try:
         return _plain(host.strip("[]")), int(port)
@@ -93,22 +94,22 @@ def _parse(client: str) -> _Address | None:
 
 
 def _plain(host: str) -> str:
-    """Return an IP address in its shortest form, of an IPv4 one in IPv6 the former."""
+    """Return an IP address in its shortest form. An IPv4-mapped IPv6 address becomes IPv4."""
     address = ipaddress.ip_address(host)
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return str(mapped or address)
 
 
 def _find(client: _Address) -> int:
-    """Return this process's descriptor of the connection to a client, -1 when there is none."""
+    """Return this process's descriptor of the connection to a client, or -1."""
     fds = (int(entry.name) for entry in Path("/proc/self/fd").iterdir())
     return next((fd for fd in fds if _use(fd, client, lambda _sock: True)), -1)
 
 
 def _use(fd: int, client: _Address, work: Callable[[socket.socket], _T]) -> _T | None:
-    """Do work on the socket of a descriptor that stays its owner's; None when it is not, or not any more, the client's.
+    """Run work on the socket behind fd, or return None if fd is not, or is no longer, the client's connection.
 
-    Never on a copy of the descriptor: that would keep a connection open which its owner closes meanwhile.
+    The descriptor stays with its owner. It is never copied: a copy would keep a connection open after its owner closes it.
     """
     try:
         if fd < 0 or not stat.S_ISSOCK(os.fstat(fd).st_mode):

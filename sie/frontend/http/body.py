@@ -1,7 +1,7 @@
-"""Owns the reading of a request body: its limits, its truncation, and how long it may stall.
+"""Reads request bodies, with limits on size, stalls and rate. Handlers must read bodies only through `BodyReader`.
 
-Granian bounds neither size nor time, and a body that its client cut short looks complete when it is iterated, so the
-length is compared with what was announced. Read through `BodyReader.read` only.
+Granian limits neither size nor time. A body that the client cut short looks complete when Granian iterates it, so the
+length is compared with Content-Length.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from sie.config.limits import Limits
 from sie.values.errors import BadRequest, ClientGone, InputTooLong, SieError
 
 _WHOLE_BYTES = 256 * 1024
-"""Up to here a body of known length is taken in one call; larger ones chunk by chunk."""
+"""A body of known length up to this size is read in one call, a larger one in chunks."""
 
 
 class Headers(Protocol):
-    """The part of Granian's header map that is used here."""
+    """The methods of Granian's header map that are used here."""
 
     def get(self, name: str, /) -> str | None: ...
 
 
 class HttpProtocol(Protocol):
-    """The part of Granian's RSGI protocol that is used here."""
+    """The methods of Granian's RSGI protocol that are used here."""
 
     def __call__(self) -> Any: ...
     def __aiter__(self) -> Any: ...
 
 
 class Body(Protocol):
-    """The part of Granian's future of a body that is used here."""
+    """The methods of Granian's body future that are used here."""
 
     def done(self) -> bool: ...
     def result(self) -> bytes: ...
@@ -39,14 +39,14 @@ class Body(Protocol):
 
 
 def body_limits(limits: Limits) -> tuple[int, float, int]:
-    """Return what a `BodyReader` takes of the settings: most bytes, longest pause, slowest rate."""
+    """Return the settings for a `BodyReader`: maximum bytes, longest stall, slowest rate."""
     return limits.max_body_bytes, limits.body_idle_timeout_s, limits.min_body_bytes_per_s
 
 
 class Reading:
-    """One body on its way: the task that waits for it, when it last moved, and how much of it is there.
+    """One body that is being read: the waiting task, the time of its last chunk, and the bytes received.
 
-    A body that is taken in one call shows no progress: it has to be whole within the longest pause.
+    A body that is read in one call shows no progress, so it must be complete within the longest stall.
     """
 
     __slots__ = ("began_ns", "deadline_ns", "last_ns", "num_bytes", "task", "timed_out")
@@ -60,19 +60,19 @@ class Reading:
 
 
 class BodyReader:
-    """Reads bodies for one process and ends those that stall."""
+    """Reads bodies for one process, and cancels reads that stall."""
 
     def __init__(
         self, max_body_bytes: int, idle_timeout_s: float, min_bytes_per_s: int = 0, setting: str = "max_body_bytes"
     ) -> None:
-        """Setting is the name of the one that max_body_bytes comes from, for its refusals."""
+        """Take the limits. setting is the name of the setting behind max_body_bytes; error texts quote it."""
         self._setting = setting
         self._readings: set[Reading] = set()
         self._others: list[BodyReader] = []
         self.reconfigure(max_body_bytes, idle_timeout_s, min_bytes_per_s)
 
     def reconfigure(self, max_body_bytes: int, idle_timeout_s: float, min_bytes_per_s: int) -> None:
-        """Take over reloaded limits, for bodies on their way too."""
+        """Apply reloaded limits, also to bodies that are being read."""
         self._max_bytes = max_body_bytes
         self._min_bytes_per_s = min_bytes_per_s
         self._idle_ns = int(idle_timeout_s * 1e9)
@@ -81,14 +81,14 @@ class BodyReader:
             other.reconfigure(other._max_bytes, idle_timeout_s, min_bytes_per_s)
 
     def with_limit(self, section: object, setting: str) -> BodyReader:
-        """Return a reader whose limit is a setting of its own; this one ends what stalls there, too."""
+        """Return a reader with its own size limit, from a setting of section. `end_stalled` covers its reads, too."""
         other = BodyReader(getattr(section, setting), self._idle_s, self._min_bytes_per_s, setting)
         other._readings = self._readings
         self._others.append(other)
         return other
 
     def take(self, body: Body) -> bytes:
-        """Return a body that is there. Raises InputTooLong and ClientGone as `read` does."""
+        """Return a body that has arrived. Raises InputTooLong and ClientGone as `read` does."""
         try:
             data = body.result()
         except RuntimeError as error:
@@ -98,11 +98,11 @@ class BodyReader:
         return data
 
     async def read(self, headers: Headers, protocol: HttpProtocol, deadline_ns: int, body: Body | None = None) -> bytes:
-        """Return the whole body; one that was asked for already is on its way, and small.
+        """Return the whole body. body is Granian's future of a small body that was requested before.
 
-        Raises InputTooLong (413) over max_body_bytes, BadRequest for a malformed or cut body, SieError 408 when it
-        stalls for body_idle_timeout_s, is slower than min_body_bytes_per_s or is not there at the request's deadline,
-        ClientGone when the client left.
+        Raises InputTooLong (413) over max_body_bytes and BadRequest for malformed length headers. Raises SieError 408
+        when the body stalls for body_idle_timeout_s, is slower than min_body_bytes_per_s, or misses the request's
+        deadline. Raises ClientGone when the client left or cut the body short.
         """
         if body is not None and body.done():
             return self.take(body)
@@ -133,7 +133,7 @@ class BodyReader:
             self._readings.discard(reading)
 
     def end_stalled(self, now_ns: int) -> None:
-        """Cancel the reads that made no progress for too long, or too little; called by the process's tick."""
+        """Cancel reads that stalled, are too slow, or passed their deadline. The process's tick calls this."""
         for reading in self._readings:
             if not reading.timed_out and self._is_overdue(reading, now_ns):
                 reading.timed_out = True
@@ -142,11 +142,13 @@ class BodyReader:
     def _is_overdue(self, reading: Reading, now_ns: int) -> bool:
         if now_ns - reading.last_ns > self._idle_ns or now_ns > reading.deadline_ns:
             return True
-        elapsed_ns = now_ns - reading.began_ns  # judged after the longest pause that a body may begin with
+        elapsed_ns = (
+            now_ns - reading.began_ns
+        )  # the rate counts only after the longest stall that a body may start with
         return elapsed_ns > self._idle_ns and reading.num_bytes * 10**9 < self._min_bytes_per_s * elapsed_ns
 
     def _announced(self, headers: Headers) -> int | None:
-        """Return Content-Length, or None for a chunked body, having refused what is too long or ambiguous."""
+        """Return Content-Length, or None for a chunked body. Raises InputTooLong, and BadRequest if ambiguous."""
         announced = headers.get("content-length")
         if announced is None:
             return None if headers.get("transfer-encoding") is not None else 0

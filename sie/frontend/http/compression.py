@@ -1,6 +1,6 @@
-"""Owns compressed bodies: what a client sent is taken apart within limits, and a reply is made smaller when asked.
+"""Decompresses request bodies and compresses replies. Decompression must never exceed the limits on size and ratio.
 
-Only the routes of the tensor dialects take compressed bodies. Source: KServe v2 sheet, section 9; fault sheet F29, S17.
+Only the routes of the tensor dialects accept compressed bodies. Source: KServe v2 sheet, section 9; fault sheet F29, S17.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from sie.values.errors import BadRequest, InputTooLong, SieError
 Coding = Literal["gzip", "deflate"]
 _WINDOW_BITS: Final[dict[Coding, int]] = {"gzip": 31, "deflate": 15}
 _FREE_BYTES: Final = 1 << 20
-"""Any body may grow to this size: small tensors of one value are hundreds of times smaller when compressed."""
+"""Any body may grow to this size, because small tensors of one value compress several hundred times."""
 _PIECE_BYTES: Final = 1 << 18
 _LEVEL: Final = 1
 MIN_BYTES: Final = 1024
-"""A reply below this is sent as it is."""
+"""A smaller reply is sent without compression."""
 
 
 def decompress(body: bytes, coding: str, max_bytes: int, max_ratio: int) -> bytes:
-    """Return the body that was sent as `Content-Encoding: coding`.
+    """Decompress a body that was sent with `Content-Encoding: coding`.
 
-    Raises SieError 415 for another coding, InputTooLong (413) when it would be over max_bytes, or over 1 MiB and more
-    than max_ratio times its size, and BadRequest for data that are damaged, cut, or followed by more.
+    Raises SieError 415 for an unsupported coding, and BadRequest for data that are damaged, cut, or followed by more.
+    Raises InputTooLong (413) if the result is over max_bytes, or over both 1 MiB and max_ratio times the body's size.
     """
     bits = _WINDOW_BITS.get(coding.strip().lower())  # type: ignore[arg-type]
     if bits is None:
@@ -52,7 +52,7 @@ def decompress(body: bytes, coding: str, max_bytes: int, max_ratio: int) -> byte
 
 
 def choose_coding(accept_encoding: str) -> Coding | None:
-    """Return the first coding of an `Accept-Encoding` header that can be sent; None to send as it is."""
+    """Return the first supported coding of an `Accept-Encoding` header, or None to send without compression."""
     for part in accept_encoding.split(","):
         name, _, weight = part.partition(";")
         word = name.strip().lower()
@@ -63,7 +63,7 @@ def choose_coding(accept_encoding: str) -> Coding | None:
 
 
 def compress(body: bytes, coding: Coding) -> bytes | None:
-    """Return the body compressed, or None when that would not make it smaller."""
+    """Return the compressed body, or None if compression does not make it smaller."""
     engine = zlib.compressobj(_LEVEL, zlib.DEFLATED, _WINDOW_BITS[coding])
     smaller = engine.compress(body) + engine.flush()
     return smaller if len(smaller) < len(body) else None

@@ -1,6 +1,7 @@
-"""Owns what a browser is told about pages of other origins (CORS). Pure. Source: Fetch standard, HTTP CORS protocol.
+"""Builds the CORS headers for pages of other origins. Pure. Must never allow credentials.
 
-No cookies are involved, so credentials are never allowed; a page sends its key in a header, which a preflight permits.
+The server uses no cookies. A page sends its key in a header, which the preflight allows.
+Source: Fetch standard, HTTP CORS protocol.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any, Final
 from sie.frontend.http.routes import ROUTES
 
 _METHODS: Final = ", ".join(sorted({"PUT", *(route.method for route in ROUTES)}))
-"""PUT is no route's, but as OpenAI's API documents it: a page hears 405 of it, not that it may not ask."""
+"""No route serves PUT, but OpenAI's API documents it. A page that sends PUT gets 405 instead of a CORS failure."""
 _MAX_AGE_S: Final = "600"
 _EXPOSED_NAMES: Final = (
     "retry-after, x-queue-time, x-tokenization-time, x-inference-time, x-total-time, x-request-id, "
@@ -27,15 +28,15 @@ HeaderList = list[tuple[str, str]]
 
 
 class Cors:
-    """Answers for the origins of the setting `cors_origins`; `*` is every origin."""
+    """CORS headers for the origins in the setting `cors_origins`; `*` allows every origin."""
 
     def __init__(self, origins: tuple[str, ...]) -> None:
         self._origins = frozenset(origins)
         self._is_any = "*" in origins
 
     def preflight(self, headers: Any) -> HeaderList | None:
-        """Return the further headers that answer a browser's OPTIONS, or None for one that is no preflight, or not welcome."""
-        if not self._is_welcome(headers) or headers.get("access-control-request-method") is None:
+        """Return the extra headers of a preflight response, or None if not a preflight or from a forbidden origin."""
+        if not self._is_allowed(headers) or headers.get("access-control-request-method") is None:
             return None
         asked = headers.get("access-control-request-headers") or ""
         are_names = len(asked) <= _MAX_ASKED_CHARS and _NAMES.fullmatch(asked) is not None
@@ -46,17 +47,17 @@ class Cors:
         ]
 
     def record(self, exchange: Any, _status: int, headers: HeaderList, _error: object) -> HeaderList:
-        """Add to an answer what a page of another origin needs to read it."""
+        """Add the headers that let a page of another origin read the response."""
         return [*headers, *self.headers(exchange.headers)]
 
     def headers(self, headers: Any) -> HeaderList:
-        """Return what an answer to this request carries; only `Vary` for an origin that is not welcome, or none."""
+        """Return the CORS headers for a request; only `Vary` if it names no origin or a forbidden one."""
         if self._is_any:
             return [("access-control-allow-origin", "*"), _EXPOSE]
-        if not self._is_welcome(headers):
+        if not self._is_allowed(headers):
             return [_VARY]
         return [("access-control-allow-origin", headers.get("origin")), _VARY, _EXPOSE]
 
-    def _is_welcome(self, headers: Any) -> bool:
+    def _is_allowed(self, headers: Any) -> bool:
         origin = headers.get("origin")
         return origin is not None and (self._is_any or origin in self._origins)

@@ -1,4 +1,4 @@
-"""Owns the response headers of the pages that this server shows to browsers, each one self-contained file."""
+"""Builds the response headers of the server's own HTML pages. Each page must be one self-contained file."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 def page_headers(page: bytes) -> list[tuple[str, str]]:
-    """Return the response headers that belong to a page.
+    """Return the response headers of a page.
 
-    The policy allows the page's own script and style by their hashes, its connection back to this server, and nothing
-    else: no request leaves for another host, and markup that found its way in would not run.
+    The content security policy allows the page's own script and style by their hashes, and connections to this server.
+    It blocks requests to other hosts, and injected markup does not run.
     """
     sources: dict[bytes, list[str]] = {b"script": [], b"style": []}
     for match in _INLINE.finditer(page):

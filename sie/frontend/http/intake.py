@@ -1,9 +1,9 @@
-"""Owns how a request comes from Granian's threads to the event loop: one wake-up for its headers and its body together.
+"""Moves requests from Granian's threads to the event loop, with one wake-up for headers and small body. Never blocks.
 
-Granian hands a request over when its headers are there; a handler then asks for the body, and is woken a second time when
-that is. Each time a thread waits for the interpreter, the event loop is woken and a task goes round in it. A small body
-is asked for here by the thread that hands the request over, and the loop hears of the request when the body is there.
-Whatever keeps its client's body waiting, has a large one or none is handed over as ever. Source: granian 2.8, `_futures`.
+Granian hands a request over when its headers have arrived. A handler then requests the body, and a second wake-up
+delivers it. Each wake-up costs a wait for the GIL, a wake-up of the event loop and a pass of a task through it. So the
+thread that hands a request over requests a small body here, and the loop gets the request when the body has arrived.
+Requests with a large, late or missing body, or with `Expect`, take Granian's usual way. Source: granian 2.8, `_futures`.
 """
 
 from __future__ import annotations
@@ -19,55 +19,55 @@ from granian._granian import CallbackScheduler
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.threads import LARGE_BYTES
 
-_LOOK_EVERY_S: Final = 0.02
+_CHECK_EVERY_S: Final = 0.02
 _LATE_NS: Final = 20_000_000
-"""A body that is not there so long after its headers is waited for by a handler, whose limits are those of any body."""
+"""After this time a handler waits for the late body, with the usual limits on bodies."""
 _MAX_DIGITS: Final = len(str(LARGE_BYTES - 1))
 
 
 class Arrival:
-    """A request whose body is on its way; called when that is there, or cannot come any more."""
+    """A request that waits for its small body. Granian calls it when the body has arrived or can no longer arrive."""
 
-    __slots__ = ("_begin", "_exchange")
+    __slots__ = ("_exchange", "_take")
 
-    def __init__(self, exchange: Exchange, begin: Callable[[Exchange], None]) -> None:
+    def __init__(self, exchange: Exchange, take: Callable[[Exchange], None]) -> None:
         self._exchange: Exchange | None = exchange
-        self._begin = begin
+        self._take = take
 
     def is_due(self, late_ns: int) -> bool:
-        """Whether nothing is left to wait for: it has begun, or its headers came before late_ns."""
+        """Whether the wait is over: the request has started, or its headers arrived before late_ns."""
         return self._exchange is None or self._exchange.began_ns < late_ns
 
     def __call__(self, _body: object) -> None:
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
-            self._begin(exchange)
+            self._take(exchange)
 
 
 class Intake:
-    """The requests of one process that come in. begin takes one whose body is there or late, serve any other."""
+    """The incoming requests of one process. take gets a request with a small body, present or late; serve all others."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        begin: Callable[[Exchange], None],
+        take: Callable[[Exchange], None],
         serve: Callable[[Any], Coroutine[Any, Any, None]],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         self._loop = loop
-        self._begin = begin
+        self._take = take
         self._serve = serve
         self._spawn = spawn
         self._arrivals: deque[Arrival] = deque()
-        loop.call_later(_LOOK_EVERY_S, self._look)
+        loop.call_later(_CHECK_EVERY_S, self._start_late)
 
     def schedule(self, watcher: Any) -> None:
-        """Take a request from Granian. Called by a thread of its own, which must not wait."""
+        """Accept a request from Granian. A thread of Granian's calls this, so it must not block."""
         scope, protocol = watcher.scope, watcher.proto
         exchange = Exchange(scope, protocol, time.monotonic_ns())
         if _has_small_body(exchange.headers) and scope.proto == "http":
             exchange.body = body = protocol()
-            arrival = Arrival(exchange, self._begin)
+            arrival = Arrival(exchange, self._take)
             self._arrivals.append(arrival)
             body.add_done_callback(arrival)
         else:
@@ -76,18 +76,18 @@ class Intake:
     def _hand_over(self, watcher: Any) -> None:
         self._spawn(self._serve(watcher))
 
-    def _look(self) -> None:
-        """Let handlers wait for the bodies that are late."""
+    def _start_late(self) -> None:
+        """Start the requests whose bodies are late; their handlers wait for the bodies."""
         arrivals, late_ns = self._arrivals, time.monotonic_ns() - _LATE_NS
         while arrivals and arrivals[0].is_due(late_ns):
             arrivals.popleft()(None)
-        self._loop.call_later(_LOOK_EVERY_S, self._look)
+        self._loop.call_later(_CHECK_EVERY_S, self._start_late)
 
 
 def _has_small_body(headers: Any) -> bool:
-    """Tell whether a body may be asked for before anything else is known of its request.
+    """Tell whether a body may be requested before its request is checked.
 
-    Not where a client waits to hear that it is wanted, and not where its length is in doubt.
+    The length must be certain and small, and the client must not wait for `100 Continue`.
     """
     length = headers.get("content-length")
     if length is None or not 0 < len(length) <= _MAX_DIGITS or not length.isdecimal() or int(length) >= LARGE_BYTES:
@@ -96,13 +96,13 @@ def _has_small_body(headers: Any) -> bool:
 
 
 class Scheduler(CallbackScheduler):
-    """What Granian's threads hand requests to."""
+    """Replaces Granian's scheduler, to which its threads hand requests."""
 
     def __new__(cls, loop: asyncio.AbstractEventLoop, schedule: Callable[[Any], None]) -> Self:
-        """Hand each request to schedule, and none to a callback of Granian's own."""
+        """Pass each request to schedule and none to Granian's own callback."""
         create: Any = (
             super().__new__
-        )  # whose arguments granian's stub does not name: a loop, and what its own way needs
+        )  # granian's stub does not name the arguments: a loop, and what granian's own callback needs
         scheduler: Any = create(cls, loop, None, None, None, None)
         scheduler._schedule_fn = schedule
         return scheduler

@@ -1,4 +1,4 @@
-"""The reply that HTTP sends: status, headers and body."""
+"""Defines the HTTP response that handlers return. Knows no dialect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ JSON: Final = ("content-type", "application/json")
 
 
 class Response(NamedTuple):
-    """What is sent."""
+    """A complete HTTP response."""
 
     status: int
     headers: Headers
@@ -17,4 +17,4 @@ class Response(NamedTuple):
 
 
 Answer = tuple[Headers, bytes]
-"""Headers and body of a 200."""
+"""The headers and body of a 200 response."""

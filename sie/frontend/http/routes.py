@@ -1,4 +1,4 @@
-"""Owns the route table: which method and path means what. Pure. Paths come percent-decoded, so `%2F` is a slash."""
+"""Maps methods and paths to handlers. Pure. Expects percent-decoded paths, so `%2F` is a slash."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from sie.values.api_key import Need
 
 
 class Route(NamedTuple):
-    """One row: handler names a method of the app; endpoint is the metrics' word for an inference route.
+    """One row of the route table. handler names a method of the app; endpoint is an inference route's metric label.
 
-    A row that says nothing about its need is closed to clients without a key for inference.
+    By default a route needs a key for inference.
     """
 
     template: str
@@ -21,16 +21,16 @@ class Route(NamedTuple):
     endpoint: str = ""
     need: Need = "infer"
     also: str = ""
-    """A second method."""
+    """A second method of the same path."""
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """One method, or both."""
+        """The one or two methods of the row."""
         return (self.method, self.also) if self.also else (self.method,)
 
 
 class Match(NamedTuple):
-    """The route of a request; model is what stands for the name in its template, `{model}` mostly."""
+    """The route of a request. model is the part of the path at the placeholder, usually `{model}`."""
 
     route: Route
     model: str = ""
@@ -38,7 +38,7 @@ class Match(NamedTuple):
 
 ENCODE = "/v1/encode/{model}"
 INFER = "/v2/models/{model}/infer"
-"""The templates of the two routes that small requests come by most."""
+"""The templates of the two routes with a fast path."""
 ROUTES: tuple[Route, ...] = (
     Route(ENCODE, "POST", "encode", endpoint="encode"),
     Route("/v1/score/{model}", "POST", "score", endpoint="score"),
@@ -108,9 +108,9 @@ ROUTES: tuple[Route, ...] = (
     Route("/api/sharedmemorycontrol/{model}", "POST", "refuse_shared_memory", "trtis", also="GET"),
     Route("/api/profile", "GET", "refuse_profile", "trtis"),
 )
-"""The OpenAPI document has its paths in this order."""
+"""The OpenAPI document lists its paths in this order."""
 BY_TEMPLATE: dict[str, Route] = {route.template: route for route in reversed(ROUTES)}
-"""Of a template with several methods, the first."""
+"""The first route of each template."""
 BY_METHOD: dict[tuple[str, str], Route] = {
     (route.template, method): route for route in ROUTES for method in route.methods
 }
@@ -123,9 +123,9 @@ COUNTED = {
     )
     for template in templates
 }  # fmt: skip
-"""What a request to infer tensors or to generate text is counted as, once its path was read."""
+"""The routes with metric labels for tensor and text requests. A handler sets them after it has parsed the path."""
 WEBSOCKETS: dict[str, Need] = {"/ws/status": "metrics"}
-"""Path and need of each websocket."""
+"""The path of each websocket and the scope it needs."""
 _EXACT = {route.template: route for route in ROUTES if "{" not in route.template}
 _PLACE = re.compile(r"(\{\w+\})")
 _NAMED = [
@@ -140,17 +140,17 @@ _AROUND = tuple(
         key=lambda row: (_PREFIXES.index(row[0]), -len(row[1])),  # "/v2/models/m/infer" is not about a model "m/infer"
     )
 )
-"""What stands before and behind the name, for each template with one."""
+"""The prefix and suffix around the placeholder of each template that has one."""
 _START_CHARS = 8
 _BY_START = {
     start: tuple(row for row in _AROUND if row[0].startswith(start))
     for start in {row[0][:_START_CHARS] for row in _AROUND}
 }
-"""The same by the path's first characters, so that a path is compared with few of them."""
+"""`_AROUND` by the first characters of the path, so that a path is compared with few templates."""
 
 
 def match(path: str) -> Match | None:
-    """Return the route of a path, or None for an unknown one; the caller compares the method."""
+    """Return the route of a path, or None if unknown. The caller must check the method."""
     route = _EXACT.get(path)
     if route is not None:
         return Match(route)
@@ -161,12 +161,12 @@ def match(path: str) -> Match | None:
 
 
 def methods_of(route: Route) -> str:
-    """Return the methods of a route's path, as the header `Allow` has them."""
+    """Return the methods of a route's path, in the form of the header `Allow`."""
     return ", ".join(method for template, method in BY_METHOD if template == route.template)
 
 
 def redirect_of(path: str) -> str | None:
-    """Return where a path without its tail is sent (307), as the reference does for `/v1/encode`."""
+    """Return the target of the redirect (307) for a path without its model, as the reference does for `/v1/encode`."""
     return next(
         (
             prefix

@@ -1,7 +1,7 @@
-"""Owns a streamed answer: server-sent events from the first token to the last, comments between, a slow client's end.
+"""Sends a streamed answer as server-sent events with keep-alives. Must never let a slow client's backlog grow unbounded.
 
-The status waits for the first event, an error or the first keep-alive, so that a failure before has a status of its own;
-one afterwards is an event. Source of the form: HTML standard, section 9.2 (server-sent events).
+The status is sent with the first event, error event or keep-alive. An earlier failure gets its own status; a later one
+becomes an event. Source of the format: HTML standard, section 9.2 (server-sent events).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ STREAM_HEADERS: Final = (("content-type", "text/event-stream"), ("cache-control"
 
 
 class EventWriter(Protocol):
-    """How a dialect writes a stream. What it returns may be empty: then nothing is sent."""
+    """Encodes the stream of one dialect. An empty result is not sent."""
 
     keep_alive: bytes
-    """What is sent when nothing happened for a while."""
+    """The bytes to send after a while without events."""
 
     def write(self, events: Sequence[GenerateEvent]) -> bytes:
-        """Return the next events' bytes; behind `Ended` nothing is asked for any more."""
+        """Return the bytes of the next events. Not called again after `Ended`."""
         ...
 
     def write_error(self, error: SieError) -> bytes:
@@ -35,7 +35,7 @@ class EventWriter(Protocol):
 
 
 class EventSource(Protocol):
-    """Where a stream's events come from: a `Run`, or what follows one."""
+    """The source of a stream's events: a `Run`, or a follower of one."""
 
     @property
     def is_over(self) -> bool:
@@ -43,20 +43,20 @@ class EventSource(Protocol):
         ...
 
     async def wait(self, timeout_s: float) -> list[GenerateEvent]:
-        """Return the next events, or none when timeout_s passes first. Raises what ended them."""
+        """Return the next events, or an empty list after timeout_s. Raises the error that ended the stream."""
         ...
 
     def give_up(self, error: SieError) -> None:
-        """Hear that nobody takes any more, and why."""
+        """Abandon the stream, because of error."""
         ...
 
     def timing(self, began_ns: int) -> Timing | None:
-        """Return where the time went, as `Run.timing` does; None before anything was submitted."""
+        """Return the timing as `Run.timing` does, or None before the request was submitted."""
         ...
 
 
 class Streamed(NamedTuple):
-    """An answer that is to be streamed."""
+    """An answer that must be streamed."""
 
     run: EventSource
     writer: EventWriter
@@ -65,10 +65,10 @@ class Streamed(NamedTuple):
 async def send_stream(
     answer: Streamed, open_response: Callable[[], Any], client: str, settings: Generation
 ) -> SieError | None:
-    """Send a whole stream; return what it was ended by before its end, if anything was.
+    """Send a whole stream. Return the error that ended it early, or None.
 
-    open_response sends the status and headers and returns Granian's transport. Raises what fails before that, so that it
-    gets a status. Whoever leaves, or lets more than stream_backlog_bytes pile up, ends the work.
+    open_response sends the status and headers and returns Granian's transport. Errors before that are raised, so that
+    they get a status. The run is given up if the client leaves or its backlog passes stream_backlog_bytes.
     """
     run, writer = answer
     backlog = Backlog(client, settings.stream_backlog_bytes)
@@ -88,19 +88,21 @@ async def send_stream(
             if data and not await _try_send(transport, data):
                 return ClientGone("the client left while its answer was streamed")
             if error is not None:
-                return error.with_traceback(None)  # which would hold on to all of this, the response among it
+                return error.with_traceback(
+                    None
+                )  # a traceback would keep these frames alive, and with them the response
             if backlog.add(len(data)):
                 backlog.cut()
                 return ClientGone("the client let more than stream_backlog_bytes pile up")
         return None
     finally:
-        transport = None  # Granian ends the response when nobody holds it any more
+        transport = None  # Granian ends the response when the last reference is dropped
         if not run.is_over:
             run.give_up(ClientGone("the answer's stream ended"))
 
 
 async def _try_send(transport: Any, data: bytes) -> bool:
-    """Hand bytes over; False when the connection is closed."""
+    """Send bytes; return False if the connection is closed."""
     try:
         await transport.send_bytes(data)
     except RuntimeError:  # Granian's ProtocolClosed

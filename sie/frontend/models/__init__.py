@@ -1,1 +1,1 @@
-"""Models as a frontend sees them: their cards, states and adapters, and requests to load or unload them."""
+"""A frontend's view of models: cards, states and adapters, and requests to load or unload them."""

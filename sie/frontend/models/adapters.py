@@ -1,7 +1,7 @@
-"""Owns what a frontend does about adapters: which one a request names, whether a worker has it, and asking for a load.
+"""Finds the adapter of a request and requests its load. Must only accept adapters that the operator declared.
 
-An adapter is only ever one that the operator declared (the setting `lora`): a request can name neither a path nor a
-repository. Source: SIE API reference, section 11.
+The setting `lora` declares adapters, so a request can name neither a path nor a repository.
+Source: SIE API reference, section 11.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from sie.values.errors import BadRequest, Unavailable, from_wire
 
 _CODE: Final = "LORA_LOADING"
 _RETRY_S: Final = 1
-"""`Retry-After` of an adapter that loads. Source: SIE API reference, section 11."""
+"""`Retry-After` for a loading adapter. Source: SIE API reference, section 11."""
 _ASK_EVERY_S: Final = 0.25
 
 
 class AdapterTable:
-    """The adapters of all models, as requests of this process meet them."""
+    """The adapters of all models, for the requests of one process."""
 
     def __init__(self, models: ModelTable, send: Callable[[Touch | WantAdapter], None]) -> None:
         self._models = models
@@ -34,7 +34,7 @@ class AdapterTable:
         self._used: dict[tuple[str, str], None] = {}
 
     def check_declared(self, entry: ModelEntry, adapter: str) -> None:
-        """Raise BadRequest for an adapter that the operator has not declared for this model."""
+        """Raise BadRequest if the operator has not declared the adapter for this model."""
         if adapter in entry.adapters:
             return
         model = entry.card.id
@@ -48,10 +48,10 @@ class AdapterTable:
         )
 
     async def serving(self, entry: ModelEntry, adapter: str, wait_until_ns: int) -> ModelEntry:
-        """Return the model's entry once a worker has this adapter, which is declared; one that is not loaded starts to.
+        """Return the model's entry once a worker has this declared adapter. Requests a load if necessary.
 
-        wait_until_ns 0 never waits. Raises Unavailable LORA_LOADING, or why the last load failed: Internal, or BadRequest
-        when the model has no place for the adapter; and as `ModelTable.wait_serving` when the model goes meanwhile.
+        wait_until_ns 0 never waits. Raises Unavailable LORA_LOADING, or the error of the last load: Internal, or BadRequest
+        if the adapter does not fit the model. Raises as `ModelTable.wait_serving` if the model is unloaded meanwhile.
         """
         while True:
             changed = self._models.changed
@@ -65,17 +65,17 @@ class AdapterTable:
                     await asyncio.wait_for(changed.wait(), left_s)
             else:
                 return entry
-            # Without its model an adapter would never come.
+            # An adapter loads only while its model is loaded.
             entry = await self._models.wait_serving(self._models.find(entry.card.id) or entry, wait_until_ns)
 
     def _check_serving(self, entry: ModelEntry, adapter: str) -> None:
         key = model_of(entry.card.id), adapter
-        state = entry.adapters[adapter]  # declared once is declared for as long as the server runs
+        state = entry.adapters[adapter]  # declarations do not change while the server runs
         if state.workers:
             self._used.pop(key, None)
             self._used[key] = None
             return
-        if state.recovering:  # the engine holds its work until a worker has it again
+        if state.recovering:  # the engine holds requests until a worker has the adapter again
             return
         if state.state != "loading":
             self._ask(key)
@@ -84,12 +84,12 @@ class AdapterTable:
         raise loading(key[0], adapter)
 
     def take_used(self) -> tuple[tuple[str, str], ...]:
-        """Return (model, adapter) of what answered since the last call, the last one used last."""
+        """Return each (model, adapter) that was used since the last call, the most recent last."""
         used, self._used = tuple(self._used), {}
         return used
 
     def _ask(self, key: tuple[str, str]) -> None:
-        """Ask for a load, not for every request; what was used so far goes ahead, since a load may evict."""
+        """Request a load, at a limited rate. Report used adapters first, because a load may evict."""
         now_s = time.monotonic()
         if now_s - self._asked.get(key, 0.0) >= _ASK_EVERY_S:
             self._asked[key] = now_s
@@ -98,19 +98,19 @@ class AdapterTable:
 
 
 def requested_adapter(request: EncodeRequest) -> str | None:
-    """Return the adapter that a resolved request names, None for the model as it is."""
+    """Return the adapter that a resolved request names, or None for the model alone."""
     return request.options.get("lora_id")
 
 
 def loading(model: str, adapter: str) -> Unavailable:
-    """Return the error of a request whose adapter no worker has yet, or not any more."""
+    """Return the error for a request whose adapter is on no worker now."""
     return Unavailable(
         f"Adapter '{adapter}' of model '{model}' is loading; retry in {_RETRY_S} s", code=_CODE, retry_after_s=_RETRY_S
     )
 
 
 def workers_with(entry: ModelEntry | None, adapter: str) -> tuple[int, ...]:
-    """Return the workers that have a model and an adapter of it; an empty adapter is the model as it is."""
+    """Return the workers that have a model and its adapter. An empty adapter means the model alone."""
     if entry is None:
         return ()
     if not adapter:
@@ -120,5 +120,5 @@ def workers_with(entry: ModelEntry | None, adapter: str) -> tuple[int, ...]:
 
 
 def is_coming(entry: ModelEntry, adapter: str) -> bool:
-    """Tell whether work with this adapter may wait for a worker; an empty adapter is the model as it is."""
+    """Tell whether requests for this adapter may wait for a worker. An empty adapter means the model alone."""
     return not adapter or (adapter in entry.adapters and entry.adapters[adapter].state in ("loading", "loaded"))

@@ -1,7 +1,7 @@
-"""Owns loading and unloading on request: who may ask (`admin_from`), what is asked, and the wait for it to be done.
+"""Loads and unloads models on request through the supervisor. Must check `admin_from`, and never change a model itself.
 
 Source of the bodies: generation API reference, section 10. Statuses are `loaded`, `unloaded`, `loading`, `unloading`,
-`reloading`, `failed` and `not_found`; unlike there, an unknown model is a 404 and a load that failed a 502.
+`reloading`, `failed` and `not_found`. Unlike the reference, an unknown model is a 404 and a failed load is a 502.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class ModelBody(msgspec.Struct):
 
 
 class ModelStatus(NamedTuple):
-    """An answer: HTTP status and JSON body."""
+    """An answer with HTTP status and JSON body."""
 
     http_status: int
     body: bytes
     model: str = ""
-    """The id of the model that it is about, if there is such a one."""
+    """The id of the model, or empty if unknown."""
 
 
 def check_admin(admin_from: str, client: str, headers: Mapping[str, str] | Any, *, has_body: bool = True) -> None:
     """Raise Forbidden unless this client may load and unload models.
 
-    client is `address:port`. `loopback` means a client on this host, and none that a web page can pose as: the browser
-    names the page's origin, a page cannot send JSON across origins unasked, and a name that was rebound to a loopback
-    address still stands in Host. A proxy's clients are not on this host, whatever its own address is.
+    client is `address:port`. `loopback` means a client on this host, and not a web page in its browser: the browser sends
+    the page's origin, a page cannot send JSON to another origin without a preflight, and Host still has a name that was
+    rebound to a loopback address. Requests through a proxy are refused, because its clients may be on other hosts.
     """
     if admin_from == "everybody":
         return
@@ -84,7 +84,7 @@ def _is_loopback(host: str) -> bool:
 
 
 class ModelAdmin:
-    """The models of the server, as an administrator handles them from one frontend process."""
+    """Administration of the server's models from one frontend process."""
 
     def __init__(self, models: ModelTable, send: Callable[[Manage | ManageRepository], None]) -> None:
         self._models = models
@@ -93,9 +93,9 @@ class ModelAdmin:
         self._begun: dict[int, asyncio.Future[None]] = {}
 
     async def serve(self, verb: str, body: bytes, deadline_ns: int) -> ModelStatus:
-        """Do what the route's last word says and return the answer when it is done, or as it stands at the deadline."""
+        """Run verb, the last part of the route. Return the state when it is done, or at the deadline."""
         asked = _decode(body)
-        model = model_of(asked)  # an entry of a profile stands for its model's weights
+        model = model_of(asked)  # the profiles of a model share its weights
         if self._models.find(asked) is None and self._models.hosted(asked) is None:
             return _not_found(asked)
         action = _ACTIONS.get(verb)
@@ -106,7 +106,7 @@ class ModelAdmin:
         return _not_found(asked) if entry is None else _status(asked, entry, action)
 
     def on_begun(self, number: int, error: WireError | None = None) -> None:
-        """Take the supervisor's word that it has begun, or why it has not."""
+        """Receive the supervisor's answer that it started an action, or the error."""
         future = self._begun.pop(number, None)
         if future is None or future.done():
             return
@@ -116,9 +116,9 @@ class ModelAdmin:
             future.set_exception(from_wire(error))
 
     async def ask(self, message: Callable[[int], Manage | ManageRepository], deadline_ns: int) -> None:
-        """Ask the supervisor for something, and return when it has begun.
+        """Send a request to the supervisor, and return when the supervisor has started it.
 
-        message makes the words from a number. Raises what kept it from beginning, or SieError at the deadline.
+        message builds the request from its number. Raises the supervisor's error, or SieError at the deadline.
         """
         number = next(self._numbers)
         future = self._begun[number] = asyncio.get_running_loop().create_future()
@@ -161,7 +161,7 @@ def _not_found(model: str) -> ModelStatus:
 
 
 def _status(asked: str, entry: ModelEntry, action: ManageAction | None) -> ModelStatus:
-    """Return how a model is; action: what was to be done, so that what goes on is a 202 and a failure a 502."""
+    """Return the state of a model. After an action, work under way is a 202 and a failure has its own status."""
     serves_meanwhile = entry.state == "loaded" and action is None
     is_reloading = entry.reloading and entry.state != "failed" and not serves_meanwhile
     status = "reloading" if is_reloading else _STATUS.get(entry.state, entry.state)

@@ -1,4 +1,4 @@
-"""The error for a model that is not served, with the ids that look alike."""
+"""Builds the error for an unknown model, with similar ids. Must not search for similar ids of very long names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_SUGGEST_CHARS = 200
 
 
 def model_not_found(model: str, known: Iterable[str]) -> NotFound:
-    """Return the error for an unknown model id, with up to three near ids.
+    """Return the error for an unknown model id, with up to three similar ids.
 
     The wire has no full stop before the suggestion. Source: SIE API reference, section 2.
     """

@@ -1,8 +1,8 @@
-"""Owns what a frontend knows of the models: their cards and states from the supervisor, and their tokenizers.
+"""Holds the models' cards and states from the supervisor, and their tokenizers. Must never wait for a file on the loop.
 
-A model is offered as one entry for each of its profiles; all of them stand for the same weights, state and tokenizer,
-and workers and supervisor know the model alone (docs/decisions/006). The supervisor sends all of it whenever anything
-changed. Tokenizers are read on a thread as soon as a model loads, so that the event loop never waits for a file.
+A model has one entry for each of its profiles. All entries share the weights, state and tokenizer; workers and supervisor
+know only the model (docs/decisions/006). The supervisor sends all entries after any change. A thread reads a tokenizer
+as soon as its model loads.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from sie.values.errors import ModelLoadFailed, SieError, Unavailable, from_wire,
 
 _log = get_logger(__name__)
 _ASK_AGAIN_S = 1.0
-"""Time after which a load is asked for again."""
+"""Time after which a load is requested again."""
 
 
 class ModelTable:
     """All models of the server. `entries` is replaced as a whole and keeps the order of the command line.
 
-    It holds what clients may ask for, `id:profile` entries among it; `hosted` finds what workers know.
+    `entries` has the ids that clients may request, including `id:profile`; `hosted` finds models by the workers' ids.
     """
 
     def __init__(
         self, pool: ThreadPoolExecutor, ask_load: Callable[[str], None], *, loading_retry_after_s: int = 5
     ) -> None:
-        """Default `Retry-After` of a model that loads: SIE API reference, section 12."""
+        """Start without models. Source of the default `Retry-After` of a loading model: SIE API reference, section 12."""
         self._pool = pool
-        self.on_silence: Callable[[int], None] = lambda _seconds: None
-        """Told for how many seconds the event loop may stand still from now on."""
+        self.on_stall: Callable[[int], None] = lambda _seconds: None
+        """Called with the number of seconds for which the event loop may stall from now on."""
         self.default = ""
         """The setting `default_model`."""
         self.loading_retry_after_s = loading_retry_after_s
@@ -56,18 +56,18 @@ class ModelTable:
         self.created_s = int(time.time())
         self._changed = asyncio.Event()
         self.used: set[str] = set()
-        """Entries that answered since they were last reported."""
+        """The ids of entries that were used since the last `take_used`."""
 
     def __contains__(self, model: object) -> bool:
         return model in self.entries
 
     @property
     def changed(self) -> asyncio.Event:
-        """Set by the next update, and by that one only."""
+        """An event that the next update sets. Each update creates a new event."""
         return self._changed
 
     def update(self, message: Models) -> None:
-        """Take over the supervisor's view."""
+        """Replace all entries with the supervisor's view."""
         entries = [_without_paths(entry) for entry in message.entries]
         self._hosted = {entry.card.id: entry for entry in entries}
         self.entries = {shown.card.id: shown for entry in entries for shown in _offered(entry)}
@@ -78,7 +78,7 @@ class ModelTable:
         for entry in self.entries.values():
             if entry.card.tokenizer_file and entry.state in ("loading", "loaded"):
                 self._start_tokenizer(entry)
-            elif entry.state in ("unloading", "available"):  # its file may be another one when it is loaded again
+            elif entry.state in ("unloading", "available"):  # the file may have changed at the next load
                 for known_as in (entry.card.id, model_of(entry.card.id)):
                     self._tokenizers.pop(known_as, None)
         for gone in self._tokenizers.keys() - self.entries.keys() - self._hosted.keys():
@@ -86,25 +86,25 @@ class ModelTable:
         self.announce()
 
     def announce(self) -> None:
-        """Wake those who wait for news: of models, or that the server stops."""
+        """Wake all waiters, after a change of models or when the server stops."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     def find(self, model: str) -> ModelEntry | None:
-        """Return a model's entry, or None for an unknown id. `id:default` is the model itself."""
+        """Return a model's entry, or None for an unknown id. `id:default` means the model itself."""
         return self.entries.get(model) or self.entries.get(fold_default(model))
 
     def hosted(self, model: str) -> ModelEntry | None:
-        """Return the entry of a model as workers know it, whether or not it is offered under that id."""
+        """Return the entry of a model by the workers' id, even if clients cannot request that id."""
         return self._hosted.get(model)
 
     @property
     def hosted_entries(self) -> list[ModelEntry]:
-        """Every model once, as workers know it."""
+        """Every model once, without its profiles."""
         return list(self._hosted.values())
 
     def take_used(self) -> tuple[str, ...]:
-        """Return the models that answered since the last call."""
+        """Return the models that were used since the last call."""
         used = tuple({model_of(entry_id) for entry_id in self.used})
         self.used.clear()
         return used
@@ -112,7 +112,7 @@ class ModelTable:
     def able(self, output: str) -> list[str]:
         """Return the ids of the models that give this output to a request without a profile.
 
-        Generators, which embed as well, are named for another output only where nothing else gives it.
+        Text models also embed. They are listed for other outputs only if no other model gives those.
         """
         cards = [entry.card for entry in self.entries.values()]
         able = [card for card in cards if gives(card, output) and is_own_entry(card, self.entries)]
@@ -120,14 +120,14 @@ class ModelTable:
         return [card.id for card in made_for_it or able]
 
     def default_of(self, output: str) -> str | None:
-        """Return the model for requests that name none: the setting's, else the only one able; None without."""
+        """Return the model for requests without one: the setting's, or the only capable one, or None."""
         if self.default:
             return fold_default(self.default)
         able = self.able(output)
         return able[0] if len(able) == 1 else None
 
     def resolve_default(self, model: str, output: str) -> str:
-        """Return the id that `default`, or no id, stands for. Raises SieError 404 naming the able models."""
+        """Return the model id behind `default`. Raises SieError 404 with the list of capable models."""
         if model != DEFAULT_MODEL or model in self.entries:
             return model
         default = self.default_of(output)
@@ -137,9 +137,9 @@ class ModelTable:
         return default
 
     def check_serving(self, entry: ModelEntry) -> None:
-        """Raise what a request for this model has to hear, unless it can be served or waits for a recovery.
+        """Raise Unavailable or ModelLoadFailed unless the model can be served or is recovering.
 
-        A model that was never loaded starts to load. Raises Unavailable or ModelLoadFailed.
+        Requests a load if the model is not loaded. A tensor model must be loaded explicitly.
         """
         if entry.workers and entry.state == "loaded":
             self.used.add(entry.card.id)
@@ -160,10 +160,10 @@ class ModelTable:
         raise Unavailable(f"Model '{model}' is loading; retry in {wait_s} s", retry_after_s=wait_s)
 
     async def wait_serving(self, entry: ModelEntry, deadline_ns: int) -> ModelEntry:
-        """Return a model's entry once it can be served: what `check_serving` refuses as loading, or on its way out, waits.
+        """Return a model's entry once it can be served. Waits while the model is loading, unloading or reloading.
 
-        Raises as `check_serving` does: at once for a failed load, at the deadline for one that goes on. It asks for the load
-        again and again, as one that was asked for a moment ago may be over, and its model gone, before anybody notices.
+        Raises as `check_serving` does: at once for a failed load, or at the deadline for one under way. The load is
+        requested repeatedly, because a model may be loaded and unloaded again before this waiter notices.
         """
         while True:
             changed = self._changed
@@ -181,22 +181,24 @@ class ModelTable:
             entry = self.entries.get(entry.card.id, entry)
 
     def reloaded(self, entry: ModelEntry, error: Unavailable) -> ModelEntry:
-        """Return a model's entry now, for a request that met it on its way out of a reload; else raise the error."""
+        """Return a model's current entry if the request failed because of a reload. Otherwise raise the error."""
         now = self.find(entry.card.id)
         if error.code != "MODEL_NOT_LOADED" or now is None or not (now.reloading or now.workers):
             raise error
         return now
 
     async def wait_changed(self) -> None:
-        """Wait for the supervisor's next word on any model."""
+        """Wait for the supervisor's next update of any model."""
         await self._changed.wait()
 
     async def tokenizer(self, entry: ModelEntry) -> Tokenizer:
-        """Return a model's tokenizer. Raises Internal when its file cannot be read."""
-        return await asyncio.shield(self._start_tokenizer(entry))  # others may wait for it, too
+        """Return a model's tokenizer. Raises Internal if its file cannot be read."""
+        return await asyncio.shield(
+            self._start_tokenizer(entry)
+        )  # shielded, because other requests may wait for the same future
 
     def ready_tokenizer(self, entry: ModelEntry) -> Tokenizer | None:
-        """Return a model's tokenizer if it has been read, without waiting."""
+        """Return a model's tokenizer without waiting, or None if it is not read yet."""
         known = self._tokenizers.get(entry.card.id)
         if known is None or known[0] != entry.card.tokenizer_file or not known[1].done() or _has_failed(known[1]):
             return None
@@ -206,28 +208,28 @@ class ModelTable:
         card, model = entry.card, model_of(entry.card.id)
         known = self._tokenizers.get(model)
         if known is None or known[0] != card.tokenizer_file or _has_failed(known[1]):
-            self._excuse_silence(card.tokenizer_file)
+            self._announce_stall(card.tokenizer_file)
             future = asyncio.get_running_loop().run_in_executor(self._pool, Tokenizer.load, card)
             future.add_done_callback(_note_failure)
             known = self._tokenizers[model] = (card.tokenizer_file, future)
-        self._tokenizers[card.id] = known  # an entry of a profile reads with its model's tokenizer
+        self._tokenizers[card.id] = known  # profiles share their model's tokenizer
         return known[1]
 
-    def _excuse_silence(self, path: str) -> None:
-        """Say that the event loop is about to stand still: reading a large tokenizer holds the interpreter lock."""
+    def _announce_stall(self, path: str) -> None:
+        """Announce a stall of the event loop, because reading a large tokenizer holds the GIL."""
         if seconds := seconds_to_read(path):
-            self.on_silence(seconds)
+            self.on_stall(seconds)
 
 
 def _offered(entry: ModelEntry) -> list[ModelEntry]:
-    """Return an entry for each profile of a model."""
+    """Return one entry for each profile of a model."""
     return [
         entry if card is entry.card else msgspec.structs.replace(entry, card=card) for card in entry_cards(entry.card)
     ]
 
 
 def _without_paths(entry: ModelEntry) -> ModelEntry:
-    """Return the entry with errors that do not tell where the server keeps its files."""
+    """Return the entry with the server's file paths removed from its errors."""
     if entry.error is None and not any(adapter.error for adapter in entry.adapters.values()):
         return entry
     adapters = {

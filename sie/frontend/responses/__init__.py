@@ -1,1 +1,1 @@
-"""Owns OpenAI's responses: made, streamed, kept, and found again."""
+"""OpenAI's responses: run, streamed, stored and read again."""

@@ -1,6 +1,6 @@
-"""Owns the events of streams in the file of responses, by which a stream can be read again and gone on with.
+"""Stores the events of response streams, so that a stream can be replayed and resumed. Must not run on the event loop.
 
-A row holds events that stand one behind another, each ending in an empty line. Every call blocks, and raises sqlite3.Error.
+A row holds consecutive events, each with an empty line at its end. Every call blocks, and raises sqlite3.Error.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ CREATE TRIGGER forgotten AFTER DELETE ON responses BEGIN DELETE FROM events WHER
 _END: Final = b"\n\n"
 _ROW: Final = "SELECT number, ?, ?, ? FROM responses WHERE id = ?"
 _MAX_ROWS: Final = 100
-"""In a statement. Source: SQLite's limits; 500 terms and 32,766 values."""
+"""Rows in one statement. Source: SQLite's limits, 500 terms and 32,766 values."""
 NewEvents = tuple[str, int, Sequence[bytes]]
-"""Id of a response, number of the first of its events, the events."""
+"""The id of a response, the number of the first event, and the events."""
 
 
 class EventRows:
-    """The rows of one open database."""
+    """The event rows of one open database."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
         self.num_new_bytes = 0
-        """Of the events that this process added since somebody last set it to 0."""
+        """Bytes of the events that this process added since the owner last reset the count."""
 
     def add(self, rows: Sequence[NewEvents]) -> None:
-        """Keep the next events of some responses, as far as these are kept themselves.
+        """Store the next events of those responses that are stored themselves.
 
-        In few statements: after each of them a thread waits until the event loop lets go of the interpreter.
+        It uses few statements, because after each one the thread waits until the event loop releases the GIL.
         """
         for start in range(0, len(rows), _MAX_ROWS):
             some = rows[start : start + _MAX_ROWS]
@@ -51,14 +51,14 @@ class EventRows:
             self._db.execute("INSERT INTO events " + " UNION ALL ".join([_ROW] * len(some)), values)
 
     def cut(self, response_id: str) -> None:
-        """Forget the events of a response: they are too many, or some are missing."""
+        """Delete the events of a response, because they are too many or some are missing."""
         self._db.execute("UPDATE responses SET stream = 'cut' WHERE id = ?", (response_id,))
         self._db.execute(
             "DELETE FROM events WHERE response = (SELECT number FROM responses WHERE id = ?)", (response_id,)
         )
 
-    def behind(self, response: int, after: int) -> list[bytes]:
-        """Return the events of the response in this row that come behind the one with the number after."""
+    def read_after(self, response: int, after: int) -> list[bytes]:
+        """Return the events of the response in row `response` that follow event number `after`."""
         rows = self._db.execute(
             "SELECT first, data FROM events WHERE response = ? AND last > ? ORDER BY first", (response, after)
         )

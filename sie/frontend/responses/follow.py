@@ -1,7 +1,6 @@
-"""Owns the stream of a response that is kept, read again from any of its events on, while it is made or afterwards.
+"""Streams a stored response again from any event on, while it runs or later. Must not depend on the process that runs it.
 
-Whoever makes a response may be another process, so its events come from the file of responses, looked at again and again
-until the last one is there.
+Another process may run the response. So the events come from the database, which is polled until the last event is there.
 """
 
 from __future__ import annotations
@@ -20,32 +19,32 @@ from sie.values.encode import Timing
 from sie.values.errors import NotFound, SieError
 from sie.values.generate import GenerateEvent, Started
 
-LOOK_S: Final = 0.25
-"""Time between two looks at the file."""
-_MAX_LATE_LOOKS: Final = 8
-"""How often a stream is looked for its last event behind the end of its response: who was cancelled notices late."""
-_NEWS: Final[list[GenerateEvent]] = [Started(0, 0)]
-"""A sign that there is something to write."""
-Look = Callable[[int], Awaitable[Followed | None]]
-"""Return what there is of a response behind the event with this number; None when it is gone."""
+POLL_S: Final = 0.25
+"""Time between two polls of the database."""
+_MAX_LATE_POLLS: Final = 8
+"""Number of polls for the last event after a response has ended; a cancelled job notices its cancellation late."""
+_NEW_DATA: Final[list[GenerateEvent]] = [Started(0, 0)]
+"""A marker that new data can be written."""
+Read = Callable[[int], Awaitable[Followed | None]]
+"""Returns the response with the events after this number, or None if it was deleted."""
 
 
 class ResponseFollower:
-    """Reads one stream; see `sie.frontend.http.stream.EventSource` and `EventWriter`, of which it is both."""
+    """Reads one stream. Implements both `EventSource` and `EventWriter` of `sie.frontend.http.stream`."""
 
     keep_alive = text_fields.KEEP_ALIVE
 
-    def __init__(self, look: Look, after: int, pool: ThreadPoolExecutor) -> None:
-        """After is the number of the last event that its client has, -1 for none; pool is for large responses."""
+    def __init__(self, read: Read, after: int, pool: ThreadPoolExecutor) -> None:
+        """Follow a stream. after is the last event number that the client has, or -1; pool is for large responses."""
         self.is_over = False
-        self._look = look
+        self._read = read
         self._after = after
         self._pool = pool
-        self._num_late_looks = 0
+        self._num_late_polls = 0
         self._data = b""
 
     async def wait(self, timeout_s: float) -> list[GenerateEvent]:
-        """Return a sign that there are more events, or none when timeout_s passes first. Raises what keeps them away."""
+        """Return a marker for new events, or an empty list after timeout_s. Raises if the events cannot be read."""
         loop = asyncio.get_running_loop()
         ends_s = loop.time() + timeout_s
         while True:
@@ -53,33 +52,33 @@ class ResponseFollower:
             if events or self.is_over:
                 self._after += len(events)
                 self._data = b"".join(events)
-                return _NEWS
+                return _NEW_DATA
             left_s = ends_s - loop.time()
             if left_s <= 0:
                 return []
-            await asyncio.sleep(min(LOOK_S, left_s))
+            await asyncio.sleep(min(POLL_S, left_s))
 
     def write(self, events: Sequence[GenerateEvent]) -> bytes:  # the protocol's
-        """Return what the last `wait` brought."""
+        """Return the data of the last `wait`."""
         data, self._data = self._data, b""
         return data
 
     def write_error(self, error: SieError) -> bytes:
-        """Return the event of what keeps the others away; it has the number of the first of those."""
+        """Return an error event. Its number is that of the first event that could not be read."""
         made = text_fields.error_object(error)
         fields = {"code": made["code"], "message": error.message, "param": made["param"]}
         return text_fields.named_event("error", {"sequence_number": self._after + 1, **fields})
 
     def give_up(self, error: SieError) -> None:  # the protocol's
-        """Need nothing more: the response goes on without its readers."""
+        """Do nothing: the response runs on without its readers."""
 
     def timing(self, began_ns: int) -> Timing | None:  # the protocol's
-        """Return None: what is read again took its time before."""
+        """Return None: a replay has no inference timing of its own."""
         return None
 
     async def _next(self) -> list[bytes]:
-        """Return the events that are there and were not before, and note whether they are the last."""
-        found = await self._look(self._after)
+        """Return the new events, and record whether the last one is among them."""
+        found = await self._read(self._after)
         if found is None:
             raise NotFound("The response was deleted", code="RESPONSE_NOT_FOUND", extras={"param": "response_id"})
         if not found.stream:
@@ -96,20 +95,20 @@ class ResponseFollower:
         return await self._end(found) if found.status not in RUNNING else []
 
     async def _end(self, found: Followed) -> list[bytes]:
-        """Return the last events of a stream that has none any more: its client has them, or nobody will write them.
+        """Return the last events of a stream whose response has ended: none if the client has them, or replacements.
 
-        Nothing is returned a few times, as those of a response that was cancelled may be on their way.
+        A cancelled response may still write its last events, so the first few calls return nothing.
         """
-        self._num_late_looks += 1
-        if found.status == "cancelled" and self._num_late_looks < _MAX_LATE_LOOKS:
+        self._num_late_polls += 1
+        if found.status == "cancelled" and self._num_late_polls < _MAX_LATE_POLLS:
             return []
         self.is_over = True
-        whole = await self._look(-1)
+        whole = await self._read(-1)
         is_ended = whole is not None and bool(whole.events) and is_terminal(whole.events[-1])
         return [] if is_ended else end_events(found.body, self._after + 1)
 
 
 def not_kept() -> SieError:
-    """Return the refusal to read a stream again whose events are not there."""
+    """Return the error for a stream whose events are not stored any more."""
     text = "The stream of this response cannot be read again: its events took more than max_response_stream_bytes"
     return NotFound(text, code="STREAM_NOT_KEPT", extras={"param": "stream"})

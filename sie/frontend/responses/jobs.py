@@ -1,7 +1,6 @@
-"""Owns a response while it is made: the task that makes it, and what its client sees of it as a stream.
+"""Runs one response in its own task, and passes its events to a client's stream. Must end every stream that follows it.
 
-The task goes on by itself, so a response in the background outlives its client, and whoever stops it need not be the
-one who asked for it.
+The task runs independently. So a background response outlives its client, and any client can cancel it.
 """
 
 from __future__ import annotations
@@ -19,47 +18,47 @@ from sie.values.errors import BadRequest, ClientGone, Internal, SieError, Unavai
 from sie.values.generate import GenerateEvent
 
 _log = get_logger(__name__)
-_LONG_S: Final = 86_400.0
-"""The engine ends what takes too long; this only bounds one wait."""
+_MAX_WAIT_S: Final = 86_400.0
+"""Bound of one wait. The engine enforces the deadlines of requests."""
 
 
 def cancelled() -> SieError:
-    """Return what a response is stopped with."""
+    """Return the error that stops a cancelled response."""
     return BadRequest("The response was cancelled", code=CANCELLED)
 
 
 class Follower:
-    """What a stream takes a job's events from; see `sie.frontend.http.stream.EventSource`."""
+    """The events of one job for one stream; implements `sie.frontend.http.stream.EventSource`."""
 
     def __init__(self, on_gone: Callable[[], None]) -> None:
         self.is_over = False
         self.run: Run | None = None
-        """What is followed, once it was submitted."""
+        """The followed run, once it was submitted."""
         self._on_gone = on_gone
         self._events: list[GenerateEvent] = []
-        self._is_let_go = False
+        self._is_given_up = False
         self._is_ended = False
         self._error: SieError | None = None
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def push(self, events: list[GenerateEvent]) -> None:
-        """Have more events, for as long as anybody takes them."""
-        if not self._is_let_go:
+        """Add events, unless the reader has given up."""
+        if not self._is_given_up:
             self._events += events
-            self._news.set()
+            self._changed.set()
 
     def end(self, error: SieError | None) -> None:
-        """Have no more, and end with this error, if any."""
+        """End the events, with an error or None."""
         self._is_ended, self._error = True, error
-        self._news.set()
+        self._changed.set()
 
     async def wait(self, timeout_s: float) -> list[GenerateEvent]:
-        """Return the next events, or none when timeout_s passes first. Raises what ended the job, after those before."""
+        """Return the next events, or an empty list after timeout_s. Raises the job's error after the last events."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not self._events and not self._is_ended:
-                    self._news.clear()
-                    await self._news.wait()
+                    self._changed.clear()
+                    await self._changed.wait()
         except TimeoutError:
             return []
         events, self._events = self._events, []
@@ -70,26 +69,26 @@ class Follower:
         return events
 
     def give_up(self, error: SieError) -> None:  # the protocol's
-        """Let go of the job, because its client left or it is over."""
-        self._is_let_go, self._events = True, []
+        """Stop following the job, because the client left or the job is over."""
+        self._is_given_up, self._events = True, []
         self._on_gone()
 
     def timing(self, began_ns: int) -> Timing | None:
-        """Return where the time went; None before anything was submitted."""
+        """Return the timing of the run, or None before it was submitted."""
         return self.run.timing(began_ns) if self.run is not None else None
 
 
 class Job:
-    """One response that is being made. keep is awaited at its end, before a stream has its last event."""
+    """One response under way. keep stores it at its end, and is awaited before the stream gets its last event."""
 
     def __init__(
         self, record: ResponseRecord, owner: str, keep: Callable[[ResponseRecord], Awaitable[None]], *, outlives: bool
     ) -> None:
         self.record = record
         self.owner = owner
-        """Name of the API key that asked for it."""
+        """The name of the API key that requested it."""
         self.outlives = outlives
-        """Whether it goes on without the client that follows it."""
+        """Whether the job runs on after its client has left."""
         self.follower = Follower(self._on_gone)
         self._keep = keep
         self._is_ending = False
@@ -97,23 +96,23 @@ class Job:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, work: Coroutine[Any, Any, list[GenerateEvent]], on_end: Callable[[], object]) -> None:
-        """Begin to work in a task of its own. The events that work returns are the last ones."""
+        """Run work in its own task. work returns the last events."""
         self._task = asyncio.get_running_loop().create_task(self._make(work))
         self._task.add_done_callback(lambda _task: on_end())
 
     def stop(self, error: SieError) -> None:
-        """End it with this error, unless it ends already; the workers go on with nothing of it."""
+        """Stop the job with this error, unless it is already ending. The workers drop its sequences."""
         if self._is_ending or self._task is None or self._why is not None:
             return
         self._why = error
         self._task.cancel()
 
     async def stream(self, run: Run) -> list[GenerateEvent]:
-        """Pass on the events of a run as they come, but for the last ones, which are returned."""
+        """Pass on the events of a run as they arrive, except the last ones, which are returned."""
         self.follower.run = run
         try:
             while True:
-                events = await run.wait(_LONG_S)
+                events = await run.wait(_MAX_WAIT_S)
                 if run.is_over:
                     return events
                 self.record.apply(events, int(time.time()))
@@ -128,7 +127,7 @@ class Job:
             last = await work
         except asyncio.CancelledError:
             error = self._why or Unavailable("The server is stopping", code="SHUTTING_DOWN")
-        except ClientGone:  # whoever watches its connection may see it before the stream does
+        except ClientGone:  # the watcher of the connection may notice before the stream does
             error = cancelled()
         except SieError as raised:
             error = raised
@@ -141,7 +140,7 @@ class Job:
             self.record.fail(error)
         try:
             await self._keep(self.record)
-        finally:  # whoever follows must not wait for ever
+        finally:  # a follower must not wait for ever
             self.follower.push(last)
             self.follower.end(error)
 

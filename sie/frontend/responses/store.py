@@ -1,9 +1,9 @@
-"""Owns the file of responses that can be asked for later: one SQLite database in the state directory, for all frontends.
+"""Stores responses in one SQLite database for all frontends. Must never show a response to another API key's name.
 
-Every call runs on one thread of this process. A response belongs to the name of the API key that asked for it; for any
-other it does not exist. One that is still being made names the process that makes it: when that is gone, so is the work,
-and the response has failed. A file that is damaged, or of another schema, is set aside and a new one begun. A state
-directory belongs to one server, on a local disk.
+Every call runs on one thread of this process. A response belongs to the name of the API key that requested it; for other
+keys it does not exist. A response under way names the process that runs it. If that process is gone, the response has
+failed. A damaged file, or one with another schema, is set aside and a new one is created. The state directory must be on
+a local disk and belong to one server.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ CREATE INDEX ages ON responses (created_s);
 CREATE INDEX sizes ON responses (number, nbytes);
 """
 _UPGRADES: Final = {0: _SCHEMA + EVENTS_SCHEMA, 1: EVENTS_SCHEMA}
-"""What makes a file of an earlier version, or an empty one, of this version."""
+"""The statements that upgrade a file of an earlier version, or an empty file, to this version."""
 _RUNNING: Final = ("queued", "in_progress")
 _BUSY_TIMEOUT_S: Final = 5.0
 _RETRY_AFTER_S: Final = 5
 _PRUNES_A_LIMIT: Final = 64
-"""The limit on the number of responses is held up to this part of it; on small limits, exactly."""
+"""The number of responses may exceed its limit by 1/64 of it between two prunes; small limits are exact."""
 _DEAD: Final = frozenset("ZX")
 _T = TypeVar("_T")
 
 
 class Kept(msgspec.Struct, kw_only=True):
-    """A response as it is kept. body is its object; input its items, and history those before it: all JSON."""
+    """A stored response. All JSON: body is its object, input its items, history the items before it."""
 
     id: str
     status: str
@@ -68,9 +68,9 @@ class Kept(msgspec.Struct, kw_only=True):
 
 
 class Followed(msgspec.Struct, kw_only=True, frozen=True):
-    """A response whose stream is read: how it is, its object, and the events behind those that its reader has.
+    """A response whose stream is read: its status, its object, and the events that its reader does not have yet.
 
-    body may be empty while the response is being made: who reads on behind an event has seen it.
+    body may be empty while the response is under way and its reader already has an event.
     """
 
     status: str
@@ -80,7 +80,7 @@ class Followed(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class StoreLimits(msgspec.Struct, frozen=True):
-    """How much is kept, and for how long."""
+    """Limits on the number, size and age of stored responses."""
 
     max_responses: int
     max_bytes: int
@@ -88,25 +88,25 @@ class StoreLimits(msgspec.Struct, frozen=True):
 
 
 class ResponseFile:
-    """The database of one process, opened. Every method blocks, and raises sqlite3.Error."""
+    """The open database of one process. Every method blocks, and raises sqlite3.Error."""
 
     def __init__(self, directory: Path, limits: StoreLimits, now_s: Callable[[], float] = time.time) -> None:
-        """Open the file, or begin it. Raises OSError and sqlite3.Error where that cannot be."""
+        """Open or create the file. Raises OSError and sqlite3.Error."""
         self._limits = limits
         self._now_s = now_s
         self._num_added = 0
         self._maker = process_name(os.getpid())
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _alone(directory / "responses.lock"):
+        with _locked(directory / "responses.lock"):
             self._db = _open(directory / "responses.db")
         self.events = EventRows(self._db)
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
         self._db.close()
 
     def add(self, owner: str, kept: Kept) -> None:
-        """Keep a response; the oldest go when there is no room."""
+        """Store a response. Deletes the oldest ones when a limit is reached."""
         nbytes = len(kept.body) + len(kept.input) + len(kept.history)
         maker = self._maker if kept.status in _RUNNING else ""
         row = (
@@ -130,9 +130,9 @@ class ResponseFile:
         self._num_added += 1
 
     def update(self, response_id: str, status: str, body: bytes, num_event_bytes: int = 0) -> bool:
-        """Replace what a response that is being made has come to; False when it was cancelled or deleted meanwhile.
+        """Replace the status and body of a response under way. Return False if it was cancelled or deleted meanwhile.
 
-        num_event_bytes: what its events take from now on, beside what was said of them before.
+        num_event_bytes: the size of its events since the last call.
         """
         done = self._db.execute(
             "UPDATE responses SET nbytes = nbytes - length(body) + ?, status = ?, body = ? "
@@ -142,7 +142,7 @@ class ResponseFile:
         return done.rowcount > 0
 
     def follow(self, response_id: str, owner: str, after: int) -> Followed | None:
-        """Return a response of this owner's with the events that it has behind the one with number after."""
+        """Return a response of this owner with its events after number `after`, or None."""
         row: Any = self._db.execute(
             "SELECT number, status, maker, stream FROM responses WHERE id = ? AND owner = ? AND created_s > ?",
             (response_id, owner, self._now_s() - self._limits.max_age_s),
@@ -156,12 +156,12 @@ class ResponseFile:
             if kept is None:
                 return None
             status, body = kept.status, kept.body
-        # ORDER: behind the status: what its maker wrote before it ended is all there now.
-        events = self.events.behind(number, after)
+        # ORDER: after reading the status. Its process writes the last events first (`Responses._keep`), so none is missed.
+        events = self.events.read_after(number, after)
         return Followed(status=status, stream=stream, body=body, events=events)
 
     def get(self, response_id: str, owner: str) -> Kept | None:
-        """Return a response of this owner's, if there is one."""
+        """Return a response of this owner, or None. A response whose process is gone becomes failed."""
         row: Any = self._db.execute(
             "SELECT status, maker, body, input, history FROM responses WHERE id = ? AND owner = ? AND created_s > ?",
             (response_id, owner, self._now_s() - self._limits.max_age_s),
@@ -177,18 +177,18 @@ class ResponseFile:
         return kept
 
     def cancel(self, response_id: str, owner: str) -> Kept | None:
-        """Return a response, cancelled if it was being made; whoever makes it finds out by `stopped`."""
+        """Cancel a response if it is under way, and return it. The process that runs it learns of it from `stopped`."""
         kept = self.get(response_id, owner)
         if kept is not None and kept.status in _RUNNING:
             self._end(kept, "cancelled", None)
         return kept
 
     def delete(self, response_id: str, owner: str) -> bool:
-        """Forget a response; False when there is none. Whoever makes it finds out by `stopped`."""
+        """Delete a response; return False if unknown. The process that runs it learns of it from `stopped`."""
         return self._db.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (response_id, owner)).rowcount > 0
 
     def stopped(self, ids: Sequence[str]) -> list[str]:
-        """Return which of these responses nobody wants any more: they were cancelled, or deleted."""
+        """Return those of these responses that were cancelled or deleted, or have ended."""
         found: list[str] = []
         for response_id in ids:
             row: Any = self._db.execute("SELECT status FROM responses WHERE id = ?", (response_id,)).fetchone()
@@ -197,7 +197,7 @@ class ResponseFile:
         return found
 
     def _end(self, kept: Kept, status: str, error: dict[str, str] | None) -> None:
-        """End a response that is being made, from outside, and show it so. Its maker may have been faster."""
+        """End a response under way from outside, and update kept. If its process ended it first, that state counts."""
         made = msgspec.json.decode(kept.body, type=dict[str, Any])
         body = msgspec.json.encode({**made, "status": status, "error": error})
         if self.update(kept.id, status, body):
@@ -208,7 +208,7 @@ class ResponseFile:
             kept.status, kept.body = row
 
     def _prune(self) -> None:
-        """Forget what is too old, and the oldest of what is too much."""
+        """Delete responses that are too old, and the oldest ones over the limits."""
         limits = self._limits
         self._db.execute("DELETE FROM responses WHERE created_s <= ?", (self._now_s() - limits.max_age_s,))
         nbytes = 0
@@ -222,7 +222,7 @@ class ResponseFile:
 
 
 class ResponseStore:
-    """The file, off the event loop; opened by the first use."""
+    """Access to the file from the event loop, through one thread. The first use opens the file."""
 
     def __init__(self, directory: str, limits: StoreLimits) -> None:
         self._directory = Path(directory)
@@ -232,11 +232,11 @@ class ResponseStore:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is kept at all."""
+        """Whether responses are stored at all."""
         return self._limits.max_responses > 0
 
     async def do(self, work: Callable[[ResponseFile], _T]) -> _T:
-        """Do work on the file. Raises Unavailable when it cannot be read or written now."""
+        """Run work on the file. Raises Unavailable if the file cannot be read or written now."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._do, work)
 
     def _do(self, work: Callable[[ResponseFile], _T]) -> _T:
@@ -254,8 +254,8 @@ class ResponseStore:
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Generator[None]:
-    """Keep other processes from opening the database meanwhile: only one may begin it, or set it aside."""
+def _locked(path: Path) -> Generator[None]:
+    """Lock out other processes while the database is opened: only one may create it or set it aside."""
     with path.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -266,7 +266,7 @@ def _open(path: Path) -> sqlite3.Connection:
         return _connect(path)
     except sqlite3.DatabaseError as error:
         if isinstance(error, sqlite3.OperationalError):
-            raise  # no access, no room: nothing is wrong with the file
+            raise  # no access or a full disk: the file itself is not damaged
         aside = path.with_name(f"{path.name}.{time.time_ns()}")
         _log.warning("%s cannot be used (%s): set aside as %s, and a new one begun", path, error, aside.name)
         for suffix in ("", "-wal", "-shm"):
@@ -276,7 +276,7 @@ def _open(path: Path) -> sqlite3.Connection:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Return an open database of our schema. Raises sqlite3.DatabaseError for a file that is none."""
+    """Open the database, with our schema. Raises sqlite3.DatabaseError if the file is not such a database."""
     path.touch(mode=0o600)
     db = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
     try:
@@ -299,9 +299,9 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def process_name(pid: int) -> str:
-    """Return what no other process is called, on this boot or a later one; empty when no such process runs.
+    """Return a name that no other process has, on this boot or a later one; empty if no such process runs.
 
-    One that only waits to be reaped does not. Source: proc(5), /proc/pid/stat, fields 3 (state) and 22 (starttime);
+    A zombie counts as not running. Source: proc(5), /proc/pid/stat, fields 3 (state) and 22 (starttime);
     random(4), boot_id.
     """
     try:
@@ -314,7 +314,7 @@ def process_name(pid: int) -> str:
 
 
 def is_running(name: str) -> bool:
-    """Return whether the process that is called so still runs."""
+    """Tell whether the process with this name still runs."""
     _, _, rest = name.partition("/")
     pid = rest.partition("/")[0]
     return pid.isdigit() and process_name(int(pid)) == name

@@ -1,1 +1,1 @@
-"""The handlers of the HTTP routes: decode with the dialect, run the operation, encode the reply."""
+"""Handlers of the HTTP routes: decode with a dialect, run an operation, encode the reply."""

@@ -1,6 +1,6 @@
-"""Owns the handlers of the inference routes: decode with the dialect, run the operation, encode the answer.
+"""Handles encode, score, extract, rerank and embeddings requests. Must neither format errors nor count requests.
 
-They raise what is wrong; `sie.frontend.app` turns that into the dialect's error, and counts.
+Handlers raise; `sie.frontend.app` turns the error into the dialect's response and counts the request.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from sie.values.errors import BadRequest, Unavailable
 
 _NO_BYTES: Final = memoryview(b"")
 _LEAST_SHOWN_MS: Final = 0.005
-"""Anything less is 0.00 in a header."""
+"""A smaller value would be shown as 0.00 in a header."""
 
 
 class Inference:
-    """One method a route, named as its handler. One instance per process."""
+    """The handlers of one process, one method for each route, named as in the route table."""
 
     def __init__(self, process: FrontendProcess, identity: tuple[tuple[str, str], ...]) -> None:
         self._process = process
         self.models = process.models
         self._identity = identity
-        # The reference names its instance on every answer of this route but a 200.
+        # The reference sends its instance header on every answer of the extract route except a 200.
         self._extract_identity = [header for header in identity if header[0] != "x-sie-runtime-instance"]
         self.pool = ThreadPoolExecutor(2, "decode")
-        """For bodies that are large, of every dialect."""
+        """Threads for large bodies of all dialects."""
 
     async def encode(self, exchange: Exchange) -> Answer:
         """Answer `/v1/encode/{model}`."""
@@ -56,43 +56,43 @@ class Inference:
         self.check_headers(exchange)
         body = await exchange.read_body(self._process.bodies)
         is_msgpack = negotiate.is_msgpack(headers.get("content-type"))
-        if len(body) < LARGE_BYTES:  # what `_decode` does, without its coroutine: most requests come this way
+        if len(body) < LARGE_BYTES:  # as `_decode`, but without the cost of its coroutine: most requests are small
             request = sie.decode_encode(body, is_msgpack, exchange.model, self._limits)
         else:
             request = await self._decode(sie.decode_encode, body, is_msgpack, exchange.model, self._limits)
         entry = self.find(exchange, exchange.model)
         if not entry.is_read:
-            entry = await self._serving(exchange, entry)
+            entry = await self._wait_serving(exchange, entry)
         request = resolve_encode(request, entry.card)
-        return await self.encode_anew(exchange, entry, request)
+        return await self.run_encode(exchange, entry, request)
 
-    async def encode_anew(self, exchange: Exchange, entry: ModelEntry, request: EncodeRequest) -> Answer:
-        """Run a request that was read and resolved, and return its answer. Raises what the engine raises."""
+    async def run_encode(self, exchange: Exchange, entry: ModelEntry, request: EncodeRequest) -> Answer:
+        """Run a decoded and resolved request, and return its answer. Raises the engine's errors."""
         reply, raw = await self._run(exchange, entry, request)
         response = self.encoded(exchange, reply, raw)
         _, headers, body = response if isinstance(response, Response) else await response
         return headers, body
 
     def encoded(self, exchange: Exchange, reply: EncodeReply, raw: Reply) -> Response | Awaitable[Response]:
-        """Return the answer of an encode request, made on a thread where that takes long, and let the reply go."""
+        """Encode the answer of an encode request, in a thread if it is large, and release the reply."""
         wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
         if not wants_msgpack and len(raw.view) >= LARGE_BYTES:
             return self._encoded_on_thread(reply, raw)
         try:
             answer = encode_reply.encode_reply(reply, wants_msgpack)
         finally:
-            _let_go(reply, raw)
+            _release(reply, raw)
         return Response(200, self.encode_headers(reply.timing, wants_msgpack), answer)
 
     async def _encoded_on_thread(self, reply: EncodeReply, raw: Reply) -> Response:
         try:
             answer = await self._on_thread(encode_reply.encode_reply, reply, False)
         finally:
-            _let_go(reply, raw)
+            _release(reply, raw)
         return Response(200, self.encode_headers(reply.timing, wants_msgpack=False), answer)
 
     def encode_headers(self, timing: Timing, wants_msgpack: bool) -> Headers:
-        """Return the headers of an answer to an encode request."""
+        """Return the response headers of an encode request."""
         content_type = ("content-type", negotiate.content_type(wants_msgpack))
         return [content_type, *_timing_headers(timing), *self._identity]
 
@@ -104,7 +104,7 @@ class Inference:
         request = await self._decode(score.decode_score, body, is_msgpack, exchange.model, self._limits)
         entry = self.find(exchange, exchange.model)
         if not entry.is_read:
-            entry = await self._serving(exchange, entry)
+            entry = await self._wait_serving(exchange, entry)
         request = resolve_score(request, entry.card)
         reply = await self._run_score(exchange, entry, request)
         wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
@@ -120,7 +120,7 @@ class Inference:
         request = await self._decode(extract.decode_extract, body, is_msgpack, exchange.model, self._limits)
         entry = self.find(exchange, exchange.model)
         if not entry.is_read:
-            entry = await self._serving(exchange, entry)
+            entry = await self._wait_serving(exchange, entry)
         request = resolve_extract(request, entry.card)
         reply, is_large = await self._run_extract(exchange, entry, request)
         wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
@@ -140,7 +140,7 @@ class Inference:
         request.model = self._process.models.resolve_default(request.model, "score")
         entry = self.find(exchange, request.model)
         if not entry.is_read:
-            entry = await self._serving(exchange, entry)
+            entry = await self._wait_serving(exchange, entry)
         request = resolve_rerank(request, entry.card)
         reply = await self._run_score(exchange, entry, request)
         answer = rerank.encode_ranking(call, reply)
@@ -155,7 +155,7 @@ class Inference:
         request.model = self._process.models.resolve_default(request.model, "dense")
         entry = self.find(exchange, request.model)
         if not entry.is_read:
-            entry = await self._serving(exchange, entry)
+            entry = await self._wait_serving(exchange, entry)
         request = resolve_embeddings(request, entry.card)
         reply, raw = await self._run(exchange, entry, request)
         try:
@@ -164,11 +164,11 @@ class Inference:
             else:
                 answer = await self._on_thread(openai.encode_embeddings, reply, call.base64)
         finally:
-            _let_go(reply, raw)
+            _release(reply, raw)
         return [JSON, *self._identity, *id_headers(exchange)], answer
 
     def check_headers(self, exchange: Exchange) -> None:
-        """Settle the deadline, and refuse what needs no body to be refused."""
+        """Set the deadline, and check the headers before the body is read. Raises BadRequest and other SieErrors."""
         process, headers = self._process, exchange.headers
         is_openai = exchange.route is not None and exchange.route.envelope == "openai"
         exchange.waits = is_openai or process.settings.models.wait_for_load
@@ -182,7 +182,7 @@ class Inference:
         process.check_accepting()
 
     def find(self, exchange: Exchange, model: str) -> ModelEntry:
-        """Return the entry of the model that a request is for. Raises NotFound."""
+        """Return the entry of the requested model, and record it. Raises NotFound."""
         models = self._process.models
         entry = models.find(model)
         if entry is None:
@@ -192,10 +192,10 @@ class Inference:
             exchange.decoded_ns = time.monotonic_ns()
         return entry
 
-    async def _serving(self, exchange: Exchange, entry: ModelEntry) -> ModelEntry:
-        """Return a model's entry as soon as it can be served; whether one that loads is waited for is the route's.
+    async def _wait_serving(self, exchange: Exchange, entry: ModelEntry) -> ModelEntry:
+        """Return the entry of a model that can be served. exchange.waits decides whether to wait for a loading model.
 
-        One that is loaded anew is always waited for: the request is tokenised for the new one.
+        A reload is always waited for, because the request must be tokenised for the new model.
         """
         models = self._process.models
         if exchange.waits or entry.reloading:
@@ -204,15 +204,15 @@ class Inference:
         return entry
 
     async def _run(self, exchange: Exchange, entry: ModelEntry, request: EncodeRequest) -> tuple[EncodeReply, Reply]:
-        """Return a request's rows and the reply that holds them, which the caller releases."""
+        """Return the rows of a request and the reply that holds them. The caller must release the reply."""
         process = self._process
         adapter = requested_adapter(request)
         if adapter is not None:
             process.adapters.check_declared(entry, adapter)
-        if entry.state == "loaded" and entry.workers:  # what `_serving` does, without its coroutine
+        if entry.state == "loaded" and entry.workers:  # as `_wait_serving`, but without the cost of its coroutine
             process.models.check_serving(entry)
         else:
-            entry = await self._serving(exchange, entry)
+            entry = await self._wait_serving(exchange, entry)
         if adapter is not None:
             entry = await process.adapters.serving(entry, adapter, exchange.deadline_ns if exchange.waits else 0)
         try:
@@ -225,7 +225,7 @@ class Inference:
 
     async def _run_score(self, exchange: Exchange, entry: ModelEntry, request: ScoreRequest) -> ScoreReply:
         process = self._process
-        entry = await self._serving(exchange, entry)
+        entry = await self._wait_serving(exchange, entry)
         try:
             pending, tokenization_ns = await process.scorer.start(entry, request, exchange.deadline_ns)
             process.watch_client(pending, exchange.protocol)
@@ -243,9 +243,9 @@ class Inference:
     async def _run_extract(
         self, exchange: Exchange, entry: ModelEntry, request: ExtractRequest
     ) -> tuple[ExtractReply, bool]:
-        """Return what was found, and whether that is so much that it is read and encoded on a thread."""
+        """Return the extractions, and whether they are large enough to be encoded in a thread."""
         process = self._process
-        entry = await self._serving(exchange, entry)
+        entry = await self._wait_serving(exchange, entry)
         try:
             submitted = await process.extractor.start(entry, request, exchange.deadline_ns)
             process.watch_client(submitted.pending, exchange.protocol)
@@ -270,7 +270,7 @@ class Inference:
         return self._process.settings.limits
 
     async def _decode(self, decode: Callable[..., Any], body: bytes, *args: Any) -> Any:
-        """Decode a body, a large one on a thread."""
+        """Decode a body, in a thread if it is large."""
         if len(body) < LARGE_BYTES:
             return decode(body, *args)
         return await self._on_thread(decode, body, *args)
@@ -282,7 +282,7 @@ class Inference:
 def read(
     exchange: Exchange, entry: ModelEntry, request: EncodeRequest, tokenization_ns: int, raw: Reply
 ) -> EncodeReply:
-    """Return a reply's rows, and note its times. Raises as `read_reply` does, having let the reply go."""
+    """Return the rows of a reply, and record its timing. Releases the reply if it raises, as `read_reply` does."""
     try:
         reply = read_reply(raw, entry, request, exchange.began_ns, tokenization_ns)
     except BaseException:
@@ -293,14 +293,14 @@ def read(
     return reply
 
 
-def _let_go(reply: EncodeReply, raw: Reply) -> None:
-    """Give a reply's extent back; no view of it is left."""
+def _release(reply: EncodeReply, raw: Reply) -> None:
+    """Release the extent of a reply, after dropping every view of it."""
     reply.values, reply.sparse, reply.multivector = _NO_BYTES, None, None
     raw.release()
 
 
 def _timing_headers(timing: Timing) -> list[tuple[str, str]]:
-    """Return the headers that say where the time went. Source: SIE API reference, section 13."""
+    """Return the timing headers. Source: SIE API reference, section 13."""
     headers = [
         ("x-queue-time", f"{timing.queue_ms:.2f}"),
         ("x-tokenization-time", f"{timing.tokenization_ms:.2f}"),

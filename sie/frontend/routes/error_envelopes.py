@@ -1,7 +1,7 @@
-"""Owns the shape that a failure takes in each dialect: status, headers and body. Pure.
+"""Turns errors into each dialect's status, headers and body. Pure. Must not add headers that all dialects share.
 
-The app's border adds what all dialects share: `Retry-After`, the challenge of a 401, the end of a connection.
-Source: design of the shared port; each dialect's own file has its body.
+The app's error boundary adds those: `Retry-After`, the challenge of a 401, and the end of a connection.
+Source: design of the shared port. The modules of each dialect build the bodies.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from sie.frontend.http.routes import Route, methods_of
 from sie.values.errors import BadRequest, NotFound, SieError
 
 _CODINGS: Final = ("accept-encoding", "gzip, deflate")
-"""What a refused Content-Encoding is told. Source: RFC 9110, section 15.5.16; Triton does so, too."""
+"""The header that answers an unsupported Content-Encoding, as in Triton. Source: RFC 9110, section 15.5.16."""
 
 
 def failure(envelope: str, error: SieError) -> Response:
-    """Return the answer to a failed request of a route with this envelope."""
+    """Return the response for a failed request on a route with this envelope."""
     return _FAILURES[envelope](error)
 
 
@@ -59,7 +59,7 @@ _FAILURES: Final[dict[str, Callable[[SieError], Response]]] = {
 
 
 def unknown_path(path: str) -> Response:
-    """Return the answer to a path that is no route: that of the dialect whose paths begin so."""
+    """Return the response for an unknown path, in the dialect that the start of the path belongs to."""
     if path.startswith("/v2/") or path == "/v2":
         return Response(404, [JSON], infer.error_body("Not Found"))
     if path.startswith("/v1/messages/"):
@@ -70,7 +70,7 @@ def unknown_path(path: str) -> Response:
 
 
 def wrong_method(route: Route) -> Response:
-    """Return the answer to a method that is not the route's."""
+    """Return the response for a method that the route does not support."""
     methods = methods_of(route)
     allow = ("allow", methods)
     if route.envelope == "trtis":

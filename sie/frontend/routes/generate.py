@@ -1,7 +1,7 @@
-"""Owns the handlers of the routes that generate text: decode with the dialect, start, and answer whole or as a stream.
+"""Handles the text generation routes, with whole or streamed answers. Must be imported only by the first such request.
 
-They raise what is wrong; `sie.frontend.app` turns that into the dialect's error, and counts. It imports a template
-engine, so it is imported by the first request that generates.
+The import brings a template engine. Handlers raise; `sie.frontend.app` turns the error into the dialect's response and
+counts the request.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from sie.values.generate import GenerateReply, GenerateRequest
 _T = TypeVar("_T")
 
 Encode = Callable[[GenerateReply, Sequence[str]], bytes]
-"""A whole reply and the prompts to echo, to a body."""
+"""Encodes a whole reply and the prompts to echo into a body."""
 MakeWriter = Callable[[str, Sequence[str]], EventWriter]
-"""The id of the model that answers and the prompts to echo, to what writes the stream."""
+"""Makes the stream writer, from the id of the answering model and the prompts to echo."""
 
 
 class TextRoutes:
-    """One method a route, named as its handler. One instance per process."""
+    """The handlers of one process, one method for each route, named as in the route table."""
 
     def __init__(self, process: FrontendProcess, pool: ThreadPoolExecutor) -> None:
         self._process = process
@@ -85,7 +85,7 @@ class TextRoutes:
             )
 
     async def count_tokens(self, exchange: Exchange) -> Answer:
-        """Answer `/v1/messages/count_tokens`: what the same body would have as its `input_tokens`."""
+        """Answer `/v1/messages/count_tokens` with the `input_tokens` that `/v1/messages` would report."""
         request = await self._read(exchange, messages.decode_messages)
         process = self._process
         entry = await process.models.wait_serving(self.service.find(exchange, request), exchange.deadline_ns)
@@ -134,7 +134,7 @@ class TextRoutes:
         return await self._responses.create(exchange, await self._read(exchange, responses.decode_responses))
 
     async def count_input(self, exchange: Exchange) -> Answer:
-        """Answer `POST /v1/responses/input_tokens`: what the same body would have as its `input_tokens`."""
+        """Answer `POST /v1/responses/input_tokens` with the `input_tokens` that `/v1/responses` would report."""
         return await self._responses.count(exchange, await self._read(exchange, responses.decode_responses))
 
     async def show_response(self, exchange: Exchange) -> Answer | Streamed:
@@ -157,7 +157,7 @@ class TextRoutes:
         self, exchange: Exchange, request: GenerateRequest, encode: Encode, make_writer: MakeWriter,
         *, echoes: bool = False,
     ) -> Answer | Streamed:  # fmt: skip
-        """Return the whole answer to a decoded request of any dialect, or the stream of it, as the request says."""
+        """Find the model of a decoded request of any dialect, and return the whole answer or a stream."""
         return await self.answer_from(
             exchange, self.service.find(exchange, request), request, encode, make_writer, echoes=echoes
         )
@@ -166,10 +166,10 @@ class TextRoutes:
         self, exchange: Exchange, entry: ModelEntry, request: GenerateRequest, encode: Encode, make_writer: MakeWriter,
         *, echoes: bool = False,
     ) -> Answer | Streamed:  # fmt: skip
-        """Return the same from a model that has been found."""
+        """Return the whole answer of a model, or a stream if the request asks for one."""
         process = self._process
         while True:
-            entry = await self._serving(exchange, entry)
+            entry = await self._wait_serving(exchange, entry)
             run = await self.service.start(exchange, entry, request, echoes=echoes)
             if request.stream:
                 return Streamed(run, make_writer(run.model, run.prompts))
@@ -187,8 +187,8 @@ class TextRoutes:
         content_type = exchange.headers.get("content-type")
         return await offload(self._pool, len(body), decode, body, content_type, self._process.settings.limits)
 
-    async def _serving(self, exchange: Exchange, entry: ModelEntry) -> ModelEntry:
-        """Return a model's entry as soon as it can be served; whether one that loads is waited for is the route's."""
+    async def _wait_serving(self, exchange: Exchange, entry: ModelEntry) -> ModelEntry:
+        """Return the entry of a model that can be served. exchange.waits decides whether to wait for a loading model."""
         models = self._process.models
         if exchange.waits or entry.reloading:
             return await models.wait_serving(entry, exchange.deadline_ns)
@@ -198,9 +198,9 @@ class TextRoutes:
         return entry
 
     async def read_body(self, exchange: Exchange, *, waits: bool = True) -> bytes:
-        """Return the body of a request that may be served now. Raises SieError for one that may not.
+        """Check the headers and return the body. Raises SieError if the request cannot be served now.
 
-        waits: whether the route waits for a model that loads.
+        waits: whether the route waits for a loading model.
         """
         process = self._process
         if exchange.route is not None:

@@ -1,7 +1,8 @@
-"""Owns the KServe v2 routes: which of them a path means, and what each asks of models, repositories and counters.
+"""Handles the KServe v2 routes: inference, metadata, repositories, statistics and settings. Formats no errors itself.
 
-Every handler returns status, headers and body; what it raises becomes `{"error": text}` at the app's border.
-Source: KServe v2 sheet; docs/tensors.md says where OpenVINO Model Server and Triton differ and what is done here.
+Every handler returns a response or raises; the app's error boundary turns the error into `{"error": text}`.
+Source: KServe v2 sheet. docs/tensors.md lists the differences between OpenVINO Model Server and Triton, and the choices
+made here.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ from sie.values.tensor import Tensor, TensorReply, TensorRule
 
 _BINARY: Final = ("content-type", "application/octet-stream")
 LENGTH_HEADER: Final = "inference-header-content-length"
-"""Where the JSON of a request or an answer ends, when tensors follow it."""
+"""The length of the JSON in a request or answer, if tensors follow it."""
 _MODEL: Final = "/v2/models/{model}"
 _REGION_METHODS: Final = {"status": "GET", "register": "POST", "unregister": "POST"}
 _INDEX_OF_REPOSITORY: Final = re.compile(r"[^/]+/index")
 _OF_REPOSITORY: Final = re.compile(r"[^/]+/models/.+/(load|unload)")
 _GENERATE: Final = {"generate": "POST", "generate_stream": "POST"}
 METHODS: Final = {"infer": "POST", "": "GET", "ready": "GET", "config": "GET", "stats": "GET", **_GENERATE}
-"""What may stand behind a model's name, and the method of each."""
+"""The actions that may follow a model's name in a path, and the method of each."""
 
 
 class TextCall(NamedTuple):
-    """A request to generate text, which the routes of texts answer; its body is not read yet."""
+    """A text generation request whose body is not read yet. `TextRoutes` must answer it."""
 
     entry: ModelEntry
     is_stream: bool
@@ -66,7 +67,7 @@ class KServe:
         return Response(200, [JSON], b"")
 
     async def ready(self, _exchange: Exchange) -> Response:
-        """Answer `GET /v2/health/ready`: as `/readyz`."""
+        """Answer `GET /v2/health/ready` as `/readyz` does."""
         if self._process.is_ready:
             return Response(200, [JSON], b"")
         return Response(503, [JSON], infer.error_body(f"Server not ready: {self._process.models.reason}"))
@@ -82,7 +83,7 @@ class KServe:
     # --- a model --------------------------------------------------------------------------------------------------
 
     async def model(self, exchange: Exchange) -> Response | TextCall:
-        """Answer what lies below `/v2/models/`."""
+        """Answer all paths below `/v2/models/`."""
         table = self.tensors.table
         assert exchange.route is not None
         tail = exchange.model + exchange.route.template.partition("{model}")[2]
@@ -117,15 +118,15 @@ class KServe:
         )
         return Response(200, [JSON], models.model_metadata_body(rule_of(entry), versions))
 
-    def is_no_path(self, exchange: Exchange, route: Route) -> bool:
-        """Tell whether a path that only begins as a model's is none: behind the name stands what is no action."""
+    def is_unknown_path(self, exchange: Exchange, route: Route) -> bool:
+        """Tell whether a path starts like a model's but ends in no known action."""
         if route.template != _MODEL:
             return False
         path = split_model_path(exchange.model, METHODS, self.tensors.table)
         return path is None or ("/" in path.name and path.name not in self.tensors.table)
 
     def measured(self, name: str, version: str) -> list[ModelEntry]:
-        """Return the versions whose figures are asked for: one, or all of a model. Raises BadRequest, as in Triton."""
+        """Return one version of a model, or all versions if version is empty. Raises BadRequest, as Triton does."""
         versions = self.tensors.table.versions(name)
         found = (
             [versions[number] for number in (version.lstrip("0"),) if number in versions]
@@ -153,7 +154,7 @@ class KServe:
         return await self.serve(exchange, path, body)
 
     async def serve(self, exchange: Exchange, path: ModelPath, body: bytes) -> Response:
-        """Answer a request to infer whose body was read, by whatever has its model then. Raises as `Tensors.serve`."""
+        """Answer an infer request whose body was read, also after its model was reloaded. Raises as `Tensors.serve`."""
 
         async def run(entry: ModelEntry) -> Response:
             return await self._run(exchange, entry, body)
@@ -166,7 +167,7 @@ class KServe:
         length_header, limits = headers.get(LENGTH_HEADER), process.settings.limits
         if length_header is None and LENGTH_HEADER in headers:
             raise BadRequest("Unable to parse Inference-Header-Content-Length: it is not ASCII")
-        # Without `offload` where they are small: each coroutine costs, and these requests come by the ten thousand.
+        # Small bodies do not use `offload`: its coroutine is too expensive for such frequent requests.
         arguments = (body, length_header, entry.card.id, rule, limits)
         if len(body) < LARGE_BYTES:
             call = infer.decode_infer(*arguments)
@@ -183,7 +184,7 @@ class KServe:
     def answer(
         self, exchange: Exchange, call: InferCall, rule: TensorRule, held: HeldReply
     ) -> Response | Awaitable[Response]:
-        """Return the answer of a request to infer, made on a thread where that takes long, and let its reply go."""
+        """Encode the answer of an infer request, in a thread if it is large, and release its reply."""
         if held.nbytes >= LARGE_BYTES:
             return self._answer_large(exchange, call, rule, held)
         with held as reply:
@@ -201,15 +202,18 @@ class KServe:
     def answered(
         self, exchange: Exchange, model: str, answer: bytes, length: int | None
     ) -> Response | Awaitable[Response]:
-        """Return the response with an answer, length bytes of which are JSON, packed where its client wants that."""
+        """Return the response for an answer, compressed if the client accepts that.
+
+        length is the size of the JSON before the tensors, or None without tensors.
+        """
         self._process.metrics.record_last_inference(model)
         accepted = exchange.headers.get("accept-encoding")
         if accepted is None or len(answer) < MIN_BYTES:
             return Response(200, _headers(length), answer)
-        return self._packed(accepted, answer, length)
+        return self._compressed(accepted, answer, length)
 
     async def admit(self, name: str, version: str, deadline_ns: int) -> None:
-        """Return when a request to a version is taken. Raises what `Tensors.wait_serving` and the engine raise."""
+        """Wait until a version takes requests. Raises as `Tensors.wait_serving` and the engine do."""
         self._process.check_accepting()
         if self.tensors.try_serving(name, version) is None:
             await self.tensors.wait_serving(name, version, deadline_ns)
@@ -228,13 +232,13 @@ class KServe:
             self._pool, LARGE_BYTES, decompress, body, coding, limits.max_body_bytes, limits.max_compression_ratio
         )
 
-    async def _packed(self, accepted: str, body: bytes, length: int | None) -> Response:
+    async def _compressed(self, accepted: str, body: bytes, length: int | None) -> Response:
         headers = _headers(length)
         coding = choose_coding(accepted)
-        packed = await offload(self._pool, len(body), compress, body, coding) if coding is not None else None
-        if packed is None or coding is None:
+        compressed = await offload(self._pool, len(body), compress, body, coding) if coding is not None else None
+        if compressed is None or coding is None:
             return Response(200, headers, body)
-        return Response(200, [*headers, ("content-encoding", coding)], packed)
+        return Response(200, [*headers, ("content-encoding", coding)], compressed)
 
     # --- repositories ---------------------------------------------------------------------------------------------
 
@@ -244,7 +248,7 @@ class KServe:
         return Response(200, [JSON], models.index_body(self.states(), only_ready=only_ready))
 
     async def manage(self, exchange: Exchange) -> Response:
-        """Answer `POST /v2/repository/models/{model}/load` and `unload`; the app has seen to it who may."""
+        """Answer `POST /v2/repository/models/{model}/load` and `unload`. The app has checked the permission."""
         assert exchange.route is not None
         name, action = exchange.model, exchange.route.template.rpartition("/")[2]
         body = await self._read_small(exchange)
@@ -262,7 +266,7 @@ class KServe:
         return Response(200, [JSON], models.config_statuses_body(self.states()))
 
     async def reload_config(self, exchange: Exchange) -> Response:
-        """Answer `POST /v1/config/reload`: every model of the repositories is read anew; 201 when something changed."""
+        """Answer `POST /v1/config/reload`: read the repositories again. The status is 201 if any state changed."""
         exchange.deadline_ns = exchange.began_ns + self._process.timeout_ns(None)
         before = self.states()
         await self.tensors.repository.reload(exchange.deadline_ns)
@@ -270,15 +274,15 @@ class KServe:
         return Response(200 if before == after else 201, [JSON], models.config_statuses_body(after))
 
     async def shared_memory_status(self, _exchange: Exchange) -> Response:
-        """Answer that no region is registered."""
+        """Answer with an empty list: this server registers no shared memory."""
         return Response(200, [JSON], b"[]")
 
     async def unregister(self, _exchange: Exchange) -> Response:
-        """Answer as for a region that is not registered: none ever is."""
+        """Answer as for an unregistered region: this server registers none."""
         return Response(200, [JSON], b"")
 
     async def region(self, exchange: Exchange) -> Response:
-        """Answer what is about one region of a client's memory: none is registered, and none can be."""
+        """Answer a request about one region of shared memory: this server registers none and refuses to."""
         region, _, action = exchange.model.rpartition("/")
         method = _REGION_METHODS.get(action) if region else None
         if method is None:
@@ -292,7 +296,7 @@ class KServe:
         raise unsupported("shared memory is not supported by this server; send tensors as binary data")
 
     async def named_repository(self, exchange: Exchange) -> Response:
-        """Answer what names a repository, of which a client sees one: its index is that of all; all else is refused."""
+        """Answer paths that name a repository. Clients see one repository: its index is served, all else is refused."""
         if _INDEX_OF_REPOSITORY.fullmatch(exchange.model):
             return await self.index(exchange)
         if _OF_REPOSITORY.fullmatch(exchange.model) is None:
@@ -336,9 +340,9 @@ class KServe:
 
 
 def check_known(entry: ModelEntry) -> None:
-    """Raise NotFound for a version of a repository that was unloaded, or whose file has not been read.
+    """Raise NotFound for a repository's version that was unloaded, or whose file has not been read.
 
-    Nothing is known of the tensors of the latter.
+    The tensors of an unread file are unknown.
     """
     is_unloaded = entry.dismissed and entry.card.kind == "tensor" and not is_servable(entry)
     if not entry.is_read or is_unloaded:
@@ -347,22 +351,22 @@ def check_known(entry: ModelEntry) -> None:
 
 
 def unsupported(message: str) -> SieError:
-    """Return the refusal of something that the protocol has and this server has not: 400, over gRPC UNIMPLEMENTED."""
+    """Return the error for a part of the protocol that this server lacks: 400, or UNIMPLEMENTED over gRPC."""
     return SieError(message, code="UNSUPPORTED", http_status=400)
 
 
 def _headers(json_bytes: int | None) -> Headers:
-    """Return the headers of an answer; json_bytes is None where no tensors follow the JSON."""
+    """Return the headers of an answer. json_bytes is None if no tensors follow the JSON."""
     return [JSON] if json_bytes is None else [_BINARY, (LENGTH_HEADER, str(json_bytes))]
 
 
 def _encode(call: InferCall, reply: TensorReply, rule: TensorRule) -> tuple[bytes, int | None]:
-    """Return the body of a reply, and the bytes of its JSON when tensors follow it."""
+    """Return the body of a reply, and the size of its JSON if tensors follow it."""
     return infer.encode_infer(call, ranked(call, reply, rule), rule)
 
 
 def ranked(call: InferCall, reply: TensorReply, rule: TensorRule) -> TensorReply:
-    """Return a reply in which outputs that were asked for as classes have become BYTES."""
+    """Return a reply whose outputs are BYTES of class labels where the client asked for classes."""
     wanted = {one.name: one.num_classes for one in call.wanted if one.num_classes}
     if not wanted:
         return reply

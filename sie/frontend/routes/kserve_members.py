@@ -1,4 +1,4 @@
-"""Owns `/v2/models/{model}/generate` and `/generate_stream` of models that do not generate text: run once, answered once."""
+"""Handles `/v2/models/{model}/generate` and `/generate_stream` for tensor models. Runs each request exactly once."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _STREAM: Final = "generate_stream"
 async def answer_members(
     process: FrontendProcess, pool: ThreadPoolExecutor, exchange: Exchange, path: ModelPath
 ) -> Response:
-    """Return the answer to a body whose members are the model's inputs; as a stream it is one event.
+    """Answer a body whose members are the model's inputs. A streamed answer is one event.
 
-    Raises BadRequest, and as `Tensors.serve` and `Tensors.infer`.
+    Raises BadRequest, and as `Tensors.serve` and `Tensors.infer` do.
     """
     coding = exchange.headers.get("content-encoding") or ""
     if "content-encoding" in exchange.headers and coding.strip().lower() != "identity":

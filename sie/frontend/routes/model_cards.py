@@ -1,4 +1,4 @@
-"""Owns what `/v1/models` tells of each model: its card and its state, under its own id or as the default."""
+"""Builds the bodies of `/v1/models` from cards and states. Reads the model table and must not change it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sie.values.encode import DEFAULT_MODEL
 
 
 def list_body(models: ModelTable) -> bytes:
-    """Return the list of all models, the default among them."""
+    """Return the list of all models, including the default."""
     infos = [model_info(entry, models.created_s) for entry in models.entries.values()]
     return dialect.models_body(infos, _default_of(models))
 
 
 def show_model(models: ModelTable, model: str) -> tuple[int, bytes]:
-    """Return the status and the body that answer the question for one model; the list's `default` is one, too."""
+    """Return the status and body for one model. The list's `default` also counts as a model."""
     entry = models.find(model)
     if entry is not None:
         return 200, dialect.model_body(model_info(entry, models.created_s))
@@ -34,7 +34,7 @@ def _default_of(models: ModelTable) -> str | None:
 
 
 def model_info(entry: ModelEntry, created_s: int) -> dict[str, Any]:
-    """Return what a client is told of a model."""
+    """Return the description of a model for clients."""
     error = entry.error
     last_error = None
     if error is not None:

@@ -1,6 +1,6 @@
-"""Owns the handlers of `/v1/responses`: make a response at once, as a stream or in the background; keep it; find it again.
+"""Creates, stores, shows and cancels the responses of `/v1/responses`. Must show a stored response only to its owner.
 
-They raise what is wrong, as those of `sie.frontend.routes.generate` do, which has the routes.
+`sie.frontend.routes.generate` has the routes. Handlers raise, as its own do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sie.frontend.http.response import JSON, Answer
 from sie.frontend.http.stream import Streamed
 from sie.frontend.http.threads import offload
 from sie.frontend.process import FrontendProcess
-from sie.frontend.responses.follow import LOOK_S, ResponseFollower
+from sie.frontend.responses.follow import POLL_S, ResponseFollower
 from sie.frontend.responses.jobs import Job, cancelled
 from sie.frontend.responses.store import Followed, Kept, ResponseFile, ResponseStore, StoreLimits
 from sie.frontend.routes.text_service import TextService
@@ -38,13 +38,13 @@ from sie.values.generate import ChatMessage, GenerateEvent
 
 _to_json: Final = msgspec.json.Encoder().encode
 _NAMES: Final = {"messages": "input", "truncate_sequence": "truncation"}
-"""What this route calls fields that the generation core names."""
+"""This route's names for fields in the errors of the generation core."""
 _MANY_EVENTS: Final = 256
 Start = Callable[[ModelEntry], Coroutine[Any, Any, Run]]
 
 
 class Responses:
-    """What the routes do. One instance per process."""
+    """The handlers of one process, and its responses under way."""
 
     def __init__(self, process: FrontendProcess, texts: TextService, pool: ThreadPoolExecutor) -> None:
         self._process = process
@@ -61,7 +61,7 @@ class Responses:
         self._watcher: asyncio.Task[None] | None = None
 
     async def create(self, exchange: Exchange, call: ResponsesCall) -> Answer | Streamed:
-        """Make a response as its request says."""
+        """Create a response: at once, as a stream or in the background."""
         if call.is_background:
             self._check_background(exchange)
         history, before = await self._read_history(call, exchange.owner)
@@ -86,7 +86,7 @@ class Responses:
         return [JSON], record.to_json()
 
     async def count(self, exchange: Exchange, call: ResponsesCall) -> Answer:
-        """Return how many tokens a request's prompt has, the conversation before it included."""
+        """Return the number of tokens in a request's prompt, including the previous conversation."""
         call.begin((await self._read_history(call, exchange.owner))[1])
         entry = await self._process.models.wait_serving(self._texts.find(exchange, call.request), exchange.deadline_ns)
         with renamed(_NAMES):
@@ -94,7 +94,7 @@ class Responses:
         return [JSON], encode_count(len(ids))
 
     async def show(self, exchange: Exchange) -> Answer | Streamed:
-        """Return a response as it is now, or the events of its stream behind the one that the query names."""
+        """Return the current state of a response, or stream its events after the one that the query names."""
         after = read_stream_query(_query(exchange))
         if after is None:
             return [JSON], (await self._find(exchange)).body
@@ -109,7 +109,7 @@ class Responses:
         return Streamed(follower, follower)
 
     async def delete(self, exchange: Exchange) -> Answer:
-        """Forget a response, and stop it if it is being made."""
+        """Delete a response, and stop it if it is under way."""
         response_id, owner = exchange.model, exchange.owner
         if not (self._store.is_on and await self._store.do(lambda file: file.delete(response_id, owner))):
             raise _not_found(response_id)
@@ -117,7 +117,7 @@ class Responses:
         return [JSON], encode_deleted(response_id)
 
     async def cancel(self, exchange: Exchange) -> Answer:
-        """Stop a response that is being made. One that was cancelled before is shown; one that has ended is none to cancel."""
+        """Cancel a response that is under way, or show one that was cancelled before. Raises NotFound if it has ended."""
         kept = await self._find(exchange, ResponseFile.cancel)
         if kept.status != "cancelled":
             text = f"Response '{exchange.model[:80]}' has ended already; it is {kept.status}"
@@ -126,11 +126,11 @@ class Responses:
         return [JSON], kept.body
 
     async def list_items(self, exchange: Exchange) -> Answer:
-        """Return the items of a response's input, a part of them at a time."""
+        """Return one page of the input items of a response."""
         kept = await self._find(exchange)
         return [JSON], await offload(self._pool, len(kept.input), read_page, kept.input, _query(exchange))
 
-    # --- making ---------------------------------------------------------------------------------------------------
+    # --- creating -------------------------------------------------------------------------------------------------
 
     async def _make_as_stream(
         self, exchange: Exchange, call: ResponsesCall, record: ResponseRecord, entry: ModelEntry, history: bytes
@@ -152,7 +152,7 @@ class Responses:
         async def start(entry: ModelEntry) -> Run:
             return await generator.start(entry, request, deadline_ns, salt=salt)
 
-        # What is wrong with the request is told now, if the model is there to tell.
+        # If the model is loaded, errors of the request are reported now.
         run = await start(entry) if entry.workers and entry.state == "loaded" else None
         with _given_up_on_failure(run):
             await self._add(exchange.owner, record, call, history)
@@ -166,7 +166,7 @@ class Responses:
     async def _work(
         self, job: Job, deadline_ns: int, entry: ModelEntry, start: Start, run: Run | None
     ) -> list[GenerateEvent]:
-        """Make a response in the background; return the last of its events."""
+        """Run a background response; return the last of its events."""
         record = job.record
         try:
             if run is None:
@@ -185,7 +185,7 @@ class Responses:
     async def _gather(
         self, deadline_ns: int, entry: ModelEntry, start: Start, run: Run | None = None
     ) -> tuple[Run, list[GenerateEvent]]:
-        """Return a run that is over and all its events, from a model that may be reloaded meanwhile."""
+        """Return a finished run and all its events. Starts a new run if the model is reloaded meanwhile."""
         while True:
             if run is None:
                 entry = await self._process.models.wait_serving(entry, deadline_ns)
@@ -198,12 +198,13 @@ class Responses:
                 run.give_up(cancelled())
                 run = None
 
-    # --- what is being made ---------------------------------------------------------------------------------------
+    # --- responses under way --------------------------------------------------------------------------------------
 
     def _check_background(self, exchange: Exchange) -> None:
-        """Raise what stands against one more response in the background.
+        """Raise an error if no more background responses are allowed.
 
-        Those of a key are no requests under way, or a key that may have one could never ask how far its response is.
+        Background responses do not count as requests of their key. Otherwise a key with max_concurrent 1 could never ask
+        for the state of its response.
         """
         if not self._store.is_on:
             raise wrong("background", "needs responses to be kept, and the setting max_responses is 0")
@@ -231,18 +232,18 @@ class Responses:
             job.stop(cancelled())
 
     async def _watch(self) -> None:
-        """While there are jobs, keep their events, and stop those that were cancelled or deleted at another process."""
+        """Store the events of running jobs, and stop jobs that were cancelled or deleted through another process."""
         while self._jobs:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             kept = [job for job in self._jobs.values() if job.record.is_kept]
             ids = [job.record.id for job in kept]
             with contextlib.suppress(Unavailable):
-                # Of one that nobody else can wait for yet, much at a time is enough.
+                # Nobody else can read a response that ends with its client's stream, so its events are stored in bulk.
                 await self._keep([one.record for one in kept if one.outlives or one.record.num_unkept >= _MANY_EVENTS])
                 for response_id in await self._store.do(lambda file, ids=ids: file.stopped(ids)) if ids else ():
                     self._stop(response_id)
 
-    # --- what is kept ---------------------------------------------------------------------------------------------
+    # --- stored responses -----------------------------------------------------------------------------------------
 
     async def _find(
         self, exchange: Exchange, look: Callable[[ResponseFile, str, str], Kept | None] = ResponseFile.get
@@ -254,7 +255,7 @@ class Responses:
         return kept
 
     async def _read_history(self, call: ResponsesCall, owner: str) -> tuple[bytes, list[ChatMessage]]:
-        """Return the conversation before a call: the items, as they are kept, and the messages."""
+        """Return the conversation before a call: the stored items and the messages."""
         previous_id = call.previous_id
         if previous_id is None:
             return b"[]", []
@@ -267,7 +268,7 @@ class Responses:
         return await offload(self._pool, len(kept.history) + len(kept.input) + len(kept.body), _read_conversation, kept)
 
     async def _add(self, owner: str, record: ResponseRecord, call: ResponsesCall, history: bytes) -> None:
-        """Keep a response, if it is to be; one in the background must be, any other is answered all the same."""
+        """Store a response if its request asks for it. Raises Unavailable only for a background response."""
         if not record.is_kept:
             return
         kept = Kept(
@@ -283,15 +284,15 @@ class Responses:
             record.stop_keeping()
 
     async def _update(self, record: ResponseRecord) -> None:
-        """Keep what a response has come to."""
+        """Store the current state of a response."""
         if record.is_kept:
-            with contextlib.suppress(Unavailable):  # the log has it; who asks sees the status before
+            with contextlib.suppress(Unavailable):  # already logged; clients see the previous status
                 await self._keep([record], is_update=True)
 
     async def _keep(self, records: Sequence[ResponseRecord], *, is_update: bool = False) -> None:
-        """Keep what streams have come to since the last time; with is_update, also what their responses have.
+        """Store the new events of streams; with is_update, also the states of their responses.
 
-        Raises Unavailable; then the rest of these streams is not kept.
+        Raises Unavailable; then the rest of these streams is not stored.
         """
         news = [
             (record.id, number, events) for record in records for number, events in [record.take_unkept()] if events
@@ -302,7 +303,9 @@ class Responses:
         ]
 
         def keep(file: ResponseFile) -> None:
-            file.events.add(news)  # ORDER: before the status, behind which readers look for no more
+            file.events.add(
+                news
+            )  # ORDER: before the status; readers in `ResponseFile.follow` read no more events after an end status
             for record in cut:
                 file.events.cut(record.id)
             for state in states:
@@ -345,7 +348,7 @@ def _not_found(response_id: str) -> NotFound:
 
 @contextlib.contextmanager
 def _given_up_on_failure(run: Run | None) -> Generator[None]:
-    """Let go of a run that nobody will take the events of, when what is done meanwhile fails."""
+    """Give up a run if the body of the `with` statement fails, because nobody will read its events."""
     try:
         yield
     except BaseException:

@@ -1,4 +1,4 @@
-"""Models that generate, for every route that asks one: find it, count the request, and submit it to a worker."""
+"""Finds text models, counts their requests and submits them, the same for every route. Knows no dialect."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _OUTPUT: Final = "generate"
 
 
 class TextService:
-    """The part of a request to generate that is the same on every route. One instance per process."""
+    """The shared part of all text generation routes. One instance per process."""
 
     def __init__(self, process: FrontendProcess) -> None:
         self._process = process
         self.generator = process.generator
 
     def find(self, exchange: Exchange, request: GenerateRequest) -> ModelEntry:
-        """Return the model of a request, whose default is settled from now on. Raises NotFound naming those that generate."""
+        """Return the model of a request, after writing a default into it. Raises NotFound with the text models."""
         request.model = self._process.models.resolve_default(request.model, _OUTPUT)
         return self.find_exactly(exchange, request.model)
 
     def find_exactly(self, exchange: Exchange, model: str) -> ModelEntry:
-        """Return the model with this id. Raises NotFound naming those that generate."""
+        """Return the model with this id. Raises NotFound with the list of text models."""
         models = self._process.models
         entry = models.find(model)
         if entry is None:
@@ -40,20 +40,20 @@ class TextService:
         return entry
 
     def begin(self, exchange: Exchange, entry: ModelEntry) -> None:
-        """Note that a request is about a model, until `leave`."""
+        """Count a request as under way for a model, until `leave`."""
         exchange.known_model = entry.card.id
         exchange.decoded_ns = time.monotonic_ns()
         self._process.generation_metrics.begin(*_labels(exchange))
 
     def leave(self, exchange: Exchange) -> None:
-        """Note that a request is over, whatever became of it."""
+        """Count a request as ended, with or without success."""
         if exchange.known_model:
             self._process.generation_metrics.end(*_labels(exchange))
 
     async def start(
         self, exchange: Exchange, entry: ModelEntry, request: GenerateRequest, *, echoes: bool = False
     ) -> Run:
-        """Submit a request to a model that is served; it ends when its client leaves. Raises as `Generator.start` does."""
+        """Submit a request to a served model. It ends when its client leaves. Raises as `Generator.start` does."""
         process = self._process
         run = await self.generator.start(
             entry, request, exchange.deadline_ns, salt=exchange.owner.encode(), echoes=echoes

@@ -1,7 +1,7 @@
-"""Owns the routes of the TensorRT Inference Server v1 API: which of them a path means, and what each answers.
+"""Handles the routes of the TensorRT Inference Server v1 API. Formats no errors itself.
 
-Every failure of these routes is HTTP 400 with the reason in `NV-Status`, as the API has it; the app's border
-turns what a handler raises into that. Source: TRTIS v1 sheet.
+As in that API, every failure is HTTP 400 with the reason in `NV-Status`. The app's error boundary builds it from the
+error that a handler raises. Source: TRTIS v1 sheet.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Trtis:
         return self._health("ready")
 
     def is_well(self, mode: str) -> bool:
-        """Tell whether the server is live or ready; raises Unavailable while it stops.
+        """Tell whether the server is live or ready. Raises Unavailable while it stops.
 
-        With strict_readiness it is ready when every version is loaded, or was not asked for.
+        With strict_readiness, it is ready when every requested version is loaded.
         """
         process = self._process
         if process.is_draining:
@@ -82,7 +82,7 @@ class Trtis:
         return self._succeed([("content-type", content_type)], body)
 
     def server_status(self, model: str) -> Any:
-        """Return the ServerStatus message about a model, or about all (empty). Raises BadRequest for an unknown one."""
+        """Return the ServerStatus message for one model, or for all if empty. Raises BadRequest if unknown."""
         table = self._tensors.table
         if model and model not in table:
             raise BadRequest(f"no status available for unknown model '{model}'")
@@ -107,7 +107,7 @@ class Trtis:
     # --- control --------------------------------------------------------------------------------------------------
 
     async def control(self, exchange: Exchange) -> Response:
-        """Answer `POST /api/modelcontrol/load/{model}` and `unload`; the app has seen to it who may."""
+        """Answer `POST /api/modelcontrol/load/{model}` and `unload`. The app has checked the permission."""
         action, _, name = exchange.model.partition("/")
         if not name or action not in ("load", "unload"):
             return NO_ROUTE
@@ -117,7 +117,7 @@ class Trtis:
         return self._succeed([], b"")
 
     async def refuse_shared_memory(self, exchange: Exchange) -> Response:
-        """Refuse what is about a client's shared memory: `/api/sharedmemorycontrol/{action}/...`."""
+        """Refuse shared memory requests: `/api/sharedmemorycontrol/{action}/...`."""
         method = _REGION_METHODS.get(exchange.model.partition("/")[0])
         if method is None:
             return NO_ROUTE
@@ -126,7 +126,7 @@ class Trtis:
         raise SieError("shared memory is not supported", code="UNSUPPORTED", http_status=400)
 
     async def refuse_profile(self, _exchange: Exchange) -> Response:
-        """Refuse what starts and stops a profiler."""
+        """Refuse to start or stop a profiler."""
         raise SieError("profiling is not supported", code="UNSUPPORTED", http_status=400)
 
     # --- inference ------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class Trtis:
             raise
 
     def _head(self, exchange: Exchange) -> InferHead:
-        """Return what `NV-InferRequest` says. Raises BadRequest, with `infer_id` where that could be read."""
+        """Parse `NV-InferRequest`. Raises BadRequest, with `infer_id` if that was readable."""
         text = exchange.headers.get("nv-inferrequest")
         if text is None and "nv-inferrequest" in exchange.headers:
             raise BadRequest("unable to parse NV-InferRequest: it is not ASCII")
@@ -176,7 +176,7 @@ class Trtis:
         return self._succeed([_BINARY, ("nv-inferresponse", line)], answer)
 
     async def admit(self, exchange: Exchange, name: str, version: str) -> None:
-        """Return when a request to a version is taken. Raises Unavailable, also where there is none, and as the engine."""
+        """Wait until a version takes requests. Raises Unavailable, also for an unknown version, and as the engine does."""
         process = self._process
         if process.is_draining:
             raise Unavailable("Server exiting")
@@ -193,11 +193,11 @@ class Trtis:
 
 
 NO_ROUTE: Final = Response(400, [], b"")
-"""The API's answer to a path that is none of its own: it has no 404, and no `NV-Status` there."""
+"""The API's answer to an unknown path: without 404 and without `NV-Status`."""
 
 
 def answered(head: InferHead, reply: TensorReply, rule: TensorRule) -> list[Answered]:
-    """Return the outputs that were asked for, in that order; none were: none is sent."""
+    """Return the requested outputs in the requested order; an empty list if none were requested."""
     tensors = {output.name: output for output in reply.outputs}
     found: list[Answered] = []
     for output in head.outputs:

@@ -1,1 +1,1 @@
-"""Owns what a frontend tells about itself: counters and their page, status frames, the access log and traces."""
+"""A frontend's telemetry: counters and their page, status frames, the access log and traces."""

@@ -1,7 +1,7 @@
-"""Owns the access log: a line for each request that ends, or for a share of them. Never what a client asked or was told.
+"""Writes a log line for each finished request, or for a share of them. Must never log the content of a request or answer.
 
-Lines are of level info, from the logger `sie.access`, with these extras: `method`, `route` (the template, never the
-path), `status`, `code` (of an error), `key` (the name of an API key), `model` (a known one), `items`, `body_bytes`,
+Lines have level info and come from the logger `sie.access`, with these extras: `method`, `route` (the template, never
+the path), `status`, `code` (of an error), `key` (the name of an API key), `model` (a known one), `items`, `body_bytes`,
 `total_ms` and the phases that took time, `request_id`, `trace_id` (of the request's own trace, or of a W3C
 `traceparent`).
 """
@@ -29,7 +29,7 @@ Headers = list[tuple[str, str]]
 
 
 class Exchange(Protocol):
-    """What is read of a request that ends."""
+    """The fields of a finished request that the log reads."""
 
     scope: Any
     headers: Any
@@ -44,17 +44,17 @@ class Exchange(Protocol):
 
 
 class AccessLog:
-    """Writes the lines of one process."""
+    """The access log of one process."""
 
     def __init__(self, share: float, draw: Callable[[], float] = random.random) -> None:
-        """Share is the share of requests to write, 0 to 1; draw returns a number from 0 to below 1."""
+        """Log a share of requests, 0 to 1. draw returns a random number from 0 to below 1."""
         self._share = share
         self._draw = draw
 
     def record(self, exchange: Exchange, status: int, headers: Headers, error: SieError | None) -> Headers:
-        """Write the line of a request, if it is one of the share; return its headers with its `x-request-id`.
+        """Write the line of a request if it is in the share. Return its headers, with `x-request-id` if it was logged.
 
-        The id is the client's, or a new one; a request without a line gets none.
+        The id is the client's or a new one.
         """
         if self._draw() >= self._share:
             return headers
@@ -71,7 +71,7 @@ def request_id_of(headers: Any) -> str:
 
 
 def id_headers(exchange: Exchange) -> Headers:
-    """Return what an answer says of its request's id, which is settled now; Anthropic's client reads a header of its own."""
+    """Set the request's id, and return the headers with it. Anthropic's client reads a separate header."""
     exchange.request_id = exchange.request_id or request_id_of(exchange.headers)
     headers = [("x-request-id", exchange.request_id)]
     if exchange.route is not None and exchange.route.envelope == "anthropic":
@@ -104,6 +104,6 @@ def _facts(exchange: Exchange, status: int, error: SieError | None, request_id: 
 
 
 def _trace_id(traceparent: str | None) -> str:
-    """Return the trace id, or an empty text without a valid one. Source: W3C Trace Context, section 3.2."""
+    """Return the trace id, or an empty string if it is not valid. Source: W3C Trace Context, section 3.2."""
     match = _TRACEPARENT.match(traceparent or "")
     return match[1] if match else ""

@@ -1,4 +1,4 @@
-"""Owns what is counted of a request once it is answered, over HTTP and over gRPC alike."""
+"""Counts each finished request, over HTTP and gRPC alike. Must be called exactly once for each request."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from sie.frontend.telemetry.metrics import UNKNOWN_MODEL, FrontendMetrics
 from sie.values.errors import ClientGone, Overloaded, SieError
 
 _NO_REQUEST: Final = frozenset({204, 401, 403, 405, 429})
-"""These never reached the model that their route is about, and are no requests in `sie_requests_total`."""
+"""Requests with these statuses never reached a model, so `sie_requests_total` does not count them."""
 
 _TEXT_ROUTES: Final = frozenset(route for route in COUNTED.values() if route.endpoint == "generate")
-"""Routes whose requests name their model in the body, perhaps in one that cannot be read."""
+"""Routes whose requests name their model in the body, which may be unreadable."""
 
 _HOUSEKEEPING: Final = frozenset({"/", "/health", "/metrics", "/docs", "/openapi.json", "/api-doc/openapi.json"})
-"""Routes that are not counted, as no method OPTIONS is. Source: generation API reference, section 11."""
+"""Routes that are not counted; OPTIONS requests are not counted either. Source: generation API reference, section 11."""
 _UNMATCHED: Final = "<unmatched>"
 
 
 def count_exchange(metrics: FrontendMetrics, exchange: Exchange, status: int, error: SieError | None) -> None:
-    """Count an exchange that is over: answered, or left by its client."""
+    """Count a finished exchange, whether it was answered or its client left."""
     route, timing, model = exchange.route, exchange.timing, exchange.known_model
     total_s = (time.monotonic_ns() - exchange.began_ns) / 1e9
     if timing is not None and error is None and route is not None and route.endpoint and model:
@@ -34,7 +34,7 @@ def count_exchange(metrics: FrontendMetrics, exchange: Exchange, status: int, er
     if not model:
         if exchange.scope.method == "OPTIONS" or (route is not None and route.template in _HOUSEKEEPING):
             return
-        # A body that cannot be read is refused before its model is looked up; the path may have named it all the same.
+        # An unreadable body is refused before its model is looked up, but the path may name the model.
         is_counted = route is not None and (route.endpoint or route in _TEXT_ROUTES)
         model = exchange.model or UNKNOWN_MODEL if is_counted else ""
     metrics.record_http(
@@ -57,7 +57,7 @@ def count_exchange(metrics: FrontendMetrics, exchange: Exchange, status: int, er
 
 
 def _outcome_of(error: SieError) -> str:
-    """Return the word for a request that was not served; one whose client left is no error of ours."""
+    """Return the outcome label of a failed request. A client that left is not counted as a server error."""
     if isinstance(error, ClientGone):
         return "cancelled"
     return "queue_full" if isinstance(error, Overloaded) else "error"

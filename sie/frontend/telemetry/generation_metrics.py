@@ -1,4 +1,7 @@
-"""Owns what a frontend counts of generation: how long tokens take, and what is under way. Families: `sie.metrics.definitions`."""
+"""Records a frontend's generation metrics: token latencies and requests under way. Defines no families itself.
+
+The families are in `sie.metrics.definitions`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from sie.shm.pages import CounterPage, Gauge, Histogram
 
 
 class GenerationMetrics:
-    """The figures of one frontend process. known_models is asked once for each new label."""
+    """The generation metrics of one frontend process. known_models is queried once for each new label."""
 
     def __init__(self, page: CounterPage, known_models: Container[str]) -> None:
         self._page = page
@@ -30,11 +33,11 @@ class GenerationMetrics:
         self._histogram(definitions.TOKEN_GAP, model).observe(gap_s)
 
     def begin(self, method: str, path: str, model: str) -> None:
-        """Count a request as under way, until `end`; path is a route's template, model a known one."""
+        """Count a request as under way, until `end`. path is a route's template; model must be a known one."""
         self._add((method, path, model), 1)
 
     def end(self, method: str, path: str, model: str) -> None:
-        """Count it no more."""
+        """Stop counting a request as under way."""
         self._add((method, path, model), -1)
 
     def _add(self, labels: tuple[str, str, str], change: int) -> None:

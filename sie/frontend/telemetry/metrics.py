@@ -1,7 +1,7 @@
-"""Owns a frontend's counters, and the Prometheus page that adds up the counters of every process.
+"""Counts requests of a frontend, and renders one Prometheus page over all processes. Must keep the set of labels bounded.
 
-The values live in shared counter pages (`sie.shm.pages`) that outlive the process which writes them, so a sum never
-falls when a process is replaced. Families are defined in `sie.metrics.definitions`; records of any other name are not shown.
+The values are in shared counter pages (`sie.shm.pages`). A page outlives its process, so a sum never falls when a process
+is replaced. Families are defined in `sie.metrics.definitions`; records with other names are not shown.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from sie.shm.pages import CounterPage, Gauge, Labels, Record
 from sie.values.encode import Timing
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""What `render` returns. Version 0.0.4 is the one every scraper reads; our names need nothing newer."""
+"""The content type of `render`. Every scraper reads version 0.0.4, and our names need no newer one."""
 
 UNKNOWN_MODEL = "unknown"
-"""The model label of every request for a model that the catalogue does not know: labels stay bounded."""
+"""The model label of requests for unknown models, so that labels stay bounded."""
 _NO_MODEL = "none"
-"""That of HTTP requests that are about no model."""
+"""The model label of HTTP requests without a model."""
 
 Merged = dict[str, dict[Labels, list[float]]]
-"""Family name to label tuple to values: one value, or for a histogram its sum and the count of each bucket."""
+"""Values by family name and label tuple: one value, or for a histogram its sum and the count of each bucket."""
 
 _Observe = Callable[[float], None]
 _BY_NAME: dict[str, Family] = {family.name: family for family in FAMILIES}
@@ -41,7 +41,7 @@ _TENSORS = "infer"
 class FrontendMetrics:
     """The counters of one frontend process.
 
-    known_models is asked once for each new combination of labels; a live view of the catalogue is right.
+    known_models is queried once for each new combination of labels. It may be a live view of the catalogue.
     """
 
     def __init__(self, page: CounterPage, known_models: Container[str]) -> None:
@@ -60,7 +60,7 @@ class FrontendMetrics:
     def record_served(  # noqa: PLR0917  # for every request that is served: keywords cost
         self, method: str, route: str, endpoint: str, model: str, status: int, total_s: float, body_bytes: int, timing: Timing
     ) -> None:  # fmt: skip
-        """Count one inference request that was answered, as `record_http` and `record_request` do."""
+        """Count one answered inference request, as `record_http` and `record_request` together do."""
         handles = self._served.get((method, route, model, status))
         if handles is None:
             http = self._http_handles(method, route, model, status)
@@ -114,7 +114,7 @@ class FrontendMetrics:
     ) -> None:
         """Count one HTTP request. route is a template from the route table, never a client's path.
 
-        A method that no route knows is counted as OTHER.
+        An unknown method is counted as OTHER.
         """
         handles = self._http.get((method, route, model, status))
         if handles is None:
@@ -125,7 +125,7 @@ class FrontendMetrics:
         body(body_bytes)
 
     def record_refusal(self, reason: str) -> None:
-        """Count one request that was refused before any work; reason is one of our own error codes."""
+        """Count one request that was refused before any work. reason is one of our error codes."""
         add = self._refusals.get(reason)
         if add is None:
             counter = self._page.counter(definitions.REFUSALS.name, definitions.REFUSALS.label_pairs(reason))
@@ -133,11 +133,11 @@ class FrontendMetrics:
         add(1.0)
 
     def record_auth_failure(self, reason: str) -> None:
-        """Count one request that was refused for its API key; reason is one of those that the family names."""
+        """Count one request that was refused for its API key. reason is one of the family's documented values."""
         self._page.counter(definitions.AUTH_FAILURES.name, definitions.AUTH_FAILURES.label_pairs(reason)).add()
 
     def record_last_inference(self, model: str) -> None:
-        """Publish that a tensor request to this model was answered now."""
+        """Publish the current time as the last answer of a tensor request to this model."""
         gauge = self._last_inference.get(model)
         if gauge is None:
             labels = definitions.LAST_INFERENCE.label_pairs(self._model_label(model))
@@ -145,30 +145,30 @@ class FrontendMetrics:
         gauge.set(time.time())
 
     def record_loop_lag(self, lag_s: float) -> None:
-        """Publish by how much the event loop was late for a timer."""
+        """Publish the event loop's delay for a timer."""
         self._lag.observe(lag_s)
         self._lag_latest.set(lag_s)
 
     def set_extents_in_use(self, num_extents: int) -> None:
-        """Publish how many request extents are under a lease."""
+        """Publish the number of leased request extents."""
         self._extents.set(num_extents)
 
     def set_watchers(self, num_watchers: int) -> None:
-        """Publish how many status connections this process holds."""
+        """Publish the number of this process's status connections."""
         self._watchers.set(num_watchers)
 
     def _request_handles(self, model: str, endpoint: str, status: str) -> tuple[_Observe, ...]:
         label = self._model_label(model)
         count = self._page.counter(definitions.REQUESTS.name, definitions.REQUESTS.label_pairs(label, endpoint, status))
         family = definitions.REQUEST_DURATION
-        # The protocols of tensors tell the time of what failed apart from that of what did not.
+        # The tensor protocols report the times of failed and of successful requests separately.
         has_failed = endpoint == _TENSORS and status != "success"
         phases = (
             self._page.histogram(family.name, family.label_pairs(label, endpoint, phase), family.bounds).observe
             for phase in (_FAILED if has_failed else _PHASES[0], *_PHASES[1:])
         )
         handles = (count.add, *phases)
-        if label == model:  # names that clients make up must not fill the cache either
+        if label == model:  # names invented by clients must not fill the cache either
             self._requests[model, endpoint, status] = handles
         return handles
 
@@ -189,15 +189,15 @@ class FrontendMetrics:
         return handles
 
     def _model_label(self, model: str) -> str:
-        """Return the label for this model; "" stays "", for requests that are about no model."""
+        """Return the label for this model; "" stays "", for requests without a model."""
         return model if not model or model in self._known_models else UNKNOWN_MODEL
 
 
 def merge(pages: Iterable[CounterPage]) -> Merged:
-    """Add up the records of all pages: counters and histograms by sum, gauges as their family says.
+    """Merge the records of all pages: counters and histograms by sum, gauges by their family's rule.
 
-    A histogram without observations is left out, as is a gauge whose value is NaN ("not reported"). Raises
-    ProtocolError on a broken page: a sum without it would be wrong.
+    Histograms without observations are left out, as are gauges with the value NaN ("not reported"). Raises ProtocolError
+    on a broken page, because a sum without it would be wrong.
     """
     merged: Merged = {family.name: {} for family in FAMILIES}
     num_dropped = 0
@@ -227,7 +227,7 @@ def _merge_record(samples: dict[Labels, list[float]], family: Family, record: Re
 
 
 def render(pages: Iterable[CounterPage]) -> bytes:
-    """Return the Prometheus text page over all processes; every family has its TYPE and HELP before its first sample."""
+    """Return the Prometheus text page over all processes. Each family has TYPE and HELP before its first sample."""
     merged = merge(pages)
     registry = CollectorRegistry()
     registry.register(_Collected([_to_prometheus(family, merged[family.name]) for family in FAMILIES]))
@@ -235,7 +235,7 @@ def render(pages: Iterable[CounterPage]) -> bytes:
 
 
 class _Collected(Collector):
-    """Hands finished families to prometheus_client, which owns the text format and its escaping."""
+    """Passes finished families to prometheus_client, which writes the text format and escapes it."""
 
     def __init__(self, metrics: list[Metric]) -> None:
         self._metrics = metrics

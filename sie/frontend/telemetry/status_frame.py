@@ -1,7 +1,7 @@
-"""Owns the frame of `/ws/status`: what this server does right now. Pure, but for `process_owner` and `server_facts`.
+"""Builds the frame of `/ws/status`, the current state of the server. Pure, except `process_owner` and `server_facts`.
 
-`sie.frontend.telemetry.status_hub` sends it. Wire rules: SIE API reference, section 14. Where its readers disagree on a key, the
-frame has both.
+`sie.frontend.telemetry.status_hub` sends it. Source of the format: SIE API reference, section 14. If readers disagree on a
+key, the frame has both keys.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from sie.metrics import definitions
 from sie.shm.pages import Labels
 
 GPU_STALE_AFTER_S = 5.0
-"""A GPU sample older than this is marked stale: the driver's call is stuck, or its worker is."""
+"""An older GPU sample is marked stale: the driver's call or the worker is stuck."""
 _DEGRADED_SHARE = 0.01
-"""A model is degraded when more of its latest sequences than this had values that are not finite."""
+"""A model is degraded if a larger share of its latest sequences had non-finite values."""
 
 _COUNTERS: Final = tuple(
     family
     for family in definitions.FAMILIES
     if family.kind == "counter" and "model" in family.labels and family.name.startswith("sie_")
 )
-"""What a frame counts by model."""
+"""The counters that a frame reports for each model."""
 _GENERATION: Final = {
     "running": definitions.SEQUENCES_RUNNING,
     "waiting": definitions.SEQUENCES_WAITING,
     "kv_blocks_used": definitions.KV_BLOCKS_USED,
     "kv_blocks": definitions.KV_BLOCKS,
 }
-"""What a frame says of a model that generates, over all its workers."""
+"""The figures that a frame reports for each text model, summed over its workers."""
 _HISTOGRAMS: Final = (
     definitions.REQUEST_DURATION,
     definitions.BATCH_SIZE,
@@ -49,7 +49,7 @@ _HISTOGRAMS: Final = (
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What does not change while the server runs; pid is the supervisor's."""
+    """Facts that stay constant while the server runs. pid is the supervisor's."""
 
     name: str
     version: str
@@ -65,7 +65,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def server_facts(settings: Settings, launch: Launch) -> ServerFacts:
-    """Return what settings and launch record say about this server."""
+    """Return the facts of this server, from its settings and launch record."""
     user, working_dir = process_owner()
     return ServerFacts(
         name=settings.server.name or socket.gethostname(),
@@ -82,10 +82,10 @@ def server_facts(settings: Settings, launch: Launch) -> ServerFacts:
 
 
 class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a frame is made of.
+    """The inputs of a frame.
 
-    reason: why the server is not ready; config_error: why a reload was refused; keys_error: why the file of API keys was
-    not taken over when it last changed; tls_error: why the certificate was not.
+    reason: why the server is not ready; config_error: why a reload was refused; keys_error: why the last change of the
+    API key file was refused; tls_error: why the last change of the certificate was refused.
     """
 
     server: ServerFacts
@@ -102,10 +102,10 @@ class StatusInputs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def process_owner() -> tuple[str, str]:
-    """Return (user name, working directory) of this process; the user's number where the name is not known."""
+    """Return (user name, working directory) of this process; the user's number if it has no name."""
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:  # containers run under numbers that no file names
+    except KeyError:  # containers often run under numbers without a passwd entry
         user = str(os.getuid())
     return user, str(Path.cwd())
 
@@ -158,9 +158,9 @@ def build_status(inputs: StatusInputs, now_s: float) -> dict[str, Any]:
 
 
 def _gpus(metrics: Merged, threshold_pct: float, now_s: float) -> list[dict[str, Any]]:
-    """Return the devices in the order of their index. Source of each: the gauges of `sie.workers.telemetry`."""
+    """Return the devices in index order, from the gauges of `sie.workers.telemetry`."""
     totals = metrics[definitions.GPU_MEMORY_TOTAL.name]
-    # A total of zero is the record of a device that this worker slot had before its restart.
+    # A total of zero belongs to a device that this worker slot had before its restart.
     present = sorted((labels for labels, values in totals.items() if values[0] > 0), key=_gpu_order)
     return [_gpu(metrics, labels, threshold_pct, now_s) for labels in present]
 
@@ -207,7 +207,7 @@ def _models(entries: tuple[ModelEntry, ...], metrics: Merged) -> list[dict[str, 
     for entry in entries:
         shared = model_of(entry.card.id)
         model = _model(entry, int(waiting.get(shared, 0)), spoilt.get(shared, 0.0) > _DEGRADED_SHARE)
-        if shared in counted:  # its profiles share one memory and one queue, which readers add up
+        if shared in counted:  # profiles of a model share its memory and queue; readers sum over models
             model.update(memory_bytes=0, queue_depth=0, queue_pending_items=0)
         elif entry.card.generate is not None:
             model["generation"] = {key: int(values.get(shared, 0)) for key, values in generation.items()}
@@ -231,7 +231,7 @@ def _model(entry: ModelEntry, num_waiting: int, is_degraded: bool) -> dict[str, 
             "dims": card.dims,
             "max_sequence_length": card.max_sequence_length,
         },
-        # One queue, counted in items: the reference's readers know it by two names.
+        # One queue, counted in items; the reference's readers use two names for it.
         "queue_depth": num_waiting,
         "queue_pending_items": num_waiting,
         "recovering": entry.recovering,
@@ -243,7 +243,7 @@ def _model(entry: ModelEntry, num_waiting: int, is_degraded: bool) -> dict[str, 
 
 
 def _worker(entry: WorkerEntry, metrics: Merged) -> dict[str, Any]:
-    """Return one worker slot; the growth of busy_seconds over time is the share of time in which it computes."""
+    """Return one worker slot. The growth of busy_seconds over time is the share of time that it computes."""
     labels = definitions.STEP_DURATION.label_pairs(str(entry.slot))
     steps = metrics[definitions.STEP_DURATION.name].get(labels, [0.0])
     tokens = metrics[definitions.STEP_TOKENS.name].get(labels, [0.0])
@@ -260,7 +260,7 @@ def _worker(entry: WorkerEntry, metrics: Merged) -> dict[str, Any]:
 
 
 def _sum_by(metrics: Merged, family: definitions.Family, label: str) -> dict[str, float]:
-    """Add up a family's samples over all its labels but this one."""
+    """Sum a family's samples over all labels except this one."""
     sums: dict[str, float] = {}
     for labels, values in metrics[family.name].items():
         key = dict(labels)[label]
@@ -269,7 +269,7 @@ def _sum_by(metrics: Merged, family: definitions.Family, label: str) -> dict[str
 
 
 def _histograms(metrics: Merged, family: definitions.Family) -> dict[str, dict[str, list[float]]]:
-    """Return cumulative counts by model, without +Inf; of a family with phases only `total`. Source: section 14."""
+    """Return cumulative counts by model, without +Inf. A family with phases reports only `total`. Source: section 14."""
     sums: dict[str, list[float]] = {}
     for labels, values in metrics[family.name].items():
         names = dict(labels)
@@ -283,5 +283,5 @@ def _histograms(metrics: Merged, family: definitions.Family) -> dict[str, dict[s
 
 
 def encode_frame(frame: dict[str, Any]) -> str:
-    """Return the frame as the JSON text that goes to every watcher."""
+    """Return the frame as the JSON text for all watchers."""
     return msgspec.json.encode(frame).decode()

@@ -1,6 +1,6 @@
-"""Owns the connections that watch `/ws/status`: how many there may be, and when each is sent a frame or dropped.
+"""Sends status frames to the watchers of `/ws/status`, up to a limit. Must never build a frame while nobody watches.
 
-One frame is built and encoded each tick, however many watch; nothing is built while nobody does.
+One frame is built and encoded for each tick, for any number of watchers.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Protocol
 log = logging.getLogger(__name__)
 
 _MAX_RECEIVED_BYTES = 64 * 1024
-"""Watchers have nothing to say; one that has sent this much is cut off."""
+"""Watchers have no reason to send data; a watcher that sends this much is disconnected."""
 
 
 class Message(Protocol):
-    """What `Transport.receive` returns: kind 0 is the client's close."""
+    """The result of `Transport.receive`. Kind 0 is the client's close."""
 
     @property
     def kind(self) -> int: ...
@@ -26,14 +26,14 @@ class Message(Protocol):
 
 
 class Transport(Protocol):
-    """The part of Granian's RSGI websocket transport that is used here."""
+    """The methods of Granian's RSGI websocket transport that are used here."""
 
     async def send_str(self, data: str) -> None: ...
     async def receive(self) -> Message: ...
 
 
 class Websocket(Protocol):
-    """The part of Granian's RSGI websocket protocol that is used here."""
+    """The methods of Granian's RSGI websocket protocol that are used here."""
 
     async def accept(self) -> Transport: ...
     def close(self, status: int | None) -> object: ...
@@ -42,9 +42,9 @@ class Websocket(Protocol):
 class StatusHub:
     """All watchers of one frontend process.
 
-    frame builds one encoded frame; it is called once a tick, and not at all while nobody watches. watchers_on_host
-    counts the connections of all frontends, because the limit is the host's; publish_watchers tells the others ours.
-    A watcher that cannot take a frame within send_timeout_s is dropped; one that is merely slow skips frames.
+    frame builds one encoded frame. It is called once for each tick, and never while nobody watches. watchers_on_host
+    counts the connections of all frontends, because the limit applies to the host; publish_watchers publishes our count.
+    A watcher that does not take a frame within send_timeout_s is dropped. A slow watcher skips frames.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class StatusHub:
     async def serve(self, websocket: Websocket, may_go_on: Callable[[], bool] | None = None) -> None:
         """Serve one connection to its end, or refuse it with 503 before the upgrade.
 
-        may_go_on is asked before each frame; when it says no, the connection ends.
+        may_go_on is called before each frame. The connection ends when it returns False.
         """
         if self._closing or max(self._num_watchers, self._watchers_on_host()) >= self._max_watchers:
             websocket.close(503)
@@ -86,7 +86,7 @@ class StatusHub:
             websocket.close(None)
 
     def close(self) -> None:
-        """End every watcher and admit no more."""
+        """Disconnect all watchers and admit no more."""
         self._closing = True
         self._ticked.set()
 
@@ -122,7 +122,7 @@ class StatusHub:
             await ticked.wait()
 
     async def _tick(self) -> None:
-        """Build one frame each interval, for as long as somebody watches."""
+        """Build one frame for each interval, while there are watchers."""
         while True:
             await asyncio.sleep(self._interval_s)
             if self._num_watchers == 0 or self._closing:
@@ -133,11 +133,11 @@ class StatusHub:
             ticked.set()
 
     def _try_build(self) -> str | None:
-        """Return a frame, or None when building failed; watchers then wait for the next tick."""
+        """Return a frame, or None if building failed. Watchers then wait for the next tick."""
         try:
             frame = self._build()
         except Exception:
-            if not self._failing:  # once, not five times a second
+            if not self._failing:  # log once, not at every tick
                 log.exception("cannot build the status frame")
             self._failing = True
             return None
@@ -146,7 +146,7 @@ class StatusHub:
 
 
 async def _read_to_end(transport: Transport) -> None:
-    """Read until the client closes. Reading is what answers its pings; what it says is of no interest."""
+    """Read until the client closes. Reading answers its pings; the messages themselves are ignored."""
     received = 0
     while received < _MAX_RECEIVED_BYTES:
         try:

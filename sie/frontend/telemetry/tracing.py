@@ -1,8 +1,8 @@
-"""Owns what a request looks like to a tracing system: one span for it and one for each phase, sent over OTLP.
+"""Exports traces over OTLP, one span for each request and each of its phases. Must be imported only if tracing is on.
 
-Nothing is measured for a trace: when a request has ended, its spans are written from the times that it has anyway. This
-module imports OpenTelemetry (`sie[otel]`) and is imported only where tracing is on. Sources: W3C Trace Context; SIE API
-reference, section 13; OpenTelemetry's semantic conventions for HTTP and RPC.
+Traces need no measurements of their own: the spans are written after a request from the times that it already has. The
+module imports OpenTelemetry (`sie[otel]`). Sources: W3C Trace Context; SIE API reference, section 13; OpenTelemetry's
+semantic conventions for HTTP and RPC.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _MAX_WAITING_SPANS: Final = 16_384
 _CLOSE_TIMEOUT_S: Final = 2.0
 _COMPLAIN_EVERY_S: Final = 60.0
 _MIN_LOAD_NS: Final = 1_000_000
-"""From here the time between decoding and tokenising is a phase of its own: the request waited for its model."""
+"""A longer time between decoding and tokenising becomes a `load` phase: the request waited for its model."""
 
 
 class Exchange(Protocol):
-    """What is read of a request that ends. Times are CLOCK_MONOTONIC."""
+    """The fields of a finished request that a trace reads. Times are CLOCK_MONOTONIC."""
 
     scope: Any
     headers: Any
@@ -61,10 +61,11 @@ class Phase(NamedTuple):
 
 
 def phases_of(exchange: Exchange, now_ns: int) -> list[Phase]:
-    """Return the phases that a request went through, in order and without overlap; one that failed has the first ones.
+    """Return the phases of a request, in order and without overlap. A failed request has only the first ones.
 
-    decode: from its headers to the typed request; load: until its model was there; tokenise; queue: until its first
-    step; infer: until its reply was read, other requests' steps in between included; encode: to the response's bytes.
+    decode: from its headers to the typed request; load: until its model was loaded; tokenise; queue: until its first
+    step; infer: until its reply was read, including other requests' steps between its own; encode: to the response's
+    bytes.
     """
     began_ns, decoded_ns, timing = exchange.began_ns, exchange.decoded_ns, exchange.timing
     if not decoded_ns:
@@ -95,7 +96,7 @@ class RequestTracing:
         resource = Resource.create(
             {"service.version": __version__, "service.instance.id": f"{socket.gethostname()}/frontend-{slot}"}
         )
-        if str(resource.attributes["service.name"]).startswith("unknown_service"):  # OTEL_SERVICE_NAME says nothing
+        if str(resource.attributes["service.name"]).startswith("unknown_service"):  # OTEL_SERVICE_NAME is not set
             resource = resource.merge(Resource({"service.name": "sie"}))
         sampler = ParentBasedTraceIdRatio(settings.share)
         self._provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
@@ -106,9 +107,9 @@ class RequestTracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def record(self, exchange: Exchange, status: int, headers: Headers, error: SieError | None) -> Headers:
-        """Write the trace of an inference request that ends; return its headers, with the trace's id if it is recorded.
+        """Write the trace of a finished inference request. Return its headers, with the trace id if it is recorded.
 
-        A valid `traceparent` is continued and decides whether to record; without one the share of the settings does.
+        A valid `traceparent` is continued and decides about recording. Otherwise the configured share decides.
         """
         route = exchange.route
         if route is None or not route.endpoint:
@@ -138,7 +139,7 @@ class RequestTracing:
         return [*headers, ("x-trace-id", trace_id), ("traceparent", f"00-{trace_id}-{own.span_id:016x}-01")]
 
     def close(self) -> None:
-        """Send what waits, for up to 2 s: a collector that does not answer must not hold the process."""
+        """Send the waiting spans, for up to 2 s, so that a dead collector does not block the exit."""
         sender = threading.Thread(target=self._provider.shutdown, daemon=True)
         sender.start()
         sender.join(_CLOSE_TIMEOUT_S)
@@ -181,7 +182,7 @@ def _attributes(exchange: Exchange, route: Route, status: int) -> dict[str, str 
 
 
 class _RarelyFilter(logging.Filter):
-    """Let one record a minute pass: the exporter complains at every attempt while its collector is away."""
+    """Passes one record a minute, because the exporter logs every failed attempt while its collector is down."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Requests without a task: what begins, what is passed on, and that each is answered once and leaves its key."""
+"""The fast path submits or passes on each request; each gets one answer and releases its key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from sie.frontend.fastpath.dispatch import Begin, ShortWay, Work
+from sie.frontend.fastpath.dispatch import FastPath, TrySubmit, Work
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import Response
 from sie.frontend.http.routes import ENCODE, ROUTES
@@ -44,13 +44,13 @@ class Access:
 
 
 class Desk:
-    """A short way with one route, whose requests begin as the test says; and the border behind it."""
+    """A fast path with one route and the test's submitter, and the error boundary behind it."""
 
-    def __init__(self, begin: Begin | None = None, access: Access | None = None) -> None:
+    def __init__(self, try_submit: TrySubmit | None = None, access: Access | None = None) -> None:
         self.access = access
         self.answers: asyncio.Queue[Response | Exception | str] = asyncio.Queue()
         process = cast("Any", SimpleNamespace(access=access, requests=set()))
-        self.short_way = ShortWay(self, process, {ENCODE: begin} if begin is not None else {})
+        self.fast_path = FastPath(self, process, {ENCODE: try_submit} if try_submit is not None else {})
 
     async def serve(self, exchange: Exchange) -> None:
         assert exchange.route in {None, *ROUTES}, "as the route table has it"
@@ -74,7 +74,7 @@ class Desk:
         scope = SimpleNamespace(path=path, method=method, headers={}, proto="http")
         exchange = Exchange(scope, None, 0)
         exchange.body = cast("Any", SimpleNamespace(done=lambda: is_there))
-        self.short_way.take(exchange)
+        self.fast_path.take(exchange)
         answer = await self.answers.get()
         await asyncio.sleep(0)  # what ends behind the answer
         assert self.answers.empty(), "one request, one answer"
@@ -91,10 +91,10 @@ def run(make: Callable[[], Desk], expected: object, **request: Any) -> None:
     asyncio.run(main())
 
 
-def begun(reply: object, answer: object = ANSWER, again: object = None) -> Begin:
-    """Return what begins a request whose worker answers with reply: a value, or an error."""
+def submitting(reply: object, answer: object = ANSWER, retry: object = None) -> TrySubmit:
+    """Return a submitter whose worker answers with reply: a value, or an error."""
 
-    def begin(_exchange: Exchange) -> Work:
+    def try_submit(_exchange: Exchange) -> Work:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if isinstance(reply, Exception):
             future.set_exception(reply)
@@ -106,9 +106,9 @@ def begun(reply: object, answer: object = ANSWER, again: object = None) -> Begin
                 raise answer
             return answer() if callable(answer) else answer
 
-        return cast("Work", SimpleNamespace(pending=SimpleNamespace(future=future), answer=make, again=again))
+        return cast("Work", SimpleNamespace(pending=SimpleNamespace(future=future), answer=make, retry=retry))
 
-    return begin
+    return try_submit
 
 
 async def later() -> Response:
@@ -131,31 +131,31 @@ def refuse(_exchange: Exchange) -> Work:
 
 @pytest.mark.parametrize("access", [None, Access()])
 @pytest.mark.parametrize(
-    ("begin", "expected"),
+    ("try_submit", "expected"),
     [
-        (begun("reply"), ANSWER),
-        (begun("reply", later), ANSWER),
-        (begun("reply", fails), GONE),
-        (begun("reply", FAULT), FAULT),
-        (begun(FAULT), FAULT),
-        (begun(GONE, again=lambda _error: later()), ANSWER),
-        (begun(GONE, again=lambda _error: fails()), GONE),
+        (submitting("reply"), ANSWER),
+        (submitting("reply", later), ANSWER),
+        (submitting("reply", fails), GONE),
+        (submitting("reply", FAULT), FAULT),
+        (submitting(FAULT), FAULT),
+        (submitting(GONE, retry=lambda _error: later()), ANSWER),
+        (submitting(GONE, retry=lambda _error: fails()), GONE),
         (refuse, FAULT),
         (lambda _exchange: None, "served"),
     ],
 )
-def test_every_request_is_answered_once_and_leaves_its_key(begin, expected, access):
-    run(lambda: Desk(begin, access), expected)
+def test_every_request_is_answered_once_and_leaves_its_key(try_submit, expected, access):
+    run(lambda: Desk(try_submit, access), expected)
 
 
 @pytest.mark.parametrize(
     "request_",
     [{"method": "GET"}, {"path": "/v1/score/m"}, {"path": "/nowhere"}, {"is_there": False}],
 )
-def test_what_is_not_for_the_short_way_is_served_by_a_task(request_):
+def test_requests_outside_the_fast_path_are_served_by_a_task(request_):
     run(lambda: Desk(refuse), "served", **request_)
 
 
-def test_request_that_its_key_does_not_allow_begins_nothing():
+def test_request_that_its_key_does_not_allow_submits_nothing():
     error = RateLimited("too many", retry_after_s=1)
     run(lambda: Desk(refuse, Access(error)), error)

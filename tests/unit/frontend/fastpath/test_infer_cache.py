@@ -1,4 +1,4 @@
-"""What is known of requests to infer: found by exactly the words it was learnt by, and only while they mean the same."""
+"""Cached infer requests are found by exactly the key they were added with, while models and limits stay the same."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from sie.config.limits import Limits
 from sie.frontend.dialects.kserve.infer import InferCall, Wanted
 from sie.frontend.fastpath.infer_cache import (
     Basis,
-    KnownInfer,
-    KnownInfers,
+    CachedInfer,
+    InferCache,
+    cache_answer,
     header_of,
-    learn_answer,
     places_in,
     read_answer,
 )
@@ -35,16 +35,16 @@ def call_of(*sizes: int, timeout_us: int = 0, num_classes: int = 0) -> InferCall
     return InferCall(request=request, wanted=(Wanted("y", is_binary=True, num_classes=num_classes),))
 
 
-def known_one() -> KnownInfer:
-    return KnownInfer(cast("Any", None), cast("Any", None), cast("Any", None), call_of(8), (slice(13, 21),), {})
+def cached_one() -> CachedInfer:
+    return CachedInfer(cast("Any", None), cast("Any", None), cast("Any", None), call_of(8), (slice(13, 21),), {})
 
 
 class TestRequests:
-    def test_same_words_find_it(self):
-        knowns, known = KnownInfers(), known_one()
-        assert knowns.find("m", LENGTH, HEAD + TAIL, *BASIS) is None
-        knowns.learn("m", LENGTH, HEAD + TAIL, BASIS, known)
-        assert knowns.find("m", LENGTH, HEAD + b"87654321", *BASIS) is known
+    def test_the_same_key_finds_it(self):
+        cache, cached = InferCache(), cached_one()
+        assert cache.find("m", LENGTH, HEAD + TAIL, *BASIS) is None
+        cache.add("m", LENGTH, HEAD + TAIL, BASIS, cached)
+        assert cache.find("m", LENGTH, HEAD + b"87654321", *BASIS) is cached
 
     @pytest.mark.parametrize(
         ("model", "length", "body"),
@@ -58,35 +58,35 @@ class TestRequests:
             ("m", LENGTH, b""),
         ],
     )
-    def test_other_words_do_not(self, model: str, length: str, body: bytes):
-        knowns = KnownInfers()
-        knowns.learn("m", LENGTH, HEAD + TAIL, BASIS, known_one())
-        assert knowns.find(model, length, body, *BASIS) is None
+    def test_another_key_does_not(self, model: str, length: str, body: bytes):
+        cache = InferCache()
+        cache.add("m", LENGTH, HEAD + TAIL, BASIS, cached_one())
+        assert cache.find(model, length, body, *BASIS) is None
 
     @pytest.mark.parametrize("other", [Basis({}, BASIS.limits), Basis(BASIS.models, Limits())])
     def test_nothing_outlives_what_it_was_judged_by(self, other: Basis):
-        knowns, known = KnownInfers(), known_one()
-        knowns.learn("m", LENGTH, HEAD + TAIL, BASIS, known_one())
-        assert knowns.find("m", LENGTH, HEAD + TAIL, *other) is None
-        knowns.learn("m", LENGTH, HEAD + b"123", other, known)
-        assert knowns.find("m", LENGTH, HEAD + b"123", *other) is known
-        assert knowns.find("m", LENGTH, HEAD + TAIL, *other) is None
-        assert knowns.find("m", LENGTH, HEAD + b"123", *BASIS) is None
+        cache, cached = InferCache(), cached_one()
+        cache.add("m", LENGTH, HEAD + TAIL, BASIS, cached_one())
+        assert cache.find("m", LENGTH, HEAD + TAIL, *other) is None
+        cache.add("m", LENGTH, HEAD + b"123", other, cached)
+        assert cache.find("m", LENGTH, HEAD + b"123", *other) is cached
+        assert cache.find("m", LENGTH, HEAD + TAIL, *other) is None
+        assert cache.find("m", LENGTH, HEAD + b"123", *BASIS) is None
 
     def test_clients_cannot_make_it_grow_without_end(self):
-        knowns = KnownInfers()
+        cache = InferCache()
         bodies = [HEAD + bytes(size) for size in range(1000)]
         for body in bodies:
-            knowns.learn("m", LENGTH, body, BASIS, known_one())
-        assert knowns.find("m", LENGTH, bodies[-1], *BASIS) is not None
-        assert sum(knowns.find("m", LENGTH, body, *BASIS) is not None for body in bodies) <= 256
+            cache.add("m", LENGTH, body, BASIS, cached_one())
+        assert cache.find("m", LENGTH, bodies[-1], *BASIS) is not None
+        assert sum(cache.find("m", LENGTH, body, *BASIS) is not None for body in bodies) <= 256
 
     def test_nor_by_writing_one_length_in_many_ways(self):
-        knowns = KnownInfers()
+        cache = InferCache()
         lengths = ["0" * zeros + str(len(HEAD)) for zeros in range(1000)]
         for length in lengths:
-            knowns.learn("m", length, HEAD + TAIL, BASIS, known_one())
-        assert sum(knowns.find("m", length, HEAD + TAIL, *BASIS) is not None for length in lengths) <= 256
+            cache.add("m", length, HEAD + TAIL, BASIS, cached_one())
+        assert sum(cache.find("m", length, HEAD + TAIL, *BASIS) is not None for length in lengths) <= 256
 
     def test_elements_lie_back_to_back_behind_the_json(self):
         assert places_in(HEAD + TAIL, LENGTH, call_of(6, 0, 2)) == (slice(13, 19), slice(19, 19), slice(19, 21))
@@ -121,19 +121,19 @@ class TestAnswers:
         first = self.reply(b"abcd")
         assert read_answer(answers, first) is None
         assert not released, "whoever reads it lets it go"
-        learn_answer(answers, header_of(first), b'{"y"}abcd', 5)
+        cache_answer(answers, header_of(first), b'{"y"}abcd', 5)
         assert read_answer(answers, self.reply(b"wxyz")) == (b'{"y"}wxyz', 5, (1, 2, 3))
         assert len(released) == 1
 
     def test_another_size_and_a_cut_reply_are_not_like_it(self):
         answers: dict[bytes, Any] = {}
-        learn_answer(answers, header_of(self.reply(b"abcd")), b'{"y"}abcd', 5)
+        cache_answer(answers, header_of(self.reply(b"abcd")), b'{"y"}abcd', 5)
         assert read_answer(answers, self.reply(b"abcde")) is None
         assert read_answer(answers, self.reply(b"abcd", cut=1)) is None
 
-    def test_tensors_in_the_json_are_not_learnt(self):
+    def test_answers_with_tensors_in_the_json_are_not_cached(self):
         answers: dict[bytes, Any] = {}
-        learn_answer(answers, header_of(self.reply(b"abcd")), b'{"y": "abcd", "z": ""}', 5)
+        cache_answer(answers, header_of(self.reply(b"abcd")), b'{"y": "abcd", "z": ""}', 5)
         assert not answers
 
     def test_a_broken_reply_is_our_fault_and_let_go(self):

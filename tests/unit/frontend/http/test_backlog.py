@@ -69,7 +69,7 @@ def test_client_that_takes_all_may_be_sent_any_amount(pair: Pair) -> None:
 
 def test_small_answers_ask_the_kernel_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     backlog = Backlog(pair[2], LIMIT)
-    monkeypatch.setattr(Backlog, "_ask", None)
+    monkeypatch.setattr(Backlog, "_query", None)
     assert not any(backlog.add(1000) for _ in range(500))
 
 

@@ -193,7 +193,7 @@ def test_cancellation_from_elsewhere_stays_one():
 
 
 def test_task_can_go_on_after_its_body_stalled():
-    """The border answers in the same task: a cancellation left behind would end it in its next await."""
+    """The error boundary answers in the same task: a cancellation left behind would end it in its next await."""
 
     async def run() -> str:
         reader = BodyReader(MAX_BYTES, IDLE_S)

@@ -1,4 +1,4 @@
-"""How requests come from Granian's threads: what begins with its body, and what is handed over as ever."""
+"""Requests from Granian's threads: those with small bodies start with the body, all others take the usual way."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ def test_tokenizer_of_a_model_that_a_reload_took_away_is_let_go(table, tmp_path)
 @pytest.mark.parametrize(("padding", "expected"), [(0, []), (5 << 20, [5])])
 def test_reading_a_large_tokenizer_is_announced_as_silence(table, tmp_path, padding, expected):
     said = []
-    table.on_silence = said.append
+    table.on_stall = said.append
     path = tmp_path / "tokenizer.json"
     save_tokenizer(path)
     path.write_text(path.read_text() + " " * padding)
