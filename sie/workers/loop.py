@@ -339,7 +339,7 @@ class Loop:
         """Let parked items compete again, ahead of what came after them."""
         parked, self._parked = self._parked, {}
         for model, items in parked.items():
-            self._state.put_back(model, items)
+            self._state.requeue(model, items)
 
     def _run(self, runner: Runner, card: ModelCard, items: list[Waiting]) -> None:
         num_tokens = sum([item.num_tokens for item in items])
@@ -384,7 +384,7 @@ class Loop:
         num_rows = len(items) if card.tensor is None else sum(item.num_rows for item in items)
         self._metrics.observe_step(took_ns / 1e9, num_tokens)
         self._metrics.observe_batch(card.id, num_rows, num_tokens, took_ns / 1e9)
-        self._pace.learn(card.id, num_tokens, took_ns)
+        self._pace.record(card.id, num_tokens, took_ns)
 
     def _settle(self) -> None:
         """Send what is left, free the models that are to go and that nothing waits for, and publish what is in use."""

@@ -23,7 +23,7 @@ _task_decoder: Final = msgspec.msgpack.Decoder(TensorTask)
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
-class Likeness(NamedTuple):
+class BatchKey(NamedTuple):
     """What requests have to have in common to run as one: inputs without their batch dimension, and the outputs."""
 
     inputs: tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -48,7 +48,7 @@ def read_task(task: bytes) -> TensorTask:
 
 
 def grouping(card: ModelCard, inputs: TensorInputs) -> tuple[object, int, int]:
-    """Return likeness, rows and most rows of a request, as `Waiting` has them.
+    """Return batch_key, rows and most rows of a request, as `Waiting` has them.
 
     A stub's requests all run together. One for a model without a batch dimension is like no other.
     """
@@ -57,13 +57,13 @@ def grouping(card: ModelCard, inputs: TensorInputs) -> tuple[object, int, int]:
         return None, 1, 1
     if not rule.max_batch_size:
         return object(), 1, 1
-    return *_likeness(inputs.task), rule.max_batch_size
+    return *_batch_key(inputs.task), rule.max_batch_size
 
 
 @lru_cache(maxsize=1024)
-def _likeness(task: TensorTask) -> tuple[Likeness, int]:
+def _batch_key(task: TensorTask) -> tuple[BatchKey, int]:
     forms = sorted((form.name, form.datatype, form.shape[1:]) for form in task.inputs)
-    return Likeness(tuple(forms), task.outputs), task.inputs[0].shape[0]
+    return BatchKey(tuple(forms), task.outputs), task.inputs[0].shape[0]
 
 
 class KeptTensors:
