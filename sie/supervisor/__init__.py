@@ -42,14 +42,14 @@ _log = get_logger(__name__)
 
 
 def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
-    """Serve until SIGTERM or SIGINT and return the exit status. Raises StartError for what stops a start.
+    """Serve until SIGTERM or SIGINT and return the exit status. Raises StartError for a fault that prevents the start.
 
-    reload returns the settings as a start would find them now; it is called on SIGHUP, and raises SettingsError.
+    reload returns the settings that a start would find now. It is called on SIGHUP and raises SettingsError.
     """
     settings = loaded.settings
     server = settings.server
     configure(server.log_format, server.log_level, "supervisor")
-    dump_stacks_on_abort()  # what systemd's watchdog sends
+    dump_stacks_on_abort()  # systemd's watchdog sends SIGABRT
     _check_failpoints(loaded)
     _check_tracing(settings)
     models = _read_models(loaded)
@@ -69,7 +69,9 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
         try:
             places = resolve_devices(settings.devices.devices, settings.devices.resolve_timeout_s)
             num_frontends = count_frontends(server.frontends)
-            num_http = num_frontends + (certificates is not None)  # a stand-in, when certificates are renewed
+            num_http = num_frontends + (
+                certificates is not None
+            )  # with certificates, one stand-in serves during a renewal
             check_reservation(reserved_bytes(settings.memory, num_http + (grpc_place is not None), len(places)))
             check_tasks(_needed_tasks(settings, places, num_http, has_grpc=grpc_place is not None))
             progress = Progress(sys.stderr, server.log_format)
@@ -77,7 +79,7 @@ def main(loaded: Loaded, reload: Callable[[], Loaded]) -> int:
             def reread() -> Reading:
                 fresh = reload()
                 found = _read_models(fresh)
-                _read_adapters(fresh, found)  # only for what would stop a start: adapters stay as they are
+                _read_adapters(fresh, found)  # only for the errors of a start: a reload changes no adapter
                 return Reading(fresh.settings, found)
 
             async def serve() -> int:
@@ -111,7 +113,7 @@ def _needed_tasks(settings: Settings, places: list[WorkerSlot], num_frontends: i
 
 
 def _exposure(place: Place, grpc_place: Place | None, access: Access) -> list[str]:
-    """Return what an operator should hear about the addresses that other hosts can reach."""
+    """Return the warnings about addresses that other hosts can reach."""
     warnings = exposure_warnings(place.address, access)
     if grpc_place is not None and (access.uds or grpc_place.address != place.address):
         warnings += exposure_warnings(grpc_place.address, msgspec.structs.replace(access, uds=""))
@@ -119,13 +121,13 @@ def _exposure(place: Place, grpc_place: Place | None, access: Access) -> list[st
 
 
 def _check_tracing(settings: Settings) -> None:
-    """Refuse a start that could not write the traces it is asked for."""
+    """Raise StartError if tracing is enabled and its packages are missing."""
     if not settings.tracing.enabled:
         return
     names = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc")
     try:
         is_there = all(importlib.util.find_spec(name) for name in names)
-    except ModuleNotFoundError:  # find_spec imports the parents
+    except ModuleNotFoundError:  # find_spec imports the parent packages
         is_there = False
     if not is_there:
         raise StartError("tracing: OpenTelemetry is not installed; pip install 'sie[otel]'")
@@ -140,10 +142,10 @@ def _check_failpoints(loaded: Loaded) -> None:
 
 
 def _read_models(loaded: Loaded) -> Models:
-    """Return (spec, whether to load before readiness, card) of every model that settings name.
+    """Return (spec, whether to load before readiness, card) of every model in the settings.
 
-    The card of a model that has to be fetched or converted first is None. Raises StartError for a model that can
-    never be served.
+    The card is None for a model that must first be fetched or converted. Raises StartError for a model that can never
+    be served.
     """
     models: Models = []
     for spec, start in check_models(loaded).values():
@@ -156,9 +158,9 @@ def _read_models(loaded: Loaded) -> Models:
 
 
 def _read_adapters(loaded: Loaded, models: Models) -> list[AdapterSpec]:
-    """Return every adapter that settings name.
+    """Return every adapter in the settings.
 
-    Raises StartError for one that can never be served, for its own files or for the kind of its model.
+    Raises StartError for an adapter that can never be served because of its files or its model's kind.
     """
     adapters = check_adapters(loaded)
     cards = {spec.id: card for spec, _, card in models}
@@ -180,7 +182,7 @@ def _read_adapters(loaded: Loaded, models: Models) -> list[AdapterSpec]:
 
 
 def _open_key_file(path: str) -> KeyFileWatch | None:
-    """Return the API keys, or None where nobody is asked for one. Raises StartError."""
+    """Return the watched API key file, or None if the server needs no keys. Raises StartError."""
     try:
         return KeyFileWatch(path) if path else None
     except KeyFileError as error:

@@ -1,7 +1,7 @@
-"""Owns what the supervisor knows of each declared adapter: who asked for it, which workers have it, which one goes.
+"""Keeps the state of each declared adapter and decides which ones to load and unload.
 
-Decides and records only; `adapter_loads` sends the messages. Times are seconds on a monotonic clock, passed in. Use is
-counted, not timed: what was used last has the highest number.
+Sends nothing itself: `adapter_loads` sends the messages. Times are seconds on a monotonic clock, passed in. Last use is
+a counter, not a time: the most recently used adapter has the highest number.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from sie.values.card import AdapterSpec, ModelState
 from sie.values.errors import Internal, WireError, to_wire
 
 _MAX_RETRY_S = 1800.0
-"""As for models: the cool-down doubles with each attempt up to this. SIE API reference, section 12."""
+"""The longest cool-down. It doubles with each attempt, as for models. Source: SIE API reference, section 12."""
 
 
 class AdapterRecord(msgspec.Struct):
-    """One adapter. directory is empty until a hub adapter was fetched; wanted means that workers should have it."""
+    """One adapter. directory is empty until a hub adapter is fetched; wanted means that workers should have it."""
 
     spec: AdapterSpec
     directory: str = ""
     wanted: bool = False
     was_loaded: bool = False
-    """Since it is wanted."""
+    """Whether a worker has had it since it became wanted."""
     preparing: bool = False
     reports: dict[int, AdapterReport] = {}
     error: WireError | None = None
@@ -37,16 +37,16 @@ class AdapterRecord(msgspec.Struct):
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether its files, if it has any, are on this machine."""
+        """Whether its files are on this machine, or it needs none."""
         return bool(self.directory) or self.spec.stub is not None
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """The slots of the workers that have it."""
+        """The slots of the workers that have it, ascending."""
         return tuple(sorted(slot for slot, report in self.reports.items() if report.state == "loaded"))
 
 
-class AdapterBook:
+class AdapterRegistry:
     """Every declared adapter of this server, by model and id."""
 
     def __init__(self, specs: list[AdapterSpec], max_loras: int, retry_s: float) -> None:
@@ -62,7 +62,7 @@ class AdapterBook:
         return [record for record in self._records(model) if record.wanted]
 
     def want(self, model: str, adapter: str, now_s: float) -> AdapterRecord | None:
-        """Note that a request came for an adapter. Return its record when a load has to start now, else None."""
+        """Record a request for an adapter. Return its record if a load must start now, else None."""
         record = self._by_model.get(model, {}).get(adapter)
         if record is None:
             return None
@@ -73,16 +73,16 @@ class AdapterBook:
         return record
 
     def touch(self, used: tuple[tuple[str, str], ...]) -> None:
-        """Note what answered requests: (model, adapter), the last one used last."""
+        """Mark (model, adapter) pairs as used, the last one most recently."""
         for model, adapter in used:
             record = self._by_model.get(model, {}).get(adapter)
             if record is not None:
                 record.last_used = next(self._uses)
 
     def report(self, slot: int, report: AdapterReport, now_s: float) -> list[AdapterRecord]:
-        """Take a worker's word on one adapter. Return the adapters that workers have to unload now.
+        """Record a worker's report on one adapter. Return the adapters that workers must unload now.
 
-        Room is made when a load has succeeded, so that one that fails costs nobody else's adapter.
+        Adapters are evicted only after a load succeeds, so a failed load costs no other adapter its place.
         """
         record = self._by_model.get(report.model, {}).get(report.adapter)
         if record is None:
@@ -99,7 +99,7 @@ class AdapterBook:
         return []
 
     def _make_room(self, model: str) -> list[AdapterRecord]:
-        """Return the least recently used of the loaded adapters over max_loras, which are wanted no more."""
+        """Stop wanting the least recently used loaded adapters over max_loras, and return them."""
         loaded = sorted(
             (record for record in self.wanted_of(model) if record.workers), key=lambda record: record.last_used
         )
@@ -109,16 +109,16 @@ class AdapterBook:
         return over
 
     def fail(self, record: AdapterRecord, error: WireError, now_s: float) -> None:
-        """Record a failed load, and when a request may start it again."""
+        """Record a failed load and the time when a request may start it again."""
         record.num_attempts += 1
         record.retry_at_s = now_s + min(self._retry_s * 2 ** (record.num_attempts - 1), _MAX_RETRY_S)
         record.error = error
         record.wanted = record.preparing = False
 
     def overdue(self, timeout_s: float, now_s: float, hosted: Container[str]) -> list[AdapterRecord]:
-        """Return the adapters that no worker has and whose load takes longer than timeout_s, as failed.
+        """Fail the adapters that no worker has loaded within timeout_s, and return them.
 
-        hosted are the models that a worker has: the time of an adapter begins with its model's.
+        hosted are the models that a worker has. An adapter's time starts only when its model is loaded.
         """
         late: list[AdapterRecord] = []
         for model in self._by_model:
@@ -133,18 +133,18 @@ class AdapterBook:
         return late
 
     def forget(self, slot: int, model: str | None, now_s: float, *, is_kept: bool) -> None:
-        """Drop what a worker had loaded, of one model or (None) of all.
+        """Forget a worker's adapters, of one model or (None) of all.
 
-        is_kept: the model comes back there or is elsewhere, and the adapters in use with it.
+        is_kept: the model comes back there or is loaded elsewhere, so its adapters stay wanted.
         """
         for name in self._by_model if model is None else [model]:
             for record in self._records(name):
                 record.reports.pop(slot, None)
                 record.wanted = record.wanted and is_kept
-                record.wanted_since_s = now_s  # its time starts anew with the model's
+                record.wanted_since_s = now_s  # its time restarts with the model's
 
     def entries(self, model: str) -> dict[str, AdapterEntry]:
-        """Return the adapters of a model as frontends see them, in the order of their declaration."""
+        """Return the adapters of a model for frontends, in declaration order."""
         return {
             record.spec.id: AdapterEntry(
                 state=_state(record),

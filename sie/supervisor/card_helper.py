@@ -1,7 +1,7 @@
-"""Runs the prepare helper: fetches a hub model and converts a slow tokenizer, in a process of its own.
+"""Runs the prepare helper, a process that fetches a hub model and converts a slow tokenizer.
 
-Only that process may import transformers or talk to a hub; a download that hangs or a tokenizer that crashes takes
-nothing else with it.
+Only that process may import transformers or talk to a hub. A hanging download or a crashing tokenizer harms only that
+process.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from sie.values.errors import Internal, WireError, from_wire, to_wire
 
 _MAX_LINE_BYTES = 16 << 20
 _MAX_READERS = 4
-"""Helpers that read models of a repository at once: there may be many, and each is done in a second."""
+"""Helpers that read repository models at the same time. There may be many models, and each takes about a second."""
 
 
 class Preparer:
-    """Prepares models, one helper process for each."""
+    """Prepares models, in one helper process each."""
 
     def __init__(self, settings: Settings, progress: Progress) -> None:
         self._cache_dir = settings.models.cache_dir
@@ -36,11 +36,11 @@ class Preparer:
         self._readers = asyncio.Semaphore(_MAX_READERS)
 
     def reconfigure(self, settings: Settings) -> None:
-        """Take over reloaded settings, for the helpers started from now on."""
+        """Apply reloaded settings to helpers that start from now on."""
         self._timeout_s = settings.models.load_timeout_s
 
     async def prepare(self, spec: ModelSpec) -> ModelCard | WireError:
-        """Return the card of a model that is now on disk, or why it is not."""
+        """Return the card of a model that is now on disk, or the error."""
         async with self._readers if spec.tensor is not None else contextlib.nullcontext():
             last = await self._run(Request(spec=spec, cache_dir=self._cache_dir, chat_template=self._chat_template))
         if isinstance(last, Ready):
@@ -48,7 +48,7 @@ class Preparer:
         return last.error if isinstance(last, Failed) else failed(spec, "the prepare helper mixed things up", "ENGINE")
 
     async def find_models(self, repositories: tuple[str, ...], only: str = "") -> list[RepositoryModel] | WireError:
-        """Return what model repositories hold, all of it or just the model named `only`, or why that is not known."""
+        """Return the models of the repositories, all or only the one named `only`, or the error."""
         spec = ModelSpec(id=only)
         last = await self._run(Request(spec=spec, cache_dir=self._cache_dir, repositories=repositories))
         if isinstance(last, Found):
@@ -56,7 +56,7 @@ class Preparer:
         return last.error if isinstance(last, Failed) else failed(spec, "the prepare helper mixed things up", "ENGINE")
 
     async def fetch_adapter(self, adapter: AdapterSpec) -> str | WireError:
-        """Return the directory of an adapter that is now on disk, or why it is not."""
+        """Return the directory of an adapter that is now on disk, or the error."""
         spec = ModelSpec(id=adapter.id, revision=adapter.revision)
         last = await self._run(Request(spec=spec, cache_dir=self._cache_dir, is_adapter=True))
         if isinstance(last, Fetched):
@@ -65,7 +65,7 @@ class Preparer:
         return to_wire(refuse_adapter(adapter.id, reason))
 
     async def _run(self, request: Request) -> Ready | Fetched | Found | Failed:
-        """Run one helper to its last line."""
+        """Run one helper and return its final message."""
         helper = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "sie.catalog.prepare", msgspec.json.encode(request).decode(),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, limit=_MAX_LINE_BYTES,
@@ -92,5 +92,5 @@ class Preparer:
 
 
 def failed(spec: ModelSpec, reason: str, error_class: str) -> WireError:
-    """Return why a model is not loaded, as it crosses processes; error_class as in the API reference, section 12."""
+    """Return the error of a failed model load in wire form; error_class as in the API reference, section 12."""
     return to_wire(Internal(f"Model '{spec.id}': {reason}", extras={"error_class": error_class}))

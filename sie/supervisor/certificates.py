@@ -1,7 +1,7 @@
-"""Owns the TLS files that are in force: copies of them in memory, which frontends are started with, and their renewal.
+"""Keeps in-memory copies of the TLS files in force, which frontends start with, and renews them when the files change.
 
-Frontends never read the operator's files: one that is restarted must not meet a certificate that is half written, or
-broken, while the others serve with the one before.
+Frontends never read the operator's files. A restarted frontend could otherwise find a half-written or broken
+certificate while the others still serve with the previous one.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ _NAMES: Final = ("tls_cert", "tls_key", "tls_client_ca")
 
 
 class CertificateFiles:
-    """Certificate, key and authorities of clients, as `access` names them. Blocks for as long as the disk does."""
+    """The certificate, key and client CAs that `access` names. Its methods block on disk reads."""
 
     def __init__(self, access: Access) -> None:
-        """Read and check the files. Raises StartError for what cannot be served with."""
+        """Read and check the files. Raises StartError for files that cannot be served with."""
         self._paths = {name: str(getattr(access, name)) for name in _NAMES}
         self._access = access
         self._seen = self._read_marks = self._marks()
         self._contents, self._fds = self._read()
         self.problem = ""
-        """Why the files were not taken over when they last changed; then those from before stay in force."""
+        """The reason why the latest change of the files was refused; the previous files then stay in force."""
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """What a child inherits."""
+        """The file descriptors that a child inherits."""
         return tuple(self._fds.values())
 
     @property
     def launch_paths(self) -> dict[str, str]:
-        """Return the paths by which a child that inherits `fds` opens them, by the names of `Launch`."""
+        """The paths under which a child that inherits `fds` opens them, keyed by the field names of `Launch`."""
         return {name: _path(fd) for name, fd in self._fds.items()}
 
     @property
     def message(self) -> Certificates:
-        """What a process hears that takes a renewed certificate over by itself."""
+        """The message for a process that applies a renewed certificate without a restart."""
         return Certificates(*(self._contents.get(name, b"") for name in _NAMES))
 
     def poll(self, *, at_once: bool = False) -> bool:
-        """Look at the files again; return whether others are in force now.
+        """Check the files and return whether new ones are in force now.
 
-        A change has to stand for one turn, since a certificate and its key are written one after the other; at_once is
-        for who says that all is in place.
+        A change must stay the same for one more poll, because a certificate and its key are written one after the
+        other. at_once skips that wait when the operator says that both are in place.
         """
         marks = self._marks()
         is_settled, self._seen = marks == self._seen or at_once, marks
@@ -62,17 +62,17 @@ class CertificateFiles:
             contents, fds = self._read()
         except StartError as error:
             self.problem = str(error)
-            _log.error("the certificate in force stays: %s", error)  # the message is the whole story
+            _log.error("the certificate in force stays: %s", error)  # the message says it all: no traceback
             return False
         self.problem = ""
         before, self._contents = self._contents, contents
         self._fds, stale = fds, self._fds
-        for fd in stale.values():  # whoever was started with them has copies of its own
+        for fd in stale.values():  # children that inherited them have their own descriptors
             os.close(fd)
         return contents != before
 
     def close(self) -> None:
-        """Let go of the copies."""
+        """Close the in-memory copies."""
         for fd in self._fds.values():
             os.close(fd)
         self._fds = {}
@@ -103,5 +103,5 @@ def _path(fd: int) -> str:
 
 
 def open_certificates(access: Access) -> CertificateFiles | None:
-    """Return the files to serve with, or None without TLS. Raises StartError."""
+    """Return the TLS files to serve with, or None without TLS. Raises StartError."""
     return CertificateFiles(access) if access.tls_cert else None

@@ -1,130 +1,403 @@
-"""Owns one child process: its command line, its life, and the descriptors that stand for it."""
+"""Manages the child processes: starts and restarts them, accepts their control connections, and pairs their memory.
+
+It does not decide what a message or a death means for models and clients; it passes both to `ChildEvents`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
-import subprocess
-import sys
-from typing import Literal
+import socket
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
-from sie.ipc.channel import Channel
-from sie.ipc.messages import Launch, Protocol, Role
+from sie.config.settings import Settings
+from sie.ipc import channel as control
+from sie.ipc import messages
+from sie.ipc.channel import Channel, ChannelClosedError
+from sie.ipc.messages import Message
+from sie.metrics import definitions
+from sie.runtime.logs import get_logger
+from sie.shm.inflight import InflightPage, InflightStatus
+from sie.shm.pages import CounterPage
+from sie.supervisor.certificates import CertificateFiles
+from sie.supervisor.child import Child
 from sie.supervisor.devices import WorkerSlot
-from sie.supervisor.losses import DeviceLosses
-from sie.supervisor.restart import StartHistory
+from sie.supervisor.losses import DEVICE_LOST_STATUS, plan_after_loss, tokens_after_kill
+from sie.supervisor.oom_kills import OomKills
+from sie.supervisor.restart import RestartPolicy, plan_restart
 
-ChildState = Literal["waiting", "starting", "ready", "lost", "gone"]
-_MODULES = {"frontend": "sie.frontend.main", "worker": "sie.workers.main"}
-_GRPC_MODULE = "sie.frontend.grpc.main"
+_log = get_logger(__name__)
+_HELLO_TIMEOUT_S = 1.0
 
 
-class Child:
-    """One slot: a frontend or a worker, whatever process fills it now.
+class ChildEvents(Protocol):
+    """The callbacks through which `Children` reports events."""
 
-    waiting: no process, one will be started. starting: it has not said ready. lost: its device is gone, and will be tried
-    again after a while. gone: given up or stopped for good.
-    peer_pid and peer_pidfd name the process that shares memory: a frontend's Granian child, else the process itself.
-    """
+    def on_joined(self, child: Child) -> None:
+        """A child is connected and configured."""
+        ...
 
-    def __init__(self, role: Role, slot: int, place: WorkerSlot, protocol: Protocol = "http") -> None:
-        self.role: Role = role
-        self.slot = slot
-        self.protocol: Protocol = protocol
-        """What a frontend serves."""
-        self.place = place
-        self.state: ChildState = "waiting"
-        self.incarnation = 0
-        self.num_restarts = 0
-        self.history = StartHistory()
-        self.losses = DeviceLosses()
-        self.max_step_tokens = 0
-        """Of a worker: see `Launch`."""
-        self.process: subprocess.Popen[bytes] | None = None
-        self.pidfd = -1
-        self.channel: Channel | None = None
-        self.peer_pid = 0
-        self.peer_pidfd = -1
-        self.started_s = 0.0
-        self.pong_s = 0.0
-        self.is_condemned = False
-        self.is_retired = False
-        """Its process is on its way out, and is not started again because of that."""
+    def on_message(self, child: Child, message: Message) -> None:
+        """A child sent a message."""
+        ...
+
+    def on_worker_death(
+        self, worker: Child, status: int, running: InflightStatus, *, was_oom_killed: bool
+    ) -> tuple[tuple[int, int], ...]:
+        """Classify a worker's death by its exit status. Return the (frontend, request id) pairs that are suspects."""
+        ...
+
+    def on_changed(self) -> None:
+        """A child died or was given up."""
+        ...
+
+    def on_given_up(self, role: messages.Role) -> None:
+        """No child of this role is left, and none will be started."""
+        ...
+
+
+class Children:
+    """All children of one server, and the shared pages that outlive them."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        places: list[WorkerSlot],
+        num_frontends: int,
+        launch: messages.Launch,
+        events: ChildEvents,
+        *,
+        grpc: tuple[str, int] | None = None,
+        certificates: CertificateFiles | None = None,
+    ) -> None:
+        """Launch is the launch record that all children share; grpc is the (host, port) of an extra gRPC frontend."""
+        self._certificates = certificates
+        self._grpc = grpc
+        self._settings = settings
+        self._events = events
+        self._launch = launch
+        self.workers = [Child("worker", slot, place) for slot, place in enumerate(places)]
+        self.frontends = [Child("frontend", slot, WorkerSlot("")) for slot in range(num_frontends)]
+        if grpc is not None:
+            self.frontends.append(Child("frontend", num_frontends, WorkerSlot(""), "grpc"))
+        self.stand_in: Child | None = None
+        """The last frontend. It runs only while the others are replaced, and exists only with certificates."""
+        if certificates is not None:
+            self.stand_in = Child("frontend", len(self.frontends), WorkerSlot(""))
+            self.stand_in.state = "gone"
+            self.frontends.append(self.stand_in)
+        page_bytes = settings.memory.counter_page_bytes
+        self._page = CounterPage.create(page_bytes)
+        self._pages = {child.name: CounterPage.create(page_bytes) for child in self.all}
+        self._inflight = [InflightPage.create(settings.scheduler.max_step_items) for _ in self.workers]
+        self._pairs: dict[tuple[int, int], int] = {}
+        self._num_generations = 0
+        self._loop = asyncio.get_running_loop()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._death = asyncio.Event()
+        self.oom_kills = OomKills()
+        self._keys: messages.Keys | None = None
+        self.is_draining = False
+        """Once set, dead frontends are not restarted. Workers are, because accepted requests need them."""
+        self.is_stopping = False
+        """Once set, no child is restarted."""
 
     @property
-    def name(self) -> str:
-        """`frontend-0`, `worker-1`: how logs and metrics call this slot."""
-        return f"{self.role}-{self.slot}"
+    def all(self) -> list[Child]:
+        """Workers, then frontends."""
+        return [*self.workers, *self.frontends]
 
-    def start(self, launch: Launch, num_threads: int, now_s: float, tls_fds: tuple[int, ...] = ()) -> None:
-        """Start the process. It gets its own process group, so that Ctrl-C at a terminal reaches only us.
+    @property
+    def num_http_frontends(self) -> int:
+        """The number of HTTP frontends without the stand-in."""
+        return sum(child.protocol == "http" and child is not self.stand_in for child in self.frontends)
 
-        tls_fds: what the paths of a frontend's TLS files name.
-        """
-        self.incarnation = launch.incarnation
-        self.started_s = now_s
-        self.is_condemned = self.is_retired = False
-        module = _GRPC_MODULE if self.protocol == "grpc" else _MODULES[self.role]
-        command = [sys.executable, "-m", module, msgspec.json.encode(launch).decode()]
-        inherited = (launch.listen_fd,) if module == _MODULES["frontend"] and launch.listen_fd >= 0 else ()
-        inherited += tls_fds if self.role == "frontend" else ()
-        self.process = subprocess.Popen(  # noqa: S603  # our own interpreter, module and launch record
-            command, stdin=subprocess.DEVNULL, env=_environment(num_threads), process_group=0, pass_fds=inherited
+    @property
+    def are_frontends_ready(self) -> bool:
+        """Whether every frontend except the stand-in is ready."""
+        return all(child.state == "ready" for child in self.frontends if child is not self.stand_in)
+
+    def open(self) -> None:
+        """Listen for control connections on a 0600 socket, and start all children."""
+        path = Path(self._launch.control_path)
+        self._listener.bind(str(path))
+        path.chmod(0o600)
+        self._listener.listen(64)
+        self._listener.setblocking(False)
+        self._loop.add_reader(self._listener, self._on_connect)
+        for child in self.all:
+            if child is not self.stand_in:
+                self._start(child)
+
+    def close(self) -> None:
+        """Stop listening. Call it after every child has ended."""
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+
+    def kill_peer(self, accuser: Child, slot: int) -> None:
+        """Kill the child in `slot` on the other side of an attachment because it broke the protocol."""
+        peers = self.frontends if accuser.role == "worker" else self.workers
+        for peer in peers[slot : slot + 1]:
+            _log.error("%s says that %s broke the protocol; killing it", accuser.name, peer.name)
+            peer.kill_as_faulty()
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Send new settings to every child, also to those that start later."""
+        self._settings = settings
+        self._launch = msgspec.structs.replace(self._launch, log_level=settings.server.log_level)
+        self.send_all(self.all, messages.Configure(settings))
+
+    def count_reload(self, *, is_refused: bool) -> None:
+        """Count a reload of the settings by its outcome."""
+        labels = definitions.CONFIG_RELOADS.label_pairs("refused" if is_refused else "applied")
+        self._page.counter(definitions.CONFIG_RELOADS.name, labels).add(1)
+        self._page.gauge(definitions.CONFIG_REFUSED.name, ()).set(float(is_refused))
+
+    def set_keys(self, keys: messages.Keys) -> None:
+        """Send new API keys to every frontend, also to those that start later."""
+        self._keys = keys
+        self._page.gauge(definitions.API_KEYS.name).set(len(keys.keys))
+        self._page.gauge(definitions.API_KEYS_REFUSED.name).set(float(bool(keys.problem)))
+        self.send_all(self.frontends, keys)
+
+    def restart(self, frontend: Child) -> None:
+        """Start a frontend whose process has ended on request."""
+        frontend.state = "waiting"
+        self._start(frontend)
+
+    async def until_gone(self, children: list[Child], timeout_s: float) -> None:
+        """Wait until none of these children has a process, or until the timeout."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while any(child.process is not None for child in children):
+                    self._death.clear()
+                    await self._death.wait()
+
+    def running(self, worker: Child) -> InflightStatus:
+        """Return the in-flight status that a worker publishes."""
+        return self._inflight[worker.slot].read()
+
+    def send(self, child: Child, message: Message, fds: list[int] | None = None) -> None:
+        """Send to a connected child. A child that does not read its channel is killed and restarted."""
+        if child.channel is None:
+            return
+        try:
+            child.channel.send(message, fds)
+        except ChannelClosedError as error:
+            has_left = self._is_leaving(child) and isinstance(error.__cause__, ConnectionError)
+            if not has_left:
+                _log.warning("%s does not read its control channel: %s", child.name, error)
+            child.kill()
+
+    def send_all(self, children: Iterable[Child], message: Message) -> None:
+        """Send to each of these children."""
+        for child in children:
+            self.send(child, message)
+
+    def set_ready(self, child: Child) -> None:
+        """Mark a child as ready."""
+        child.state = "ready"
+        child.pong_s = time.monotonic()
+        self._show(child)
+
+    def _show(self, child: Child) -> None:
+        """Publish the gauges of a worker slot."""
+        if child.role == "worker":
+            labels = definitions.WORKER_UP.label_pairs(str(child.slot))
+            self._page.gauge(definitions.WORKER_UP.name, labels).set(float(child.state == "ready"))
+            self._page.gauge(definitions.DEVICE_LOST.name, labels).set(float(child.state == "lost"))
+
+    def count(self, family: definitions.Family, *labels: str) -> None:
+        """Increment a counter of the server itself, not of a child."""
+        self._page.counter(family.name, family.label_pairs(*labels)).add(1)
+
+    # --- start ----------------------------------------------------------------------------------------------------
+
+    def _start(self, child: Child) -> None:
+        if self.is_stopping:
+            child.state = "gone"
+            return
+        launch = msgspec.structs.replace(
+            self._launch,
+            role=child.role,
+            slot=child.slot,
+            incarnation=child.incarnation + 1,
+            device=child.place.device,
+            cores=child.place.cores,
+            max_step_tokens=child.max_step_tokens,
         )
-        self.state = "starting"
-        self.pidfd = os.pidfd_open(self.process.pid)
+        if child.role == "frontend" and self._certificates is not None:
+            launch = msgspec.structs.replace(launch, **self._certificates.launch_paths)
+        if child.protocol == "grpc" and self._grpc is not None:
+            host, port = self._grpc
+            launch = msgspec.structs.replace(launch, protocol="grpc", host=host, port=port, listen_fd=-1)
+        if child.role == "worker":  # created as 0: a scraper sees an increase only of a counter that it saw before
+            self._page.counter(
+                definitions.WORKER_RESTARTS.name, definitions.WORKER_RESTARTS.label_pairs(str(child.slot))
+            )
+            self._show(child)
+        try:
+            tls_fds = self._certificates.fds if self._certificates is not None else ()
+            child.start(launch, self._num_threads(child), time.monotonic(), tls_fds)
+        except OSError as error:  # for example a process limit
+            _log.error("%s cannot be started: %s", child.name, error)
+            self._plan_restart(child, was_ready=False, was_killed=False)
+            return
+        self._loop.add_reader(child.pidfd, self._on_death, child)
 
-    def adopt(self, channel: Channel, pid: int) -> None:
-        """Take the control connection that this slot's process opened."""
-        self.channel = channel
-        self.peer_pid = pid
-        self.peer_pidfd = os.pidfd_open(pid)
+    def _num_threads(self, child: Child) -> int:
+        if child.role == "frontend":
+            return 1
+        return self._settings.devices.threads_per_worker or max(1, len(child.place.cores))
 
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process if it still runs."""
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(number)
+    def _on_connect(self) -> None:
+        sock, _ = self._listener.accept()
+        pid, uid = control.peer_credentials(sock)
+        channel = Channel(sock)
+        try:
+            hello, fds = channel.receive(_HELLO_TIMEOUT_S)
+        except (ChannelClosedError, TimeoutError):
+            channel.close()
+            return
+        for fd in fds:
+            os.close(fd)
+        child = self._child_that_says(hello) if uid == os.getuid() else None
+        if child is None:
+            _log.warning("refused a control connection of pid %d, uid %d", pid, uid)
+            channel.close()
+            return
+        child.adopt(channel, pid)
+        self._loop.add_reader(channel.fileno(), self._on_readable, child)
+        self._configure(child)
+        self._events.on_joined(child)
 
-    def finish(self) -> None:
-        """Have a frontend finish what it accepted; one that is only starting has nothing, and would not hear of it."""
-        if self.state == "starting":
-            self.kill()
+    def _child_that_says(self, hello: Message) -> Child | None:
+        if not isinstance(hello, messages.Hello):
+            return None
+        slots = self.workers if hello.role == "worker" else self.frontends
+        for child in slots[hello.slot : hello.slot + 1]:
+            if child.process is not None and child.channel is None and child.incarnation == hello.incarnation:
+                return child
+        return None
+
+    def _configure(self, child: Child) -> None:
+        own = self._pages[child.name]
+        if child.role == "worker":
+            self.send(child, messages.Configure(self._settings), [own.fd, self._inflight[child.slot].fd])
         else:
-            self.signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """SIGKILL the process and, for a frontend, the Granian child that shares our memory."""
-        for pidfd in (self.peer_pidfd, self.pidfd):
-            if pidfd >= 0:
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-
-    def condemn(self) -> None:
-        """Kill it for what it did, so that its death counts as its own."""
-        self.is_condemned = True
-        self.kill()
-
-    def reap(self) -> int:
-        """Collect the dead process, close what stood for it, and return its exit status (negative: a signal)."""
-        assert self.process is not None
-        status = self.process.wait()
-        for fd in (self.pidfd, self.peer_pidfd):
-            if fd >= 0:
+            others = [self._page, *(page for page in self._pages.values() if page is not own)]
+            read_only = [page.read_only_fd() for page in others]
+            self.send(child, messages.Configure(self._settings), [own.fd, *read_only])
+            if self._keys is not None:
+                self.send(child, self._keys)
+            for fd in read_only:
                 os.close(fd)
-        if self.channel is not None:
-            self.channel.close()
-        self.process, self.channel, self.pidfd, self.peer_pidfd = None, None, -1, -1
-        return status
+        for worker in [child] if child.role == "worker" else self.workers:
+            for frontend in [child] if child.role == "frontend" else self.frontends:
+                if worker.channel is not None and frontend.channel is not None:
+                    self._attach(frontend, worker)
 
+    def _attach(self, frontend: Child, worker: Child) -> None:
+        """Send each side one end of a new socketpair. The two then exchange their memory without the supervisor."""
+        self._num_generations += 1
+        generation = self._pairs[frontend.slot, worker.slot] = self._num_generations
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
+            self.send(frontend, messages.Attach(worker.slot, generation), [ours.fileno(), worker.peer_pidfd])
+            self.send(worker, messages.Attach(frontend.slot, generation), [theirs.fileno(), frontend.peer_pidfd])
 
-def _environment(num_threads: int) -> dict[str, str]:
-    """Return the child's environment. Thread pools must be sized before the libraries that own them are imported.
+    def _on_readable(self, child: Child) -> None:
+        channel = child.channel
+        try:
+            while channel is not None and channel is child.channel and (received := channel.try_receive()) is not None:
+                message, fds = received
+                for fd in fds:
+                    os.close(fd)
+                self._events.on_message(child, message)
+        except ChannelClosedError:
+            if channel is not None and channel is child.channel:
+                self._loop.remove_reader(channel.fileno())
+                child.kill()
 
-    OpenMP's threads spin only briefly for their next piece of work: a worker's cores are the frontends' too, and with
-    libgomp's own spin count a busy neighbour made a 4 ms step take 60 ms and more (`bench peers`).
-    """
-    threads = {name: str(num_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    return {"GOMP_SPINCOUNT": "1000", **os.environ, **threads, "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
+    # --- death ----------------------------------------------------------------------------------------------------
+
+    def _on_death(self, child: Child) -> None:
+        self._loop.remove_reader(child.pidfd)
+        if child.channel is not None:
+            self._loop.remove_reader(child.channel.fileno())
+        was_ready = child.state == "ready"
+        child.kill()
+        status = child.reap()
+        is_final = self._is_leaving(child)
+        child.state = "gone" if is_final else "waiting"
+        was_oom_killed = status == -signal.SIGKILL and self.oom_kills.explain_death()
+        if child.role == "worker":
+            self._report_worker_death(child, status, was_oom_killed)
+        if not is_final:
+            _log.warning("%s ended with status %d", child.name, status)
+            if status == DEVICE_LOST_STATUS:
+                self._plan_after_loss(child)
+            else:
+                was_killed = status == -signal.SIGKILL and not (child.is_faulty or was_oom_killed)
+                self._plan_restart(child, was_ready, was_killed)
+        self._show(child)
+        self._death.set()
+        self._events.on_changed()
+
+    def _is_leaving(self, child: Child) -> bool:
+        """Return whether a child is meant to end; it closes its control channel a moment before."""
+        return self.is_stopping or child.is_retired or (self.is_draining and child.role == "frontend")
+
+    def _report_worker_death(self, worker: Child, status: int, was_oom_killed: bool) -> None:
+        """Tell the frontends to drain the dead worker's rings a last time, and which of its requests are suspects."""
+        page = self._inflight[worker.slot]
+        running = page.read()
+        suspects = self._events.on_worker_death(worker, status, running, was_oom_killed=was_oom_killed)
+        if was_oom_killed:
+            worker.max_step_tokens = tokens_after_kill(worker.max_step_tokens, running.num_tokens)
+        page.reset()
+        for frontend in self.frontends:
+            generation = self._pairs.pop((frontend.slot, worker.slot), None)
+            if generation is not None:
+                ids = tuple(request_id for slot, request_id in suspects if slot == frontend.slot)
+                self.send(frontend, messages.WorkerDown(worker.slot, generation, ids))
+
+    def _plan_restart(self, child: Child, was_ready: bool, was_killed: bool) -> None:
+        s = self._settings.supervisor
+        policy = RestartPolicy(budget=s.restart_budget, window_s=s.restart_window_s, backoff_s=s.restart_backoff_s)
+        delay_s = plan_restart(policy, child.history, was_ready, time.monotonic(), was_killed=was_killed)
+        if delay_s is None:
+            child.state = "gone"
+            _log.error("%s failed to start %d times in a row: given up (restart_budget)", child.name, policy.budget + 1)
+            siblings = [one for one in self.all if (one.role, one.protocol) == (child.role, child.protocol)]
+            if all(sibling.state == "gone" for sibling in siblings):
+                self._events.on_given_up(child.role)
+            return
+        self._start_after(child, delay_s)
+
+    def _plan_after_loss(self, worker: Child) -> None:
+        """Restart a worker that lost its device, or set it aside for a while."""
+        delay_s = plan_after_loss(worker.losses, time.monotonic(), self._settings.supervisor.device_retry_s)
+        if delay_s:
+            worker.state = "lost"
+            _log.error(
+                "%s: its device %s is lost: out of use, and tried again in %g s (device_retry_s)",
+                worker.name, worker.place.device, delay_s,
+            )  # fmt: skip
+        self._start_after(worker, delay_s)
+
+    def _start_after(self, child: Child, delay_s: float) -> None:
+        child.num_restarts += 1
+        if child.role == "worker":
+            self.count(definitions.WORKER_RESTARTS, str(child.slot))
+        if delay_s:
+            self._loop.call_later(delay_s, self._start, child)
+        else:
+            self._start(child)

@@ -1,4 +1,4 @@
-"""Turns the setting `devices` into one worker slot per device. Asks about GPUs in a helper process with a time limit."""
+"""Turns the setting `devices` into one worker slot per device. Counts GPUs in a helper process with a time limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sie.shm.segment import read_memory
 from sie.supervisor.host_resources import StartError, share_cores, usable_cores
 
 _BYTES_PER_CPU_WORKER = 2 << 30
-"""Of the memory that is free at the start, of which half is left for everything else: every worker has all models."""
+"""Memory per CPU worker. Workers may use half of the memory that is free at the start; each one holds all models."""
 
 _PROBE = """
 import json
@@ -29,20 +29,20 @@ def count():
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 print(json.dumps(count()))
 """
-# NVML answers in milliseconds whether there is a GPU at all; only then is it worth importing torch.
+# NVML says in milliseconds whether a GPU exists; torch is imported only then.
 
 
 class WorkerSlot(msgspec.Struct, frozen=True):
-    """One worker to run: its device (`cpu`, `cuda:0`) and the cores it is pinned to (none: not pinned)."""
+    """One worker to run: its device (`cpu`, `cuda:0`) and the cores it is pinned to (empty: not pinned)."""
 
     device: str
     cores: tuple[int, ...] = ()
 
 
 def resolve_devices(setting: str, timeout_s: float) -> list[WorkerSlot]:
-    """Return the worker slots that `setting` asks for: auto, cpu, cpu:N, cuda, or a list such as cuda:0,cuda:1.
+    """Return the worker slots for `setting`: auto, cpu, cpu:N, cuda, or a list such as cuda:0,cuda:1.
 
-    Raises StartError naming the setting when its form is wrong or a GPU it names is not there.
+    Raises StartError that names the setting if its form is wrong or one of its GPUs is missing.
     """
     if setting == "auto":
         num_gpus = _count_gpus(timeout_s)
@@ -62,13 +62,13 @@ def resolve_devices(setting: str, timeout_s: float) -> list[WorkerSlot]:
 
 
 def _count_cpu_workers() -> int:
-    """Return how many workers `cpu` means: one for each core, as long as there is memory for them.
+    """Return the number of workers for `cpu`: one per core, limited by memory.
 
-    Cores that are left over are shared out as threads (`docs/decisions/017-a-cpu-worker-for-each-core.md`).
+    The remaining cores become threads (`docs/decisions/017-a-cpu-worker-for-each-core.md`).
     """
     memory = read_memory()
-    room = len(usable_cores()) if memory is None else memory[1] // 2 // _BYTES_PER_CPU_WORKER
-    return max(1, min(len(usable_cores()), room))
+    num_fitting = len(usable_cores()) if memory is None else memory[1] // 2 // _BYTES_PER_CPU_WORKER
+    return max(1, min(len(usable_cores()), num_fitting))
 
 
 def _cpu_slots(num_workers: int) -> list[WorkerSlot]:

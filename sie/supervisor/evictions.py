@@ -1,7 +1,7 @@
-"""Decides which loaded models go when a device's memory is short. Pure: it is handed what is loaded, and what is free.
+"""Chooses the models to unload when a device's memory is short. Pure: the caller passes loaded models and free memory.
 
-Memory is measured by the workers; what a model takes is what its worker said once it was loaded, and before that an
-estimate from its card. Source: SIE API reference, section 17.
+Workers measure the memory. A model's size is the one its worker reported after the load; before that, it is an estimate
+from the card. Source: SIE API reference, section 17.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ _MIB = 1 << 20
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """A device's memory as measured, all processes counted."""
+    """A device's measured memory, over all processes."""
 
     total_bytes: int
     available_bytes: int
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
-    """One loaded model on one device; nbytes over all its workers there."""
+    """One loaded model on one device; nbytes is its sum over all workers there."""
 
     model: str
     nbytes: int
@@ -30,34 +30,34 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """How full a device may get; max_model_bytes 0: as full as pressure_pct allows."""
+    """The limits of a device's memory; max_model_bytes 0 means that only pressure_pct applies."""
 
     pressure_pct: float
     max_model_bytes: int = 0
 
 
 def needed_bytes(card: ModelCard, device: str, dtype: str) -> int:
-    """Return what loading a model takes on one worker at the peak; 0 when the card does not tell.
+    """Return the peak memory of loading a model on one worker; 0 if the card does not say.
 
-    On a CPU weights are built in float32 before they are converted; on a GPU they arrive converted, and `auto` is
-    bfloat16 there.
+    On a CPU, weights are built in float32 before their conversion. On a GPU they arrive converted, and `auto` is
+    bfloat16.
     """
     if card.stub is not None:
         return card.stub.memory_mb * _MIB
     if card.tensor is not None:
-        return 4 * card.num_weights  # its file's bytes, in whatever format they are
+        return 4 * card.num_weights  # the bytes of its file, in any format
     return card.num_weights * (4 if device == "cpu" or dtype == "float32" else 2)
 
 
 def is_under_pressure(policy: Policy, memory: Memory | None) -> bool:
-    """Tell whether more of a device's memory is in use than may be; False when it was not measured."""
+    """Return whether a device uses more memory than the policy allows; False if it was not measured."""
     return memory is not None and _headroom(policy, memory) < 0
 
 
 def plan_evictions(policy: Policy, memory: Memory | None, tenants: list[Tenant], needed: int) -> tuple[list[str], int]:
-    """Choose the models that have to go before needed more bytes fit: the least recently used that are not pinned.
+    """Choose the least recently used unpinned models to unload before needed more bytes fit.
 
-    Returns them, and how many bytes are still short without them all. memory None: it was not measured.
+    Returns them, and the number of bytes still short after unloading them. memory None: it was not measured.
     """
     short = 0 if memory is None else needed - _headroom(policy, memory)
     if policy.max_model_bytes:
@@ -73,7 +73,7 @@ def plan_evictions(policy: Policy, memory: Memory | None, tenants: list[Tenant],
 
 
 def least_recently_used(tenants: list[Tenant]) -> str | None:
-    """Return the model to unload when it is not known how much is short, or None when all are pinned."""
+    """Return the model to unload if the shortage is unknown, or None if all are pinned."""
     loose = [tenant for tenant in tenants if not tenant.is_pinned]
     return min(loose, key=_last_used).model if loose else None
 

@@ -1,4 +1,4 @@
-"""Owns this host's shared names: the runtime directory, the lock file, the port, and how cores and memory are shared out."""
+"""Takes this host's shared resources (runtime directory, lock file, port), and shares out its cores and memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _CORES_PER_FRONTEND = 4
 
 
 class StartError(Exception):
-    """The server cannot start as it is set up; the message names the setting. The command exits with 78."""
+    """The server cannot start with these settings. The message names the setting, and the command exits with 78."""
 
 
 def make_runtime_dir(base: Path) -> Path:
-    """Create a private directory (0700) for this run's control socket beneath base.
+    """Create a private directory (0700) under base for this run's control socket.
 
-    Raises StartError when base cannot be used, or is open to other users, who could then pose as the server.
+    Raises StartError if base cannot be used or if other users can write to it: they could pose as the server.
     """
     try:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -31,16 +31,17 @@ def make_runtime_dir(base: Path) -> Path:
 
 
 def check_private(base: Path) -> None:
-    """Raise StartError for a runtime directory in which somebody else could put things."""
+    """Raise StartError for a runtime directory to which another user can write."""
     found = base.stat()
     if found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise StartError(f"runtime_dir: {base} belongs to another user, or others may write to it")
 
 
 def take_lock(directory: Path, port: int) -> int:
-    """Hold `sie-PORT.lock` for this process's life and return its descriptor.
+    """Lock `sie-PORT.lock` for the life of this process and return its descriptor.
 
-    Raises StartError naming the holder's pid when another server holds it, or why it cannot be had.
+    Raises StartError that names the other server's pid if it holds the lock, or the reason why the file cannot be
+    opened.
     """
     path = directory / f"sie-{port}.lock"
     try:
@@ -59,7 +60,7 @@ def take_lock(directory: Path, port: int) -> int:
 
 
 def _holder(directory: Path, port: int) -> str:
-    """Return words that name the server which holds a port's lock; none when no server does."""
+    """Return a suffix that names the server with this port's lock, or an empty text."""
     try:
         with (directory / f"sie-{port}.lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -71,12 +72,13 @@ def _holder(directory: Path, port: int) -> str:
 
 
 def reserve_port(host: str, port: int, runtime_dir: Path | None = None, *, setting: str = "host/port") -> socket.socket:
-    """Return a bound socket that keeps `port` ours (port 0: a free one) without ever accepting a connection.
+    """Return a bound socket that reserves `port` (0: a free one) and never accepts a connection.
 
-    runtime_dir is where servers hold their locks, for the message when another one has the port; setting is what the message names.
+    runtime_dir holds the servers' locks; the error message names the server that has the port. setting is the name in
+    that message.
 
-    The frontends listen beside it with SO_REUSEPORT, which would also let a second server share the traffic in
-    silence; so first the address must be free for an exclusive listener. Raises StartError when it is not.
+    The frontends listen beside this socket with SO_REUSEPORT. That option would also let a second server share the
+    traffic unnoticed, so the address must first be free for an exclusive listener. Raises StartError if it is not.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -89,7 +91,7 @@ def reserve_port(host: str, port: int, runtime_dir: Path | None = None, *, setti
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind((host, port))
-        # From here no exclusive listener fits beside us, so a second server is refused before our frontends listen.
+        # From here no exclusive listener can bind, so a second server is refused before our frontends listen.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         reason = error.strerror or error
@@ -99,19 +101,19 @@ def reserve_port(host: str, port: int, runtime_dir: Path | None = None, *, setti
 
 
 def usable_cores() -> list[int]:
-    """Return the cores this process may run on, fewer when a cgroup's cpu.max allows less than all of them."""
+    """Return the cores this process may run on, limited by the cgroup's cpu.max."""
     cores = sorted(os.sched_getaffinity(0))
     quota = _cgroup_cpu_quota()
     return cores if quota is None else cores[: max(1, min(len(cores), int(quota)))]
 
 
 def count_frontends(setting: int) -> int:
-    """Return how many frontends `frontends` means; 0 is one for every four usable cores."""
+    """Return the number of frontends for `frontends`; 0 means one per four usable cores."""
     return setting or max(1, len(usable_cores()) // _CORES_PER_FRONTEND)
 
 
 def reserved_bytes(memory: Memory, num_frontends: int, num_workers: int) -> int:
-    """Return how much shared memory a start reserves: segments, rings and pages of every process."""
+    """Return the shared memory that a start reserves: segments, rings and pages of every process."""
     pairs = num_frontends * num_workers
     rings = 2 * pairs * memory.ring_capacity * 64
     pages = (1 + num_frontends + num_workers) * memory.counter_page_bytes
@@ -119,7 +121,7 @@ def reserved_bytes(memory: Memory, num_frontends: int, num_workers: int) -> int:
 
 
 def share_cores(cores: list[int], num_workers: int) -> list[tuple[int, ...]]:
-    """Split cores into num_workers runs, as even as they come; with fewer cores than workers they share."""
+    """Split cores into num_workers contiguous runs of nearly equal size; with too few cores, workers share them."""
     if num_workers <= 1:
         return [tuple(cores)]
     if len(cores) < num_workers:

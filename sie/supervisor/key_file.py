@@ -1,6 +1,6 @@
-"""Owns the watch over the file of API keys: what it holds is in force within two seconds, and what is wrong never is.
+"""Watches the file of API keys. New keys are in force within two seconds; a faulty file never is.
 
-A file that is gone, broken, empty or open to others' writes changes nothing but an alarm: the keys read before stay.
+If the file is missing, broken, empty or writable by others, an alarm is raised and the previous keys stay.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from sie.runtime.logs import get_logger
 from sie.values.api_key import ApiKey, KeyFileError, read_key_file
 
 POLL_S: Final = 0.4
-"""A change is read when it has stood for one turn, so it is in force after two to three of these."""
+"""A change must stay the same for one more poll, so it is in force after two to three polls."""
 
 _log = get_logger(__name__)
 
 
 class FileMark(NamedTuple):
-    """What tells one state of a file from another; zeros for a file that is not there."""
+    """The metadata that identifies one state of a file; all zeros for a missing file."""
 
     inode: int = 0
     changed_ns: int = 0
@@ -29,10 +29,10 @@ class FileMark(NamedTuple):
 
 
 class KeyFileWatch:
-    """The keys in force, from the file at `path`. Blocks for as long as the disk does: not for an event loop."""
+    """The keys in force, read from `path`. Its methods block on disk reads: do not call them on an event loop."""
 
     def __init__(self, path: str) -> None:
-        """Read the file. Raises KeyFileError when it cannot be used."""
+        """Read the file. Raises KeyFileError if it cannot be used."""
         self._path = path
         self._secret = secrets.token_bytes(32)
         self._problem = ""
@@ -41,11 +41,11 @@ class KeyFileWatch:
 
     @property
     def message(self) -> Keys:
-        """What frontends are told."""
+        """The message that carries the keys to frontends."""
         return Keys(self._keys, self._secret, self._problem)
 
     def poll(self) -> bool:
-        """Look at the file again and return whether `message` has changed."""
+        """Check the file and return whether `message` has changed."""
         mark = file_mark(self._path)
         is_settled, self._seen = mark == self._seen, mark
         if mark == self._read_mark or not is_settled:
@@ -56,7 +56,7 @@ class KeyFileWatch:
             self._keys = self._read()
         except KeyFileError as error:
             self._problem = str(error)
-            _log.error("the API keys in force stay: %s", error)  # the message is the whole story
+            _log.error("the API keys in force stay: %s", error)  # the message says it all: no traceback
         else:
             self._problem = ""
             _log.info("API keys reloaded: %d in force", len(self._keys))
@@ -70,7 +70,7 @@ class KeyFileWatch:
 
 
 def file_mark(path: str) -> FileMark:
-    """Return the state of a file; two that are alike mean that nobody wrote to it between."""
+    """Return the state of a file; two equal marks mean that it was not written in between."""
     try:
         found = Path(path).stat()
     except OSError:

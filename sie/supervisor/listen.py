@@ -1,7 +1,7 @@
-"""Owns what a start settles about listening: the address, the Unix socket, the TLS files, and who could reach in.
+"""Prepares listening at the start: resolves the address, binds the Unix socket, checks TLS files and exposure.
 
-Frontends open their own TCP listeners; a Unix socket is bound here, once, and handed to them, since a path has one
-owner. Everything that is wrong is a StartError that names the setting.
+Frontends open their own TCP listeners. A Unix socket is bound here once and passed to them, because a path has one
+owner. Every fault is a StartError that names the setting.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sie.supervisor.host_resources import StartError, reserve_port
 
 
 def resolve_host(host: str, setting: str = "host") -> str:
-    """Return the IP address that `host` is, or names; of several the first IPv4 one."""
+    """Return the IP address of `host`, the first IPv4 one if it has several."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -34,7 +34,7 @@ def resolve_host(host: str, setting: str = "host") -> str:
 
 
 def exposure_warnings(address: str, access: Access) -> list[str]:
-    """Return what an operator should hear about an address that other hosts can reach."""
+    """Return the warnings about an address that other hosts can reach."""
     if access.uds or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         return []
     warnings: list[str] = []
@@ -51,7 +51,7 @@ def exposure_warnings(address: str, access: Access) -> list[str]:
 
 
 def check_tls(access: Access) -> None:
-    """Refuse certificate files that cannot be served with."""
+    """Raise StartError for certificate files that cannot be served with."""
     if not access.tls_cert:
         return
     names = [name for name in ("tls_cert", "tls_key", "tls_client_ca") if getattr(access, name)]
@@ -61,9 +61,9 @@ def check_tls(access: Access) -> None:
 
 
 def check_certificates(access: Access, paths: dict[str, str]) -> None:
-    """Refuse certificates that cannot be served with: paths, by the settings' names, are where they lie.
+    """Raise StartError for certificates that cannot be served with.
 
-    Raises StartError that names the settings' own files, which may lie elsewhere.
+    paths are the files to read, keyed by setting. They may be copies, so the error names the files of the settings.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
@@ -80,7 +80,7 @@ def check_certificates(access: Access, paths: dict[str, str]) -> None:
 
 
 class Place(NamedTuple):
-    """Where a server listens: an address and a port, or a Unix socket; held keeps it ours until `close`."""
+    """The server's listening address: host and port, or a Unix socket. held reserves it until `close`."""
 
     address: str
     port: int
@@ -89,21 +89,21 @@ class Place(NamedTuple):
 
     @property
     def fd(self) -> int:
-        """The listening socket that frontends share, or -1 where each opens its own."""
+        """The listening socket that frontends share, or -1 if each opens its own."""
         return self.held.fd if isinstance(self.held, UnixListener) else -1
 
     def stop_listening(self) -> None:
-        """Let no new client in, where that is ours to say: one would wait in a Unix socket's queue for nobody."""
+        """Close a Unix socket, in whose queue a new client would wait for nobody. Does nothing for TCP."""
         if isinstance(self.held, UnixListener):
             self.held.close()
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the address."""
         self.held.close()
 
 
 def open_place(server: Server, access: Access) -> Place:
-    """Return where a server with these settings listens, having made sure that nobody else does."""
+    """Reserve the listening address of these settings. Raises StartError if it is taken."""
     if access.uds:
         listener = UnixListener(access.uds, int(access.uds_mode, 8), server.backlog)
         return Place("", 0, f"unix:{access.uds}", listener)
@@ -115,7 +115,7 @@ def open_place(server: Server, access: Access) -> Place:
 
 
 def open_grpc_place(server: Server, access: Access) -> Place | None:
-    """Return where the gRPC listener is, having made sure that nobody else is there; None when there is to be none."""
+    """Reserve the gRPC listening address, or return None without one. Raises StartError if it is taken."""
     if not server.grpc_port:
         return None
     address = resolve_host(server.grpc_host or server.host, "grpc_host")
@@ -126,10 +126,10 @@ def open_grpc_place(server: Server, access: Access) -> Place | None:
 
 
 class UnixListener:
-    """The listening socket at a path, and the path's end."""
+    """A listening Unix socket, and the removal of its path."""
 
     def __init__(self, path: str, mode: int, backlog: int) -> None:
-        """Bind and listen. Raises StartError where another server listens, or something else lies at the path."""
+        """Bind and listen. Raises StartError if another server listens or another file is at the path."""
         self._path = Path(path)
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -149,7 +149,7 @@ class UnixListener:
         return self._sock.fileno()
 
     def close(self) -> None:
-        """Listen no more, and remove the path if it is still ours."""
+        """Stop listening, and remove the path if it is still ours."""
         if self._sock.fileno() < 0:
             return
         self._sock.close()
@@ -158,7 +158,7 @@ class UnixListener:
                 self._path.unlink()
 
     def _bind(self, mode: int, backlog: int) -> None:
-        umask = os.umask(0o777)  # nobody connects before the mode is what it should be
+        umask = os.umask(0o777)  # no client connects before the mode is set
         try:
             self._sock.bind(str(self._path))
         finally:
@@ -168,7 +168,7 @@ class UnixListener:
         self._sock.listen(backlog)
 
     def _remove_stale(self) -> None:
-        """Remove what a server left that was killed; refuse to touch anything else."""
+        """Remove the socket of a killed server; refuse to touch any other file."""
         try:
             found = self._path.lstat()
         except FileNotFoundError:
@@ -185,7 +185,7 @@ class UnixListener:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Keep other servers of this kind from looking at, or making, a socket in a directory meanwhile."""
+    """Lock a directory so that other servers neither check nor create sockets in it meanwhile."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -195,7 +195,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def read_tls_file(name: str, path: str) -> bytes:
-    """Return what a file of the settings holds. Raises StartError."""
+    """Return the content of a file that a setting names. Raises StartError."""
     try:
         return Path(path).read_bytes()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Carries out what the model book decides: prepares, loads and unloads models, and keeps every frontend informed."""
+"""Applies the decisions of the model registry: prepares, loads and unloads models, and keeps all frontends informed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from sie.metrics import definitions
 from sie.runtime.logs import get_logger
 from sie.runtime.progress import Progress
 from sie.supervisor.card_helper import Preparer, failed
-from sie.supervisor.children import Child, ChildState
-from sie.supervisor.crew import Crew
+from sie.supervisor.child import Child, ChildState
+from sie.supervisor.children import Children
+from sie.supervisor.device_memory import DeviceMemories
 from sie.supervisor.evictions import Memory
-from sie.supervisor.models import ModelBook, Record
-from sie.supervisor.room import Rooms
-from sie.supervisor.successions import Successions
+from sie.supervisor.models import ModelRegistry, Record
+from sie.supervisor.staged_reloads import StagedReloads
 from sie.values.card import ModelCard
 from sie.values.errors import WireError
 
@@ -28,23 +28,28 @@ _SHOWN_STATES: Final[dict[ChildState, Literal["starting", "ready", "lost", "dead
     "waiting": "starting", "starting": "starting", "ready": "ready", "lost": "lost", "gone": "dead",
 }  # fmt: skip
 _PRESSURE_GAP_S = 2.0
-"""Between two models that go because of pressure: what the first one frees has to show."""
+"""Pause between two evictions under memory pressure: the memory that the first one frees must show up first."""
 
 Models = list[tuple[ModelSpec, bool, ModelCard | None]]
-"""Of each model its spec, whether it is loaded at the start, and its card if that is known."""
+"""For each model its spec, whether it is loaded at the start, and its card if known."""
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 
 
 class Loads:
-    """The models of one server, as messages to its children."""
+    """Sends the loads and unloads of one server's models to its children."""
 
     def __init__(
-        self, settings: Settings, book: ModelBook, progress: Progress, spawn: Spawn, preparer: Preparer | None = None
+        self,
+        settings: Settings,
+        registry: ModelRegistry,
+        progress: Progress,
+        spawn: Spawn,
+        preparer: Preparer | None = None,
     ) -> None:
         self._settings = settings.models
         self._idle_s = settings.models.idle_unload_s
         self._timeout_s = settings.models.load_timeout_s
-        self._book = book
+        self._registry = registry
         self._progress = progress
         self._preparer = preparer or Preparer(settings, progress)
         self._spawn = spawn
@@ -56,14 +61,14 @@ class Loads:
         self.was_ready = False
         """Whether everything was ready at least once."""
         self.config_error = self.tls_error = ""
-        """Why the latest reload of the settings changed nothing; every frontend hears it."""
+        """The reason why the latest reload of settings or TLS files was refused; every frontend gets it."""
 
-    def bind(self, crew: Crew, not_ready_reason: Callable[[], str], on_first_ready: Callable[[], None]) -> None:
-        """Say whom to tell, and why the server would not be ready apart from its models."""
-        self._crew = crew
-        self._rooms = Rooms(self._settings, [worker.place.device for worker in crew.workers])
-        self._successions = Successions(
-            crew, self._preparer, self._spawn, on_standing=self._reload, on_failed=self._keep
+    def bind(self, children: Children, not_ready_reason: Callable[[], str], on_first_ready: Callable[[], None]) -> None:
+        """Set the children to talk to, and the source of reasons, other than models, for not being ready."""
+        self._children = children
+        self._device_memories = DeviceMemories(self._settings, [worker.place.device for worker in children.workers])
+        self._staged_reloads = StagedReloads(
+            children, self._preparer, self._spawn, on_complete=self._reload, on_failed=self._keep
         )
         self._not_ready_reason = not_ready_reason
         self._on_first_ready = on_first_ready
@@ -72,47 +77,49 @@ class Loads:
         self,
         with_adapters: Callable[[tuple[messages.ModelEntry, ...]], tuple[messages.ModelEntry, ...]],
     ) -> None:
-        """Say who knows the models' adapters."""
+        """Set the function that adds adapters to model entries."""
         self._with_adapters = with_adapters
 
     def bind_repositories(self, on_settled: Callable[[], None]) -> None:
-        """Say who is to hear when a model has come, gone or failed."""
+        """Set the callback for a model that has been loaded, unloaded or failed."""
         self._on_settled = on_settled
 
     def start(self) -> None:
-        """Begin with the models that readiness waits for."""
-        for record in self._book.records.values():
+        """Load the models that readiness waits for."""
+        for record in self._registry.records.values():
             if record.wanted:
                 self._load(record)
 
     @property
     def num_loaded(self) -> int:
-        """How many models are loaded on at least one worker."""
-        return sum(entry.state == "loaded" for entry in self._book.entries())
+        """The number of models loaded on at least one worker."""
+        return sum(entry.state == "loaded" for entry in self._registry.entries())
 
     def is_progressing(self) -> bool:
-        """Return whether something that readiness waits for is under way, not merely waiting for another try."""
-        return bool(self._not_ready_reason()) or any(self._book.records[name].wanted for name in self._book.missing())
+        """Return whether something that readiness needs is in progress, not only waiting for a retry."""
+        return bool(self._not_ready_reason()) or any(
+            self._registry.records[name].wanted for name in self._registry.missing()
+        )
 
     def reconfigure(self, settings: Settings) -> None:
-        """Take over reloaded settings."""
+        """Apply reloaded settings."""
         self._settings = settings.models
         self._idle_s = settings.models.idle_unload_s
         self._timeout_s = settings.models.load_timeout_s
-        self._book.set_retry(settings.models.load_retry_s)
+        self._registry.set_retry(settings.models.load_retry_s)
         self._preparer.reconfigure(settings)
 
     def replace(self, models: Models) -> tuple[str, ...]:
-        """Make `models` the models of this server; return, in words, what of that has to wait for a restart.
+        """Make `models` the models of this server. Return descriptions of the changes that need a restart.
 
-        A new one to load at the start loads now, but readiness does not wait for it. One that is gone answers what
-        was accepted and takes no more. One whose definition changed stays as it is.
+        A new model to load at the start loads now, but readiness does not wait for it. A removed model answers accepted
+        requests and takes no new ones. A model with a changed definition stays as it is.
         """
         left: list[str] = []
-        known = self._book.records
+        known = self._registry.records
         for spec, preload, card in models:
             is_new = spec.id not in known
-            record = self._book.add(spec, False, card) if is_new else known[spec.id]
+            record = self._registry.add(spec, False, card) if is_new else known[spec.id]
             record.is_pinned = preload or spec.id in self._settings.pinned
             if is_new and preload:
                 self.want(spec.id)
@@ -120,94 +127,96 @@ class Loads:
                 left.append(f"the definition of model {spec.id}")
         from_settings = {name for name, record in known.items() if record.spec.tensor is None}
         for name in from_settings - {spec.id for spec, _, _ in models}:
-            self._book.remove(name)
-            self._crew.send_all(self._crew.workers, messages.Unload(name))
+            self._registry.remove(name)
+            self._children.send_all(self._children.workers, messages.Unload(name))
         self.broadcast()
         return tuple(left)
 
     def greet(self, child: Child) -> None:
-        """Tell a child that has just joined what it missed."""
+        """Send a child that has just joined the current state."""
         if child.role == "frontend":
-            self._crew.send(child, self.message())
+            self._children.send(child, self.message())
             return
         now_s = time.monotonic()
-        for record in self._book.records.values():
-            if record.card is None or not record.wanted or record.waits_for_room or record.preparing:
+        for record in self._registry.records.values():
+            if record.card is None or not record.wanted or record.waits_for_memory or record.preparing:
                 continue
-            if record.is_stale:  # its files are others than those that were loaded
+            if record.is_stale:  # its files have changed since it was loaded
                 self._renew(record)
-            elif record.error is None or now_s >= record.retry_at_s:  # else it would fail here again, and perhaps kill
+            elif (
+                record.error is None or now_s >= record.retry_at_s
+            ):  # else it would fail here again, and perhaps kill the worker
                 self._send_load(record, record.card, [child])
 
     def want(self, model: str) -> None:
-        """Start a load that a request asked for, if it is time for one."""
-        record = self._book.want(model, time.monotonic())
+        """Start a load for a request, unless one runs or its cool-down has not ended."""
+        record = self._registry.want(model, time.monotonic())
         if record is not None:
             self._load(record)
             self.broadcast()
 
     def manage(self, action: messages.ManageAction, model: str) -> None:
-        """Do what an administrator asked for; what is done already is left alone."""
-        record = self._book.records.get(model)
+        """Apply an administrator's request. An action that is already done changes nothing."""
+        record = self._registry.records.get(model)
         if record is None:
             return
         _log.info("%s is asked to %s", model, action)
         if action == "load":
             self.load(record)
         elif action == "unload":
-            self.call_off(model)
-            self._book.dismiss(record)
-            self._crew.send_all(self._crew.workers, messages.Unload(model))
-        elif record.spec.tensor is not None and self._book.renew(record, time.monotonic()):
-            self._successions.begin(record)
+            self.cancel_staged(model)
+            self._registry.dismiss(record)
+            self._children.send_all(self._children.workers, messages.Unload(model))
+        elif record.spec.tensor is not None and self._registry.renew(record, time.monotonic()):
+            self._staged_reloads.begin(record)
         else:
-            self.call_off(model)
+            self.cancel_staged(model)
             self._reload(record)
         self.broadcast()
 
-    def call_off(self, model: str) -> None:
-        """Give up what is loaded beside a model, if anything is."""
-        self._successions.call_off(model)
+    def cancel_staged(self, model: str) -> None:
+        """Cancel a model's staged reload, if there is one."""
+        self._staged_reloads.cancel(model)
 
     def _renew(self, record: Record) -> None:
-        """Load a model whose files are others by now: beside what serves elsewhere, if something does."""
-        if self._successions.is_under_way(record.spec.id):
-            return  # and when that stands, every worker is told
-        if self._book.renew(record, time.monotonic()):
-            self._successions.begin(record)
+        """Load a model whose files have changed, beside the copy that still serves elsewhere, if there is one."""
+        if self._staged_reloads.is_under_way(record.spec.id):
+            return  # every worker is told when it is complete
+        if self._registry.renew(record, time.monotonic()):
+            self._staged_reloads.begin(record)
         else:
             self._load(record)
 
     def _reload(self, record: Record) -> None:
-        """Have a model go everywhere, and then come back."""
-        if self._book.reload(record, time.monotonic()):
-            self._crew.send_all(self._crew.workers, messages.Unload(record.spec.id))
+        """Unload a model everywhere, then load it again."""
+        if self._registry.reload(record, time.monotonic()):
+            self._children.send_all(self._children.workers, messages.Unload(record.spec.id))
         else:
             self._reload_due()
         self.broadcast()
 
     def _keep(self, record: Record, error: WireError) -> None:
-        """Leave a model as it was loaded."""
+        """Record the error and keep serving the model as it was loaded."""
         self._refuse(record, error)
         if record.loaded_on:
             _log.warning("%s goes on as it was loaded before", record.spec.id)
 
     def load(self, record: Record) -> None:
-        """Load a model, unless that has begun: earlier failures do not count."""
-        if self._book.demand(record, time.monotonic()):
+        """Load a model unless its load has begun. Earlier failures do not count."""
+        if self._registry.demand(record, time.monotonic()):
             self._load(record)
 
     def touch(self, models: tuple[str, ...]) -> None:
-        """Note which models are in use."""
-        self._book.touch(models, time.monotonic())
+        """Mark these models as just used."""
+        self._registry.touch(models, time.monotonic())
 
     def report(self, worker: Child, report: messages.ModelReport) -> None:
-        """Take a worker's word on one of its models."""
-        if report.model not in self._book.records:
-            if report.state == "loaded":  # it was removed while it loaded
-                self._crew.send(worker, messages.Unload(report.model))
+        """Record a worker's report on one of its models."""
+        if report.model not in self._registry.records:
+            if report.state == "loaded":  # it was removed during its load
+                self._children.send(worker, messages.Unload(report.model))
             return
-        self._book.report(worker.slot, report, time.monotonic())
+        self._registry.report(worker.slot, report, time.monotonic())
         if report.state == "loading" and report.progress is not None:
             self._progress.update(report.model, report.progress, report.detail)
             return
@@ -218,30 +227,30 @@ class Loads:
         self._on_settled()
         self.broadcast()
 
-    def hear(
+    def on_worker_message(
         self,
         worker: Child,
         message: messages.MemoryReport | messages.MemoryShort | messages.Staged,
     ) -> None:
-        """Take a worker's word on its memory, or on what it was to load beside a model."""
+        """Handle a worker's message about its memory or about a staged load."""
         match message:
             case messages.MemoryReport(total_bytes, available_bytes):
                 self.take_memory(worker, Memory(total_bytes, available_bytes))
             case messages.MemoryShort(model):
                 self.relieve(worker, model)
             case messages.Staged():
-                self._successions.on_staged(worker, message)
+                self._staged_reloads.on_staged(worker, message)
 
     def take_memory(self, worker: Child, memory: Memory) -> None:
-        """Take a worker's measurement: start the loads that now have room, and make some where too little is left."""
-        self._rooms.report(worker.slot, memory)
-        records = self._book.records.values()
+        """Record a worker's memory. Start the loads that now fit, and evict a model under memory pressure."""
+        self._device_memories.report(worker.slot, memory)
+        records = self._registry.records.values()
         for record in records:
-            if record.waits_for_room and record.wanted:
+            if record.waits_for_memory and record.wanted:
                 self._load(record)
         now_s = time.monotonic()
         if now_s - self._relieved_s > _PRESSURE_GAP_S:
-            victim = self._rooms.pressure_victim(worker.slot, records)
+            victim = self._device_memories.pressure_victim(worker.slot, records)
             if victim is not None:
                 self._relieved_s = now_s
                 self._evict(
@@ -249,62 +258,62 @@ class Loads:
                 )
 
     def relieve(self, worker: Child, model: str) -> None:
-        """Unload another model because a step of this one found no memory."""
-        victim = self._rooms.shortage_victim(worker.slot, model, self._book.records.values())
+        """Evict another model because a step of this one ran out of memory."""
+        victim = self._device_memories.shortage_victim(worker.slot, model, self._registry.records.values())
         if victim is not None:
             self._evict(victim, definitions.OOM_EVICTIONS, f"a step of {model} found no memory")
 
     def _evict(self, model: str, family: definitions.Family, reason: str) -> None:
         _log.warning("%s is unloaded: %s", model, reason)
-        self._book.release(self._book.records[model])
-        self._crew.count(family, model)
-        self._crew.send_all(self._crew.workers, messages.Unload(model))
+        self._registry.release(self._registry.records[model])
+        self._children.count(family, model)
+        self._children.send_all(self._children.workers, messages.Unload(model))
         self.broadcast()
 
     def forget_worker(self, slot: int, *, blame: bool) -> None:
-        """Drop what a dead worker had loaded; blame: the death may be the doing of a load."""
-        self._book.forget_worker(slot, time.monotonic(), blame=blame)
-        self._successions.forget_worker(slot, blame=blame)
+        """Forget the models of a dead worker; blame: a load may have caused the death."""
+        self._registry.forget_worker(slot, time.monotonic(), blame=blame)
+        self._staged_reloads.forget_worker(slot, blame=blame)
 
     def tick(self, now_s: float) -> None:
-        """Do what is due: retries, loads that take too long, models that nobody uses."""
-        for record in self._book.due_again(now_s):
+        """Do the work that is due: retries, timeouts of loads, unloads of idle models."""
+        for record in self._registry.due_again(now_s):
             self._load(record)
             self.broadcast()
         self._reload_due()
         self._end_overdue(now_s)
-        for record in self._book.idle(self._idle_s, now_s) if self._idle_s > 0 else []:
+        for record in self._registry.idle(self._idle_s, now_s) if self._idle_s > 0 else []:
             self._evict(record.spec.id, definitions.IDLE_EVICTIONS, f"nobody used it for {self._idle_s:g} s")
 
     def _reload_due(self) -> None:
-        for record in self._book.due_reloads():
+        for record in self._registry.due_reloads():
             self._load(record)
             self.broadcast()
 
     def _end_overdue(self, now_s: float) -> None:
-        self._successions.end_overdue(self._timeout_s, now_s)
-        overdue = self._book.overdue(self._timeout_s, now_s)
+        self._staged_reloads.end_overdue(self._timeout_s, now_s)
+        overdue = self._registry.overdue(self._timeout_s, now_s)
         for record in {id(record): record for record, _ in overdue}.values():
             reason = f"not loaded within load_timeout_s ({self._timeout_s:g} s)"
-            self._book.fail(record, failed(record.spec, reason, "TIMEOUT"), now_s)
+            self._registry.fail(record, failed(record.spec, reason, "TIMEOUT"), now_s)
             self._progress.fail(record.spec.id, reason)
         for record, slot in overdue:
             del record.loading_since_s[slot]
-            self._crew.workers[slot].kill()  # the load's thread ends with its process, and with nothing less
+            self._children.workers[slot].kill()  # only the end of the process ends the load's thread
 
     def set_tls_error(self, problem: str) -> None:
-        """Tell all frontends why the TLS files were not taken over; empty when they were."""
+        """Tell all frontends why new TLS files were refused; empty if they were accepted."""
         self.tls_error = problem
         self.broadcast()
 
     def broadcast(self) -> None:
-        """Send the state of all models to all frontends, once for however many changes one loop turn brings."""
+        """Send the state of all models to all frontends, once per loop iteration however many changes it brings."""
         if not self._is_broadcast_due:
             self._is_broadcast_due = True
             asyncio.get_running_loop().call_soon(self._broadcast_now)
 
     def message(self) -> messages.Models:
-        """Return the state of everything, as frontends hear it."""
+        """Return the state of all models and workers, as sent to frontends."""
         reason = self.reason()
         workers = tuple(
             messages.WorkerEntry(
@@ -314,64 +323,64 @@ class Loads:
                 state=_SHOWN_STATES[worker.state],
                 restarts=worker.num_restarts,
             )
-            for worker in self._crew.workers
+            for worker in self._children.workers
         )
-        entries = self._with_adapters(self._book.entries())
+        entries = self._with_adapters(self._registry.entries())
         return messages.Models(entries, not reason, reason, workers, self.config_error, self.tls_error)
 
     def reason(self) -> str:
-        """Return why the server is not ready, or an empty text when it is."""
-        missing = self._book.missing()
+        """Return why the server is not ready, or an empty text if it is."""
+        missing = self._registry.missing()
         return self._not_ready_reason() or (f"not loaded: {', '.join(missing)}" if missing else "")
 
     def _broadcast_now(self) -> None:
         self._is_broadcast_due = False
         message = self.message()
-        self._crew.send_all(self._crew.frontends, message)
+        self._children.send_all(self._children.frontends, message)
         if message.ready and not self.was_ready:
             self.was_ready = True
             self._on_first_ready()
 
     def _load(self, record: Record) -> None:
-        """Send a model to the workers: after it was prepared, and when there is room."""
-        if record.is_stale and (card := self._successions.take(record.spec.id)) is not None:
+        """Send a model to the workers once it is prepared and fits in memory."""
+        if record.is_stale and (card := self._staged_reloads.take(record.spec.id)) is not None:
             record.card, record.is_stale = card, False
         if record.card is None or record.is_stale:
             if not record.preparing:
                 record.preparing = True
                 self._spawn(self._prepare(record))
             return
-        room = self._rooms.for_load(record, self._book.records.values())
-        record.waits_for_room = room.must_wait
-        if room.refusal:
-            self._refuse(record, failed(record.spec, room.refusal, "PLACEMENT"))
-        elif not room.must_wait:
-            self._send_load(record, record.card, self._crew.workers)
-        for model in room.victims:
+        plan = self._device_memories.plan_load(record, self._registry.records.values())
+        record.waits_for_memory = plan.must_wait
+        if plan.refusal:
+            self._refuse(record, failed(record.spec, plan.refusal, "PLACEMENT"))
+        elif not plan.must_wait:
+            self._send_load(record, record.card, self._children.workers)
+        for model in plan.victims:
             self._evict(model, definitions.PRESSURE_EVICTIONS, f"{record.spec.id} needs its memory")
 
     def _send_load(self, record: Record, card: ModelCard, workers: list[Child]) -> None:
-        """Tell workers to load a model; from here on it counts as loading, since what is free cannot be known."""
+        """Tell workers to load a model. It counts as loading from here on, since free memory is now unknown."""
         record.asked.update(
             worker.slot for worker in workers if worker.channel is not None and not record.is_on(worker.slot)
         )
-        self._crew.send_all(workers, messages.Load(card))
+        self._children.send_all(workers, messages.Load(card))
 
     async def _prepare(self, record: Record) -> None:
         prepared = await self._preparer.prepare(record.spec)
         record.preparing = False
-        if self._book.records.get(record.spec.id) is not record:  # removed meanwhile
+        if self._registry.records.get(record.spec.id) is not record:  # it was removed meanwhile
             return
         if isinstance(prepared, WireError):
             self._refuse(record, prepared)
         else:
             record.card, record.is_stale = prepared, False
-            if record.wanted:  # else it was unloaded before it was there
+            if record.wanted:  # else it was unloaded during its preparation
                 self._load(record)
         self.broadcast()
 
     def _refuse(self, record: Record, error: WireError) -> None:
-        self._book.fail(record, error, time.monotonic())
+        self._registry.fail(record, error, time.monotonic())
         self._progress.fail(record.spec.id, error.message)
         self._on_settled()
         self.broadcast()

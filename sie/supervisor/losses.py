@@ -1,4 +1,4 @@
-"""Decides what follows when a worker's device or its memory was the end of it. Pure: the caller passes the time."""
+"""Plans the restart of a worker that lost its device or ran out of memory. Pure: the caller passes the time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 DEVICE_LOST_STATUS: Final = 75
-"""Of a worker that ended since its device is of no more use to it: `sie.workers.device.faults`."""
+"""Exit status of a worker that can no longer use its device: `sie.workers.device.faults`."""
 MAX_LOSSES: Final = 3
 WINDOW_S: Final = 60.0
 _MAX_WAIT_S: Final = 3600.0
@@ -18,15 +18,15 @@ class DeviceLosses(msgspec.Struct):
 
     lost_at_s: list[float] = []
     num_set_aside: int = 0
-    """How often in a row the slot was set aside."""
+    """How many times in a row the slot was set aside."""
     resumes_at_s: float = 0.0
 
 
 def plan_after_loss(losses: DeviceLosses, now_s: float, retry_s: float) -> float:
-    """Return the seconds to wait before a worker that lost its device is started again.
+    """Return the seconds to wait before restarting a worker that lost its device.
 
-    0 for the first losses within a minute: most such errors end with the process. Then the device itself is taken to be
-    gone: it is tried once after retry_s, and, while that fails, after twice as long each time, up to an hour.
+    0 for the first losses within a minute, since most such errors end with the process. After that the device itself
+    counts as lost. It is tried once after retry_s; each further failure doubles the wait, up to an hour.
     """
     losses.lost_at_s = [*(at for at in losses.lost_at_s if at > now_s - WINDOW_S), now_s]
     if not losses.num_set_aside or now_s > losses.resumes_at_s + WINDOW_S:
@@ -41,10 +41,10 @@ def plan_after_loss(losses: DeviceLosses, now_s: float, retry_s: float) -> float
 
 
 def tokens_after_kill(before: int, killed_tokens: int) -> int:
-    """Return the most tokens in a step of the next worker, when the kernel killed one for want of memory in a step.
+    """Return the token limit of the next worker's steps after the kernel killed one for memory during a step.
 
-    A quarter of that step's, since each try costs a worker, and never above the limit that was in force; 0 where neither
-    is known.
+    It is a quarter of the killed step's tokens, since each try costs a worker, and never above the limit in force. It
+    is 0 if neither is known.
     """
     quarter = max(1, killed_tokens // 4) if killed_tokens else 0
     return min(filter(None, (before, quarter)), default=0)

@@ -1,6 +1,6 @@
-"""Owns what the supervisor knows of each model: who asked for it, which workers have it, when to load and unload.
+"""Keeps the state of each model and decides when to load and unload it.
 
-Decides and records only; the server sends the messages. Times are seconds on a monotonic clock, passed in.
+Sends nothing itself: the server sends the messages. Times are seconds on a monotonic clock, passed in.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ _MAX_RETRY_S = 1800.0
 _PERMANENT_ATTEMPTS = 8
 _PERMANENT_CLASSES = frozenset({"GATED", "NOT_FOUND", "DEPENDENCY", "CONFIG"})
 _COOL_DOWNS = {"OOM": 2, "STORAGE": 2, "UNKNOWN": 20}
-"""How many times load_retry_s the first cool-down of a class is; 1 for all others."""
-# SIE API reference, section 12: 60, 60, 600 and 30 s; doubled with each attempt up to 1,800 s; eight are enough.
+"""The first cool-down of each error class, as a multiple of load_retry_s; 1 for all others."""
+# SIE API reference, section 12: 60, 60, 600 and 30 s; doubled with each attempt up to 1,800 s; at most eight attempts.
 
 
 class Record(msgspec.Struct):
-    """One model. card is None until a hub model was fetched; wanted means that workers should have it loaded.
+    """One model. card is None until a hub model is fetched; wanted means that workers should have it loaded.
 
-    is_pinned: only a request to unload it takes it away. dismissed: such a request did, and readiness does not wait
-    for it until it is loaded again. reloads: it is to be loaded again once it has gone everywhere, from files that are
-    read anew (is_stale). waits_for_room: its load has not been sent to the workers. asked: the slots of workers that
-    were sent it and have not answered. is_released: it was let go and not wanted since, so that a report that crosses
-    its unload does not bring it back. reloading: it was loaded when a reload began that has not ended. may_fail: readiness no longer waits for it once a load of it has failed.
+    is_pinned: only an explicit unload removes it. dismissed: an explicit unload removed it, and readiness does not wait
+    for it until the next load. reloads: it will load again once it is unloaded everywhere. is_stale: the next load
+    reads its files again. waits_for_memory: its load waits for memory and has not been sent to workers. asked: slots of
+    workers that were sent the load and have not answered. is_released: it was unloaded and not wanted since, so a late
+    report does not bring it back. reloading: it was loaded when a reload began that has not ended. may_fail: readiness
+    stops waiting for it after a failed load.
     """
 
     spec: ModelSpec
@@ -44,7 +45,7 @@ class Record(msgspec.Struct):
     reloads: bool = False
     reloading: bool = False
     is_stale: bool = False
-    waits_for_room: bool = False
+    waits_for_memory: bool = False
     asked: set[int] = set()
     is_released: bool = False
     preparing: bool = False
@@ -62,12 +63,12 @@ class Record(msgspec.Struct):
         return tuple(sorted(slot for slot, report in self.reports.items() if report.state == "loaded"))
 
     def is_on(self, slot: int) -> bool:
-        """Tell whether a worker has it, or is about to."""
+        """Return whether a worker has it or will soon have it."""
         report = self.reports.get(slot)
         return slot in self.asked or (report is not None and report.state != "failed")
 
     def is_moving(self, slot: int) -> bool:
-        """Tell whether it is on its way into a worker or out of it."""
+        """Return whether a worker is loading or unloading it."""
         report = self.reports.get(slot)
         return slot in self.asked or (
             report is not None
@@ -75,40 +76,40 @@ class Record(msgspec.Struct):
         )
 
 
-class ModelBook:
-    """Every model of this server, in the order in which they were named."""
+class ModelRegistry:
+    """Every model of this server, in the order of the settings."""
 
     def __init__(self, retry_s: float) -> None:
         self._retry_s = retry_s
         self.records: dict[str, Record] = {}
 
     def add(self, spec: ModelSpec, preload: bool, card: ModelCard | None, *, is_pinned: bool = False) -> Record:
-        """Make a model known; one that is loaded before readiness is pinned, too."""
+        """Add a model. A model that loads before readiness is pinned, too."""
         record = self.records[spec.id] = Record(spec, preload, card, is_pinned or preload, wanted=preload)
         return record
 
     def remove(self, model: str) -> None:
-        """Forget a model."""
+        """Remove a model."""
         del self.records[model]
 
     def set_retry(self, retry_s: float) -> None:
-        """Change the wait after a failed load; cool-downs that run stay as they are."""
+        """Change the wait after a failed load. Running cool-downs stay as they are."""
         self._retry_s = retry_s
 
     def want(self, model: str, now_s: float) -> Record | None:
-        """Note that a request came for a model. Return its record when a load has to start now, else None."""
+        """Record a request for a model. Return its record if a load must start now, else None."""
         record = self.records.get(model)
         if record is None:
             return None
         record.last_used_s = now_s
         if record.wanted or record.reloads or now_s < record.retry_at_s or record.spec.tensor is not None:
-            return None  # models of a repository follow those who may load and unload, and nobody else
+            return None  # only administrators load models of a repository
         self._start_to_want(record)
         record.error = None
         return record
 
     def demand(self, record: Record, now_s: float) -> bool:
-        """Note that somebody who may asked for a load: earlier failures do not count. Return whether it starts now."""
+        """Record an administrator's load, for which earlier failures do not count. Return whether it starts now."""
         record.last_used_s = now_s
         if record.wanted or record.reloads:
             return False
@@ -117,13 +118,13 @@ class ModelBook:
         return True
 
     def dismiss(self, record: Record) -> None:
-        """Note that somebody who may asked for an unload."""
+        """Record an administrator's unload."""
         self.release(record)
         self._forgive(record)
         record.reloads, record.reloading, record.dismissed = False, False, True
 
     def reload(self, record: Record, now_s: float) -> bool:
-        """Note that somebody who may asked for a reload; return whether the model has to go first."""
+        """Record an administrator's reload. Return whether the model must be unloaded first."""
         record.is_stale = record.spec.directory is not None
         record.last_used_s = now_s
         self._forgive(record)
@@ -133,7 +134,7 @@ class ModelBook:
         return _is_moving(record)
 
     def renew(self, record: Record, now_s: float) -> bool:
-        """Note a reload by a successor that is loaded beside the model; False where there is nothing to go on serving."""
+        """Record a reload beside the serving model. Return False if no loaded copy could serve meanwhile."""
         if not (record.wanted and record.loaded_on):
             return False
         record.is_stale = record.reloading = True
@@ -142,7 +143,7 @@ class ModelBook:
         return True
 
     def due_reloads(self) -> list[Record]:
-        """Return the models that have gone everywhere and are to be loaded again; now wanted."""
+        """Return the models to load again that are unloaded everywhere, now marked as wanted."""
         due = [
             record
             for record in self.records.values()
@@ -160,9 +161,9 @@ class ModelBook:
         record.error, record.num_attempts, record.retry_at_s = None, 0, 0.0
 
     def due_again(self, now_s: float) -> list[Record]:
-        """Return the models that readiness waits for, whose load failed and whose cool-down is over; now wanted again.
+        """Return the failed models that readiness waits for and whose cool-down is over, now marked as wanted.
 
-        Without this a server that failed once would wait for requests that its red readiness keeps away.
+        Without this, a server with one failed load would wait for requests that its own unreadiness keeps away.
         """
         due = [
             record
@@ -187,21 +188,21 @@ class ModelBook:
         ]
 
     def touch(self, models: tuple[str, ...], now_s: float) -> None:
-        """Note that these models answered requests just now."""
+        """Mark these models as used now."""
         for model in models:
             if model in self.records:
                 self.records[model].last_used_s = now_s
 
     def report(self, slot: int, report: ModelReport, now_s: float) -> None:
-        """Take a worker's word on one of its models."""
+        """Record a worker's report on one of its models."""
         record = self.records.get(report.model)
         if record is None:
             return
-        if report.state not in ("unloading", "available"):  # those may answer what was said before the load
+        if report.state not in ("unloading", "available"):  # those may answer a message sent before the load
             record.asked.discard(slot)
         if report.state != "loading":
             record.loading_since_s.pop(slot, None)
-        elif report.progress is not None:  # a worker loads one model at a time; without progress this one still waits
+        elif report.progress is not None:  # a worker loads one model at a time; a model without progress still waits
             record.loading_since_s.setdefault(slot, now_s)
         if report.state == "available":
             record.reports.pop(slot, None)
@@ -213,10 +214,10 @@ class ModelBook:
             record.error, record.num_attempts = None, 0
             record.last_used_s = max(record.last_used_s, now_s)
         elif report.state == "failed" and report.error is not None and not _is_loading(record):
-            self.fail(record, report.error, now_s)  # one attempt, however many workers made it
+            self.fail(record, report.error, now_s)  # one attempt for all workers together
 
     def fail(self, record: Record, error: WireError, now_s: float) -> None:
-        """Record a failed load, and when it may be tried again; workers that have the model go on serving it."""
+        """Record a failed load and the time of its next try. Workers that have the model keep serving it."""
         record.num_attempts += 1
         error_class = str(error.extras.get("error_class", "UNKNOWN"))
         permanent = error_class in _PERMANENT_CLASSES or record.num_attempts >= _PERMANENT_ATTEMPTS
@@ -227,15 +228,15 @@ class ModelBook:
         base_s = self._retry_s * _COOL_DOWNS.get(error_class, 1)
         cooldown_s = min(base_s * 2 ** (record.num_attempts - 1), _MAX_RETRY_S)
         record.retry_at_s = float("inf") if permanent else now_s + cooldown_s
-        record.preparing = record.waits_for_room = record.reloading = False
+        record.preparing = record.waits_for_memory = record.reloading = False
         if not record.loaded_on:
             record.wanted = record.was_loaded = False
 
     def forget_worker(self, slot: int, now_s: float, *, blame: bool) -> None:
-        """Drop what a dead worker had loaded; with blame, a load that was going on there has failed.
+        """Forget the models of a dead worker; with blame, its running load counts as failed.
 
-        Otherwise a checkpoint whose load kills its worker would be loaded again for ever, and take the worker's other
-        models down each time.
+        Otherwise a checkpoint whose load kills its worker would load again and again, and each time take down the
+        worker's other models.
         """
         for record in self.records.values():
             if not blame or slot not in record.loading_since_s:
@@ -248,7 +249,7 @@ class ModelBook:
             record.asked.discard(slot)
 
     def idle(self, idle_s: float, now_s: float) -> list[Record]:
-        """Return the models that are loaded, not pinned, load nowhere else and were not used for idle_s."""
+        """Return the loaded, unpinned models that load nowhere else and were not used for idle_s."""
         return [
             record
             for record in self.records.values()
@@ -260,8 +261,8 @@ class ModelBook:
         ]
 
     def release(self, record: Record) -> None:
-        """Stop wanting a model: it is about to be unloaded."""
-        record.wanted = record.was_loaded = record.waits_for_room = False
+        """Stop wanting a model that is about to be unloaded."""
+        record.wanted = record.was_loaded = record.waits_for_memory = False
         record.is_released = True
 
     def is_ready(self) -> bool:
@@ -278,7 +279,7 @@ class ModelBook:
         ]
 
     def entries(self) -> tuple[ModelEntry, ...]:
-        """Return all models as frontends see them."""
+        """Return all models for frontends."""
         return tuple(_entry(record) for record in self.records.values())
 
 
@@ -310,7 +311,7 @@ def _entry(record: Record) -> ModelEntry:
 
 
 def _unread_card(spec: ModelSpec) -> ModelCard:
-    """Return what is known of a model that was not fetched yet: hardly more than the entries it is offered as."""
+    """Return a placeholder card for a model that was not fetched yet: its id, and the profiles it is offered as."""
     if spec.tensor is not None:
         rule = TensorRule(name=spec.tensor.name, version=spec.tensor.version, platform="", inputs=(), outputs=())
         return ModelCard(id=spec.id, kind="tensor", inputs=("tensor",), outputs=(), tensor=rule)
@@ -324,7 +325,7 @@ def _state(record: Record, is_loaded: bool) -> ModelState:
         return "loaded"
     if "unloading" in states or (is_loaded and not record.wanted):
         return "unloading"
-    if record.dismissed and not record.wanted and "loading" in states:  # it goes as soon as its load has ended
+    if record.dismissed and not record.wanted and "loading" in states:  # it is unloaded as soon as its load has ended
         return "unloading"
     if record.wanted or record.reloads or "loading" in states:
         return "loading"

@@ -1,7 +1,7 @@
-"""Tells whether the kernel killed a process for want of memory lately. Its counter is host-wide and names no process.
+"""Tells whether the kernel recently killed a process for lack of memory. Its counter is host-wide and names no process.
 
-So a SIGKILL counts as such a kill only if the counter grew within the last seconds. An older kill, of whatever process,
-says nothing about a death now.
+So a SIGKILL counts as an out-of-memory kill only if the counter grew within the last seconds. An older kill of any
+process does not explain a death now.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Final
 
 _WINDOW_S: Final = 10.0
-"""A killed process with much memory takes seconds to go: the counter grows before its death is seen."""
+"""A killed process with much memory takes seconds to exit, so the counter grows before its death is seen."""
 _SAMPLE_S: Final = 1.0
 
 
 def count_oom_kills() -> int:
-    """Return how many processes the kernel killed for want of memory since boot; 0 where it does not say."""
+    """Return the number of out-of-memory kills since boot; 0 if the kernel does not report it."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:
@@ -26,23 +26,23 @@ def count_oom_kills() -> int:
 
 
 class OomKills:
-    """The counter as it was over the last seconds. Times are seconds on a monotonic clock, and passed in."""
+    """The counter's values over the last seconds. Times are seconds on a monotonic clock, passed in."""
 
     def __init__(self, count: Callable[[], int] = count_oom_kills) -> None:
         self._count = count
         self._samples = deque([(float("-inf"), count())])
         self._explained = 0
-        """Reading up to which kills have been taken to explain a death."""
+        """The counter value up to which kills have already explained a death."""
 
     def tick(self, now_s: float) -> None:
-        """Read the counter, once a second at most, and forget readings that have left the window."""
+        """Read the counter, at most once a second, and drop the readings outside the window."""
         if now_s - self._samples[-1][0] >= _SAMPLE_S:
             self._samples.append((now_s, self._count()))
         while len(self._samples) > 1 and self._samples[1][0] <= now_s - _WINDOW_S:
             self._samples.popleft()
 
     def explain_death(self) -> bool:
-        """Return whether a kill within the window can be a death's cause; each kill explains one death."""
+        """Return whether a kill within the window can explain a death. Each kill explains one death."""
         self._explained = max(self._explained, self._samples[0][1])
         if self._count() <= self._explained:
             return False

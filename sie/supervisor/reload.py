@@ -1,6 +1,6 @@
-"""Owns what SIGHUP does: reads the settings again and takes them over, or keeps the old ones and says why.
+"""Reloads the settings on SIGHUP, or keeps the old ones and reports the reason.
 
-Reading happens on a thread: a slow disk must not stop the loop that watches the other processes.
+The read runs on a thread, because a slow disk must not stop the loop that watches the other processes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sie.config.sources import SettingsError
 from sie.runtime.logs import get_logger
 from sie.supervisor.host_resources import StartError
 from sie.supervisor.loads import Models
-from sie.supervisor.notify import Herald
+from sie.supervisor.notify import SystemdReporter
 
 _log = get_logger(__name__)
 
@@ -29,39 +29,39 @@ class Reading(NamedTuple):
 
 
 class Reloader:
-    """Runs one reload at a time; a request during one is followed by another."""
+    """Runs one reload at a time. A request during a reload starts another one after it."""
 
     def __init__(
-        self, read: Callable[[], Reading], apply: Callable[[Plan, Models], tuple[str, ...]], herald: Herald
+        self, read: Callable[[], Reading], apply: Callable[[Plan, Models], tuple[str, ...]], systemd: SystemdReporter
     ) -> None:
-        """Read raises SettingsError or StartError; apply returns what it could not take over, in words."""
+        """Read raises SettingsError or StartError; apply returns descriptions of the changes it could not make."""
         self._read = read
         self._apply = apply
-        self._herald = herald
+        self._systemd = systemd
         self._is_due = asyncio.Event()
         self.error = ""
-        """Why the latest reload changed nothing; empty when it was taken over, or there was none."""
+        """The reason why the latest reload failed; empty after a success or before the first reload."""
 
     def request(self) -> None:
-        """Ask for a reload: what SIGHUP does."""
+        """Ask for a reload, as SIGHUP does."""
         self._is_due.set()
 
     async def run(self, running: Callable[[], Settings], on_done: Callable[[], None]) -> None:
-        """Reload whenever it is asked for, for ever; running returns the settings in force."""
+        """Run a reload for each request, without end; running returns the settings in force."""
         while True:
             await self._is_due.wait()
             self._is_due.clear()
-            self._herald.reloading(time.monotonic())
+            self._systemd.reloading(time.monotonic())
             try:
                 reading = await asyncio.to_thread(self._read)
             except (SettingsError, StartError) as error:
                 self.error = str(error)
-                _log.error("the settings in force stay: %s", error)  # the message is the whole story
+                _log.error("the settings in force stay: %s", error)  # the message says it all: no traceback
             else:
                 self.error = ""
                 self._take_over(running(), reading)
             on_done()
-            self._herald.reloaded()
+            self._systemd.reloaded()
 
     def _take_over(self, running: Settings, reading: Reading) -> None:
         plan = plan_reload(running, reading.settings)

@@ -1,7 +1,7 @@
-"""Takes a renewed certificate over: frontends are replaced one after another, and no request fails.
+"""Applies a renewed certificate by replacing frontends one after another. No request may fail because of it.
 
-A stand-in listens on the same port before the first one goes and until the last one is back, so that there are as many
-listeners as ever. One that goes answers what it is asked, with `Connection: close`, until its clients have heard of it.
+A stand-in listens on the same port from before the first replacement until after the last, so the number of listeners
+never drops. A retiring frontend answers with `Connection: close` until its clients have seen it.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from typing import Final
 from sie.ipc import messages
 from sie.runtime.logs import get_logger
 from sie.supervisor.certificates import CertificateFiles
-from sie.supervisor.children import Child
-from sie.supervisor.crew import Crew
+from sie.supervisor.child import Child
+from sie.supervisor.children import Children
 from sie.supervisor.key_file import POLL_S
 
 _log = get_logger(__name__)
 _LINGER_S: Final = 2.0
-"""How long a frontend that goes still takes requests; a keep-alive connection hears with its next answer."""
+"""How long a retiring frontend still takes requests. A keep-alive connection is told with its next answer."""
 _READY_POLL_S: Final = 0.05
 
 
 class Renewal:
-    """Watches the TLS files, and rolls the frontends over when they have changed."""
+    """Watches the TLS files and replaces the frontends when they change."""
 
     def __init__(
-        self, files: CertificateFiles, crew: Crew, *, timeouts_s: Callable[[], tuple[float, float]],
+        self, files: CertificateFiles, children: Children, *, timeouts_s: Callable[[], tuple[float, float]],
         on_problem: Callable[[str], None],
     ) -> None:  # fmt: skip
-        """timeouts_s returns how long a start and a drain may take; on_problem is told why files were not taken over."""
+        """timeouts_s returns the limits of a start and of a drain; on_problem gets the reason for refused files."""
         self._files = files
-        self._crew = crew
+        self._children = children
         self._timeouts_s = timeouts_s
         self._on_problem = on_problem
         self._asked = asyncio.Event()
         self.problem = ""
 
     def request(self) -> None:
-        """Look at the files at once: what SIGHUP does."""
+        """Check the files at once, as SIGHUP does."""
         self._asked.set()
 
     async def run(self) -> None:
-        """Take over what changes, for ever."""
+        """Apply every change of the files, without end."""
         stuck = ""
         while True:
             is_asked = await self._wait()
@@ -68,13 +68,13 @@ class Renewal:
             self._on_problem(problem)
 
     async def _roll(self) -> bool:
-        """Replace every HTTP frontend; return whether all serve with the new files. False at once when the server stops."""
-        crew, stand_in = self._crew, self._crew.stand_in
-        crew.send_all(crew.frontends, self._files.message)  # who takes it over without being replaced
+        """Replace every HTTP frontend. Return whether all serve with the new files; False if the server stops."""
+        children, stand_in = self._children, self._children.stand_in
+        children.send_all(children.frontends, self._files.message)  # the gRPC frontend applies it without a restart
         if stand_in is None or not await self._start(stand_in):
             return False
         is_done = True
-        for frontend in [child for child in crew.frontends if child.protocol == "http" and child is not stand_in]:
+        for frontend in [child for child in children.frontends if child.protocol == "http" and child is not stand_in]:
             if frontend.state == "gone":
                 continue
             await self._retire(frontend)
@@ -88,28 +88,28 @@ class Renewal:
 
     async def _start(self, frontend: Child) -> bool:
         """Start a frontend that has no process, and wait for it to listen."""
-        if self._crew.is_draining:
+        if self._children.is_draining:
             return False
-        self._crew.start_again(frontend)
+        self._children.restart(frontend)
         deadline_s = asyncio.get_running_loop().time() + self._timeouts_s()[0]
         while frontend.state != "ready":
-            if self._crew.is_draining or frontend.state == "gone" or asyncio.get_running_loop().time() > deadline_s:
-                _log.error("%s is not there with the new certificate; the others stay as they are", frontend.name)
+            if self._children.is_draining or frontend.state == "gone" or asyncio.get_running_loop().time() > deadline_s:
+                _log.error("%s did not start with the new certificate; the others stay as they are", frontend.name)
                 return False
             await asyncio.sleep(_READY_POLL_S)
         return True
 
     async def _retire(self, frontend: Child) -> None:
-        """Let a frontend finish what it has, and go."""
-        if self._crew.is_draining:
+        """Let a frontend finish its requests and exit."""
+        if self._children.is_draining:
             return
         frontend.is_retired = True
-        self._crew.send(frontend, messages.Retire())
+        self._children.send(frontend, messages.Retire())
         await asyncio.sleep(_LINGER_S)
-        self._crew.send(frontend, messages.Finish())
+        self._children.send(frontend, messages.Finish())
         frontend.finish()
-        await self._crew.until_gone([frontend], self._timeouts_s()[1])
+        await self._children.until_gone([frontend], self._timeouts_s()[1])
         if frontend.process is not None:
             _log.warning("%s did not finish within drain_timeout_s; killing it", frontend.name)
             frontend.kill()
-            await self._crew.until_gone([frontend], self._timeouts_s()[1])
+            await self._children.until_gone([frontend], self._timeouts_s()[1])

@@ -1,4 +1,4 @@
-"""Decides when a dead child is started again. Pure: the caller passes the time."""
+"""Plans the restart of a dead child. Pure: the caller passes the time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class RestartPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """How often a child may die before it was ever ready, and how long to wait between such tries."""
+    """How often a child may fail to start, and how long to wait between tries."""
 
     budget: int
     window_s: float
@@ -25,9 +25,9 @@ def plan_restart(
 ) -> float | None:
     """Return the seconds to wait before the next start, or None to give the slot up.
 
-    A death in service restarts at once and forgets earlier failures. Only starts that died before they were ready
-    count against the budget, and each doubles the wait; but not when somebody else killed it, which says nothing about
-    whether it would have started.
+    A ready child that dies restarts at once, and its earlier failures are forgotten. Only starts that died before they
+    were ready count against the budget, and each doubles the wait. A start that another process killed does not count,
+    because it might have succeeded.
     """
     if was_ready:
         history.failed_at_s.clear()

@@ -1,7 +1,7 @@
-"""Runs the server from start to stop: wires crew and loads together, watches for hangs, drains on SIGTERM.
+"""Runs the server from start to stop: connects the other parts, watches for hangs, drains on SIGTERM.
 
-Only effects are here. What to do is decided in `models` (loads), `restart` (when to start again) and `watch` (who
-hangs, and whose fault a death was). No torch, no HTTP.
+It only performs effects. `models` decides on loads, `restart` on restarts, and `watch` on hangs and suspects. No torch,
+no HTTP.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from sie.shm.inflight import InflightStatus
 from sie.supervisor.adapter_loads import AdapterLoads
 from sie.supervisor.card_helper import Preparer
 from sie.supervisor.certificates import CertificateFiles
-from sie.supervisor.children import Child
-from sie.supervisor.crew import Crew
+from sie.supervisor.child import Child
+from sie.supervisor.children import Children
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.key_file import POLL_S, KeyFileWatch
 from sie.supervisor.listen import Place
 from sie.supervisor.loads import Loads, Models
 from sie.supervisor.losses import DEVICE_LOST_STATUS
-from sie.supervisor.models import ModelBook
-from sie.supervisor.notify import Herald, Notifier, watchdog_interval_s
+from sie.supervisor.models import ModelRegistry
+from sie.supervisor.notify import Notifier, SystemdReporter, watchdog_interval_s
 from sie.supervisor.reload import Reading, Reloader
 from sie.supervisor.renewal import Renewal
 from sie.supervisor.repository import Repositories
@@ -44,14 +44,14 @@ _log = get_logger(__name__)
 _TICK_S = 0.1
 _MAX_PING_S = 0.5
 _CLOSE_AFTER_S = 0.5
-"""How long a draining frontend keeps listening, so that keep-alive clients hear 503 and `Connection: close`."""
+"""How long a draining frontend keeps listening, so that keep-alive clients get 503 and `Connection: close`."""
 _WORKER_STOP_S = 2.0
 _KILL_S = 5.0
 _STOP_MARGIN_S = 5.0
 
 
 class Supervisor:
-    """One running server. Build it inside a running event loop."""
+    """One running server. Create it inside a running event loop."""
 
     def __init__(
         self,
@@ -69,52 +69,54 @@ class Supervisor:
         key_file: KeyFileWatch | None = None,
         certificates: CertificateFiles | None = None,
     ) -> None:
-        """Reread returns what a start would read now; it raises SettingsError or StartError."""
+        """Reread returns the settings and models that a start would read now. It raises SettingsError or StartError."""
         self._settings = settings
         self._runtime_dir = runtime_dir
         self._place = place
         self._grpc_place = grpc_place
         self._progress = progress
-        self._book = ModelBook(settings.models.load_retry_s)
+        self._registry = ModelRegistry(settings.models.load_retry_s)
         for spec, preload, card in models:
-            self._book.add(spec, preload, card, is_pinned=spec.id in settings.models.pinned)
+            self._registry.add(spec, preload, card, is_pinned=spec.id in settings.models.pinned)
         self._key_file = key_file
         self._started_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
         grpc = (grpc_place.address, grpc_place.port) if grpc_place is not None else None
         num_children = len(places) + num_frontends + (grpc is not None)
-        self._crew = Crew(settings, places, num_frontends, self._launch(num_children), self,
+        self._children = Children(settings, places, num_frontends, self._launch(num_children), self,
                           grpc=grpc, certificates=certificates)  # fmt: skip
         self._adapters = AdapterLoads(settings, adapters, progress, self._spawn)
         preparer = Preparer(settings, progress)
-        self._loads = Loads(settings, self._book, progress, self._spawn, preparer)
-        self._repositories = Repositories(settings, self._book, self._loads, preparer, self._spawn)
-        self._repositories.bind(self._crew)
-        self._loads.bind(self._crew, self._not_ready_reason, self._announce)
+        self._loads = Loads(settings, self._registry, progress, self._spawn, preparer)
+        self._repositories = Repositories(settings, self._registry, self._loads, preparer, self._spawn)
+        self._repositories.bind(self._children)
+        self._loads.bind(self._children, self._not_ready_reason, self._announce)
         self._loads.bind_adapters(self._adapters.entries)
-        self._adapters.bind(self._crew, self._loads.broadcast)
+        self._adapters.bind(self._children, self._loads.broadcast)
         self._watch = Watch(settings.supervisor.watchdog_s)
-        self._herald = Herald(Notifier(os.environ.get("NOTIFY_SOCKET", "")), watchdog_interval_s(dict(os.environ)))
-        self._reloader = Reloader(reread, self._apply, self._herald)
+        self._systemd = SystemdReporter(
+            Notifier(os.environ.get("NOTIFY_SOCKET", "")), watchdog_interval_s(dict(os.environ))
+        )
+        self._reloader = Reloader(reread, self._apply, self._systemd)
         self._renewal = None if certificates is None else Renewal(
-            certificates, self._crew, on_problem=self._loads.set_tls_error, timeouts_s=self._timeouts_s
+            certificates, self._children, on_problem=self._loads.set_tls_error, timeouts_s=self._timeouts_s
         )  # fmt: skip
         self._exit_status = 0
         self._stopped = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
-        """Serve until a signal or an unrecoverable fault; return the exit status when no child is left."""
+        """Serve until a signal or a fatal error. Return the exit status after all children have ended."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_stop_signal, number)
         self._loop.add_signal_handler(signal.SIGHUP, self._on_reload_signal)
         try:
             if self._key_file is not None:
-                self._crew.set_keys(self._key_file.message)
+                self._children.set_keys(self._key_file.message)
                 self._spawn(self._watch_keys(self._key_file))
             if self._renewal is not None:
                 self._spawn(self._renewal.run())
-            self._crew.open()
+            self._children.open()
             self._loads.start()
             self._repositories.start()
             self._spawn(self._tick_forever())
@@ -122,7 +124,7 @@ class Supervisor:
             await self._stopped.wait()
         finally:
             await self._end_all_children()
-            self._crew.close()
+            self._children.close()
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -161,20 +163,20 @@ class Supervisor:
 
     def _fail(self) -> None:
         self._exit_status = 1
-        self._crew.is_stopping = True
+        self._children.is_stopping = True
         self._stopped.set()
 
-    # --- what the crew tells --------------------------------------------------------------------------------------
+    # --- events of the children ------------------------------------------------------------------------------------
 
     def on_joined(self, child: Child) -> None:
-        """Greet a child."""
+        """Send a new child the current state."""
         self._loads.greet(child)
 
     def on_message(self, child: Child, message: Message) -> None:
-        """Act on what a child says."""
+        """Handle a child's message."""
         match message:
             case messages.Ready():
-                self._crew.set_ready(child)
+                self._children.set_ready(child)
                 self._loads.broadcast()
             case messages.ModelReport():
                 self._adapters.on_model(child, message)
@@ -187,83 +189,85 @@ class Supervisor:
                 self._loads.want(model)
             case messages.Manage(number, action, model):
                 self._loads.manage(action, model)
-                self._crew.send(child, self._loads.message())
-                self._crew.send(child, messages.Managed(number))
+                self._children.send(child, self._loads.message())
+                self._children.send(child, messages.Managed(number))
             case messages.ManageRepository():
                 self._repositories.manage(child, message)
             case messages.MemoryReport() | messages.MemoryShort() | messages.Staged():
-                self._loads.hear(child, message)
+                self._loads.on_worker_message(child, message)
             case messages.PeerFault():
-                self._crew.end_peer(child, message.slot)
+                self._children.kill_peer(child, message.slot)
             case messages.Touch(models, adapters):
                 self._loads.touch(models)
                 self._adapters.touch(adapters)
             case messages.Pong():
-                child.pong_s = max(child.pong_s, time.monotonic())  # an announced silence still lies ahead
+                child.pong_s = max(child.pong_s, time.monotonic())  # an announced stall may still lie ahead
             case messages.Silence(seconds):
                 child.pong_s = time.monotonic() + seconds
                 if child.role == "worker":
                     self._watch.excuse(child.slot, child.pong_s)
             case messages.Quarantine():
-                # The one that asks comes last: it answers its client when it hears this.
-                self._crew.send_all(sorted(self._crew.frontends, key=lambda frontend: frontend is child), message)
+                # The sender comes last: it answers its client when this message comes back.
+                self._children.send_all(
+                    sorted(self._children.frontends, key=lambda frontend: frontend is child), message
+                )
             case _:
                 _log.warning("%s sent an unexpected %s", child.name, type(message).__name__)
 
     def on_worker_death(
-        self, worker: Child, status: int, running: InflightStatus, *, had_no_memory: bool
+        self, worker: Child, status: int, running: InflightStatus, *, was_oom_killed: bool
     ) -> tuple[tuple[int, int], ...]:
-        """Forget what the worker had loaded; blame what it ran, if the death can be that input's doing."""
-        is_suspect = self._watch.blames_input(status, worker.slot, had_no_memory=had_no_memory)
+        """Forget the worker's models. Return its running requests as suspects if their input may be the cause."""
+        is_suspect = self._watch.blames_input(status, worker.slot, was_oom_killed=was_oom_killed)
         self._watch.forget(worker.slot)
-        # A device that is gone takes every load along, and says nothing about a model.
+        # A lost device ends every load, so it does not count against the model.
         self._loads.forget_worker(worker.slot, blame=is_suspect and status != DEVICE_LOST_STATUS)
         self._adapters.forget_worker(worker.slot)
         return tuple((entry.frontend, entry.request_id) for entry in running.entries) if is_suspect else ()
 
     def on_changed(self) -> None:
-        """Tell everybody who is left."""
+        """Send the new state to all frontends."""
         self._loads.broadcast()
 
     def on_given_up(self, role: messages.Role) -> None:
-        """Stop: without a worker, or without a frontend, nothing can be served."""
+        """Stop the server: without any worker or any frontend it cannot serve."""
         _log.error("no %s can be started: stopping", role)
         self._fail()
 
     def _not_ready_reason(self) -> str:
-        if self._crew.is_draining or self._crew.is_stopping:
+        if self._children.is_draining or self._children.is_stopping:
             return "stopping"
-        if not self._loads.was_ready and not self._crew.are_frontends_ready:
+        if not self._loads.was_ready and not self._children.are_frontends_ready:
             return "frontends are starting"
-        if not any(worker.state == "ready" for worker in self._crew.workers):
+        if not any(worker.state == "ready" for worker in self._children.workers):
             return "no worker is running"
         if self._repositories.is_reading:
             return "the model repositories are read"
         return ""
 
     def _announce(self) -> None:
-        workers = ", ".join(worker.place.device for worker in self._crew.workers)
+        workers = ", ".join(worker.place.device for worker in self._children.workers)
         took_s = time.monotonic() - self._started_s
         _log.info(
             "ready on %s%s after %.1f s (frontends: %d, workers: %s)",
             self._place.url,
             f" and {self._grpc_place.url}" if self._grpc_place is not None else "",
             took_s,
-            self._crew.num_http_frontends,
+            self._children.num_http_frontends,
             workers,
         )
-        self._herald.ready(self._status())
+        self._systemd.ready(self._status())
 
     def _status(self) -> str:
-        """Return what `systemctl status` shows."""
-        is_reachable = any(frontend.state == "ready" for frontend in self._crew.frontends)
+        """Return the status line for `systemctl status`."""
+        is_reachable = any(frontend.state == "ready" for frontend in self._children.frontends)
         reason = self._loads.reason() or ("" if is_reachable else "no frontend is running")
         if not self._loads.was_ready:
             return f"starting: {reason}"
         state = f"not ready: {reason}" if reason else f"serving on {self._place.url}"
-        silent = self._silent(time.monotonic())
-        hangs = f"; not answering: {', '.join(silent)}" if silent else ""
-        lost = [worker.place.device for worker in self._crew.workers if worker.state == "lost"]
+        hung = self._hung(time.monotonic())
+        hangs = f"; not answering: {', '.join(hung)}" if hung else ""
+        lost = [worker.place.device for worker in self._children.workers if worker.state == "lost"]
         gone = f"; devices lost: {', '.join(lost)}" if lost else ""
         kept = f"; settings not reloaded: {self._reloader.error}" if self._reloader.error else ""
         problem = self._key_file.message.problem if self._key_file is not None else ""
@@ -274,7 +278,7 @@ class Supervisor:
     # --- reloading ------------------------------------------------------------------------------------------------
 
     def _on_reload_signal(self) -> None:
-        if not self._crew.is_draining:
+        if not self._children.is_draining:
             self._reloader.request()
             if self._renewal is not None:
                 self._renewal.request()
@@ -283,19 +287,19 @@ class Supervisor:
         return self._settings.supervisor.start_timeout_s, self._settings.server.drain_timeout_s
 
     def _apply(self, plan: Plan, models: Models) -> tuple[str, ...]:
-        """Take over what can change in a running server; return what about its models cannot."""
+        """Apply the settings that a running server can change. Return the changes of models that it cannot."""
         self._settings = plan.settings
         set_level(plan.settings.server.log_level)
         self._watch.watchdog_s = plan.settings.supervisor.watchdog_s
-        self._crew.reconfigure(plan.settings)
+        self._children.reconfigure(plan.settings)
         self._loads.reconfigure(plan.settings)
         return self._loads.replace(models)
 
     def _on_reloaded(self) -> None:
-        self._crew.count_reload(is_refused=bool(self._reloader.error))
+        self._children.count_reload(is_refused=bool(self._reloader.error))
         self._loads.config_error = self._reloader.error
         self._loads.broadcast()
-        self._herald.tell(self._status())
+        self._systemd.set_status(self._status())
 
     # --- watching -------------------------------------------------------------------------------------------------
 
@@ -305,42 +309,42 @@ class Supervisor:
             await asyncio.sleep(_TICK_S)
             now_s = time.monotonic()
             late_s = self._watch.tick(now_s)
-            self._crew.oom_kills.tick(now_s)
+            self._children.oom_kills.tick(now_s)
             self._watch_workers(now_s, late_s)
             self._watch_frontends(now_s, late_s)
             self._loads.tick(now_s)
             self._adapters.tick(now_s)
             if now_s - pinged_s >= min(_MAX_PING_S, self._settings.supervisor.tick_timeout_s / 4):
-                self._crew.send_all(self._crew.frontends, messages.Ping(int(now_s * 1e3)))
+                self._children.send_all(self._children.frontends, messages.Ping(int(now_s * 1e3)))
                 pinged_s = now_s
-                self._herald.tell(self._status())
-            if not self._silent(now_s):
-                self._herald.feed(now_s)
+                self._systemd.set_status(self._status())
+            if not self._hung(now_s):
+                self._systemd.pet_watchdog(now_s)
             if not self._loads.was_ready and self._loads.is_progressing():
-                self._herald.extend(now_s)
+                self._systemd.extend_timeout(now_s)
 
-    def _silent(self, now_s: float) -> list[str]:
-        """Return the names of processes whose loop does not turn; one that is given up for it counts until it is gone."""
-        grace_s = self._herald.grace_s
+    def _hung(self, now_s: float) -> list[str]:
+        """Return the names of ready processes whose loop does not run, including those about to be killed for it."""
+        grace_s = self._systemd.grace_s
         timeout_s = self._settings.supervisor.tick_timeout_s
         patience_s = timeout_s - min(grace_s, timeout_s / 2)
-        workers = [child for child in self._crew.workers if self._watch.is_silent(child.slot, grace_s)]
-        frontends = [child for child in self._crew.frontends if now_s - child.pong_s > patience_s]
+        workers = [child for child in self._children.workers if self._watch.is_hung(child.slot, grace_s)]
+        frontends = [child for child in self._children.frontends if now_s - child.pong_s > patience_s]
         return [child.name for child in (*workers, *frontends) if child.state == "ready"]
 
     async def _watch_keys(self, key_file: KeyFileWatch) -> None:
-        """Take over what changes in the file of API keys; it is read on a thread, since a disk may be slow."""
+        """Apply changes of the API key file. It is read on a thread, because the disk may be slow."""
         while True:
             await asyncio.sleep(POLL_S)
             if await asyncio.to_thread(key_file.poll):
-                self._crew.set_keys(key_file.message)
+                self._children.set_keys(key_file.message)
 
     def _watch_workers(self, now_s: float, late_s: float) -> None:
-        for worker in self._crew.workers:
+        for worker in self._children.workers:
             if worker.state == "starting":
                 self._check_start(worker, now_s)
             elif worker.state == "ready":
-                verdict = self._watch.judge_worker(worker.slot, self._crew.running(worker), now_s, late_s)
+                verdict = self._watch.judge_worker(worker.slot, self._children.running(worker), now_s, late_s)
                 if verdict == "abort":
                     _log.error("%s hangs: over its allowance by watchdog_s; aborting it", worker.name)
                     worker.signal(signal.SIGABRT)
@@ -349,52 +353,52 @@ class Supervisor:
 
     def _watch_frontends(self, now_s: float, late_s: float) -> None:
         timeout_s = self._settings.supervisor.tick_timeout_s
-        for frontend in self._crew.frontends:
+        for frontend in self._children.frontends:
             if frontend.state == "starting":
                 self._check_start(frontend, now_s)
             elif frontend.state == "ready":
                 frontend.pong_s += late_s
-                if now_s - frontend.pong_s > timeout_s and not self._crew.is_draining:
+                if now_s - frontend.pong_s > timeout_s and not self._children.is_draining:
                     _log.error("%s did not answer for tick_timeout_s; killing it", frontend.name)
                     frontend.kill()
 
     def _check_start(self, child: Child, now_s: float) -> None:
         if now_s - child.started_s > self._settings.supervisor.start_timeout_s:
             _log.error("%s did not start within start_timeout_s; killing it", child.name)
-            child.condemn()
+            child.kill_as_faulty()
 
     # --- stopping -------------------------------------------------------------------------------------------------
 
     def _on_stop_signal(self, number: signal.Signals) -> None:
-        if self._crew.is_draining:
+        if self._children.is_draining:
             _log.warning("%s again: stopping at once", number.name)
-            self._crew.is_stopping = True
-            for child in self._crew.all:
+            self._children.is_stopping = True
+            for child in self._children.all:
                 child.kill()
             return
-        self._crew.is_draining = True
+        self._children.is_draining = True
         _log.info("%s: finishing what was accepted (at most %g s)", number.name, self._settings.server.drain_timeout_s)
         longest_s = _CLOSE_AFTER_S + self._settings.server.drain_timeout_s + _WORKER_STOP_S + _KILL_S
-        self._herald.stopping("stopping: finishing what was accepted", longest_s + _STOP_MARGIN_S)
+        self._systemd.stopping("stopping: finishing what was accepted", longest_s + _STOP_MARGIN_S)
         self._spawn(self._drain())
 
     async def _drain(self) -> None:
-        """Refuse what is new, finish what was accepted, then let go of the children, frontends first."""
-        frontends = self._crew.frontends
-        self._crew.send_all(frontends, messages.Drain())
+        """Refuse new requests, finish accepted ones, then stop the children, frontends first."""
+        frontends = self._children.frontends
+        self._children.send_all(frontends, messages.Drain())
         await asyncio.sleep(_CLOSE_AFTER_S)
         self._place.stop_listening()
-        self._crew.send_all(frontends, messages.Finish())
+        self._children.send_all(frontends, messages.Finish())
         for frontend in frontends:
             frontend.finish()
-        await self._crew.until_gone(frontends, self._settings.server.drain_timeout_s)
+        await self._children.until_gone(frontends, self._settings.server.drain_timeout_s)
         self._stopped.set()
 
     async def _end_all_children(self) -> None:
-        self._crew.is_stopping = True
-        for worker in self._crew.workers:
+        self._children.is_stopping = True
+        for worker in self._children.workers:
             worker.signal(signal.SIGTERM)
-        await self._crew.until_gone(self._crew.workers, _WORKER_STOP_S)
-        for child in self._crew.all:
+        await self._children.until_gone(self._children.workers, _WORKER_STOP_S)
+        for child in self._children.all:
             child.kill()
-        await self._crew.until_gone(self._crew.all, _KILL_S)
+        await self._children.until_gone(self._children.all, _KILL_S)

@@ -1,4 +1,4 @@
-"""Owns what a start needs of the limits on processes and threads, and what they leave. Reads /proc and /sys, no more."""
+"""Checks that the limits on processes and threads allow a start. Only reads /proc and /sys."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from sie.supervisor.host_resources import StartError
 
 _SUPERVISOR: Final = 4
 _FRONTEND: Final = 12
-"""Granian and its child: the loop, what reads and decodes bodies, and its own runtime."""
+"""Granian and its child: the event loop, the threads that read and decode bodies, and its own runtime."""
 _IMAGE_READERS: Final = 4
 _GRPC: Final = 16
 _WORKER: Final = 6
-"""Beside the threads that compute."""
+"""In addition to the compute threads."""
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
-class Room(NamedTuple):
-    """What one limit leaves, and its name."""
+class Headroom(NamedTuple):
+    """The name of a limit, and the number of tasks it still allows."""
 
     limit: str
     num_left: int
 
 
 def needed_tasks(num_frontends: int, num_workers: int, num_threads: int, *, has_grpc: bool) -> int:
-    """Return how many processes and threads a server has; num_threads is those that compute in one worker."""
+    """Return the number of a server's processes and threads; num_threads are the compute threads of one worker."""
     frontends = num_frontends * (_FRONTEND + _IMAGE_READERS)
     return _SUPERVISOR + frontends + num_workers * (_WORKER + num_threads) + (_GRPC if has_grpc else 0)
 
 
 def check_tasks(needed: int) -> None:
-    """Raise StartError when a limit leaves fewer processes and threads than a start needs."""
-    tightest = min(_rooms(), key=lambda room: room.num_left, default=None)
+    """Raise StartError if a limit allows fewer processes and threads than a start needs."""
+    tightest = min(_headrooms(), key=lambda headroom: headroom.num_left, default=None)
     if tightest is not None and tightest.num_left < needed:
         raise StartError(
             f"processes and threads: a start needs {needed}, and {tightest.limit} leaves {max(0, tightest.num_left)}; "
@@ -43,18 +43,18 @@ def check_tasks(needed: int) -> None:
         )
 
 
-def _rooms() -> Iterator[Room]:
+def _headrooms() -> Iterator[Headroom]:
     for directory in _pids_cgroups():
         limit, used = _number(directory / "pids.max"), _number(directory / "pids.current")
         if limit is not None and used is not None:
-            yield Room(f"{directory}/pids.max ({limit})", limit - used)
+            yield Headroom(f"{directory}/pids.max ({limit})", limit - used)
     limit = _user_limit()
     if limit is not None:
-        yield Room(f"the limit of processes of user {os.getuid()} ({limit})", limit - _count_tasks(os.getuid()))
+        yield Headroom(f"the limit of processes of user {os.getuid()} ({limit})", limit - _count_tasks(os.getuid()))
 
 
 def _pids_cgroups() -> Iterator[Path]:
-    """Yield this process's control group and those above it, where they count tasks; of both versions."""
+    """Yield this process's control group and its parents that count tasks, for cgroup versions 1 and 2."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -71,20 +71,20 @@ def _pids_cgroups() -> Iterator[Path]:
 
 
 def _user_limit() -> int | None:
-    """Return RLIMIT_NPROC where it binds: not for root, and not where there is none."""
+    """Return RLIMIT_NPROC, or None if it does not apply (root) or is unlimited."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     return None if os.geteuid() == 0 or soft == resource.RLIM_INFINITY else soft
 
 
 def _count_tasks(uid: int) -> int:
-    """Return how many processes and threads a user has."""
+    """Return the number of a user's processes and threads."""
     count = 0
     for directory in Path("/proc").iterdir():
         if directory.name.isdigit():
             try:
                 if directory.stat().st_uid == uid:
                     count += sum(1 for _ in (directory / "task").iterdir())
-            except OSError:  # it has ended
+            except OSError:  # the process has ended
                 continue
     return count
 

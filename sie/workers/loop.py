@@ -31,7 +31,7 @@ from sie.workers.operations import by_operation, forward, refusal, row_layout, w
 from sie.workers.recovery import Recovery
 from sie.workers.requests.frontend_link import FrontendLink
 from sie.workers.requests.joining import Joining
-from sie.workers.requests.reply_writer import NEVER_FITS, Answers
+from sie.workers.requests.reply_writer import NEVER_FITS, ReplyWriter
 from sie.workers.requests.request import Request, send_error
 from sie.workers.scheduling.ceilings import Ceiling, drop_outgrown
 from sie.workers.scheduling.pace import Pace
@@ -78,7 +78,7 @@ class Loop:
         self._state = State()
         self._parked: dict[str, list[Waiting]] = {}
         """Items by model that no reply memory could be found for; not in the queues, where they would block others."""
-        self._answers = Answers(settings)
+        self._replies = ReplyWriter(settings)
         self._recovery = Recovery(
             self._attempt,
             ceilings=self._state.ceilings,
@@ -117,9 +117,9 @@ class Loop:
         Raises ChannelClosedError when the supervisor has gone.
         """
         self._poll(0.0 if self._state else self._idle_wait_s(wait_s))
-        if self._answers:
-            self._answers.retry(time.monotonic_ns(), self._may_get_room)
-        if self._parked and not self._may_get_room():
+        if self._replies:
+            self._replies.retry(time.monotonic_ns(), self._may_get_memory)
+        if self._parked and not self._may_get_memory():
             self._unpark()  # what held the room was cancelled, so that no release tells of it
         now_ns = time.monotonic_ns()
         if now_ns - self._beat_ns > _BEAT_NS:
@@ -156,7 +156,7 @@ class Loop:
     def _idle_wait_s(self, wait_s: float) -> float:
         """Return how long to wait for news; replies without credit or room are tried again soon."""
         num_unsent = sum([not link.flush() for link in self._links.values()])
-        is_unsent = num_unsent or self._answers or self._generators.is_unsent
+        is_unsent = num_unsent or self._replies or self._generators.is_unsent
         return min(wait_s, _CREDIT_WAIT_S) if is_unsent else wait_s
 
     def _watch(self, fd: int, handler: Callable[[], None]) -> None:
@@ -223,7 +223,7 @@ class Loop:
         self._unpark()  # and what is left behind may find room in memory that now is free
         for item in self._state.drop_where(lambda request: request.link is link):
             item.request.drop()
-        self._answers.drop(link)
+        self._replies.drop(link)
         self._generators.drop(link)
         if self._links.get(link.slot) is link:
             del self._links[link.slot]
@@ -316,9 +316,9 @@ class Loop:
         except SieError as error:
             request.fail(error)
             return False
-        return self._answers.try_start(request, code, width, now_ns)
+        return self._replies.try_start(request, code, width, now_ns)
 
-    def _may_get_room(self) -> bool:
+    def _may_get_memory(self) -> bool:
         """Tell whether a frontend still has a reply that it will give back."""
         return any(link.num_leased for link in self._links.values())
 
@@ -327,7 +327,7 @@ class Loop:
 
         What follows an item that leads goes with it: it must not find room while that one is away.
         """
-        if self._may_get_room():
+        if self._may_get_memory():
             led = {id(item.request) for item in items if item.leads}
             followers = self._state.drop_where(lambda request: id(request) in led) if led else []
             self._parked.setdefault(model, []).extend((*items, *followers))
@@ -339,7 +339,7 @@ class Loop:
         """Let parked items compete again, ahead of what came after them."""
         parked, self._parked = self._parked, {}
         for model, items in parked.items():
-            self._state.put_back(model, items)
+            self._state.requeue(model, items)
 
     def _run(self, runner: Runner, card: ModelCard, items: list[Waiting]) -> None:
         num_tokens = sum([item.num_tokens for item in items])
@@ -363,7 +363,7 @@ class Loop:
         running = {id(item.request): item.request.inflight_entry for item in items}
         started_ns = self._announce(self._pace.allowed_ns(card.id, num_tokens), running.values(), num_tokens)
         outputs = forward(runner, items)
-        self._answers.put(card, items, outputs, time.monotonic_ns() - started_ns)
+        self._replies.put(card, items, outputs, time.monotonic_ns() - started_ns)
         self._send_replies()
 
     def _send_replies(self) -> None:
@@ -384,7 +384,7 @@ class Loop:
         num_rows = len(items) if card.tensor is None else sum(item.num_rows for item in items)
         self._metrics.observe_step(took_ns / 1e9, num_tokens)
         self._metrics.observe_batch(card.id, num_rows, num_tokens, took_ns / 1e9)
-        self._pace.learn(card.id, num_tokens, took_ns)
+        self._pace.record(card.id, num_tokens, took_ns)
 
     def _settle(self) -> None:
         """Send what is left, free the models that are to go and that nothing waits for, and publish what is in use."""

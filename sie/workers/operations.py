@@ -18,8 +18,8 @@ from sie.workers.model_api import Side, StepOutputs
 from sie.workers.requests.quantise import output_layout
 from sie.workers.requests.request import Request
 from sie.workers.requests.tensors import grouping
-from sie.workers.scheduling.queue_policy import turn_of
-from sie.workers.scheduling.waiting import Refused, Turn, Waiting
+from sie.workers.scheduling.queue_policy import policy_of
+from sie.workers.scheduling.waiting import Refused, RequestPolicy, Waiting
 
 
 def by_operation(items: list[Waiting]) -> list[list[Waiting]]:
@@ -89,10 +89,10 @@ def costs_of(request: Request, card: ModelCard) -> list[int]:
 def waiting_items(request: Request, card: ModelCard, now_ns: int) -> list[Waiting]:
     """Return a request's items as they wait for a step, in the order in which they are queued."""
     if request.header.operation == "infer":
-        likeness, num_rows, max_rows = grouping(card, request.inputs[0])
+        batch_key, num_rows, max_rows = grouping(card, request.inputs[0])
         return [
-            Waiting(request, 0, request.costs[0], now_ns, request.deadline_ns, request.is_alone, likeness=likeness,
-                    num_rows=num_rows, max_rows=max_rows, turn=_turn(request, card, now_ns))
+            Waiting(request, 0, request.costs[0], now_ns, request.deadline_ns, request.is_alone, batch_key=batch_key,
+                    num_rows=num_rows, max_rows=max_rows, policy=_policy_of(request, card, now_ns))
         ]  # fmt: skip
     leader = None if request.comparison is None else 0
     return [
@@ -101,8 +101,8 @@ def waiting_items(request: Request, card: ModelCard, now_ns: int) -> list[Waitin
     ]
 
 
-def _turn(request: Request, card: ModelCard, now_ns: int) -> Turn | None:
-    return None if card.tensor is None else turn_of(card.tensor, request.inputs[0].task, now_ns)
+def _policy_of(request: Request, card: ModelCard, now_ns: int) -> RequestPolicy | None:
+    return None if card.tensor is None else policy_of(card.tensor, request.inputs[0].task, now_ns)
 
 
 def refusal(refused: Refused) -> SieError:

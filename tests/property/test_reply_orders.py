@@ -19,8 +19,8 @@ from hypothesis import event, example, given, settings
 from sie.catalog.spec import parse_model_spec
 from sie.catalog.stub import stub_card
 from sie.config.limits import Limits
-from sie.frontend.fastpath.dispatch import ShortWay
-from sie.frontend.fastpath.encode import EncodeBegin
+from sie.frontend.fastpath.dispatch import FastPath
+from sie.frontend.fastpath.encode import EncodeFastPath
 from sie.frontend.generation.start import Generator
 from sie.frontend.grpc.kserve_service import KServeGrpc
 from sie.frontend.grpc.trtis_service import TrtisGrpc
@@ -96,7 +96,7 @@ class Desk:
         self.kserve = KServe(self.process, pool)
         self.kserve_grpc = KServeGrpc(self.process, self.kserve, pool)
         self.trtis_grpc = TrtisGrpc(self.process, Trtis(self.process, self.kserve, pool), pool)
-        self.short_way = ShortWay(self, self.process, {ENCODE: EncodeBegin(self.process, self.inference)})
+        self.fast_path = FastPath(self, self.process, {ENCODE: EncodeFastPath(self.process, self.inference)})
 
     def _start_worker(self) -> Worker:
         """Start a worker that has every model."""
@@ -244,7 +244,7 @@ async def fast_encode(desk: Desk) -> None:
     exchange.body = asyncio.get_running_loop().create_future()
     exchange.body.set_result(b"")
     exchange.protocol = asyncio.get_running_loop().create_future()
-    desk.short_way.take(exchange)
+    desk.fast_path.take(exchange)
     await exchange.protocol
 
 

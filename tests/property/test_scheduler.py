@@ -114,9 +114,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             _note("alone")
 
     @rule()
-    def put_back(self) -> None:
+    def requeue(self) -> None:
         for model, items in self.parked:
-            self.state.put_back(model, items)
+            self.state.requeue(model, items)
             self.waiting.update((id(item), (model, item)) for item in items)
             assert list(self.state.queues[model])[: len(items)] == items
             _note("put back")

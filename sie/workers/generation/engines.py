@@ -198,9 +198,9 @@ class Generators:
         """Let a model stand for its next step exactly while it has one."""
         model = engine.runner.card.id
         if engine.can_run:
-            self._state.stand(model)
+            self._state.activate(model)
         else:
-            self._state.sit(model)
+            self._state.deactivate(model)
         self._metrics[model].publish()
 
     def _begin(self, model: str, step: Begin) -> None:
@@ -210,9 +210,9 @@ class Generators:
 
     def _learn(self, model: str, size: StepSize, took_ns: int) -> None:
         if size.num_prefill:
-            self._pace.learn(model, size.num_prefill, took_ns)
+            self._pace.record(model, size.num_prefill, took_ns)
         else:
-            self._pace.learn(_decode(model), 1, took_ns)
+            self._pace.record(_decode(model), 1, took_ns)
 
     def _count_oom(self, model: str, ooms: list[bool]) -> None:
         """Count a step without memory (whether it cost a request its answer), or the first one that found some again."""

@@ -1,1 +1,1 @@
-"""Requests on a worker: read from their extents, filled row by row, and replied to."""
+"""Handles requests on a worker: reads them from their extents, fills replies row by row, and sends them."""

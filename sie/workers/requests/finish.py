@@ -1,6 +1,6 @@
-"""Owns the step from a runner's outputs to what each request asked for: its own dtype, width and normalisation.
+"""Converts a runner's outputs into each request's dtype, width and normalisation.
 
-Pure. Requests that want the same are finished at once.
+Pure. Requests with equal options are converted together.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _to_msgpack = msgspec.msgpack.Encoder().encode
 
 
 class Finished(NamedTuple):
-    """Rows of one output that are ready: row `place` belongs to item members[place] of the step."""
+    """Finished rows of one output: row `place` belongs to item members[place] of the step."""
 
     members: list[int]
     rows: NDArray[np.generic]
 
 
 def finish_rows_of(card: ModelCard, wants: Sequence[WorkHeader], outputs: StepOutputs) -> list[Finished]:
-    """Finish what has rows of a fixed size: scores, or dense vectors. Raises NonFinite."""
+    """Finish the outputs with rows of a fixed size: scores, logits or dense vectors. Raises NonFinite."""
     if outputs.logits is not None:
         _check_finite(card, outputs.logits)
         return [Finished(list(range(len(wants))), outputs.logits)]
@@ -40,9 +40,9 @@ def finish_rows_of(card: ModelCard, wants: Sequence[WorkHeader], outputs: StepOu
 
 
 def finish_dense(card: ModelCard, wants: Sequence[WorkHeader], rows: NDArray[np.float32]) -> list[Finished]:
-    """Finish dense rows (n, d), one for each item of the step; items that want none are left out."""
+    """Finish dense rows (n, d), one for each item of the step; items without a dense output are left out."""
     finished: list[Finished] = []
-    for (normalize, truncate_dim, output_dtype), members in _alike(wants, "dense"):
+    for (normalize, truncate_dim, output_dtype), members in _group_by_format(wants, "dense"):
         own = rows if len(members) == len(rows) else rows[members]
         done = finish_rows(own, normalize=normalize if normalize is not None else card.normalize,
                            truncate_dim=truncate_dim, output_dtype=output_dtype)  # fmt: skip
@@ -79,9 +79,9 @@ def _check_finite(card: ModelCard, logits: NDArray[np.float32]) -> None:
 def finish_sparse(
     indices: NDArray[np.int32], values: NDArray[np.float32], output_dtype: str
 ) -> tuple[NDArray[np.int32], NDArray[np.generic]]:
-    """Return the entries with their values in float16 if that was asked for, else as they are: never below float16.
+    """Return the entries with values in float16 if requested, else unchanged: never below float16.
 
-    A weight over float16's range becomes its largest value, not infinity. Source: SIE API reference, section 5.
+    A weight above float16's range becomes its largest value, not infinity. Source: SIE API reference, section 5.
     """
     if output_dtype != "float16":
         return indices, values
@@ -91,8 +91,8 @@ def finish_sparse(
 def _finish_multivector(
     card: ModelCard, wants: Sequence[WorkHeader], vectors: Sequence[NDArray[np.float32] | None]
 ) -> Iterator[tuple[int, str, tuple[NDArray[Any], ...]]]:
-    """Quantise row by row, all rows of alike requests at once."""
-    for (normalize, _, output_dtype), members in _alike(wants, "multivector"):
+    """Quantise row by row, all rows of requests with equal options at once."""
+    for (normalize, _, output_dtype), members in _group_by_format(wants, "multivector"):
         parts = [vectors[item] for item in members]
         own = [part for part in parts if part is not None]
         assert len(own) == len(members), "a runner left a wanted output out"
@@ -105,8 +105,10 @@ def _finish_multivector(
             start += len(part)
 
 
-def _alike(wants: Sequence[WorkHeader], output: str) -> Iterable[tuple[tuple[bool | None, int | None, str], list[int]]]:
-    """Return the items that want an output, grouped by what it is to look like."""
+def _group_by_format(
+    wants: Sequence[WorkHeader], output: str
+) -> Iterable[tuple[tuple[bool | None, int | None, str], list[int]]]:
+    """Return the items that want an output, grouped by normalisation, width and dtype."""
     groups: dict[tuple[bool | None, int | None, str], list[int]] = {}
     for item, want in enumerate(wants):
         if output in want.output_types:

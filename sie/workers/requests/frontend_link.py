@@ -1,4 +1,4 @@
-"""Owns the worker's end of one attachment: the frontend's requests in, this worker's reply memory out."""
+"""Holds the worker's end of one attachment: the frontend's requests in, this worker's reply memory out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sie.shm.space import OutboundSpace
 
 
 class JoiningFrontend:
-    """A frontend that has our offer and whose own has not come yet; the step loop goes on meanwhile."""
+    """A frontend that has our offer while its own is pending. The step loop continues meanwhile."""
 
     def __init__(self, message: Attach, fds: list[int], settings: Settings, budget: LargeBudget) -> None:
         """Create the reply memory and send our offer. Raises OSError or ReservationError."""
@@ -36,9 +36,9 @@ class JoiningFrontend:
         self.sock_fd = self._pending.sock_fd
 
     def try_finish(self) -> FrontendLink | None:
-        """Return the link, or None while the frontend's offer is not there.
+        """Return the link, or None until the frontend's offer arrives.
 
-        Raises OSError or ProtocolError when it never will be; everything is closed then.
+        Raises OSError or ProtocolError if the attachment fails; everything is closed then.
         """
         try:
             attachment = self._pending.try_finish()
@@ -48,26 +48,26 @@ class JoiningFrontend:
         return None if attachment is None else FrontendLink(self.slot, attachment, self._space)
 
     def close(self) -> None:
-        """Give up: the frontend is dead, or another has its slot."""
+        """Cancel the attachment: the frontend is dead, or another one has its slot."""
         self._pending.close()
         self._space.close()
 
 
 class FrontendLink:
-    """One frontend, as the step loop sees it."""
+    """One attached frontend, for the step loop."""
 
     def __init__(self, slot: int, attachment: Attachment, space: OutboundSpace) -> None:
-        """Take over both; `JoiningFrontend` makes them."""
+        """Take ownership of both; `JoiningFrontend` creates them."""
         self.slot = slot
         self.attachment = attachment
         self._space = space
         self._unsent: deque[tuple[int, int, Lease | None, int]] = deque()
-        self._put_off: deque[Callable[[], bool]] = deque()
+        self._to_retry: deque[Callable[[], bool]] = deque()
         self._fault: Exception | None = None
 
     @property
     def num_leased(self) -> int:
-        """Reply extents that the frontend has not given back."""
+        """Reply extents that the frontend has not released."""
         return self._space.num_leased
 
     def view(self, descriptor: Descriptor) -> memoryview:
@@ -75,15 +75,15 @@ class FrontendLink:
         return self.attachment.view(descriptor)
 
     def lease(self, nbytes: int) -> Lease | None:
-        """Return room for a reply, or None when there is none now."""
+        """Return a lease for a reply, or None if there is no free memory now."""
         return self._space.lease(nbytes)
 
     def reply(self, kind: int, request_id: int, lease: Lease | None, length: int) -> None:
-        """Send a terminal descriptor with the next `flush`, which the loop calls once for all replies of a step."""
+        """Queue a terminal descriptor for the next `flush`, which the loop calls once for all replies of a step."""
         self._unsent.append((kind, request_id, lease, length))
 
     def try_tokens(self, lease: Lease, length: int) -> bool:
-        """Send tokens; False, with the lease ended, when there is no credit now, or earlier replies wait for some."""
+        """Send tokens. Return False, with the lease ended, without credit or while earlier replies wait for it."""
         try:
             if self._unsent or not self.attachment.push(TOKENS, 0, 0, lease.address, length):
                 lease.end()
@@ -94,19 +94,19 @@ class FrontendLink:
         lease.hand_over(0)
         return True
 
-    def put_off(self, try_send: Callable[[], bool]) -> None:
-        """Keep what had no room; `retry` and `release` try it again, in order."""
-        self._put_off.append(try_send)
+    def retry_later(self, try_send: Callable[[], bool]) -> None:
+        """Keep a send without capacity; `retry` and `release` try it again, in order."""
+        self._to_retry.append(try_send)
 
     def retry(self) -> None:
-        """Send what was put off, as far as there is room now."""
-        while self._put_off and self._put_off[0]():
-            self._put_off.popleft()
+        """Try the kept sends again until one finds no capacity."""
+        while self._to_retry and self._to_retry[0]():
+            self._to_retry.popleft()
 
     def flush(self) -> bool:
-        """Send the replies; return whether none waits any more: without credit they do, for the next release.
+        """Send the queued replies. Return False if some wait for credit until the next release.
 
-        A frontend that cannot be sent to has gone or is broken: its replies are dropped, and `check` says so.
+        If the frontend is gone or broken, its replies are dropped, and `check` reports the fault.
         """
         unsent = self._unsent
         if not unsent:
@@ -131,17 +131,17 @@ class FrontendLink:
         return not unsent
 
     def check(self) -> None:
-        """Raise ProtocolError when a reply could not be sent."""
+        """Raise ProtocolError if a reply could not be sent."""
         if self._fault is not None:
             raise ProtocolError(f"a reply could not be sent: {self._fault}") from self._fault
 
     def release(self, descriptor: Descriptor) -> None:
-        """End the lease on a reply that the frontend has read. Raises ProtocolError for one it never had."""
+        """End the lease on a reply that the frontend has read. Raises ProtocolError for a reply it never had."""
         self._space.end_released(descriptor.offset)
-        if self._put_off:
+        if self._to_retry:
             self.retry()
 
     def close(self) -> None:
-        """Unmap the frontend's memory and free ours; only when its process is dead or has detached."""
+        """Unmap the frontend's memory and free ours. Call it only when its process is dead or has detached."""
         self.attachment.close()
         self._space.close()

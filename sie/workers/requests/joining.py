@@ -1,6 +1,6 @@
-"""Owns the frontends on their way: sent our offer, and not attached before their own has come.
+"""Tracks the frontends that have our offer and whose own has not arrived; they are not attached before that.
 
-The step loop goes on meanwhile: a frontend that is stopped must not stop it.
+The step loop continues meanwhile, so a stopped frontend does not block it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Joining:
         unwatch: Callable[[int], None],
         on_link: Callable[[FrontendLink], None],
     ) -> None:
-        """watch(fd, handler) calls handler whenever fd is readable; on_link takes over a frontend that is attached."""
+        """watch(fd, handler) calls handler whenever fd is readable; on_link takes ownership of an attached frontend."""
         self._settings = settings
         self._large = large
         self._watch = watch
@@ -39,7 +39,7 @@ class Joining:
         self._by_slot: dict[int, JoiningFrontend] = {}
 
     def add(self, message: Attach, fds: list[int]) -> None:
-        """Send our offer to a frontend, in place of whoever was on the way to its slot. Takes over fds."""
+        """Send our offer to a frontend, and cancel an earlier attachment of its slot. Takes ownership of fds."""
         self._give_up(message.peer_slot)
         try:
             joining = JoiningFrontend(message, fds, self._settings, self._large)

@@ -1,4 +1,4 @@
-"""Owns the last step of every dense answer: cut to width, normalise, convert to the type that was asked for.
+"""Cuts, normalises and converts the rows of a reply.
 
 Pure NumPy, one call per request. Formulas: SIE API reference, section 5 (rounding is half to even).
 """
@@ -16,9 +16,9 @@ _MIN_NORM = 1e-12  # as torch.nn.functional.normalize: a zero row stays zero
 
 
 def output_layout(dims: int, truncate_dim: int | None, output_dtype: str) -> tuple[str, int]:
-    """Return the NumPy dtype code and the number of elements of one answered row.
+    """Return the NumPy dtype code and the number of elements of one reply row.
 
-    dims is the model's own width. Raises BadRequest for an unknown type or a width that is not 1..dims.
+    dims is the model's own width. Raises BadRequest for an unknown type or a width outside 1..dims.
     """
     if output_dtype not in _DTYPE_CODES:
         raise BadRequest(f"Unsupported output_dtype: {output_dtype}; one of {', '.join(OUTPUT_DTYPES)}")
@@ -38,9 +38,8 @@ def finish_rows(
 ) -> NDArray[np.generic]:
     """Cut, L2-normalise and convert a runner's rows, in that order, so that a cut row has unit length again.
 
-    rows (n, d) float32, left as they are. normalize is the request's choice, or the card's when it made none.
-    Returns (n, width) of the type that `output_layout` names: `out` when given (C order, that shape and type), else
-    a new array. Raises NonFinite.
+    rows (n, d) float32, not modified. normalize is the request's choice, or else the card's. Returns (n, width) of the
+    type that `output_layout` names: `out` if given (C order, that shape and type), else a new array. Raises NonFinite.
     """
     code, width = output_layout(rows.shape[1], truncate_dim, output_dtype)
     if out is None:
@@ -56,13 +55,13 @@ def finish_rows(
 
 
 def check_scores(model_id: str, scores: NDArray[np.float32]) -> None:
-    """Raise NonFinite when a score is not finite. Source: SIE API reference, section 6."""
+    """Raise NonFinite if a score is not finite. Source: SIE API reference, section 6."""
     if not np.isfinite(scores).all():
         raise NonFinite(f"Model '{model_id}' produced non-finite scores")
 
 
 def _check_finite(rows: NDArray[np.generic]) -> None:
-    # Which row it was is not told: the rows are a step's, and their numbers mean nothing to a client.
+    # The message names no row: row numbers of a step mean nothing to a client.
     if not np.isfinite(rows).all():
         raise NonFinite("the model produced a value that is not finite")
 

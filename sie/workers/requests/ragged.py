@@ -1,7 +1,7 @@
-"""Owns replies whose size is known only when they are whole: sparse vectors, vectors of tokens, and what was extracted.
+"""Builds replies of unknown size: sparse vectors, multivectors and extractions.
 
-Each item's arrays are kept in this process until the last one is there; then the reply's extent is leased and written.
-What all requests of a worker keep together is bounded. Layout: `sie.shm.extent_headers.ReplyHeader`.
+Each item's arrays stay in this process until the last one is done; then the reply's extent is leased and written. The
+bytes of all of a worker's requests together are bounded. Layout: `sie.shm.extent_headers.ReplyHeader`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _ARRAYS = {
     "token_logits": ("token_logits",),
     "boxes": ("boxes",),
 }
-"""The names of an output's arrays, in the order in which `RaggedReply.keep` gets them."""
+"""The array names of each output, in the order in which `RaggedReply.keep` takes them."""
 _encoder = msgspec.msgpack.Encoder()
 
 
 class KeptBytes:
-    """How many bytes of outputs this worker keeps, of how many it may."""
+    """The bytes of outputs that this worker keeps, and their limit."""
 
     __slots__ = ("max_bytes", "used_bytes")
 
@@ -40,7 +40,7 @@ class KeptBytes:
         self.used_bytes = 0
 
     def take(self, nbytes: int) -> None:
-        """Count nbytes more. Raises Overloaded RESOURCE_EXHAUSTED, having counted nothing, when they are too many."""
+        """Add nbytes. Raises Overloaded RESOURCE_EXHAUSTED over the limit, and then adds nothing."""
         if self.used_bytes + nbytes > self.max_bytes:
             raise Overloaded(
                 "replies that wait for room hold max_pending_reply_bytes",
@@ -50,12 +50,12 @@ class KeptBytes:
         self.used_bytes += nbytes
 
     def give_back(self, nbytes: int) -> None:
-        """Count nbytes less."""
+        """Subtract nbytes."""
         self.used_bytes -= nbytes
 
 
 class RaggedReply:
-    """What is there of one request's reply."""
+    """The outputs of one request so far."""
 
     __slots__ = ("_arrays", "_kept", "_max_reply_bytes", "_nbytes")
 
@@ -68,9 +68,9 @@ class RaggedReply:
         }
 
     def keep(self, output: str, index: int, arrays: tuple[NDArray[Any], ...]) -> None:
-        """Keep copies of one item's arrays of one output: (row,), (indices, values) or (rows,).
+        """Copy one item's arrays of one output: (row,), (indices, values) or (rows,).
 
-        Raises BadRequest when the reply gets too large, Overloaded when the worker keeps too much already.
+        Raises BadRequest if the reply gets too large, and Overloaded if the worker already keeps too much.
         """
         nbytes = sum(array.nbytes for array in arrays)
         if self._nbytes + nbytes > self._max_reply_bytes:
@@ -81,7 +81,7 @@ class RaggedReply:
             self._arrays[name][index] = array.copy()  # a view would keep the whole step's memory
 
     def plan(self) -> tuple[bytes, ArrayPlan]:
-        """Return the header of the whole reply and where its arrays lie; `times` comes first."""
+        """Return the header of the complete reply and the layout of its arrays; `times` comes first."""
         shapes: list[tuple[str, str, tuple[int, ...]]] = [("times", "<i8", (3,))]
         for name, items in self._arrays.items():
             total = sum(map(len, items))
@@ -95,7 +95,7 @@ class RaggedReply:
         return _encoder.encode(ReplyHeader(plan.refs)), plan
 
     def write(self, payload: memoryview, plan: ArrayPlan) -> None:
-        """Write every array but `times` to its place."""
+        """Write every array except `times` to its place."""
         targets = {ref.name: array_view(payload, ref) for ref in plan.refs}
         for name, items in self._arrays.items():
             if name == "dense":
@@ -108,7 +108,7 @@ class RaggedReply:
                 np.cumsum([len(item) for item in items], out=offsets[1:])
 
     def close(self) -> None:
-        """Let everything go; a second time does nothing."""
+        """Drop all arrays. A second call does nothing."""
         self._kept.give_back(self._nbytes)
         self._nbytes = 0
         self._arrays = {}

@@ -1,6 +1,6 @@
-"""Owns the reading of requests that look alike: what their header says is judged once, and each one's bytes are read by it.
+"""Caches one reader for each request header: the header is checked once, then only each request's bytes.
 
-Only for what comes by the ten thousand: one text, one row of token ids, tensors. `sie.workers.requests.request` reads the others.
+Only for frequent kinds: one text, one row of token ids, tensors. `sie.workers.requests.request` reads the others.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from sie.workers.model_api import TensorInputs
 from sie.workers.requests.tensors import read_task
 
 Reader = Callable[[memoryview], tuple[list[int], Sequence[Any]]]
-"""Takes a request's payload; returns the cost and the input of each item, which alias it. Raises ProtocolError."""
+"""Takes a request's payload; returns each item's cost and input, which alias it. Raises ProtocolError."""
 
 _BOUNDS: Final = struct.Struct("<2i")
 _EMPTY: Final = np.empty(0, np.uint8)
 
 
 def reader_of(header: WorkHeader, refs: dict[str, ArrayRef]) -> Reader | None:
-    """Return what reads the requests with this header; None for one that is not of these kinds, or not right."""
+    """Return the reader for requests with this header, or None for other kinds and invalid headers."""
     if header.num_items != 1:
         return None
     if header.operation == "infer":
@@ -50,7 +50,7 @@ def _is_pair(ref: ArrayRef | None) -> bool:
 
 
 def _item_reader(costs: ArrayRef, data: ArrayRef, bounds: ArrayRef | None) -> Reader:
-    """Return what reads one item: its cost, and data as a whole; bounds are those of data, if the costs are not."""
+    """Return the reader of one item: its cost, and all of data. bounds are data's own; None: the costs."""
     count, dtype, offset = data.shape[0], np.dtype(data.dtype), data.offset
     costs_at, bounds_at = costs.offset, (costs if bounds is None else bounds).offset
     least_bytes = max(costs_at + _BOUNDS.size, bounds_at + _BOUNDS.size, offset + count * dtype.itemsize)

@@ -1,6 +1,6 @@
-"""Owns the way of a step's outputs into replies: rows to their places, the rest kept until a reply is whole and has room.
+"""Writes a step's outputs into replies: rows to their places; other outputs wait until the reply is complete.
 
-What all requests of the worker keep together is bounded by `max_pending_reply_bytes`.
+`max_pending_reply_bytes` bounds the waiting outputs of all requests together.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from sie.workers.scheduling.waiting import Waiting
 NEVER_FITS = "The reply would not fit into this worker's memory for replies; split the request"
 
 
-class Answers:
-    """Replies on their way, of all requests of one worker."""
+class ReplyWriter:
+    """The unfinished replies of one worker's requests."""
 
     def __init__(self, settings: Settings) -> None:
         self._kept = KeptBytes(settings.memory.max_pending_reply_bytes)
@@ -33,11 +33,11 @@ class Answers:
         self._waiting: deque[Request] = deque()
 
     def __bool__(self) -> bool:
-        """Whether whole replies wait for room."""
+        """Whether complete replies wait for memory."""
         return bool(self._waiting)
 
     def try_start(self, request: Request, code: str, width: int, now_ns: int) -> bool:
-        """Let a request's items run; False when its reply has a fixed size, and there is no room for it now.
+        """Allow a request's items to run. Return False if its fixed-size reply finds no memory now.
 
         code and width are those of its rows, as `operations.row_layout` returns them.
         """
@@ -47,10 +47,10 @@ class Answers:
         return request.try_start(code, width, now_ns)
 
     def put(self, card: ModelCard, items: list[Waiting], outputs: StepOutputs, ran_ns: int) -> None:
-        """Turn outputs into what each request asked for, and send the replies that are whole.
+        """Convert outputs for each request, and send the complete replies.
 
-        No row goes to its place before all are good: a step that fails is run again, and must not fill a place twice.
-        Raises what finishing raises.
+        No row is written before all outputs are valid: a failed step runs again and must not write twice. Raises what
+        the conversion raises.
         """
         began_ns = time.monotonic_ns()
         wants = [item.request.header for item in items]
@@ -67,13 +67,13 @@ class Answers:
         for request in {id(item.request): item.request for item in items}.values():
             request.inference_ns += ran_ns
             request.postprocessing_ns += took_ns
-            if request.num_left == 0 and not request.ended and not request.try_answer():
+            if request.num_left == 0 and not request.ended and not request.try_reply():
                 self._waiting.append(request)
 
-    def retry(self, now_ns: int, may_get_room: Callable[[], bool]) -> None:
-        """Try the replies that had no room again; end those that nobody waits for, and what can never have room.
+    def retry(self, now_ns: int, may_get_memory: Callable[[], bool]) -> None:
+        """Retry the replies that wait for memory. End those without a waiting client, and those that can never fit.
 
-        may_get_room tells whether a frontend still has a reply that it will give back; replies sent here count.
+        may_get_memory tells whether a frontend still holds a reply that it will release; replies sent here count.
         """
         for _ in range(len(self._waiting)):
             request = self._waiting.popleft()
@@ -81,14 +81,14 @@ class Answers:
                 continue
             if request.is_cancelled or request.deadline_ns <= now_ns:
                 request.cancel()
-            elif not request.try_answer():
-                if may_get_room():
+            elif not request.try_reply():
+                if may_get_memory():
                     self._waiting.append(request)
                 else:
                     request.fail(BadRequest(NEVER_FITS))
 
     def drop(self, link: Link) -> None:
-        """Forget the replies to a frontend that is gone."""
+        """Drop the replies to a frontend that is gone."""
         for request in self._waiting:
             if request.link is link:
                 request.drop()
@@ -107,5 +107,5 @@ def _put_rows(items: list[Waiting], finished: Finished) -> None:
 
 
 def _keep(item: Waiting, output: str, arrays: tuple[NDArray[Any], ...]) -> None:
-    if not item.request.ended:  # an earlier output of this step may have been too much
+    if not item.request.ended:  # an earlier output of this step may have exceeded a limit
         item.request.keep(output, item.index, arrays)

@@ -1,8 +1,8 @@
-"""Owns a request's life in the worker: read from its extent, given a reply extent, filled row by row, answered.
+"""Follows a request in the worker: read from its extent, given a reply extent, filled row by row, answered.
 
-A reply of fixed size is leased before the first step and filled in place. One with outputs of unknown size is kept by
-`sie.workers.requests.ragged` until it is whole, and may then wait for room. A request gets exactly one terminal descriptor: REPLY,
-or ERROR (with length 0 when its client cancelled it).
+A reply of fixed size is leased before the first step and filled in place. A reply of unknown size stays in
+`sie.workers.requests.ragged` until it is complete, and may then wait for memory. A request gets exactly one terminal
+descriptor: REPLY, or ERROR (with length 0 if its client cancelled it).
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _encoder = msgspec.msgpack.Encoder()
 _TIMES: Final = struct.Struct("<3q")
 _OUTPUTS: Final = frozenset(("dense", "logits", "tensors", "generate", *RAGGED_OUTPUTS))
 _ROWS: Final = {"encode": "dense", "score": "score", "extract": "logits", "infer": "tensors", "generate": ""}
-"""What an operation's rows of a fixed size are called in its reply; those of `infer` and `generate` have none."""
+"""The name of an operation's fixed-size rows in its reply; `infer` and `generate` have none."""
 _MAX_KEPT_HEADER_BYTES: Final = 2048
-"""A longer header, that of a long list of labels, is read each time; headers are kept by the thousand."""
+"""A longer header (a long list of labels) is decoded each time, because thousands of headers are cached."""
 _PAIR_OUTPUTS: Final = ("logits",)
 _NO_BYTES: Final = memoryview(b"")
 
 
 class Link(Protocol):
-    """The attachment that a request came by: where its extent is read and its reply goes."""
+    """The attachment of a request: the source of its extent and the destination of its reply."""
 
     slot: int
 
@@ -59,24 +59,24 @@ class Link(Protocol):
         ...
 
     def lease(self, nbytes: int) -> Lease | None:
-        """Return room for a reply, or None when there is none now."""
+        """Return a lease for a reply, or None if there is no free memory now."""
         ...
 
     def reply(self, kind: int, request_id: int, lease: Lease | None, length: int) -> None:
-        """Send a terminal descriptor soon; the lease is the peer's from here."""
+        """Queue a terminal descriptor; from here on the peer owns the lease."""
         ...
 
     def try_tokens(self, lease: Lease, length: int) -> bool:
-        """Send tokens; False, with the lease ended, when there is no credit now. Only then may they be sent again."""
+        """Send tokens. Return False, with the lease ended, without credit; only then may they be sent again."""
         ...
 
-    def put_off(self, try_send: Callable[[], bool]) -> None:
-        """Call this again, until it returns True, when there may be room."""
+    def retry_later(self, try_send: Callable[[], bool]) -> None:
+        """Call try_send again whenever capacity may be free, until it returns True."""
         ...
 
 
 class ReplyLayout(NamedTuple):
-    """The bytes that are the same for every reply of one shape, and where its rows lie."""
+    """The bytes that all replies of one shape share, and the position of the rows."""
 
     header: bytes
     row_bytes: int
@@ -86,15 +86,15 @@ class ReplyLayout(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def reply_layout(num_items: int, code: str, width: int, name: str = "dense") -> ReplyLayout:
-    """Return the layout of a reply of num_items rows, an array called `name`, of width elements of dtype `code`."""
+    """Return the layout of a reply with an array `name` of num_items rows of width elements of dtype `code`."""
     plan = plan_arrays([("times", "<i8", (3,)), (name, code, (num_items, width))])
     header = _encoder.encode(ReplyHeader(plan.refs))
     row_bytes = np.dtype(code).itemsize * width
     return ReplyLayout(header, row_bytes, plan.refs[1].offset, extent_bytes(len(header), plan.nbytes))
 
 
-class _Known(NamedTuple):
-    """What a request's header says, the same for all requests with these bytes."""
+class _ParsedHeader(NamedTuple):
+    """A decoded request header, shared by all requests with the same bytes."""
 
     header: WorkHeader
     is_ragged: bool
@@ -104,8 +104,8 @@ class _Known(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _known(encoded: bytes) -> _Known:
-    """Return what a header says, once for all requests of one shape. Raises ProtocolError."""
+def _parse_header(encoded: bytes) -> _ParsedHeader:
+    """Decode and check a header, cached by its bytes. Raises ProtocolError."""
     header = decode_header(encoded, _decoder)
     outputs = header.output_types
     if header.operation not in _ROWS or not outputs or not set(outputs) <= _OUTPUTS:
@@ -113,15 +113,15 @@ def _known(encoded: bytes) -> _Known:
     is_ragged = header.operation == "infer" or not RAGGED_OUTPUTS.isdisjoint(outputs)
     refs = {ref.name: ref for ref in header.arrays}
     read = reader_of(header, refs) or partial(_read_inputs, header, refs)
-    return _Known(header, is_ragged, header.num_items * len(outputs), read)
+    return _ParsedHeader(header, is_ragged, header.num_items * len(outputs), read)
 
 
 class Request:
     """One submitted extent while this worker has it.
 
-    inputs is what the runner takes, one entry for each item: arrays (t_i,) int32, `Pair`s of such, UTF-8 text,
-    `ImageItem`s, `SearchedImage`s or `TensorInputs`, aliasing the extent; costs are their tokens. comparison is there when item 0 is compared with the
-    others.
+    inputs has one entry for each item, as the runner takes it: arrays (t_i,) int32, `Pair`s of such, UTF-8 text,
+    `ImageItem`s, `SearchedImage`s or `TensorInputs`. They alias the extent. costs are their tokens. comparison is set
+    if item 0 is compared with the others.
     """
 
     __slots__ = (
@@ -131,7 +131,7 @@ class Request:
     )  # fmt: skip
 
     def __init__(self, link: Link, descriptor: Descriptor) -> None:
-        """Read the extent. Raises ProtocolError when it is not what the layout allows."""
+        """Read the extent. Raises ProtocolError if it violates the layout."""
         self.link = link
         self.request_id = descriptor.request_id
         self.inflight_entry = (link.slot, descriptor.request_id)
@@ -139,8 +139,8 @@ class Request:
         self.is_alone = descriptor.flags & FLAG_ALONE != 0
         self._view = link.view(descriptor)
         encoded, payload = split_extent(self._view)
-        known = (_known if len(encoded) <= _MAX_KEPT_HEADER_BYTES else _known.__wrapped__)(encoded)
-        self.header, self.is_ragged, self.num_left, read = known
+        parsed = (_parse_header if len(encoded) <= _MAX_KEPT_HEADER_BYTES else _parse_header.__wrapped__)(encoded)
+        self.header, self.is_ragged, self.num_left, read = parsed
         self.costs, self.inputs = read(payload)
         self.comparison = Comparison(self.header) if self.header.compared else None
         self.ragged: RaggedReply | KeptTensors | None = None
@@ -156,16 +156,16 @@ class Request:
         return is_cancelled(self._view)
 
     def is_stopped(self, choice: int) -> bool:
-        """Whether the frontend wants no more of a choice of a request to generate."""
+        """Whether the frontend has stopped this choice of a generation request."""
         return is_stopped(self._view, choice)
 
     @property
     def has_started(self) -> bool:
-        """Whether its items may run: room for the reply was found, or is looked for when it is whole."""
+        """Whether its items may run: its reply has memory, or will look for it when complete."""
         return self.started_ns != 0
 
     def try_start(self, code: str, width: int, now_ns: int) -> bool:
-        """Lease the reply extent for rows of width elements of dtype `code`; False when there is no room now."""
+        """Lease the reply extent for rows of width elements of dtype `code`. Return False without free memory."""
         layout = reply_layout(self.header.num_items, code, width, _ROWS[self.header.operation])
         lease = self.link.lease(layout.nbytes)
         if lease is None:
@@ -176,7 +176,7 @@ class Request:
         return True
 
     def start_ragged(self, kept: KeptBytes, max_reply_bytes: int, now_ns: int) -> None:
-        """Begin to keep the outputs of a request whose reply's size nobody knows yet."""
+        """Start to keep the outputs of a request whose reply size is unknown."""
         header = self.header
         if header.operation == "infer":
             self.ragged = KeptTensors(kept, max_reply_bytes)
@@ -185,7 +185,7 @@ class Request:
         self.started_ns = now_ns
 
     def keep(self, output: str, index: int, arrays: tuple[NDArray[Any], ...]) -> None:
-        """Keep one item's arrays of one output; a request that gets too large for it ends with an error."""
+        """Keep one item's arrays of one output. The request fails if they exceed a limit."""
         assert isinstance(self.ragged, RaggedReply)
         try:
             self.ragged.keep(output, index, arrays)
@@ -194,7 +194,7 @@ class Request:
         self.num_left -= 1
 
     def keep_tensors(self, outputs: tuple[OutputTensor, ...]) -> None:
-        """Keep the outputs of a request to infer; one that is too large ends with an error."""
+        """Keep the outputs of an infer request. The request fails if they exceed a limit."""
         assert isinstance(self.ragged, KeptTensors)
         try:
             self.ragged.put(outputs)
@@ -211,17 +211,17 @@ class Request:
         failpoints.reach("worker.mid_write")
         self.num_left -= 1
 
-    def try_answer(self) -> bool:
-        """Send the reply, which is whole; False when a ragged one has no room now."""
+    def try_reply(self) -> bool:
+        """Send the complete reply. Return False if a ragged reply finds no memory now."""
         if self.ragged is not None:
-            return self._try_answer_ragged(self.ragged)
+            return self._try_reply_ragged(self.ragged)
         assert self._lease is not None
         assert self._layout is not None
         _TIMES.pack_into(self._payload, 0, self.started_ns, self.inference_ns, self.postprocessing_ns)
         self._end(REPLY, self._lease, self._layout.nbytes)
         return True
 
-    def _try_answer_ragged(self, ragged: RaggedReply | KeptTensors) -> bool:
+    def _try_reply_ragged(self, ragged: RaggedReply | KeptTensors) -> bool:
         header, plan = ragged.plan()
         nbytes = extent_bytes(len(header), plan.nbytes)
         lease = self.link.lease(nbytes)
@@ -234,7 +234,7 @@ class Request:
         return True
 
     def try_end(self, header: bytes) -> bool:
-        """Send a reply that is this header alone; False when there is no room now."""
+        """Send a reply that consists of this header only. Return False without free memory."""
         nbytes = extent_bytes(len(header), 0)
         lease = self.link.lease(nbytes)
         if lease is None:
@@ -244,7 +244,7 @@ class Request:
         return True
 
     def cancel(self) -> None:
-        """Acknowledge that the client gave up, or that its deadline passed: nobody waits for these rows."""
+        """Acknowledge a cancel or a passed deadline: no client waits for the rows."""
         self._give_back()
         self._end(ERROR, None, 0)
 
@@ -255,17 +255,17 @@ class Request:
         self.ended = True
 
     def drop(self) -> None:
-        """Forget the request: its frontend is gone."""
+        """Drop the request because its frontend is gone."""
         self.ended = True
         self._lease = None
-        self._let_go()
+        self._close_outputs()
 
-    def _let_go(self) -> None:
+    def _close_outputs(self) -> None:
         if self.ragged is not None:
             self.ragged.close()
 
     def _give_back(self) -> None:
-        self._let_go()
+        self._close_outputs()
         if self._lease is not None:
             self._lease.end()
             self._lease = None
@@ -281,10 +281,10 @@ class Request:
 
 
 def send_error(link: Link, request_id: int, error: SieError) -> None:
-    """Answer a request with an error, as soon as there is room for it: the client must hear this one and no other."""
+    """Send an error for a request, now or as soon as memory is free: the client must get this error and no other."""
     header = _encoder.encode(to_wire(error))
     if not _try_send_error(link, request_id, header):
-        link.put_off(partial(_try_send_error, link, request_id, header))
+        link.retry_later(partial(_try_send_error, link, request_id, header))
 
 
 def _try_send_error(link: Link, request_id: int, header: bytes) -> bool:
@@ -317,7 +317,7 @@ def _read_inputs(header: WorkHeader, refs: dict[str, ArrayRef], payload: memoryv
 
 
 def _mixed(payload: memoryview, refs: dict[str, ArrayRef], num_items: int) -> list[ImageItem | NDArray[Any]]:
-    """Return each item's images, or its tokens or text when it has none."""
+    """Return each item's images, or its tokens or text if it has no image."""
     counts = _lengths(payload, refs.get("image_offsets"), num_items)
     images = iter(_images(payload, refs, sum(counts)))
     items = [ImageItem(tuple(itertools.islice(images, count))) for count in counts]
@@ -334,7 +334,7 @@ def _mixed(payload: memoryview, refs: dict[str, ArrayRef], num_items: int) -> li
 def _searched(
     payload: memoryview, refs: dict[str, ArrayRef], items: list[ImageItem | NDArray[Any]]
 ) -> list[SearchedImage]:
-    """Return each item's image with what the request looks for."""
+    """Return each item's image with the request's queries."""
     bounds = refs.get("query_offsets")
     num_queries = bounds.shape[0] - 1 if bounds is not None and len(bounds.shape) == 1 else 0
     lengths = _lengths(payload, bounds, num_queries)
@@ -371,9 +371,9 @@ def _pairs(
 
 
 def _lengths(payload: memoryview, ref: ArrayRef | None, num_items: int) -> list[int]:
-    """Return the differences of an (n + 1,) int32 array that starts at 0 and never falls.
+    """Return the differences of an (n + 1,) int32 array that starts at 0 and never decreases.
 
-    Read as a memoryview: for the few numbers of a small request NumPy would cost several times as much.
+    Read as a memoryview: NumPy would cost several times as much for the few numbers of a small request.
     """
     if ref is None or ref.dtype != "<i4" or ref.shape != (num_items + 1,) or num_items < 1 or ref.offset & 63:
         raise ProtocolError("a request whose item bounds are not (n + 1,) int32")

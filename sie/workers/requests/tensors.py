@@ -1,4 +1,4 @@
-"""Owns tensors on their way through the worker: read from a request's extent, put together, and kept until replied.
+"""Reads tensors from a request's extent, groups requests that can share a step, and keeps outputs until the reply.
 
 Inputs alias the extent. Outputs are the runner's own memory, copied once, into the reply's extent. Layout:
 `sie.shm.extent_headers`.
@@ -23,8 +23,8 @@ _task_decoder: Final = msgspec.msgpack.Decoder(TensorTask)
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
-class Likeness(NamedTuple):
-    """What requests have to have in common to run as one: inputs without their batch dimension, and the outputs."""
+class BatchKey(NamedTuple):
+    """The properties that requests must share to run as one: inputs without their batch dimension, and outputs."""
 
     inputs: tuple[tuple[str, str, tuple[int, ...]], ...]
     outputs: tuple[str, ...]
@@ -43,32 +43,32 @@ def read_tensors(header: WorkHeader, payload: memoryview) -> TensorInputs:
 
 @lru_cache(maxsize=1024)
 def read_task(task: bytes) -> TensorTask:
-    """Return the task in a header; equal headers give the same object, once decoded. Raises MsgspecError."""
+    """Return the decoded task of a header; equal headers share one cached object. Raises MsgspecError."""
     return _task_decoder.decode(task)
 
 
 def grouping(card: ModelCard, inputs: TensorInputs) -> tuple[object, int, int]:
-    """Return likeness, rows and most rows of a request, as `Waiting` has them.
+    """Return batch_key, num_rows and max_rows of a request for `Waiting`.
 
-    A stub's requests all run together. One for a model that does not join requests is like no other.
+    A stub's requests all run together. A request for a model that does not join requests runs alone.
     """
     rule = card.tensor
     if rule is None or card.stub is not None:
         return None, 1, 1
     if not rule.max_batch_size:
         return object(), 1, 1
-    likeness, num_rows = _likeness(inputs.task)
-    return likeness if rule.joins_requests else object(), num_rows, rule.max_batch_size
+    batch_key, num_rows = _batch_key(inputs.task)
+    return batch_key if rule.joins_requests else object(), num_rows, rule.max_batch_size
 
 
 @lru_cache(maxsize=1024)
-def _likeness(task: TensorTask) -> tuple[Likeness, int]:
+def _batch_key(task: TensorTask) -> tuple[BatchKey, int]:
     forms = sorted((form.name, form.datatype, form.shape[1:]) for form in task.inputs)
-    return Likeness(tuple(forms), task.outputs), task.inputs[0].shape[0]
+    return BatchKey(tuple(forms), task.outputs), task.inputs[0].shape[0]
 
 
 class KeptTensors:
-    """The outputs of one request while its reply has no room yet; as `RaggedReply` to those who write it."""
+    """The outputs of one request until its reply has memory. It has the writer's interface of `RaggedReply`."""
 
     __slots__ = ("_kept", "_max_reply_bytes", "_nbytes", "_outputs")
 
@@ -79,7 +79,9 @@ class KeptTensors:
         self._outputs: tuple[OutputTensor, ...] = ()
 
     def put(self, outputs: tuple[OutputTensor, ...]) -> None:
-        """Keep all outputs, without a copy. Raises BadRequest for a reply that is too large, Overloaded for too many."""
+        """Keep all outputs, without a copy. Raises BadRequest for a too large reply, Overloaded over the worker's
+        limit.
+        """
         nbytes = sum([output.data.nbytes for output in outputs])
         if nbytes > self._max_reply_bytes:
             raise BadRequest(
@@ -89,18 +91,18 @@ class KeptTensors:
         self._nbytes, self._outputs = nbytes, outputs
 
     def plan(self) -> tuple[bytes, ArrayPlan]:
-        """Return the header of the reply and where its arrays lie; `times` comes first."""
+        """Return the header of the reply and the layout of its arrays; `times` comes first."""
         forms = tuple([output.form for output in self._outputs])
         return _plan(forms, tuple([output.data.nbytes for output in self._outputs]))
 
     def write(self, payload: memoryview, plan: ArrayPlan) -> None:
-        """Write every array but `times` to its place."""
+        """Write every array except `times` to its place."""
         for ref, output in zip(plan.refs[1:], self._outputs, strict=True):
             if output.data.nbytes:
                 payload[ref.offset : ref.offset + output.data.nbytes] = output.data.data
 
     def close(self) -> None:
-        """Let everything go; a second time does nothing."""
+        """Drop all outputs. A second call does nothing."""
         self._kept.give_back(self._nbytes)
         self._nbytes, self._outputs = 0, ()
 

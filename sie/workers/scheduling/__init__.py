@@ -1,1 +1,1 @@
-"""The decision what the next step runs: queues, ceilings and pace. Pure."""
+"""Decides what the next step runs: queues, ceilings and pace. Pure."""

@@ -1,4 +1,4 @@
-"""Values of the scheduler: items that wait, the budget of a step, and the step."""
+"""Defines the scheduler's values: waiting items, the budget of a step, and the step. Holds no logic."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import msgspec
 class Waiting(msgspec.Struct, eq=False):
     """One item of one request, waiting for a step.
 
-    request is the loop's own record and opaque here; index is the item's row in it. alone: its request was running
-    when a worker died, so it shares no step with others. leads: the rest of its request, which is behind it in the
-    queue, needs what it gives, so no step may take one of them and leave it. likeness: it shares a step only with items
-    of an equal one, with at most max_rows rows together; None: with any. turn: its place among the others of its model,
-    all of which have one then.
+    request is the loop's own record and opaque here; index is the item's row in it. alone: its request was running when
+    a worker died, so it shares no step with other requests. leads: the later items of its request need its output, so a
+    step that takes one of them also takes this item. batch_key: it shares a step only with items of an equal key, with
+    at most max_rows rows together; None: with any item. policy: the queue policy of its request; either all items of a
+    model have one or none.
     """
 
     request: Any
@@ -24,10 +24,10 @@ class Waiting(msgspec.Struct, eq=False):
     deadline_ns: int
     alone: bool = False
     leads: bool = False
-    likeness: object = None
+    batch_key: object = None
     num_rows: int = 1
     max_rows: int = 1
-    turn: Turn | None = None
+    policy: RequestPolicy | None = None
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,16 +36,16 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     max_items: int
     max_age_ns: int
-    """An item that waited longer goes before every shorter one."""
+    """An item that has waited longer goes before all shorter items."""
     window_items: int = 1024
-    """Only the oldest so many items of a model are compared, which bounds the cost of a plan."""
+    """Only this many of a model's oldest items are compared, which bounds the cost of a plan."""
 
 
 class Step(msgspec.Struct, frozen=True):
-    """What to run now: items of one model; beside them those that no longer wait.
+    """What to run now: items of one model, and the items that leave the queue without running.
 
-    expired: their deadline passed. refused: the model's queue policy says so. is_own: the model decides itself what its
-    step runs (it generates), and there are no items.
+    expired: their deadline passed. refused: their queue policy refuses them. is_own: the model plans the step itself
+    (generation), and there are no items.
     """
 
     model: str
@@ -56,11 +56,11 @@ class Step(msgspec.Struct, frozen=True):
     is_own: bool = False
 
 
-class Turn(msgspec.Struct, frozen=True):
-    """When a request's turn comes.
+class RequestPolicy(msgspec.Struct, frozen=True):
+    """The queue policy that applies to one request.
 
-    Lower priorities go first. After until_ns (0: never) it is refused, or with delays goes behind the others of its
-    priority. max_requests: how many of its priority may wait, 0 for any number.
+    Lower numbers of priority go first. After until_ns (0: never) the request is refused, or with delays moves behind
+    the others of its priority. max_requests: how many of its priority may wait; 0 means no limit.
     """
 
     priority: int
@@ -70,7 +70,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class Refused(NamedTuple):
-    """A request that never runs: it waited too long, or too many of its priority were there before it."""
+    """A request that never runs: it waited too long, or the queue of its priority was full."""
 
     item: Waiting
     reason: Literal["timeout", "size"]

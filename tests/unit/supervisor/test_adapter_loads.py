@@ -17,7 +17,7 @@ from sie.ipc.messages import AdapterReport, LoadAdapter, ModelEntry, ModelReport
 from sie.runtime.progress import Progress
 from sie.supervisor import adapter_loads as module
 from sie.supervisor.adapter_loads import AdapterLoads
-from sie.supervisor.children import Child
+from sie.supervisor.child import Child
 from sie.supervisor.devices import WorkerSlot
 from sie.values.card import AdapterSpec, ModelCard
 from sie.values.errors import Internal, WireError, to_wire
@@ -41,7 +41,7 @@ class Desk:
         progress = Progress(io.StringIO(), "json")
         settings = msgspec.structs.replace(defaults, models=models)
         self.loads = AdapterLoads(settings, [LOCAL, OTHER, REMOTE], progress, self._spawn)
-        self.loads.bind(self, self._broadcast)  # type: ignore[arg-type]  # a crew is who can send
+        self.loads.bind(self, self._broadcast)  # type: ignore[arg-type]  # a children is who can send
 
     def send(self, child: Child, message: Any) -> None:
         self.heard.append((child.slot, message))

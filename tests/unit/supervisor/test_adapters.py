@@ -3,16 +3,16 @@ from __future__ import annotations
 from typing import Any
 
 from sie.ipc.messages import AdapterReport
-from sie.supervisor.adapters import AdapterBook, AdapterRecord
+from sie.supervisor.adapters import AdapterRecord, AdapterRegistry
 from sie.values.card import AdapterSpec
 from sie.values.errors import BadRequest, Internal, to_wire
 
 FAULT = to_wire(Internal("it does not fit"))
 
 
-def book(*names: str, max_loras: int = 2) -> AdapterBook:
+def registry(*names: str, max_loras: int = 2) -> AdapterRegistry:
     specs = [AdapterSpec(model="m", id=name, directory=f"/{name}") for name in names or "abc"]
-    return AdapterBook(specs, max_loras, 30.0)
+    return AdapterRegistry(specs, max_loras, 30.0)
 
 
 def ids(records: list[AdapterRecord]) -> list[str]:
@@ -20,22 +20,22 @@ def ids(records: list[AdapterRecord]) -> list[str]:
 
 
 def tell(
-    adapters: AdapterBook, adapter: str, state: Any, slot: int = 0, now_s: float = 0.0, **details: Any
+    adapters: AdapterRegistry, adapter: str, state: Any, slot: int = 0, now_s: float = 0.0, **details: Any
 ) -> list[str]:
     return ids(adapters.report(slot, AdapterReport("m", adapter, state, **details), now_s))
 
 
-def load(adapters: AdapterBook, name: str, slot: int = 0) -> list[str]:
+def load(adapters: AdapterRegistry, name: str, slot: int = 0) -> list[str]:
     adapters.want("m", name, 0.0)
     return tell(adapters, name, "loaded", slot)
 
 
-def states(adapters: AdapterBook) -> dict[str, str]:
+def states(adapters: AdapterRegistry) -> dict[str, str]:
     return {name: entry.state for name, entry in adapters.entries("m").items()}
 
 
 def test_adapter_is_loaded_for_the_first_request_only() -> None:
-    adapters = book()
+    adapters = registry()
     assert states(adapters) == {"a": "available", "b": "available", "c": "available"}
     record = adapters.want("m", "a", 0.0)
     assert record is not None
@@ -48,7 +48,7 @@ def test_adapter_is_loaded_for_the_first_request_only() -> None:
 
 
 def test_adapter_that_was_loaded_when_its_worker_died_is_recovering() -> None:
-    adapters = book()
+    adapters = registry()
     load(adapters, "a")
     adapters.want("m", "b", 0.0)
     adapters.forget(0, None, 1.0, is_kept=True)
@@ -61,7 +61,7 @@ def test_adapter_that_was_loaded_when_its_worker_died_is_recovering() -> None:
 
 
 def test_undeclared_adapters_and_models_are_nobody_s() -> None:
-    adapters = book()
+    adapters = registry()
     assert adapters.want("m", "x", 0.0) is None
     assert adapters.want("n", "a", 0.0) is None
     assert adapters.entries("n") == {}
@@ -70,7 +70,7 @@ def test_undeclared_adapters_and_models_are_nobody_s() -> None:
 
 
 def test_least_recently_used_adapter_goes_once_another_is_loaded() -> None:
-    adapters = book()
+    adapters = registry()
     load(adapters, "a")
     load(adapters, "b")
     adapters.touch((("m", "b"), ("m", "a")))
@@ -82,7 +82,7 @@ def test_least_recently_used_adapter_goes_once_another_is_loaded() -> None:
 
 
 def test_load_that_fails_costs_no_other_adapter() -> None:
-    adapters = book()
+    adapters = registry()
     load(adapters, "a")
     load(adapters, "b")
     adapters.want("m", "c", 0.0)
@@ -91,7 +91,7 @@ def test_load_that_fails_costs_no_other_adapter() -> None:
 
 
 def test_failed_load_is_tried_again_after_a_cool_down_that_doubles() -> None:
-    adapters = book()
+    adapters = registry()
     for now_s, cooldown_s in ((0.0, 30.0), (100.0, 60.0), (200.0, 120.0)):
         assert adapters.want("m", "a", now_s) is not None
         tell(adapters, "a", "failed", error=FAULT, now_s=now_s)
@@ -102,7 +102,7 @@ def test_failed_load_is_tried_again_after_a_cool_down_that_doubles() -> None:
 
 
 def test_load_that_fails_on_one_of_two_workers_is_served_by_the_other() -> None:
-    adapters = book()
+    adapters = registry()
     adapters.want("m", "a", 0.0)
     tell(adapters, "a", "loading", 1)
     tell(adapters, "a", "failed", 0, error=to_wire(BadRequest("no")))
@@ -111,14 +111,14 @@ def test_load_that_fails_on_one_of_two_workers_is_served_by_the_other() -> None:
 
 
 def test_adapter_that_came_too_late_is_unloaded_again() -> None:
-    adapters = book(max_loras=1)
+    adapters = registry(max_loras=1)
     load(adapters, "a")
     assert load(adapters, "b") == ["a"]
     assert tell(adapters, "a", "loaded") == ["a"], "a second worker had not finished when it lost its place"
 
 
 def test_resident_adapters_come_back_with_a_worker_that_died() -> None:
-    adapters = book()
+    adapters = registry()
     load(adapters, "a")
     adapters.forget(0, None, 5.0, is_kept=True)
     assert states(adapters)["a"] == "loading"
@@ -126,7 +126,7 @@ def test_resident_adapters_come_back_with_a_worker_that_died() -> None:
 
 
 def test_adapters_of_a_model_that_was_unloaded_wait_for_a_request() -> None:
-    adapters = book()
+    adapters = registry()
     load(adapters, "a")
     adapters.forget(0, "m", 5.0, is_kept=False)
     assert states(adapters)["a"] == "available"
@@ -134,7 +134,7 @@ def test_adapters_of_a_model_that_was_unloaded_wait_for_a_request() -> None:
 
 
 def test_load_over_its_time_has_failed() -> None:
-    adapters = book()
+    adapters = registry()
     load(adapters, "b")
     adapters.want("m", "a", 10.0)
     assert adapters.overdue(60.0, 70.0, {"m"}) == []
@@ -146,7 +146,7 @@ def test_load_over_its_time_has_failed() -> None:
 
 
 def test_adapter_from_the_hub_is_not_on_disk_before_it_was_fetched() -> None:
-    adapters = AdapterBook([AdapterSpec(model="m", id="org/a")], 2, 30.0)
+    adapters = AdapterRegistry([AdapterSpec(model="m", id="org/a")], 2, 30.0)
     record = adapters.want("m", "org/a", 0.0)
     assert record is not None
     assert not record.is_on_disk

@@ -1,4 +1,4 @@
-"""What the supervisor says to its children about models. The crew is a list of names here, and of what each heard."""
+"""What the supervisor says to its children about models. The children is a list of names here, and of what each heard."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from sie.ipc import messages
 from sie.ipc.messages import ModelReport
 from sie.runtime.progress import Progress
 from sie.supervisor import loads as loads_module
-from sie.supervisor.children import Child
+from sie.supervisor.child import Child
 from sie.supervisor.devices import WorkerSlot
 from sie.supervisor.evictions import Memory
 from sie.supervisor.loads import Loads
-from sie.supervisor.models import ModelBook
+from sie.supervisor.models import ModelRegistry
 from sie.values.card import ModelCard, StubOptions
 from sie.values.errors import Internal, WireError, to_wire
 
 
-class FakeCrew:
+class FakeChildren:
     def __init__(self) -> None:
         self.workers = [Child("worker", slot, WorkerSlot("cpu")) for slot in range(2)]
         for worker in self.workers:
@@ -61,15 +61,15 @@ class Office:
         monkeypatch.setattr(
             loads_module, "Preparer", lambda *_args: SimpleNamespace(prepare=self._prepare, reconfigure=lambda _: None)
         )
-        self.crew = FakeCrew()
-        self.book = ModelBook(30.0)
-        self.book.add(ModelSpec(id="p"), True, card("p"))
-        self.book.add(ModelSpec(id="l"), False, None)
+        self.children = FakeChildren()
+        self.registry = ModelRegistry(30.0)
+        self.registry.add(ModelSpec(id="p"), True, card("p"))
+        self.registry.add(ModelSpec(id="l"), False, None)
         self.tasks: list[asyncio.Task[None]] = []
-        self.loads = Loads(settings, self.book, Progress(io.StringIO(), "json"), self._spawn)
+        self.loads = Loads(settings, self.registry, Progress(io.StringIO(), "json"), self._spawn)
         self.num_ready = 0
         self.not_ready = ""
-        self.loads.bind(self.crew, lambda: self.not_ready, self._on_ready)  # type: ignore[arg-type]
+        self.loads.bind(self.children, lambda: self.not_ready, self._on_ready)  # type: ignore[arg-type]
 
     def _spawn(self, work: Any) -> None:
         self.tasks.append(asyncio.ensure_future(work))
@@ -81,12 +81,12 @@ class Office:
         return self.prepared
 
     def report(self, model: str, state: Any, slot: int = 0, **details: Any) -> None:
-        self.loads.report(self.crew.workers[slot], ModelReport(model, state, **details))
+        self.loads.report(self.children.workers[slot], ModelReport(model, state, **details))
 
     async def broadcasts(self) -> list[messages.Models]:
         await asyncio.gather(*self.tasks)
         await asyncio.sleep(0)
-        return [message for _, message in self.crew.take() if isinstance(message, messages.Models)]
+        return [message for _, message in self.children.take() if isinstance(message, messages.Models)]
 
 
 def card(model: str) -> ModelCard:
@@ -109,7 +109,7 @@ def in_office(**options: Any) -> Callable[[Callable[[Office], Any]], Callable[[p
 @in_office()
 async def test_start_loads_what_readiness_waits_for_on_every_worker(office: Office) -> None:
     office.loads.start()
-    assert office.crew.take() == [
+    assert office.children.take() == [
         ("worker-0", messages.Load(card("p"))),
         ("worker-1", messages.Load(card("p"))),
     ]
@@ -117,9 +117,9 @@ async def test_start_loads_what_readiness_waits_for_on_every_worker(office: Offi
 
 @in_office()
 async def test_child_that_joins_hears_what_it_missed(office: Office) -> None:
-    office.loads.greet(office.crew.workers[1])
-    office.loads.greet(office.crew.frontends[0])
-    (worker, load), (frontend, models) = office.crew.take()
+    office.loads.greet(office.children.workers[1])
+    office.loads.greet(office.children.frontends[0])
+    (worker, load), (frontend, models) = office.children.take()
     assert (worker, load) == ("worker-1", messages.Load(card("p")))
     assert (frontend, [entry.card.id for entry in models.entries]) == ("frontend-0", ["p", "l"])
 
@@ -128,9 +128,9 @@ async def test_child_that_joins_hears_what_it_missed(office: Office) -> None:
 async def test_hub_model_is_prepared_before_it_is_loaded(office: Office) -> None:
     office.loads.want("l")
     office.loads.want("l")
-    assert [message for _, message in office.crew.take() if isinstance(message, messages.Load)] == []
+    assert [message for _, message in office.children.take() if isinstance(message, messages.Load)] == []
     await asyncio.gather(*office.tasks)
-    assert [name for name, message in office.crew.take() if message == messages.Load(card("l"))] == [
+    assert [name for name, message in office.children.take() if message == messages.Load(card("l"))] == [
         "worker-0",
         "worker-1",
     ]
@@ -184,55 +184,55 @@ async def test_server_is_ready_when_preloaded_models_are_and_says_so_once(office
 async def test_failed_preload_is_tried_again_after_its_cool_down(office: Office) -> None:
     office.loads.start()
     office.report("p", "failed", error=to_wire(Internal("broke")))
-    office.crew.take()
-    retry_at_s = office.book.records["p"].retry_at_s
+    office.children.take()
+    retry_at_s = office.registry.records["p"].retry_at_s
     office.loads.tick(retry_at_s - 1)
-    assert office.crew.take() == []
+    assert office.children.take() == []
     office.loads.tick(retry_at_s)
-    assert [message for _, message in office.crew.take()] == [messages.Load(card("p"))] * 2
+    assert [message for _, message in office.children.take()] == [messages.Load(card("p"))] * 2
 
 
 @in_office()
 async def test_load_over_its_time_fails_and_takes_its_worker_along(office: Office) -> None:
     killed: list[str] = []
-    for worker in office.crew.workers:
+    for worker in office.children.workers:
         worker.kill = lambda worker=worker: killed.append(worker.name)  # type: ignore[method-assign]
     office.report("p", "loading", slot=1, progress=0.0)
-    since_s = office.book.records["p"].loading_since_s[1]
+    since_s = office.registry.records["p"].loading_since_s[1]
     office.loads.tick(since_s + 99)
     assert killed == []
     office.loads.tick(since_s + 101)
 
     assert killed == ["worker-1"]
-    error = office.book.records["p"].error
+    error = office.registry.records["p"].error
     assert error is not None
     assert error.extras["error_class"] == "TIMEOUT"
 
 
 @in_office(idle_s=10.0)
 async def test_idle_lazy_model_is_unloaded_everywhere(office: Office) -> None:
-    office.book.want("l", 0.0)
+    office.registry.want("l", 0.0)
     for slot in range(2):
         office.report("l", "loaded", slot=slot)
-    used_s = office.book.records["l"].last_used_s
-    office.crew.take()
+    used_s = office.registry.records["l"].last_used_s
+    office.children.take()
     office.loads.tick(used_s + 9)
-    assert office.crew.take() == []
+    assert office.children.take() == []
     office.loads.tick(used_s + 11)
-    assert office.crew.take() == [
+    assert office.children.take() == [
         ("worker-0", messages.Unload("l")),
         ("worker-1", messages.Unload("l")),
     ]
-    assert office.crew.counted == [("sie_idle_evictions_total", "l")]
+    assert office.children.counted == [("sie_idle_evictions_total", "l")]
 
 
 @in_office()
 async def test_idle_model_stays_when_the_setting_says_never(office: Office) -> None:
-    office.book.want("l", 0.0)
+    office.registry.want("l", 0.0)
     office.report("l", "loaded")
-    office.crew.take()
+    office.children.take()
     office.loads.tick(1e9)
-    assert not any(isinstance(message, messages.Unload) for _, message in office.crew.take())
+    assert not any(isinstance(message, messages.Unload) for _, message in office.children.take())
 
 
 # --- reloading --------------------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ async def test_replaced_models_come_and_go_and_readiness_waits_for_none(office: 
     office.report("p", "loaded", slot=1)
     assert (await office.broadcasts())[-1].ready
     left = office.loads.replace([(ModelSpec(id="p"), True, card("p")), (ModelSpec(id="n"), True, card("n"))])
-    heard = office.crew.take()
+    heard = office.children.take()
     assert left == ()
     assert [message for name, message in heard if name == "worker-0"] == [
         messages.Load(card("n")), messages.Unload("l"),
@@ -267,21 +267,21 @@ async def test_replaced_models_come_and_go_and_readiness_waits_for_none(office: 
 @in_office()
 async def test_a_model_that_comes_lazily_loads_when_it_is_asked_for(office: Office) -> None:
     office.loads.replace([*known(), (ModelSpec(id="n"), False, card("n"))])
-    assert office.crew.take() == []
+    assert office.children.take() == []
     office.loads.want("n")
-    assert ("worker-0", messages.Load(card("n"))) in office.crew.take()
+    assert ("worker-0", messages.Load(card("n"))) in office.children.take()
 
 
 @in_office(pinned=("n",))
 async def test_models_that_come_are_pinned_as_at_a_start(office: Office) -> None:
     office.loads.replace([*known(), (ModelSpec(id="n"), False, card("n")), (ModelSpec(id="m"), True, card("m"))])
-    assert {name: record.is_pinned for name, record in office.book.records.items()} == {
+    assert {name: record.is_pinned for name, record in office.registry.records.items()} == {
         "p": True, "l": False, "n": True, "m": True,
     }  # fmt: skip
     models = msgspec.structs.replace(Settings().models, pinned=("l",))
     office.loads.reconfigure(msgspec.structs.replace(Settings(), models=models))
     office.loads.replace([*known(), (ModelSpec(id="n"), False, card("n"))])
-    assert {name: record.is_pinned for name, record in office.book.records.items()} == {
+    assert {name: record.is_pinned for name, record in office.registry.records.items()} == {
         "p": True, "l": True, "n": False,
     }  # fmt: skip
 
@@ -290,25 +290,25 @@ async def test_models_that_come_are_pinned_as_at_a_start(office: Office) -> None
 async def test_a_changed_source_waits_for_a_restart(office: Office) -> None:
     moved = ModelSpec(id="p", directory="/elsewhere")
     assert office.loads.replace([(moved, True, card("p")), known()[1]]) == ("the definition of model p",)
-    assert office.book.records["p"].spec.directory is None
+    assert office.registry.records["p"].spec.directory is None
 
 
 @in_office()
 async def test_a_model_removed_while_it_loads_is_not_kept(office: Office) -> None:
     office.loads.start()
     office.loads.replace(known()[1:])
-    office.crew.take()
+    office.children.take()
     office.report("p", "loaded", slot=1)
-    assert office.crew.take() == [("worker-1", messages.Unload("p"))]
+    assert office.children.take() == [("worker-1", messages.Unload("p"))]
 
 
 @in_office()
 async def test_a_model_removed_while_it_is_fetched_is_not_loaded(office: Office) -> None:
     office.loads.want("l")
     office.loads.replace(known()[:1])
-    office.crew.take()
+    office.children.take()
     await asyncio.gather(*office.tasks)
-    assert [message for _, message in office.crew.take() if isinstance(message, messages.Load)] == []
+    assert [message for _, message in office.children.take() if isinstance(message, messages.Load)] == []
 
 
 def known() -> list[tuple[ModelSpec, bool, ModelCard | None]]:
@@ -320,7 +320,7 @@ def known() -> list[tuple[ModelSpec, bool, ModelCard | None]]:
 
 def sent(office: Office) -> list[tuple[str, Any]]:
     """Return what the workers were told."""
-    return [(name, message) for name, message in office.crew.take() if name.startswith("worker")]
+    return [(name, message) for name, message in office.children.take() if name.startswith("worker")]
 
 
 def everywhere(message: Any) -> list[tuple[str, Any]]:
@@ -328,7 +328,7 @@ def everywhere(message: Any) -> list[tuple[str, Any]]:
 
 
 def view(office: Office, model: str) -> str:
-    return next(entry.state for entry in office.book.entries() if entry.card.id == model)
+    return next(entry.state for entry in office.registry.entries() if entry.card.id == model)
 
 
 def loaded_everywhere(office: Office, model: str, nbytes: int = 0) -> None:
@@ -417,7 +417,7 @@ async def test_reload_of_a_model_whose_load_is_unanswered_waits_for_the_unload(o
 
 @in_office()
 async def test_reload_of_a_directory_reads_its_files_anew(office: Office) -> None:
-    office.book.add(ModelSpec(id="d", directory="/somewhere"), False, card("d"))
+    office.registry.add(ModelSpec(id="d", directory="/somewhere"), False, card("d"))
     office.prepared = msgspec.structs.replace(card("d"), vocab_size=9)
     office.loads.manage("reload", "d")
     assert sent(office) == []
@@ -442,7 +442,7 @@ async def test_report_that_crosses_an_unload_does_not_bring_the_model_back(offic
     office.report("p", "loaded")
     gone_everywhere(office, "p")
     assert view(office, "p") == "available"
-    office.loads.greet(office.crew.workers[0])
+    office.loads.greet(office.children.workers[0])
     assert messages.Load(card("p")) not in [message for _, message in sent(office)]
 
 
@@ -464,7 +464,7 @@ EMPTY = Memory(1 << 40, 1 << 40)
 
 def add_stub(office: Office, model: str, memory_mb: int, *, is_pinned: bool = False) -> ModelCard:
     known = ModelCard(id=model, kind="stub", stub=StubOptions(memory_mb=memory_mb))
-    office.book.add(ModelSpec(id=model), False, known, is_pinned=is_pinned)
+    office.registry.add(ModelSpec(id=model), False, known, is_pinned=is_pinned)
     return known
 
 
@@ -476,14 +476,14 @@ async def test_load_waits_until_the_models_that_make_room_have_gone_and_memory_w
     sent(office)
     office.loads.want("new")
     assert sent(office) == everywhere(messages.Unload("old")), "two workers share the host's memory: 60 + 80 > 100 MiB"
-    office.loads.take_memory(office.crew.workers[0], EMPTY)
-    office.loads.greet(office.crew.workers[0])
+    office.loads.take_memory(office.children.workers[0], EMPTY)
+    office.loads.greet(office.children.workers[0])
     assert messages.Load(new) not in [message for _, message in sent(office)]
     loaded_everywhere(office, "p")
     gone_everywhere(office, "old")
-    office.loads.take_memory(office.crew.workers[0], EMPTY)
+    office.loads.take_memory(office.children.workers[0], EMPTY)
     assert sent(office) == everywhere(messages.Load(new))
-    assert office.crew.counted == [("sie_pressure_evictions_total", "old")]
+    assert office.children.counted == [("sie_pressure_evictions_total", "old")]
 
 
 @in_office(max_model_bytes=100 << 20)
@@ -494,7 +494,7 @@ async def test_load_beside_another_one_waits_for_that_to_end(office: Office) -> 
     office.loads.want("new")
     assert sent(office) == []
     loaded_everywhere(office, "first", 20 << 20)
-    office.loads.take_memory(office.crew.workers[0], EMPTY)
+    office.loads.take_memory(office.children.workers[0], EMPTY)
     assert sent(office) == everywhere(messages.Load(new))
 
 
@@ -503,13 +503,13 @@ async def test_load_that_no_worker_has_answered_yet_counts_as_one_that_goes_on(o
     first, second = add_stub(office, "first", 30), add_stub(office, "second", 30)
     office.loads.want("first")
     office.loads.want("second")
-    office.loads.take_memory(office.crew.workers[0], EMPTY)
+    office.loads.take_memory(office.children.workers[0], EMPTY)
     assert sent(office) == everywhere(messages.Load(first)), "60 + 60 > 100 MiB"
     loaded_everywhere(office, "first", 30 << 20)
-    office.loads.take_memory(office.crew.workers[0], EMPTY)
+    office.loads.take_memory(office.children.workers[0], EMPTY)
     assert sent(office) == everywhere(messages.Unload("first"))
     gone_everywhere(office, "first")
-    office.loads.take_memory(office.crew.workers[0], EMPTY)
+    office.loads.take_memory(office.children.workers[0], EMPTY)
     assert sent(office) == everywhere(messages.Load(second))
 
 
@@ -518,7 +518,7 @@ async def test_worker_that_dies_with_an_unanswered_load_does_not_hold_others_up(
     add_stub(office, "first", 20)
     second = add_stub(office, "second", 20)
     office.loads.want("first")
-    for worker in office.crew.workers:
+    for worker in office.children.workers:
         worker.channel = None
         office.loads.forget_worker(worker.slot, blame=True)
     office.loads.manage("unload", "first")
@@ -535,7 +535,7 @@ async def test_load_that_pinned_models_leave_no_room_for_is_refused_until_its_co
     loaded_everywhere(office, "pinned", 30 << 20)
     add_stub(office, "new", 30)
     office.loads.want("new")
-    record = office.book.records["new"]
+    record = office.registry.records["new"]
     assert sent(office) == []
     assert record.error is not None
     assert (record.error.extras["error_class"], record.error.extras["permanent"]) == ("PLACEMENT", False)
@@ -548,23 +548,23 @@ async def test_device_under_pressure_gives_up_one_model_at_a_time(office: Office
     for model in ("a", "b"):
         add_stub(office, model, 0)
         loaded_everywhere(office, model)
-    office.book.records["a"].last_used_s += 100.0
+    office.registry.records["a"].last_used_s += 100.0
     sent(office)
-    office.loads.take_memory(office.crew.workers[0], EMPTY)
+    office.loads.take_memory(office.children.workers[0], EMPTY)
     assert sent(office) == []
     for _ in range(2):
-        office.loads.take_memory(office.crew.workers[1], FULL)
+        office.loads.take_memory(office.children.workers[1], FULL)
     assert sent(office) == everywhere(messages.Unload("b"))
     gone_everywhere(office, "b")
-    office.loads.take_memory(office.crew.workers[1], Memory(0, 0))
+    office.loads.take_memory(office.children.workers[1], Memory(0, 0))
     office.loads._relieved_s = 0.0
-    office.loads.take_memory(office.crew.workers[1], Memory(0, 0))
+    office.loads.take_memory(office.children.workers[1], Memory(0, 0))
     assert sent(office) == [], "nothing is known of the memory"
-    office.loads.take_memory(office.crew.workers[1], FULL)
+    office.loads.take_memory(office.children.workers[1], FULL)
     assert sent(office) == everywhere(messages.Unload("a"))
     gone_everywhere(office, "a")
     office.loads._relieved_s = 0.0
-    office.loads.take_memory(office.crew.workers[1], FULL)
+    office.loads.take_memory(office.children.workers[1], FULL)
     assert sent(office) == [], "what was loaded first stays"
 
 
@@ -574,12 +574,12 @@ async def test_step_without_memory_costs_another_model_its_place_and_never_its_o
     add_stub(office, "a", 0)
     loaded_everywhere(office, "a")
     sent(office)
-    office.loads.relieve(office.crew.workers[0], "a")
+    office.loads.relieve(office.children.workers[0], "a")
     assert sent(office) == []
-    office.loads.relieve(office.crew.workers[0], "p")
-    office.loads.relieve(office.crew.workers[0], "p")
+    office.loads.relieve(office.children.workers[0], "p")
+    office.loads.relieve(office.children.workers[0], "p")
     assert sent(office) == everywhere(messages.Unload("a"))
-    assert office.crew.counted == [("sie_oom_evictions_triggered_total", "a")]
+    assert office.children.counted == [("sie_oom_evictions_triggered_total", "a")]
 
 
 @in_office()
@@ -587,12 +587,12 @@ async def test_load_that_overran_its_time_on_several_workers_is_one_failure_and_
     office: Office,
 ) -> None:
     killed: list[str] = []
-    for worker in office.crew.workers:
+    for worker in office.children.workers:
         worker.kill = lambda worker=worker: killed.append(worker.name)  # type: ignore[method-assign]
         office.report("p", "loading", slot=worker.slot, progress=0.0)
-    office.loads.tick(office.book.records["p"].loading_since_s[1] + 101)
+    office.loads.tick(office.registry.records["p"].loading_since_s[1] + 101)
     assert killed == ["worker-0", "worker-1"]
-    error = office.book.records["p"].error
+    error = office.registry.records["p"].error
     assert error is not None
     assert error.extras["attempts"] == 1
 
@@ -601,11 +601,11 @@ async def test_load_that_overran_its_time_on_several_workers_is_one_failure_and_
 async def test_worker_that_was_killed_over_a_load_does_not_begin_it_again_at_once(office: Office) -> None:
     office.report("p", "loaded", slot=0)
     office.report("p", "loading", slot=1, progress=0.0)
-    office.crew.workers[1].kill = lambda: None  # type: ignore[method-assign]
-    office.loads.tick(office.book.records["p"].loading_since_s[1] + 101)
+    office.children.workers[1].kill = lambda: None  # type: ignore[method-assign]
+    office.loads.tick(office.registry.records["p"].loading_since_s[1] + 101)
     office.loads.forget_worker(1, blame=True)
     sent(office)
-    office.book.records["p"].retry_at_s = 1e18
-    office.loads.greet(office.crew.workers[1])
+    office.registry.records["p"].retry_at_s = 1e18
+    office.loads.greet(office.children.workers[1])
     assert sent(office) == []
     assert view(office, "p") == "loaded", "the other worker serves it"

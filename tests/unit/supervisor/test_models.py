@@ -4,7 +4,7 @@ import pytest
 
 from sie.catalog.spec import ModelSpec
 from sie.ipc.messages import ModelEntry, ModelReport
-from sie.supervisor.models import ModelBook
+from sie.supervisor.models import ModelRegistry
 from sie.values.card import ModelCard
 from sie.values.errors import Internal, WireError, to_wire
 
@@ -19,18 +19,18 @@ class Book:
     """One model `m` and the workers that report on it."""
 
     def __init__(self, *, preload: bool = False, is_wanted: bool = True) -> None:
-        self.book = ModelBook(RETRY_S)
-        self.record = self.book.add(ModelSpec(id="m"), preload, ModelCard(id="m", kind="encoder"))
+        self.registry = ModelRegistry(RETRY_S)
+        self.record = self.registry.add(ModelSpec(id="m"), preload, ModelCard(id="m", kind="encoder"))
         if is_wanted and not preload:
-            assert self.book.want("m", 0.0) is self.record
+            assert self.registry.want("m", 0.0) is self.record
 
     def report(self, state, slot=0, now_s=1.0, error_class="ENGINE", **details) -> None:
         error = failure(error_class) if state == "failed" else None
-        self.book.report(slot, ModelReport("m", state, f"cpu-{slot}", error=error, **details), now_s)
+        self.registry.report(slot, ModelReport("m", state, f"cpu-{slot}", error=error, **details), now_s)
 
     @property
     def entry(self) -> ModelEntry:
-        (entry,) = self.book.entries()
+        (entry,) = self.registry.entries()
         return entry
 
     @property
@@ -46,17 +46,17 @@ def lazy():
 def test_lazy_model_is_available_until_somebody_wants_it():
     lazy = Book(is_wanted=False)
     assert lazy.view == ("available", (), False)
-    assert lazy.book.want("m", 1.0) is lazy.record
+    assert lazy.registry.want("m", 1.0) is lazy.record
     assert lazy.view == ("loading", (), False)
-    assert lazy.book.want("m", 2.0) is None, "it is loading already"
+    assert lazy.registry.want("m", 2.0) is None, "it is loading already"
 
 
 def test_unknown_model_is_nobody_s():
-    book = ModelBook(RETRY_S)
-    assert book.want("x", 0.0) is None
-    book.report(0, ModelReport("x", "loaded"), 0.0)
-    book.touch(("x",), 0.0)
-    assert book.entries() == ()
+    registry = ModelRegistry(RETRY_S)
+    assert registry.want("x", 0.0) is None
+    registry.report(0, ModelReport("x", "loaded"), 0.0)
+    registry.touch(("x",), 0.0)
+    assert registry.entries() == ()
 
 
 def test_loaded_model_names_its_workers_in_order_and_their_memory(lazy):
@@ -76,10 +76,10 @@ def test_model_is_loaded_as_soon_as_one_worker_has_it(lazy):
 
 def test_readiness_waits_for_preloaded_models_only():
     preloaded, lazy = Book(preload=True), Book()
-    assert lazy.book.is_ready()
-    assert preloaded.book.missing() == ["m"]
+    assert lazy.registry.is_ready()
+    assert preloaded.registry.missing() == ["m"]
     preloaded.report("loaded")
-    assert preloaded.book.is_ready()
+    assert preloaded.registry.is_ready()
 
 
 # --- failures ------------------------------------------------------------------------------------------------------------
@@ -100,9 +100,9 @@ def test_failed_load_is_cooled_down_twice_as_long_each_time(lazy, error_class, e
         lazy.report("failed", now_s=now_s, error_class=error_class)
         assert lazy.view == ("failed", (), False)
         waits.append(lazy.record.retry_at_s - now_s)
-        assert lazy.book.want("m", lazy.record.retry_at_s - 0.1) is None
+        assert lazy.registry.want("m", lazy.record.retry_at_s - 0.1) is None
         now_s = lazy.record.retry_at_s
-        assert lazy.book.want("m", now_s) is lazy.record
+        assert lazy.registry.want("m", now_s) is lazy.record
     assert waits == expected
 
 
@@ -110,7 +110,7 @@ def test_eighth_failure_is_permanent(lazy):
     for _ in range(8):
         assert not (lazy.entry.error and lazy.entry.error.extras["permanent"])
         lazy.report("failed", now_s=1e9)
-        lazy.book.want("m", 1e9 + 1e6)
+        lazy.registry.want("m", 1e9 + 1e6)
         lazy.record.wanted = True
     assert lazy.record.error.extras == {
         "error_class": "ENGINE", "detail": "kept", "attempts": 8, "permanent": True,
@@ -120,7 +120,7 @@ def test_eighth_failure_is_permanent(lazy):
 @pytest.mark.parametrize("error_class", ["GATED", "NOT_FOUND", "DEPENDENCY", "CONFIG"])
 def test_fault_that_trying_again_cannot_mend_is_permanent_at_once(lazy, error_class):
     lazy.report("failed", error_class=error_class)
-    assert lazy.book.want("m", 1e12) is None
+    assert lazy.registry.want("m", 1e12) is None
     error = lazy.entry.error
     assert (error.code, error.http_status, error.extras["permanent"]) == ("MODEL_LOAD_FAILED", 502, True)
     assert error.message == "it broke"
@@ -129,17 +129,17 @@ def test_fault_that_trying_again_cannot_mend_is_permanent_at_once(lazy, error_cl
 @pytest.mark.parametrize("error_class", ["OOM", "STORAGE", "NETWORK", "TIMEOUT", "UNKNOWN"])
 def test_fault_that_may_pass_is_not(lazy, error_class):
     lazy.report("failed", error_class=error_class)
-    assert lazy.book.want("m", 1e6) is lazy.record
+    assert lazy.registry.want("m", 1e6) is lazy.record
     assert lazy.entry.error is None, "the old failure says nothing about the new try"
 
 
 def test_success_forgets_failures(lazy):
     lazy.report("failed")
-    lazy.book.want("m", 1e6)
+    lazy.registry.want("m", 1e6)
     lazy.report("loaded")
     assert lazy.entry.error is None
     lazy.report("failed", now_s=0.0)
-    lazy.book.forget_worker(0, 0.0, blame=False)
+    lazy.registry.forget_worker(0, 0.0, blame=False)
     assert lazy.record.retry_at_s == RETRY_S
 
 
@@ -160,7 +160,7 @@ def test_worker_that_cannot_load_does_not_take_the_model_from_the_one_that_has_i
         lazy.report(state, slot=slot)
 
     assert lazy.view == ("loaded", (order.index("loaded"),), False)
-    assert lazy.book.want("m", 1e6) is None
+    assert lazy.registry.want("m", 1e6) is None
 
 
 def test_model_that_loaded_after_all_is_wanted_again(lazy):
@@ -174,9 +174,9 @@ def test_model_that_loaded_after_all_is_wanted_again(lazy):
 def test_preloaded_model_is_tried_again_without_a_request():
     preloaded = Book(preload=True)
     preloaded.report("failed", now_s=0.0)
-    assert preloaded.book.due_again(RETRY_S - 0.1) == []
-    assert preloaded.book.due_again(RETRY_S) == [preloaded.record]
-    assert preloaded.book.due_again(RETRY_S) == []
+    assert preloaded.registry.due_again(RETRY_S - 0.1) == []
+    assert preloaded.registry.due_again(RETRY_S) == [preloaded.record]
+    assert preloaded.registry.due_again(RETRY_S) == []
     assert preloaded.view == ("loading", (), False)
 
 
@@ -184,16 +184,16 @@ def test_lazy_or_permanently_failed_model_is_not_tried_without_a_request(lazy):
     lazy.report("failed", now_s=0.0)
     preloaded = Book(preload=True)
     preloaded.report("failed", error_class="CONFIG")
-    assert lazy.book.due_again(1e9) == preloaded.book.due_again(1e9) == []
+    assert lazy.registry.due_again(1e9) == preloaded.registry.due_again(1e9) == []
 
 
 def test_load_that_takes_too_long_is_overdue_until_its_worker_is_gone(lazy):
     lazy.report("loading", slot=1, now_s=100.0, progress=0.0)
     lazy.report("loading", slot=1, now_s=150.0, progress=0.5)
-    assert lazy.book.overdue(60.0, 160.0) == []
-    assert lazy.book.overdue(60.0, 160.1) == [(lazy.record, 1)]
-    lazy.book.forget_worker(1, 0.0, blame=False)
-    assert lazy.book.overdue(60.0, 1e9) == []
+    assert lazy.registry.overdue(60.0, 160.0) == []
+    assert lazy.registry.overdue(60.0, 160.1) == [(lazy.record, 1)]
+    lazy.registry.forget_worker(1, 0.0, blame=False)
+    assert lazy.registry.overdue(60.0, 1e9) == []
 
 
 # --- death and recovery --------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def test_load_that_takes_too_long_is_overdue_until_its_worker_is_gone(lazy):
 
 def test_model_whose_worker_died_is_recovering_until_it_is_loaded_again(lazy):
     lazy.report("loaded")
-    lazy.book.forget_worker(0, 0.0, blame=False)
+    lazy.registry.forget_worker(0, 0.0, blame=False)
     assert lazy.view == ("loading", (), True)
     lazy.report("loading")
     assert lazy.view == ("loading", (), True)
@@ -212,22 +212,22 @@ def test_model_whose_worker_died_is_recovering_until_it_is_loaded_again(lazy):
 def test_model_that_another_worker_still_has_is_not_recovering(lazy):
     lazy.report("loaded", slot=0)
     lazy.report("loaded", slot=1)
-    lazy.book.forget_worker(0, 0.0, blame=False)
+    lazy.registry.forget_worker(0, 0.0, blame=False)
     assert lazy.view == ("loaded", (1,), False)
 
 
 def test_model_that_was_never_loaded_is_not_recovering(lazy):
     lazy.report("loading")
-    lazy.book.forget_worker(0, 0.0, blame=False)
+    lazy.registry.forget_worker(0, 0.0, blame=False)
     assert lazy.view == ("loading", (), False)
 
 
 def test_model_that_cannot_be_loaded_again_is_not_recovering_and_neither_is_its_next_try(lazy):
     lazy.report("loaded")
-    lazy.book.forget_worker(0, 0.0, blame=False)
+    lazy.registry.forget_worker(0, 0.0, blame=False)
     lazy.report("failed")
     assert lazy.view == ("failed", (), False)
-    lazy.book.want("m", 1e6)
+    lazy.registry.want("m", 1e6)
     assert lazy.view == ("loading", (), False)
 
 
@@ -236,112 +236,112 @@ def test_model_that_cannot_be_loaded_again_is_not_recovering_and_neither_is_its_
 
 def test_model_is_idle_when_unused_for_so_long(lazy):
     lazy.report("loaded", now_s=100.0)
-    assert lazy.book.idle(10.0, 110.0) == []
-    assert lazy.book.idle(10.0, 110.1) == [lazy.record]
-    lazy.book.touch(("m",), 110.0)
-    assert lazy.book.idle(10.0, 119.0) == []
+    assert lazy.registry.idle(10.0, 110.0) == []
+    assert lazy.registry.idle(10.0, 110.1) == [lazy.record]
+    lazy.registry.touch(("m",), 110.0)
+    assert lazy.registry.idle(10.0, 119.0) == []
 
 
 def test_preloaded_model_is_never_idle():
     preloaded = Book(preload=True)
     preloaded.report("loaded")
-    assert preloaded.book.idle(1.0, 1e9) == []
+    assert preloaded.registry.idle(1.0, 1e9) == []
 
 
 def test_model_that_loads_somewhere_is_not_idle_but_a_failed_worker_does_not_matter(lazy):
     lazy.report("loaded", slot=0)
     lazy.report("loading", slot=1)
-    assert lazy.book.idle(1.0, 1e9) == []
+    assert lazy.registry.idle(1.0, 1e9) == []
     lazy.report("failed", slot=1)
-    assert lazy.book.idle(1.0, 1e9) == [lazy.record]
+    assert lazy.registry.idle(1.0, 1e9) == [lazy.record]
 
 
 def test_released_model_unloads_and_can_be_wanted_again(lazy):
     lazy.report("loaded")
-    lazy.book.release(lazy.record)
+    lazy.registry.release(lazy.record)
     assert lazy.view == ("unloading", (0,), False)
     lazy.report("unloading")
     assert lazy.view == ("unloading", (), False)
     lazy.report("available")
     assert lazy.view == ("available", (), False)
-    assert lazy.book.want("m", 1e3) is lazy.record
+    assert lazy.registry.want("m", 1e3) is lazy.record
 
 
 def test_released_model_whose_worker_dies_is_not_recovering(lazy):
     lazy.report("loaded")
-    lazy.book.release(lazy.record)
-    lazy.book.forget_worker(0, 0.0, blame=False)
+    lazy.registry.release(lazy.record)
+    lazy.registry.forget_worker(0, 0.0, blame=False)
     assert lazy.view == ("available", (), False)
 
 
 def test_models_keep_the_order_in_which_they_were_named():
-    book = ModelBook(RETRY_S)
+    registry = ModelRegistry(RETRY_S)
     for name in ("z", "a", "k"):
-        book.add(ModelSpec(id=name), True, None)
-    assert [entry.card.id for entry in book.entries()] == ["z", "a", "k"]
+        registry.add(ModelSpec(id=name), True, None)
+    assert [entry.card.id for entry in registry.entries()] == ["z", "a", "k"]
 
 
 def test_load_that_killed_its_worker_has_failed_and_cools_down(lazy):
     lazy.report("loading", progress=0.5)
-    lazy.book.forget_worker(0, 10.0, blame=True)
+    lazy.registry.forget_worker(0, 10.0, blame=True)
     assert lazy.entry.state == "failed"
     assert lazy.entry.error is not None
     assert "died while it loaded" in lazy.entry.error.message
-    assert lazy.book.want("m", 10.0 + RETRY_S - 1) is None
-    assert lazy.book.want("m", 10.0 + RETRY_S) is lazy.record
+    assert lazy.registry.want("m", 10.0 + RETRY_S - 1) is None
+    assert lazy.registry.want("m", 10.0 + RETRY_S) is lazy.record
 
 
 def test_load_that_waited_behind_another_is_not_to_blame_for_a_death(lazy):
     lazy.report("loading")
-    lazy.book.forget_worker(0, 10.0, blame=True)
+    lazy.registry.forget_worker(0, 10.0, blame=True)
     assert lazy.entry.state == "loading", "the restarted worker will load it"
 
 
 def test_load_is_overdue_from_its_own_start_not_from_the_queue(lazy):
     lazy.report("loading", now_s=0.0)
-    assert lazy.book.overdue(60.0, 1000.0) == []
+    assert lazy.registry.overdue(60.0, 1000.0) == []
     lazy.report("loading", now_s=1000.0, progress=0.0)
-    assert lazy.book.overdue(60.0, 1059.0) == []
-    assert lazy.book.overdue(60.0, 1061.0) == [(lazy.record, 0)]
+    assert lazy.registry.overdue(60.0, 1059.0) == []
+    assert lazy.registry.overdue(60.0, 1061.0) == [(lazy.record, 0)]
 
 
 def test_preload_that_failed_is_due_again_after_its_cool_down():
     preload = Book(preload=True)
     preload.report("failed", now_s=5.0)
-    assert preload.book.due_again(5.0 + RETRY_S - 1) == []
-    assert preload.book.due_again(5.0 + RETRY_S) == [preload.record]
+    assert preload.registry.due_again(5.0 + RETRY_S - 1) == []
+    assert preload.registry.due_again(5.0 + RETRY_S) == [preload.record]
     assert preload.view[0] == "loading"
 
 
 def test_a_model_that_was_not_fetched_yet_is_offered_with_its_profiles_and_not_judged():
-    book = ModelBook(RETRY_S)
+    registry = ModelRegistry(RETRY_S)
     spec = ModelSpec(id="BAAI/bge-m3", profiles={"short": {"max_seq_length": 64}})
-    record = book.add(spec, False, None)
-    (entry,) = book.entries()
+    record = registry.add(spec, False, None)
+    (entry,) = registry.entries()
     assert not entry.is_read
     assert set(entry.card.profiles) == {"default", "sparse", "multivector", "short"}
     record.card = ModelCard(id="BAAI/bge-m3", kind="encoder")
-    (entry,) = book.entries()
+    (entry,) = registry.entries()
     assert entry.is_read
 
 
 def test_model_that_was_let_go_is_not_brought_back_by_a_report_that_crossed(lazy):
     lazy.report("loaded", 0)
     lazy.report("loading", 1)
-    lazy.book.release(lazy.record)  # to make room on the first worker's device
+    lazy.registry.release(lazy.record)  # to make room on the first worker's device
     lazy.report("loaded", 1)
     for slot in range(2):
         lazy.report("unloading", slot)
         lazy.report("available", slot)
     assert lazy.view == ("available", (), False)
-    assert lazy.book.want("m", 2.0) is lazy.record, "it can be loaded again"
+    assert lazy.registry.want("m", 2.0) is lazy.record, "it can be loaded again"
 
 
 def test_model_that_is_wanted_again_after_an_unload_on_request_serves_where_it_loaded(lazy):
-    lazy.book.dismiss(lazy.record)
-    assert lazy.book.want("m", 1.0) is lazy.record
+    lazy.registry.dismiss(lazy.record)
+    assert lazy.registry.want("m", 1.0) is lazy.record
     lazy.report("loading", 0, progress=0.0)
     lazy.report("loading", 1, progress=0.0)
-    lazy.book.forget_worker(0, 2.0, blame=True)
+    lazy.registry.forget_worker(0, 2.0, blame=True)
     lazy.report("loaded", 1, 3.0)
     assert lazy.view == ("loaded", (1,), False)

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from sie.supervisor.notify import Herald, Notifier, watchdog_interval_s
+from sie.supervisor.notify import Notifier, SystemdReporter, watchdog_interval_s
 
 
 @pytest.mark.parametrize("is_abstract", [False, True])
@@ -60,49 +60,49 @@ class Heard(Notifier):
 
 def test_the_watchdog_is_fed_at_its_interval_and_not_without_one():
     heard = Heard()
-    herald = Herald(heard, 5.0)
+    systemd = SystemdReporter(heard, 5.0)
     for now_s in (100.0, 102.0, 104.9, 105.0, 109.0):
-        herald.feed(now_s)
+        systemd.pet_watchdog(now_s)
     assert heard.take() == ["WATCHDOG=1"] * 2
-    Herald(heard, None).feed(100.0)
+    SystemdReporter(heard, None).pet_watchdog(100.0)
     assert heard.take() == []
 
 
 def test_systemd_acts_after_the_supervisor_should_have():
-    """Last fed at most one interval before the silence counts, which is grace_s before the supervisor's own limit."""
-    herald = Herald(Heard(), 5.0)
+    """Last petted at most one interval before the stall counts, which is grace_s before the supervisor's own limit."""
+    systemd = SystemdReporter(Heard(), 5.0)
     systemd_waits_s, limit_s = 20.0, 30.0
-    assert limit_s - herald.grace_s - 5.0 + systemd_waits_s >= limit_s
+    assert limit_s - systemd.grace_s - 5.0 + systemd_waits_s >= limit_s
 
 
 def test_a_status_is_one_line_and_told_once():
     heard = Heard()
-    herald = Herald(heard, None)
-    herald.tell("a\nREADY=1 b")
-    herald.tell("a\nREADY=1 b")
+    systemd = SystemdReporter(heard, None)
+    systemd.set_status("a\nREADY=1 b")
+    systemd.set_status("a\nREADY=1 b")
     assert heard.take() == ["STATUS=a READY=1 b"]
 
 
 def test_a_reload_before_readiness_does_not_claim_readiness():
     heard = Heard()
-    herald = Herald(heard, None)
-    herald.reloading(1.0)
-    herald.reloaded()
+    systemd = SystemdReporter(heard, None)
+    systemd.reloading(1.0)
+    systemd.reloaded()
     assert heard.take() == []
-    herald.ready("serving")
-    herald.reloading(1.5)
-    herald.reloaded()
+    systemd.ready("serving")
+    systemd.reloading(1.5)
+    systemd.reloaded()
     assert heard.take() == ["READY=1", "STATUS=serving", "RELOADING=1", "MONOTONIC_USEC=1500000", "READY=1"]
-    herald.stopping("stopping", 40.0)
-    herald.reloading(2.0)
-    herald.reloaded()
-    herald.tell("serving")
+    systemd.stopping("stopping", 40.0)
+    systemd.reloading(2.0)
+    systemd.reloaded()
+    systemd.set_status("serving")
     assert heard.take() == ["STOPPING=1", "STATUS=stopping", "EXTEND_TIMEOUT_USEC=40000000"]
 
 
 def test_more_time_is_asked_for_every_few_seconds():
     heard = Heard()
-    herald = Herald(heard, None)
+    systemd = SystemdReporter(heard, None)
     for now_s in range(100, 111):
-        herald.extend(float(now_s))
+        systemd.extend_timeout(float(now_s))
     assert heard.take() == ["EXTEND_TIMEOUT_USEC=30000000"] * 3

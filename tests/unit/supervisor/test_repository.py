@@ -1,4 +1,4 @@
-"""What the supervisor does with model repositories. The crew is a list of names, the prepare helper two answers."""
+"""What the supervisor does with model repositories. The children is a list of names, the prepare helper two answers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from sie.ipc import messages
 from sie.ipc.messages import ManageRepository, ModelReport
 from sie.runtime.progress import Progress
 from sie.supervisor.loads import Loads
-from sie.supervisor.models import ModelBook
+from sie.supervisor.models import ModelRegistry
 from sie.supervisor.repository import Repositories
 from sie.values.card import ModelCard
 from sie.values.errors import Internal, WireError, from_wire, to_wire
-from tests.unit.supervisor.test_loads import FakeCrew
+from tests.unit.supervisor.test_loads import FakeChildren
 
 
 class Office:
@@ -34,14 +34,14 @@ class Office:
         self.found: list[RepositoryModel] | WireError = [model("a"), model("b", "1", "2")]
         self.broken: set[str] = set()
         self.looked_for: list[str] = []
-        self.crew = FakeCrew()
-        self.book = ModelBook(30.0)
+        self.children = FakeChildren()
+        self.registry = ModelRegistry(30.0)
         self.tasks: list[asyncio.Task[None]] = []
         preparer: Any = SimpleNamespace(prepare=self._prepare, find_models=self._find_models)
-        self.loads = Loads(settings, self.book, Progress(io.StringIO(), "json"), self._spawn, preparer)
-        self.loads.bind(self.crew, str, lambda: None)  # type: ignore[arg-type]
-        self.repositories = Repositories(settings, self.book, self.loads, preparer, self._spawn)
-        self.repositories.bind(self.crew)  # type: ignore[arg-type]
+        self.loads = Loads(settings, self.registry, Progress(io.StringIO(), "json"), self._spawn, preparer)
+        self.loads.bind(self.children, str, lambda: None)  # type: ignore[arg-type]
+        self.repositories = Repositories(settings, self.registry, self.loads, preparer, self._spawn)
+        self.repositories.bind(self.children)  # type: ignore[arg-type]
 
     def _spawn(self, work: Any) -> None:
         self.tasks.append(asyncio.ensure_future(work))
@@ -62,12 +62,12 @@ class Office:
         while self.tasks:
             await asyncio.gather(*[self.tasks.pop() for _ in range(len(self.tasks))])
             await asyncio.sleep(0)
-        self.heard = self.crew.take()
+        self.heard = self.children.take()
         return [_short(message) for name, message in self.heard if name == "worker-0"]
 
     async def manage(self, action: Any, name: str) -> list[Any]:
         """Ask as an administrator; return what workers were told. `error` is what the answer said."""
-        self.repositories.manage(self.crew.frontends[0], ManageRepository(7, action, name))
+        self.repositories.manage(self.children.frontends[0], ManageRepository(7, action, name))
         told = await self.settle()
         (answer,) = [message for _, message in self.heard if isinstance(message, messages.Managed)]
         assert answer.number == 7
@@ -75,13 +75,13 @@ class Office:
         return told
 
     def report(self, model_id: str, state: Any) -> None:
-        for worker in self.crew.workers:
+        for worker in self.children.workers:
             self.loads.report(worker, ModelReport(model_id, state))
 
     def loaded(self, *model_ids: str) -> None:
         for model_id in model_ids:
             self.report(model_id, "loaded")
-        self.crew.take()
+        self.children.take()
 
     def staged(self, model_id: str, reason: str = "", *, slots: tuple[int, ...] = (0, 1)) -> None:
         """Let these workers answer the latest `Stage` of a model."""
@@ -91,17 +91,17 @@ class Office:
         )  # fmt: skip
         error = to_wire(Internal(reason, extras={"error_class": "CONFIG"})) if reason else None
         for slot in slots:
-            self.loads.hear(self.crew.workers[slot], messages.Staged(number, model_id, error))
+            self.loads.on_worker_message(self.children.workers[slot], messages.Staged(number, model_id, error))
 
     def entry(self, model_id: str) -> messages.ModelEntry:
-        return next(entry for entry in self.book.entries() if entry.card.id == model_id)
+        return next(entry for entry in self.registry.entries() if entry.card.id == model_id)
 
     def directory(self, model_id: str) -> str:
         return self.entry(model_id).card.directory
 
     @property
     def states(self) -> dict[str, str]:
-        return {entry.card.id: entry.state for entry in self.book.entries()}
+        return {entry.card.id: entry.state for entry in self.registry.entries()}
 
 
 def _short(message: Any) -> Any:
@@ -143,9 +143,9 @@ async def test_all_models_are_loaded_at_the_start_and_readiness_waits_for_them(o
         ("load", "a/versions/1"), ("load", "b/versions/1"), ("load", "b/versions/2"),
     ]  # fmt: skip
     assert not office.repositories.is_reading
-    assert not office.book.is_ready()
+    assert not office.registry.is_ready()
     office.loaded("a/versions/1", "b/versions/1", "b/versions/2")
-    assert office.book.is_ready()
+    assert office.registry.is_ready()
 
 
 @in_office()
@@ -154,7 +154,7 @@ async def test_a_model_that_fails_says_why_and_leaves_the_others_and_readiness_a
     await office.settle()
     office.loaded("a/versions/1", "b/versions/1")
     assert office.states == {"a/versions/1": "loaded", "b/versions/1": "loaded", "b/versions/2": "failed"}
-    assert office.book.is_ready()
+    assert office.registry.is_ready()
 
 
 @in_office()
@@ -163,12 +163,12 @@ async def test_a_model_without_versions_is_known_with_its_reason(office: Office)
     await office.settle()
     office.loaded("a/versions/1")
     assert office.states["e/versions"] == "failed"
-    entry = office.book.entries()[1]
+    entry = office.registry.entries()[1]
     assert entry.card.tensor is not None
     assert (entry.card.tensor.name, entry.card.tensor.version) == ("e", "")
     assert entry.error is not None
     assert entry.error.message == "it has no version to serve"
-    assert office.book.is_ready()
+    assert office.registry.is_ready()
 
 
 @in_office()
@@ -176,7 +176,7 @@ async def test_a_repository_that_cannot_be_read_keeps_no_server_from_serving(off
     office.found = to_wire(Internal("no permission"))
     assert await office.settle() == []
     assert not office.repositories.is_reading
-    assert office.book.is_ready()
+    assert office.registry.is_ready()
 
 
 @in_office()
@@ -202,7 +202,7 @@ async def test_nothing_is_loaded_on_request_unless_control_is_explicit(office: O
 @in_office(control="explicit")
 async def test_explicit_control_loads_what_it_is_asked_to(office: Office):
     assert await office.settle() == []
-    assert office.book.is_ready()
+    assert office.registry.is_ready()
     assert set(office.states.values()) == {"available"}
     assert sorted(await office.manage("load", "b")) == [("load", "b/versions/1"), ("load", "b/versions/2")]
     office.loaded("b/versions/1", "b/versions/2")
@@ -453,11 +453,11 @@ async def test_a_worker_that_starts_while_the_files_are_bad_does_not_load_them_a
     office.found, office.broken = [model("a", stamp="new")], {A}
     await office.manage("load", "a")
     office.loads.forget_worker(0, blame=False)
-    office.loads.greet(office.crew.workers[0])
+    office.loads.greet(office.children.workers[0])
     assert await office.settle() == []
     assert office.entry(A).workers == (1,)
     office.loads.forget_worker(1, blame=False)  # nobody has it any more, and the files are what they are
-    office.loads.greet(office.crew.workers[1])
+    office.loads.greet(office.children.workers[1])
     assert await office.settle() == []
     entry = office.entry(A)
     assert entry.error is not None
@@ -467,7 +467,7 @@ async def test_a_worker_that_starts_while_the_files_are_bad_does_not_load_them_a
 @in_office(control="explicit")
 async def test_a_successor_that_takes_too_long_is_given_up_with_its_worker(office: Office):
     killed: list[int] = []
-    for worker in office.crew.workers:
+    for worker in office.children.workers:
         worker.kill = lambda slot=worker.slot: killed.append(slot)  # type: ignore[method-assign]
     await replaced(office)
     office.staged(A, slots=(1,))

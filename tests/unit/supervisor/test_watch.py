@@ -97,41 +97,41 @@ def test_tick_tells_how_late_it_came_and_only_if_that_matters(judge):
 
 @pytest.mark.parametrize("status", [1, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS])
 def test_every_death_but_a_kill_may_be_the_input_s_doing(judge, status):
-    assert judge.blames_input(status, 0, had_no_memory=False)
+    assert judge.blames_input(status, 0, was_oom_killed=False)
 
 
 def test_kill_from_outside_blames_nothing(judge):
-    assert not judge.blames_input(-signal.SIGKILL, 0, had_no_memory=False)
-    assert not judge.blames_input(0, 0, had_no_memory=False), "a worker that was asked to stop exits with 0"
+    assert not judge.blames_input(-signal.SIGKILL, 0, was_oom_killed=False)
+    assert not judge.blames_input(0, 0, was_oom_killed=False), "a worker that was asked to stop exits with 0"
 
 
 def test_kill_after_our_own_abort_blames_the_step(judge):
     judge.judge_worker(0, step(100), 112.0, 0.0)
-    assert judge.blames_input(-signal.SIGKILL, 0, had_no_memory=False)
-    assert not judge.blames_input(-signal.SIGKILL, 1, had_no_memory=False)
+    assert judge.blames_input(-signal.SIGKILL, 0, was_oom_killed=False)
+    assert not judge.blames_input(-signal.SIGKILL, 1, was_oom_killed=False)
 
 
 def test_kill_for_want_of_memory_blames_the_step(judge):
-    assert judge.blames_input(-signal.SIGKILL, 0, had_no_memory=True)
+    assert judge.blames_input(-signal.SIGKILL, 0, was_oom_killed=True)
 
 
 def test_a_worker_is_silent_some_time_before_it_is_judged_to_hang(judge):
-    for now_s, is_silent in ((107.9, False), (108.1, True), (111.1, True), (111.3, True)):
+    for now_s, is_hung in ((107.9, False), (108.1, True), (111.1, True), (111.3, True)):
         judge.judge_worker(0, step(100), now_s, 0.0)
-        assert judge.is_silent(0, 3.0) is is_silent, now_s
+        assert judge.is_hung(0, 3.0) is is_hung, now_s
     judge.forget(0)
-    assert not judge.is_silent(0, 3.0)
+    assert not judge.is_hung(0, 3.0)
 
 
 def test_a_long_grace_is_half_of_the_watchdog(judge):
     judge.judge_worker(0, step(100), 105.9, 0.0)
-    assert not judge.is_silent(0, 1000.0)
+    assert not judge.is_hung(0, 1000.0)
     judge.judge_worker(0, step(100), 106.1, 0.0)
-    assert judge.is_silent(0, 1000.0)
+    assert judge.is_hung(0, 1000.0)
 
 
 def test_a_worker_that_moves_on_is_not_silent(judge):
     judge.judge_worker(0, step(100), 110.0, 0.0)
-    assert judge.is_silent(0, 3.0)
+    assert judge.is_hung(0, 3.0)
     judge.judge_worker(0, step(110, seq=2), 110.1, 0.0)
-    assert not judge.is_silent(0, 3.0)
+    assert not judge.is_hung(0, 3.0)

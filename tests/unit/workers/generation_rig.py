@@ -188,7 +188,7 @@ class Frontend:
     def lease(self, nbytes: int) -> Lease | None:
         return self._space.lease(nbytes)
 
-    def put_off(self, try_send: Callable[[], bool]) -> None:
+    def retry_later(self, try_send: Callable[[], bool]) -> None:
         self._put_off.append(try_send)
 
     def try_tokens(self, lease: Lease, length: int) -> bool:

@@ -461,13 +461,13 @@ async def test_replies_without_room_wait_for_those_before_them(office: Office):
     for values, answer in zip(asked, answers, strict=True):
         np.testing.assert_array_equal(answer["OUTPUT0"], values)
     assert office.num_steps == 3  # two fit the token budget, and nothing was run again
-    assert office.worker.loop._answers._kept.used_bytes == 0
+    assert office.worker.loop._replies._kept.used_bytes == 0
 
 
 @in_office()
 async def test_a_reply_over_its_limit_is_refused_and_others_are_not(office: Office):
-    limit = office.worker.loop._answers._max_reply_bytes
-    office.worker.loop._answers._max_reply_bytes = 4096
+    limit = office.worker.loop._replies._max_reply_bytes
+    office.worker.loop._replies._max_reply_bytes = 4096
     office.stub()
     big, small = await office.answer(
         office.ask("stub", {"INPUT0": np.zeros(1025, np.float32)}),

@@ -96,7 +96,7 @@ def test_reply_holds_what_was_kept(outputs: tuple[str, ...]) -> None:
     request = kept_request(link, kept, *outputs)
     assert request.num_left == 0
     assert kept.used_bytes > 0
-    assert request.try_answer()
+    assert request.try_reply()
     assert (request.ended, kept.used_bytes) == (True, 0)
     reply = read(link, *outputs)
     if "dense" in outputs:
@@ -119,10 +119,10 @@ def test_reply_without_room_waits_and_is_sent_when_there_is_some() -> None:
     blocker = link.lease(4000)
     request = kept_request(link, kept, "multivector")
     assert blocker is not None
-    assert not request.try_answer()
+    assert not request.try_reply()
     assert (request.ended, link.sent) == (False, [])
     blocker.end()
-    assert request.try_answer()
+    assert request.try_reply()
     assert read(link, "multivector").multivector is not None
 
 
@@ -134,7 +134,7 @@ def test_worker_that_keeps_too_much_refuses_that_request_alone() -> None:
     error = link.error()
     assert (error.code, error.http_status, error.retry_after_s) == ("RESOURCE_EXHAUSTED", 503, 5)
     assert kept.used_bytes == 12
-    assert first.try_answer()
+    assert first.try_reply()
     assert kept.used_bytes == 0
 
 

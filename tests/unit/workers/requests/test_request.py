@@ -25,7 +25,7 @@ class MemoryLink:
         self.sent = []
         self.waiting = []
 
-    def put_off(self, try_send):
+    def retry_later(self, try_send):
         self.waiting.append(try_send)
 
     def view(self, descriptor):
@@ -125,7 +125,7 @@ def test_reply_holds_rows_in_their_places_and_the_times(link):
     request.put_row(1, memoryview(np.array([3, 4], np.float32)).cast("B"))
     assert request.num_left == 1
     request.put_row(0, memoryview(np.array([1, 2], np.float32)).cast("B"))
-    assert request.try_answer()
+    assert request.try_reply()
 
     ((kind, request_id, lease, length),) = link.sent
     assert (kind, request_id, request.ended) == (REPLY, 77, True)

@@ -11,8 +11,8 @@ def test_a_models_own_pace_decides_what_its_steps_are_allowed():
     pace = Pace({})
     unknown = pace.allowed_ns("slow", 1)
     for _ in range(200):
-        pace.learn("slow", 1, 10_000_000_000)
-        pace.learn("fast", 1000, 1_000_000)
+        pace.record("slow", 1, 10_000_000_000)
+        pace.record("fast", 1000, 1_000_000)
     assert pace.allowed_ns("slow", 1) > 50_000_000_000 > unknown
     assert pace.allowed_ns("fast", 1) < 1_100_000_000
     assert pace.allowed_ns("fast", 1_000_000) - pace.allowed_ns("fast", 0) == pytest.approx(10_000_000_000, rel=1e-3)
@@ -22,7 +22,7 @@ def test_a_step_without_tokens_or_time_says_nothing():
     sizes: dict[str, float] = {}
     pace = Pace(sizes, 1)
     unknown = pace.allowed_ns("m", 1)
-    pace.learn("m", 0, 1000)
+    pace.record("m", 0, 1000)
     pace.adapt("m", 0, 1000)
     pace.adapt("m", 10, 0)
     assert sizes == {}

@@ -6,16 +6,16 @@ import pytest
 
 from sie.shm.extent_headers import TensorTask
 from sie.values.tensor import QueuePolicy, TensorRule
-from sie.workers.scheduling.queue_policy import turn_of
+from sie.workers.scheduling.queue_policy import policy_of
 from sie.workers.scheduling.scheduler import State, plan_step
-from sie.workers.scheduling.waiting import Budget, Step, Turn, Waiting
+from sie.workers.scheduling.waiting import Budget, RequestPolicy, Step, Waiting
 
 NEVER_NS = 1 << 62
 BUDGET = Budget(max_tokens=100, max_items=64, max_age_ns=1000)
 
 
-def waiting(name: str, turn: Turn, *, deadline_ns: int = NEVER_NS, max_rows: int = 1) -> Waiting:
-    return Waiting(name, 0, 1, 0, deadline_ns, likeness="alike", max_rows=max_rows, turn=turn)
+def waiting(name: str, policy: RequestPolicy, *, deadline_ns: int = NEVER_NS, max_rows: int = 1) -> Waiting:
+    return Waiting(name, 0, 1, 0, deadline_ns, batch_key="alike", max_rows=max_rows, policy=policy)
 
 
 def state_of(*items: Waiting) -> State:
@@ -52,27 +52,34 @@ def task(priority: int = 0, timeout_us: int = 0) -> TensorTask:
 
 def test_lower_priorities_go_first_and_equal_ones_in_their_order():
     state = state_of(
-        *[waiting(f"{name}{level}", Turn(level)) for name, level in zip("abcdef", (2, 1, 3, 1, 2, 1), strict=True)]
+        *[
+            waiting(f"{name}{level}", RequestPolicy(level))
+            for name, level in zip("abcdef", (2, 1, 3, 1, 2, 1), strict=True)
+        ]
     )
     assert order(state) == ["b1", "d1", "f1", "a2", "e2", "c3"]
 
 
 def test_a_step_is_filled_up_with_lower_priorities():
     state = state_of(
-        *[waiting(name, Turn(level), max_rows=3) for name, level in zip("abcd", (3, 2, 1, 2), strict=True)]
+        *[waiting(name, RequestPolicy(level), max_rows=3) for name, level in zip("abcd", (3, 2, 1, 2), strict=True)]
     )
     assert names(plan_step(state, BUDGET, 0)) == ["c", "b", "d"]
 
 
 def test_one_of_a_high_priority_overtakes_more_than_a_plan_looks_at():
     budget = Budget(max_tokens=100, max_items=64, max_age_ns=1000, window_items=4)
-    state = state_of(*[waiting(str(number), Turn(2)) for number in range(50)], waiting("first", Turn(1)))
+    state = state_of(
+        *[waiting(str(number), RequestPolicy(2)) for number in range(50)], waiting("first", RequestPolicy(1))
+    )
     assert names(plan_step(state, budget, 0)) == ["first"]
 
 
 def test_what_waited_too_long_is_refused_and_never_runs():
     state = state_of(
-        waiting("late", Turn(1, until_ns=10)), waiting("patient", Turn(1)), waiting("soon", Turn(1, until_ns=11))
+        waiting("late", RequestPolicy(1, until_ns=10)),
+        waiting("patient", RequestPolicy(1)),
+        waiting("soon", RequestPolicy(1, until_ns=11)),
     )
     step = plan_step(state, BUDGET, 10)
     assert step is not None
@@ -82,7 +89,7 @@ def test_what_waited_too_long_is_refused_and_never_runs():
 
 
 def test_a_step_may_only_refuse():
-    state = state_of(waiting("late", Turn(1, until_ns=10)))
+    state = state_of(waiting("late", RequestPolicy(1, until_ns=10)))
     step = plan_step(state, BUDGET, 10)
     assert step is not None
     assert (step.items, len(step.refused)) == ([], 1)
@@ -92,18 +99,23 @@ def test_a_step_may_only_refuse():
 
 def test_what_is_delayed_goes_behind_its_own_priority_and_before_the_next():
     state = state_of(
-        waiting("late", Turn(1, until_ns=10, delays=True)), waiting("lower", Turn(2)), waiting("timely", Turn(1))
+        waiting("late", RequestPolicy(1, until_ns=10, delays=True)),
+        waiting("lower", RequestPolicy(2)),
+        waiting("timely", RequestPolicy(1)),
     )
     assert order(state, 9) == ["late", "timely", "lower"]
     state = state_of(
-        waiting("late", Turn(1, until_ns=10, delays=True)), waiting("lower", Turn(2)), waiting("timely", Turn(1))
+        waiting("late", RequestPolicy(1, until_ns=10, delays=True)),
+        waiting("lower", RequestPolicy(2)),
+        waiting("timely", RequestPolicy(1)),
     )
     assert order(state, 10) == ["timely", "late", "lower"]
 
 
 def test_a_full_queue_refuses_the_latest_of_its_own_priority():
     state = state_of(
-        *[waiting(f"a{number}", Turn(1, max_requests=2)) for number in range(4)], waiting("b", Turn(2, max_requests=1))
+        *[waiting(f"a{number}", RequestPolicy(1, max_requests=2)) for number in range(4)],
+        waiting("b", RequestPolicy(2, max_requests=1)),
     )
     step = plan_step(state, BUDGET, 0)
     assert step is not None
@@ -113,15 +125,15 @@ def test_a_full_queue_refuses_the_latest_of_its_own_priority():
 
 
 def test_a_deadline_ends_what_has_a_turn_too():
-    state = state_of(waiting("a", Turn(2), deadline_ns=5), waiting("b", Turn(1)))
+    state = state_of(waiting("a", RequestPolicy(2), deadline_ns=5), waiting("b", RequestPolicy(1)))
     step = plan_step(state, BUDGET, 5)
     assert step is not None
     assert ([item.request for item in step.expired], names(step)) == (["a"], ["b"])
 
 
 def test_no_priorities_and_no_policies_are_no_turn():
-    assert turn_of(rule(), task(3, 5), 0) is None
-    assert turn_of(rule(2, 1), task(2), 0) == Turn(2)
+    assert policy_of(rule(), task(3, 5), 0) is None
+    assert policy_of(rule(2, 1), task(2), 0) == RequestPolicy(2)
 
 
 @pytest.mark.parametrize(
@@ -133,11 +145,11 @@ def test_no_priorities_and_no_policies_are_no_turn():
     ],
 )  # fmt: skip
 def test_a_requests_own_timeout_may_only_shorten(policy: QueuePolicy, timeout_us: int, until_ns: int):
-    assert turn_of(rule(level0=policy), task(0, timeout_us), 100) == Turn(0, until_ns)
+    assert policy_of(rule(level0=policy), task(0, timeout_us), 100) == RequestPolicy(0, until_ns)
 
 
 def test_a_priority_has_its_own_policy_or_the_one_for_all():
     found = rule(3, 2, level0=QueuePolicy(max_requests=5), level3=QueuePolicy(delays=True, timeout_us=1))
-    assert turn_of(found, task(1), 0) == Turn(1, max_requests=5)
-    assert turn_of(found, task(3), 0) == Turn(3, until_ns=1000, delays=True)
-    assert turn_of(rule(3, 2, level3=QueuePolicy(max_requests=1)), task(2), 0) == Turn(2)
+    assert policy_of(found, task(1), 0) == RequestPolicy(1, max_requests=5)
+    assert policy_of(found, task(3), 0) == RequestPolicy(3, until_ns=1000, delays=True)
+    assert policy_of(rule(3, 2, level3=QueuePolicy(max_requests=1)), task(2), 0) == RequestPolicy(2)

@@ -179,7 +179,7 @@ def test_items_put_back_are_first_again_in_order():
     step = plan_step(state, BUDGET, 0)
     assert sizes(step) == [20, 30, 40]
     state.remove(step)
-    state.put_back("m", step.items)
+    state.requeue("m", step.items)
     assert [one.num_tokens for one in state.queues["m"]] == [20, 30, 40, 99]
 
 
@@ -187,7 +187,7 @@ def test_items_can_be_put_back_when_nothing_else_waits():
     state = state_of(item(40))
     step = take(state)
     assert not state
-    state.put_back("m", step.items)
+    state.requeue("m", step.items)
     assert sizes(take(state)) == [40]
 
 
@@ -254,7 +254,7 @@ def test_items_that_could_not_run_cost_their_model_nothing():
     for _ in range(30):
         step = plan_step(state, BUDGET, 0)
         state.remove(step)
-        state.put_back("blocked", step.items)
+        state.requeue("blocked", step.items)
     for _ in range(30):
         state.add("other", item(100))
     order = [take(state).model for _ in range(20)]
@@ -263,9 +263,11 @@ def test_items_that_could_not_run_cost_their_model_nothing():
 
 
 def rows(
-    likeness: object, num_rows: int = 1, *, max_rows: int = 4, num_tokens: int = 1, alone: bool = False
+    batch_key: object, num_rows: int = 1, *, max_rows: int = 4, num_tokens: int = 1, alone: bool = False
 ) -> Waiting:
-    return Waiting(object(), 0, num_tokens, 0, NEVER_NS, alone, likeness=likeness, num_rows=num_rows, max_rows=max_rows)
+    return Waiting(
+        object(), 0, num_tokens, 0, NEVER_NS, alone, batch_key=batch_key, num_rows=num_rows, max_rows=max_rows
+    )
 
 
 def test_only_alike_items_share_a_step_with_the_oldest():
@@ -331,7 +333,7 @@ ONE_ITEM = Budget(max_tokens=1, max_items=1, max_age_ns=10**12)
 @pytest.mark.parametrize("other", ["e", "g"])
 def test_model_that_stands_shares_the_time_with_items_that_wait_its_own_among_them(other):
     state = State()
-    state.stand("g")
+    state.activate("g")
     order = ""
     for number in range(30):
         state.add(other, Waiting(None, number, 1, number, 10**9))
@@ -348,10 +350,10 @@ def test_model_that_stands_shares_the_time_with_items_that_wait_its_own_among_th
 
 def test_model_that_stands_late_has_saved_up_nothing():
     state = State()
-    state.stand("a")
+    state.activate("a")
     for _ in range(10):
         state.charge(own_name("a"), 100)
-    state.stand("b")
+    state.activate("b")
     order = ""
     for _ in range(6):
         step = plan_step(state, ONE_ITEM, 0)
@@ -363,7 +365,7 @@ def test_model_that_stands_late_has_saved_up_nothing():
 def test_state_is_true_while_a_model_stands():
     state = State()
     assert not state
-    state.stand("g")
+    state.activate("g")
     assert state
-    state.sit("g")
+    state.deactivate("g")
     assert plan_step(state, ONE_ITEM, 0) is None

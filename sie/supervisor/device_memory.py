@@ -1,7 +1,7 @@
-"""Owns what the supervisor knows of memory on each device, and asks `evictions` what has to go from it.
+"""Tracks the memory of each device, and asks `evictions` which models to unload from it.
 
-Workers of one device share its memory, all CPU workers the host's. One thing at a time happens on a device: while a
-model loads there or leaves, what is free is not known, and nothing else is decided.
+Workers on one device share its memory; all CPU workers share the host's. While a model loads or unloads on a device,
+its free memory is unknown, so nothing else is decided for it.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from sie.supervisor.evictions import (
 from sie.supervisor.models import Record
 
 
-class Room(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a load: now; or later, after these models have gone or others have settled; or not at all."""
+class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The decision on a load: now, later (after evictions or other loads), or never."""
 
     victims: tuple[str, ...] = ()
     must_wait: bool = False
     refusal: str = ""
 
 
-class Rooms:
-    """All devices of the server."""
+class DeviceMemories:
+    """The memory of all the server's devices."""
 
     def __init__(self, settings: Models, devices: list[str]) -> None:
-        """Devices are the workers', by slot."""
+        """Devices are the workers' devices, by slot."""
         self._policy = Policy(pressure_pct=settings.memory_pressure_pct, max_model_bytes=settings.max_model_bytes)
         self._dtype = settings.dtype
         self._devices = devices
         self._memory: dict[str, Memory] = {}
 
     def report(self, slot: int, memory: Memory) -> None:
-        """Take a worker's measurement; a total of 0 says that it has none."""
+        """Record a worker's measurement; a total of 0 means that it has none."""
         if memory.total_bytes:
             self._memory[self._devices[slot]] = memory
         else:
             self._memory.pop(self._devices[slot], None)
 
-    def for_load(self, record: Record, records: Collection[Record]) -> Room:
-        """Say whether a model fits onto every device that does not have it yet."""
+    def plan_load(self, record: Record, records: Collection[Record]) -> LoadPlan:
+        """Decide whether a model fits onto every device that does not have it yet."""
         assert record.card is not None
         others = [other for other in records if other is not record]
         victims: list[str] = []
@@ -65,12 +65,12 @@ class Rooms:
             tenants = self._tenants(device, others)
             chosen, short = plan_evictions(self._policy, self._memory.get(device), tenants, needed)
             if short:
-                return Room(refusal=_refusal(device, needed, short))
+                return LoadPlan(refusal=_refusal(device, needed, short))
             victims += [model for model in chosen if model not in victims]
-        return Room(victims=tuple(victims), must_wait=must_wait or bool(victims))
+        return LoadPlan(victims=tuple(victims), must_wait=must_wait or bool(victims))
 
     def pressure_victim(self, slot: int, records: Collection[Record]) -> str | None:
-        """Return the model to unload because a worker's device is over its share, or None."""
+        """Return the model to unload because a worker's device is over its limit, or None."""
         device = self._devices[slot]
         if not is_under_pressure(self._policy, self._memory.get(device)) or self._is_settling(device, records):
             return None
