@@ -1,4 +1,4 @@
-"""Owns the process that runs models: one per device, the only place with torch.
+"""Runs models: one process per device, and the only place with torch.
 
 Never imports granian, nats or `sie.frontend`.
 """

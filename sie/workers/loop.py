@@ -1,6 +1,6 @@
-"""Runs the worker: drain what came, plan a step, run it, reply. The only file of the worker with effects on rings.
+"""Runs the worker's step loop: drain requests, plan a step, run it, reply. Only this worker file affects rings.
 
-One thread. It waits in epoll only when nothing waits for a step, and nothing in it waits for a peer.
+It has one thread. It waits in epoll only if no item waits for a step, and it never waits for a peer.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from sie.workers.telemetry import WorkerMetrics
 _log = get_logger(__name__)
 _IDLE_WAIT_S = 0.2
 _CREDIT_WAIT_S = 0.005
-_BEAT_NS = 200_000_000
-_TEND_NS = 1_000_000_000
+_HEARTBEAT_NS = 200_000_000
+_PERIODIC_NS = 1_000_000_000
 _IDLE_ALLOWED_NS = 350_000_000
-"""How long a turn without a step may take: over the idle wait, and so little that a hang is found within watchdog_s + 0.5 s."""
+"""Allowed time of an iteration without a step: over the idle wait, but hangs show within watchdog_s + 0.5 s."""
 
 
 class Loop:
@@ -65,7 +65,7 @@ class Loop:
         read_memory: Callable[[], messages.MemoryReport] | None = None,
         ceiling: Ceiling | None = None,
     ) -> None:
-        """Report what read_memory returns once a second, if it is given; ceiling is that of every model at first."""
+        """read_memory, if given, is called and reported once a second; ceiling is the first one of every model."""
         self._first_ceiling = ceiling
         self._tell_loaded = on_loaded
         self._read_memory = read_memory
@@ -77,7 +77,7 @@ class Loop:
         self._budget = budget
         self._state = State()
         self._parked: dict[str, list[Waiting]] = {}
-        """Items by model that no reply memory could be found for; not in the queues, where they would block others."""
+        """Items by model whose replies found no memory. They are not in the queues, where they would block others."""
         self._replies = ReplyWriter(settings)
         self._recovery = Recovery(
             self._attempt,
@@ -89,15 +89,15 @@ class Loop:
         self._links: dict[int, FrontendLink] = {}
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
-        self._joining = Joining(settings, large, watch=self._watch, unwatch=self._unwatch, on_link=self._welcome)
+        self._joining = Joining(settings, large, watch=self._watch, unwatch=self._unwatch, on_link=self._attach)
         self._generators = Generators(
             settings, device=host.device, state=self._state, metrics=metrics, max_suspects=page.max_entries,
             announce=self._announce, ask_for_memory=self._recovery.ask_for_memory,
         )  # fmt: skip
         self._pace = Pace(self._state.max_tokens, int(settings.scheduler.max_step_ms * 1e6))
-        # On a busy machine a step on a CPU takes longer however small it is: there its processor time counts.
+        # On a busy machine every CPU step takes longer, whatever its size, so its processor time counts there.
         self._busy_ns = time.thread_time_ns if host.device == "cpu" else time.monotonic_ns
-        self._num_steps = self._beat_ns = self._tended_ns = 0
+        self._num_steps = self._heartbeat_ns = self._periodic_ns = 0
         self._watch(channel.fileno(), self._on_control)
         self._watch(host.event_fd, self._on_loaded)
         self._watch(self._adapters.event_fd, self._adapters.collect)
@@ -107,54 +107,54 @@ class Loop:
         """Serve until the supervisor closes the control channel."""
         try:
             while True:
-                self.turn(_IDLE_WAIT_S)
+                self.run_once(_IDLE_WAIT_S)
         except ChannelClosedError:
             _log.debug("the supervisor closed the control channel")
 
-    def turn(self, wait_s: float) -> None:
-        """Take in what came and run one step; wait at most wait_s for news while there is nothing to run.
+    def run_once(self, wait_s: float) -> None:
+        """Handle events and run one step. Wait at most wait_s for events while no step can run.
 
-        Raises ChannelClosedError when the supervisor has gone.
+        Raises ChannelClosedError if the supervisor is gone.
         """
         self._poll(0.0 if self._state else self._idle_wait_s(wait_s))
         if self._replies:
             self._replies.retry(time.monotonic_ns(), self._may_get_memory)
         if self._parked and not self._may_get_memory():
-            self._unpark()  # what held the room was cancelled, so that no release tells of it
+            self._unpark()  # a cancel freed the memory, so no release announces it
         now_ns = time.monotonic_ns()
-        if now_ns - self._beat_ns > _BEAT_NS:
-            self._beat(now_ns)
-        if now_ns - self._tended_ns > _TEND_NS:
-            self._tend(now_ns)
+        if now_ns - self._heartbeat_ns > _HEARTBEAT_NS:
+            self._publish_heartbeat(now_ns)
+        if now_ns - self._periodic_ns > _PERIODIC_NS:
+            self._run_periodic(now_ns)
         if self._generators.engines:
             self._generators.tend(now_ns)
         step = plan_step(self._state, self._budget, now_ns)
         if step is not None and step.is_own:
             self._generators.step(step.model)
-            self._beat(time.monotonic_ns())
+            self._publish_heartbeat(time.monotonic_ns())
         elif step is not None:
             self._state.remove(step)
             self._apply(step)
-        self._settle()
+        self._finish_iteration()
 
-    def _beat(self, now_ns: int) -> None:
-        """Say that the loop turns: between steps, too, a worker that stands still must be found."""
-        self._beat_ns = now_ns
+    def _publish_heartbeat(self, now_ns: int) -> None:
+        """Publish that the loop runs. A worker that hangs between steps must be detected, too."""
+        self._heartbeat_ns = now_ns
         self._page.write(self._num_steps, now_ns, _IDLE_ALLOWED_NS, "idle")
 
-    def _tend(self, now_ns: int) -> None:
-        """Do what is due about once a second."""
-        self._tended_ns = now_ns
+    def _run_periodic(self, now_ns: int) -> None:
+        """Do the work that is due once a second."""
+        self._periodic_ns = now_ns
         drop_outgrown(self._state.ceilings, self._budget.max_tokens, now_ns)
         for link in self._links.values():
-            link.retry()  # a lease that ended here, without a release, may have made room
+            link.retry()  # a lease that ended here without a release may have freed memory
         if self._read_memory is not None:
             self._channel.send(self._read_memory())
 
-    # --- what comes in --------------------------------------------------------------------------------------------
+    # --- events ---------------------------------------------------------------------------------------------------
 
     def _idle_wait_s(self, wait_s: float) -> float:
-        """Return how long to wait for news; replies without credit or room are tried again soon."""
+        """Return how long to wait for events; replies without credit or memory are retried soon."""
         num_unsent = sum([not link.flush() for link in self._links.values()])
         is_unsent = num_unsent or self._replies or self._generators.is_unsent
         return min(wait_s, _CREDIT_WAIT_S) if is_unsent else wait_s
@@ -165,7 +165,7 @@ class Loop:
 
     def _unwatch(self, fd: int) -> None:
         if self._handlers.pop(fd, None) is not None:
-            with contextlib.suppress(OSError):  # closing it has taken it out already
+            with contextlib.suppress(OSError):  # closing it has already removed it
                 self._epoll.unregister(fd)
 
     def _poll(self, timeout_s: float) -> None:
@@ -179,12 +179,12 @@ class Loop:
             message, fds = received
             match message:
                 case messages.Attach():
-                    self._leave(message.peer_slot)
+                    self._detach_slot(message.peer_slot)
                     self._joining.add(message, fds)
                 case Load() | Unload() | Stage() | Unstage():
                     self._host.apply(message)
                 case messages.Configure(settings):
-                    set_level(settings.server.log_level)  # nothing else here changes while the worker runs
+                    set_level(settings.server.log_level)  # the other settings here are fixed while the worker runs
                 case messages.LoadAdapter() | messages.UnloadAdapter():
                     self._adapters.apply(message)
                 case _:
@@ -202,25 +202,25 @@ class Loop:
             self._generators.add(runner)
             self._tell_loaded(card)
             calm_collector()
-            self._tended_ns = 0
+            self._periodic_ns = 0
 
-    def _leave(self, slot: int) -> None:
-        """Forget whoever has this slot."""
+    def _detach_slot(self, slot: int) -> None:
+        """Detach the frontend in this slot, if there is one."""
         link = self._links.get(slot)
         if link is not None:
             self._detach(link)
 
-    def _welcome(self, link: FrontendLink) -> None:
+    def _attach(self, link: FrontendLink) -> None:
         self._links[link.slot] = link
         self._watch(link.attachment.bell_fd, lambda: self._on_bell(link))
         self._watch(link.attachment.sock_fd, lambda: self._on_socket(link))
         self._watch(link.attachment.pidfd, lambda: self._detach(link))
 
     def _detach(self, link: FrontendLink) -> None:
-        """Forget a frontend that is dead: its queued work never runs, its memory is unmapped."""
+        """Drop a dead frontend: its queued work never runs, and its memory is unmapped."""
         for fd in (link.attachment.bell_fd, link.attachment.sock_fd, link.attachment.pidfd):
             self._unwatch(fd)
-        self._unpark()  # and what is left behind may find room in memory that now is free
+        self._unpark()  # the other parked items may find the memory that is now free
         for item in self._state.drop_where(lambda request: request.link is link):
             item.request.drop()
         self._replies.drop(link)
@@ -230,12 +230,12 @@ class Loop:
         link.close()
 
     def _on_socket(self, link: FrontendLink) -> None:
-        """Read a large segment's announcement; at the end of file stop using the peer until its pidfd speaks."""
+        """Read the announcement of a large segment. At end of file, stop reading until the pidfd reports a death."""
         try:
             if not link.attachment.read_socket():
                 self._unwatch(link.attachment.sock_fd)
         except ProtocolError as error:
-            self._accuse(link, error)
+            self._report_fault(link, error)
 
     def _on_bell(self, link: FrontendLink) -> None:
         try:
@@ -251,9 +251,9 @@ class Loop:
             link.flush()
             link.check()
         except ProtocolError as error:
-            self._accuse(link, error)
+            self._report_fault(link, error)
 
-    def _accuse(self, link: FrontendLink, error: ProtocolError) -> None:
+    def _report_fault(self, link: FrontendLink, error: ProtocolError) -> None:
         _log.error("frontend-%d broke the protocol: %s", link.slot, error)
         self._detach(link)
         self._channel.send(messages.PeerFault(link.slot))
@@ -294,7 +294,7 @@ class Loop:
         runner = hosted.runner
         assert runner is not None
         now_ns = time.monotonic_ns()
-        for item in step.items:  # before others look for room: these may leave some
+        for item in step.items:  # before others look for memory: a cancel may free some
             if not item.request.ended and item.request.is_cancelled:
                 item.request.cancel()
         items = [item for item in step.items if self._may_run(item.request, hosted.card, now_ns)]
@@ -302,7 +302,7 @@ class Loop:
             blocked = [item for item in step.items if not item.request.ended and not item.request.has_started]
             if blocked:
                 self._park(step.model, blocked)
-        self._send_replies()  # of those that do not run
+        self._send_replies()  # those of items that do not run
         for same in by_operation(items):
             self._run(runner, hosted.card, same)
 
@@ -319,13 +319,13 @@ class Loop:
         return self._replies.try_start(request, code, width, now_ns)
 
     def _may_get_memory(self) -> bool:
-        """Tell whether a frontend still has a reply that it will give back."""
+        """Return whether a frontend still holds a reply that it will release."""
         return any(link.num_leased for link in self._links.values())
 
     def _park(self, model: str, items: list[Waiting]) -> None:
-        """Set items aside until a reply extent is released; without one that could be, there will never be room.
+        """Set items aside until a reply extent is released. If none will be, their replies can never fit.
 
-        What follows an item that leads goes with it: it must not find room while that one is away.
+        The items behind a leading item go with it: they must not find memory without it.
         """
         if self._may_get_memory():
             led = {id(item.request) for item in items if item.leads}
@@ -336,7 +336,7 @@ class Loop:
             request.fail(BadRequest(NEVER_FITS))
 
     def _unpark(self) -> None:
-        """Let parked items compete again, ahead of what came after them."""
+        """Return parked items to the front of their queues."""
         parked, self._parked = self._parked, {}
         for model, items in parked.items():
             self._state.requeue(model, items)
@@ -348,18 +348,18 @@ class Loop:
             self._forward(runner, card, items, num_tokens)
         except Exception as error:
             self._recovery.recover(runner, card, items, error)
-        # Not when an error ends the worker: the page then says what it was running.
+        # Skipped if an error ends the worker: its page must still name the running step.
         ended_ns = time.monotonic_ns()
-        self._beat(ended_ns)
+        self._publish_heartbeat(ended_ns)
         self._measure(card, items, num_tokens, ended_ns - started_ns)
         self._pace.adapt(card.id, num_tokens, self._busy_ns() - started_busy_ns)
 
     def _attempt(self, runner: Runner, card: ModelCard, items: list[Waiting]) -> None:
-        """Run items of a failed step once more; raises what the runner raises."""
+        """Run items of a failed step once more. Raises what the runner raises."""
         self._forward(runner, card, items, sum(item.num_tokens for item in items))
 
     def _forward(self, runner: Runner, card: ModelCard, items: list[Waiting], num_tokens: int) -> None:
-        """Run one forward pass and answer it; raises what the runner raises."""
+        """Run one forward pass and answer it. Raises what the runner raises."""
         running = {id(item.request): item.request.inflight_entry for item in items}
         started_ns = self._announce(self._pace.allowed_ns(card.id, num_tokens), running.values(), num_tokens)
         outputs = forward(runner, items)
@@ -367,12 +367,12 @@ class Loop:
         self._send_replies()
 
     def _send_replies(self) -> None:
-        """Send what was answered, with one bell for each frontend; the rest is tried again when idle."""
+        """Send the queued replies, with one doorbell for each frontend. Unsent ones are retried when idle."""
         for link in self._links.values():
             link.flush()
 
     def _announce(self, allowed_ns: int, running: Collection[tuple[int, int]], num_tokens: int = 0) -> int:
-        """Say what is about to run, for how long at most, and whom to blame for it; return the time."""
+        """Publish the next step, its time allowance and its requests (the suspects of a death). Return the time."""
         self._num_steps += 1
         started_ns = time.monotonic_ns()
         self._page.write(self._num_steps, started_ns, allowed_ns, "step", running, num_tokens=num_tokens)
@@ -386,13 +386,13 @@ class Loop:
         self._metrics.observe_batch(card.id, num_rows, num_tokens, took_ns / 1e9)
         self._pace.record(card.id, num_tokens, took_ns)
 
-    def _settle(self) -> None:
-        """Send what is left, free the models that are to go and that nothing waits for, and publish what is in use."""
+    def _finish_iteration(self) -> None:
+        """Send remaining replies, free unloading models without work, and publish metrics."""
         self._send_replies()
         for model in self._host.unloading():
             if not (model in self._state.queues or model in self._parked or self._generators.is_busy(model)):
                 self._host.finish_unload(model)
-                self._tended_ns = 0  # what is free now matters to loads that wait
+                self._periodic_ns = 0  # report the free memory soon: loads may wait for it
                 self._metrics.set_model(model, self._host.device, loaded=False, memory_bytes=0)
                 self._adapters.forget(model)
                 self._generators.forget(model)

@@ -1,4 +1,4 @@
-"""Starts a worker: pinned before anything that makes threads is imported, then the step loop until the end."""
+"""Starts a worker process. It must pin the process to its cores before it imports anything that creates threads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from sie.workers.telemetry import GpuTelemetry, WorkerMetrics, gpu_identity
 _log = get_logger(__name__)
 _CONFIGURE_TIMEOUT_S = 10.0
 _CPU_STEP_TOKENS = 1024
-"""On a CPU the linear layers are as fast at 256 tokens as at 2,048; a smaller step keeps a newcomer's wait short."""
+"""On a CPU, linear layers are as fast at 256 tokens as at 2,048; a smaller step keeps a new request's wait short."""
 _GPU_STEP_TOKENS = 16384
 
 
@@ -75,20 +75,20 @@ def main() -> int:
         read_memory=lambda: measure(launch.device),
         ceiling=ceiling_after_kill(launch.max_step_tokens, time.monotonic_ns()),
     )
-    stall_notices.tell(lambda seconds: channel.send(Silence(seconds)))
+    stall_notices.set_listener(lambda seconds: channel.send(Silence(seconds)))
     channel.send(Ready())
     try:
         loop.run()
     except DeviceLostError as error:
         _log.critical("the device is lost to this process: %s", error)
-        os._exit(EXIT_STATUS)  # libraries that clean up at the exit would ask the device, and may hang
+        os._exit(EXIT_STATUS)  # libraries that clean up at exit would call the device and may hang
     return 0
 
 
 def _gpu_telemetry_starter(launch: Launch, counters: CounterPage) -> Callable[[ModelCard], None]:
-    """Return what starts to sample this worker's GPU with the first model that uses it.
+    """Return a callback that starts sampling this worker's GPU with the first model that uses it.
 
-    Not before: torch tells which device it is, and a worker of stubs never imports torch.
+    It cannot start earlier: torch identifies the device, and a worker with only stubs never imports torch.
     """
     started: list[GpuTelemetry] = []
 
@@ -119,11 +119,11 @@ def _budget(launch: Launch, settings: Settings) -> Budget:
 
 
 def _builder(launch: Launch, settings: Settings) -> Callable[[ModelCard, Callable[[float, str], None]], Runner]:
-    """Return what loads a model. Torch is imported by the first model that needs it; stubs never do."""
+    """Return the function that loads a model. The first model that needs torch imports it; stubs never do."""
 
     def build(card: ModelCard, progress: Callable[[float, str], None]) -> Runner:
         if card.kind == "stub" and card.generate is not None:
-            from sie.workers.generation.stub import StubGenerator  # each kind imports only its own
+            from sie.workers.generation.stub import StubGenerator  # each kind imports only its own modules
 
             return StubGenerator(card, settings.generation.kv_block_tokens, launch.slot)
         if card.kind == "stub":

@@ -1,7 +1,7 @@
-"""Owns what the step loop may ask of a loaded model, whatever kind it is.
+"""Defines the interfaces between the step loop and the runners of loaded models.
 
-A runner turns one step's inputs into rows and knows nothing of rings, requests or dtypes: the loop passes its rows on
-to `sie.workers.requests.finish`. It is called from one thread at a time.
+A runner turns one step's inputs into rows. It must not know rings, requests or output dtypes: the loop passes its rows
+to `sie.workers.requests.finish`. One thread at a time calls it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sie.values.generate import Sampling, TokenLogprob
 
 
 class Pair(NamedTuple):
-    """One query and document as token ids (t_i,) int32; token_types (t_i,) uint8 where the model wants them."""
+    """One query and document as token ids (t_i,) int32; token_types (t_i,) uint8 if the model needs them."""
 
     token_ids: NDArray[np.int32]
     token_types: NDArray[np.uint8] | None = None
@@ -32,10 +32,10 @@ class ImageItem(NamedTuple):
 
 
 class SearchedImage(NamedTuple):
-    """One image and what is looked for in it.
+    """One image and the queries to find in it.
 
-    queries are token ids (t_i,) int32, one array a label, or one for a text of all of them: one tuple for all images of
-    a request. key is equal exactly where the queries are.
+    queries are token ids (t_i,) int32: one array for each label, or one for a text of all labels. All images of a
+    request share the tuple. key is equal exactly if the queries are.
     """
 
     pixels: NDArray[np.uint8]
@@ -44,11 +44,11 @@ class SearchedImage(NamedTuple):
 
 
 class Adapters(Protocol):
-    """The adapters that a loaded model has in memory; it is false while there are none.
+    """The adapters that a loaded model has in memory; false if there are none.
 
-    A runner that can have some has them as `adapters`, and its method takes `loras` behind the other arguments: each
-    item's adapter, empty for none. It is left out when no item of the step has one. `read` may run on a thread beside
-    the steps, everything else only between them.
+    A runner that supports adapters has them as `adapters`. Its method then takes `loras` after the other arguments:
+    each item's adapter, empty for none. The argument is left out if no item of the step has an adapter. `read` may run
+    on a thread beside the steps, everything else only between steps.
     """
 
     def __len__(self) -> int: ...
@@ -56,7 +56,9 @@ class Adapters(Protocol):
     def __contains__(self, name: object) -> bool: ...
 
     def read(self, spec: AdapterSpec) -> Any:
-        """Return what `install` takes. Raises Internal for what does not fit, BadRequest when the model has no place."""
+        """Return the weights for `install`. Raises Internal if they do not fit, BadRequest if the model has no place
+        for them.
+        """
         ...
 
     def install(self, name: str, weights: Any) -> int:
@@ -64,7 +66,7 @@ class Adapters(Protocol):
         ...
 
     def remove(self, name: str) -> None:
-        """Free an adapter; no step names it any more."""
+        """Free an adapter that no step uses any more."""
         ...
 
 
@@ -76,10 +78,10 @@ class TokenRunner(Protocol):
     memory_bytes: int
 
     def run_tokens(self, token_ids: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:
-        """Return (n, d) float32 rows, C order, the caller's to keep; the checkpoint's last normalise not applied.
+        """Return (n, d) float32 rows, C order, owned by the caller, without the checkpoint's last normalisation.
 
-        Each item is (t_i,), at most the card's maximum; one without a token has a row of zeros. Raises BadRequest for an id outside the
-        vocabulary.
+        Each item is (t_i,), at most the card's maximum; an item without tokens gets a row of zeros. Raises BadRequest
+        for an id outside the vocabulary.
         """
         ...
 
@@ -92,31 +94,31 @@ class TextRunner(Protocol):
     memory_bytes: int
 
     def run_texts(self, texts: Sequence[bytes | memoryview]) -> NDArray[np.float32]:
-        """Return (n, d) float32 rows, C order, the caller's to keep."""
+        """Return (n, d) float32 rows, C order, owned by the caller."""
         ...
 
 
 class Want(Protocol):
-    """What one item of a step is for; a request's header is one."""
+    """The wanted outputs of one item of a step; a request's header is one."""
 
     @property
     def output_types(self) -> tuple[str, ...]:
-        """Which of the card's outputs the item wants."""
+        """The outputs of the card that the item wants."""
         ...
 
     @property
     def is_query(self) -> bool:
-        """Whether it is a query, for a model that treats queries unlike documents."""
+        """Whether the item is a query, for a model that treats queries and documents differently."""
         ...
 
     @property
     def expand_to(self) -> int | None:
-        """Length that a query is filled up to, if not the card's own."""
+        """The length to which a query is padded, or None for the card's own."""
         ...
 
 
 class Comparison:
-    """A query that documents are compared with, over as many steps as they take; one for each request."""
+    """A query that documents are compared with, over as many steps as needed; one for each request."""
 
     __slots__ = ("expand_to", "normalize", "output_types", "outputs", "query")
 
@@ -126,7 +128,7 @@ class Comparison:
         self.normalize = header.normalize
         self.expand_to = header.expand_to
         self.query: Any = None
-        """What the runner keeps of the query once it ran."""
+        """The runner's own data of the query, set once the query has run."""
 
 
 class Side(NamedTuple):
@@ -137,24 +139,24 @@ class Side(NamedTuple):
 
     @property
     def output_types(self) -> tuple[str, ...]:
-        """Which of the card's outputs are compared."""
+        """The outputs of the card that are compared."""
         return self.comparison.output_types
 
     @property
     def expand_to(self) -> int | None:
-        """To how many tokens a query is filled up, where not to the card's own number."""
+        """The length to which a query is padded, or None for the card's own."""
         return self.comparison.expand_to
 
 
 class StepOutputs(NamedTuple):
-    """What one forward pass gave, for the n items of a step; an output that no item wants is None.
+    """The outputs of one forward pass for the n items of a step; None for an output that no item wants.
 
-    dense is (n, d) float32 and counts only where an item wants it. sparse holds for each item that wants it its
-    indices (e,) int32, ascending, and values (e,) float32, positive and finite; multivector its rows (r, d) float32,
-    not normalised; both hold None for the others. scores (n, 1) float32 come alone, from pairs or comparisons, and so
-    does what an extractor answers with: extract one value an item, token_logits (t_i, classes) float32 for each,
-    boxes (b_i, 5 + k) float32 for each, or logits (n, classes) float32. tensors, alone too, holds the wanted outputs of
-    each request to infer.
+    dense is (n, d) float32 and counts only for items that want it. sparse holds, for each item that wants it, indices
+    (e,) int32, ascending, and values (e,) float32, positive and finite. multivector holds rows (r, d) float32, not
+    normalised. Both hold None for other items. scores (n, 1) float32, from pairs or comparisons, come without other
+    outputs. So do an extractor's outputs: extract with one value an item, token_logits (t_i, classes) float32 for each
+    item, boxes (b_i, 5 + k) float32 for each item, or logits (n, classes) float32. tensors, also alone, holds the
+    wanted outputs of each infer request.
     """
 
     dense: NDArray[np.float32] | None = None
@@ -169,7 +171,7 @@ class StepOutputs(NamedTuple):
 
 
 class OutputsRunner(Protocol):
-    """A model with outputs beside dense; reads token ids, or for a stub UTF-8 text (and images)."""
+    """A model with outputs besides dense. It reads token ids; a stub reads UTF-8 text (and images)."""
 
     takes: Literal["wants"]
     card: ModelCard
@@ -180,16 +182,16 @@ class OutputsRunner(Protocol):
         ...
 
     def run_comparisons(self, inputs: Sequence[Any], sides: Sequence[Side]) -> NDArray[np.float32]:
-        """Return (n, 1) float32 scores, C order, the caller's to keep, 0 for a query; only where the card `compares`.
+        """Return (n, 1) float32 scores, C order, owned by the caller, 0 for a query; only if the card `compares`.
 
-        A query is kept for the documents of later steps; one of a document comes no later than it does. A document
-        without a vector to compare has the score -inf.
+        A query is kept for the documents of later steps. It comes no later than its documents. A document without a
+        vector to compare has the score -inf.
         """
         ...
 
 
 class DualEncoder(Protocol):
-    """A model of texts and images in one space; reads token ids and `ImageItem`s."""
+    """A model of texts and images in one vector space; reads token ids and `ImageItem`s."""
 
     takes: Literal["wants"]
     card: ModelCard
@@ -201,15 +203,15 @@ class DualEncoder(Protocol):
 
 
 class PairRunner(Protocol):
-    """A model that scores pairs, beside or instead of encoding."""
+    """A model that scores pairs, besides or instead of encoding."""
 
     card: ModelCard
     memory_bytes: int
 
     def run_pairs(self, pairs: Sequence[Any]) -> NDArray[np.float32]:
-        """Return (n, 1) float32 scores, C order, the caller's to keep.
+        """Return (n, 1) float32 scores, C order, owned by the caller.
 
-        A pair is a `Pair`, or UTF-8 bytes for a model that reads text (WorkHeader says in which form).
+        A pair is a `Pair`, or UTF-8 bytes for a model that reads text (WorkHeader gives their form).
         """
         ...
 
@@ -223,15 +225,15 @@ class ExtractRunner(Protocol):
     def run_extract(self, inputs: Sequence[Any], tasks: Sequence[ExtractTask]) -> Sequence[Extraction]:
         """Return one extraction for each input of a step, in order.
 
-        Inputs are in the form that the card's rule reads: for `text` uint8 (bytes,) of UTF-8. Their tasks may differ,
-        and the runner groups what must run together. What only one item is to hear is that item's `Extraction.error`;
-        an exception is the whole step's.
+        Inputs have the form that the card's rule reads: for `text`, uint8 (bytes,) of UTF-8. Tasks may differ, and the
+        runner groups the inputs that must run together. An error of one item goes into that item's `Extraction.error`;
+        an exception fails the whole step.
         """
         ...
 
 
 class Detector(Protocol):
-    """A model that finds things in images."""
+    """A model that finds objects in images."""
 
     card: ModelCard
     memory_bytes: int
@@ -239,31 +241,31 @@ class Detector(Protocol):
     def run_boxes(self, images: Sequence[SearchedImage], thresholds: Sequence[float]) -> Sequence[NDArray[np.float32]]:
         """Return the boxes (b, 5 + k) float32 of each image whose score is over its threshold.
 
-        The columns are those of `sie.shm.extent_headers.ReplyHeader`. Images may look for different things, and the runner groups
-        what must run together.
+        The columns are those of `sie.shm.extent_headers.ReplyHeader`. Queries of images may differ, and the runner
+        groups the images that must run together.
         """
         ...
 
 
 class TokenClassifier(Protocol):
-    """A model that gives each token a class."""
+    """A model that classifies each token."""
 
     card: ModelCard
     memory_bytes: int
 
     def run_token_logits(self, token_ids: Sequence[NDArray[np.int32]]) -> Sequence[NDArray[np.float32]]:
-        """Return the logits (t_i, classes) float32 of each sequence (t_i,), the caller's to keep."""
+        """Return the logits (t_i, classes) float32 of each sequence (t_i,), owned by the caller."""
         ...
 
 
 class PairClassifier(Protocol):
-    """A model that gives each pair of texts a class."""
+    """A model that classifies each pair of texts."""
 
     card: ModelCard
     memory_bytes: int
 
     def run_logits(self, pairs: Sequence[Pair]) -> NDArray[np.float32]:
-        """Return (n, classes) float32 logits, C order, the caller's to keep."""
+        """Return (n, classes) float32 logits, C order, owned by the caller."""
         ...
 
 
@@ -274,42 +276,42 @@ class TensorRunner(Protocol):
     memory_bytes: int
 
     def run_tensors(self, requests: Sequence[TensorInputs]) -> Sequence[tuple[OutputTensor, ...]]:
-        """Return each request's outputs, in the order in which it names them, else the card's.
+        """Return each request's outputs, in the order of its list of outputs, or else of the card's.
 
-        All of them run at once: they are alike but for their rows, which together are at most the card's
-        max_batch_size (`sie.workers.requests.tensors.grouping`). Raises BadRequest for what the model rejects.
+        All requests run at once. They differ only in their rows, at most the card's max_batch_size together
+        (`sie.workers.requests.tensors.grouping`). Raises BadRequest for inputs that the model rejects.
         """
         ...
 
 
 class Matcher(Protocol):
-    """How far one choice has followed its grammar."""
+    """The grammar state of one choice."""
 
     def fill_mask(self, allowed: NDArray[np.int32]) -> None:
-        """Write which tokens may come next: bit i & 31 of word i >> 5."""
+        """Write the mask of tokens that may come next: bit i & 31 of word i >> 5."""
         ...
 
     def consume(self, token_id: int) -> None:
-        """Take the token that was chosen. Raises BadRequest when the grammar is too complex behind it."""
+        """Advance by the chosen token. Raises BadRequest if the grammar becomes too complex after it."""
         ...
 
     def fork(self) -> Matcher:
-        """Return another one that has come as far and goes its own way."""
+        """Return an independent copy in the same state."""
         ...
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing but an end-of-text token may follow."""
+        """Whether only an end-of-text token may follow."""
         ...
 
 
 class Draw(NamedTuple):
     """One token to choose from a slot's last logits.
 
-    position is that of the token to choose, in the whole sequence; with the seed and the choice it gives the random
-    number (`Sampling`). history holds the ids (t,) of prompt and answer that penalties count; None where there are none.
-    forbidden: tokens that must not be chosen, as end of text while it is ignored. logprobs as in `GenerateTask`.
-    num_prompt: tokens of the sequence that are the prompt; the answer is behind them.
+    position is the index of the token to choose in the whole sequence. With the seed and the choice it gives the random
+    number (`Sampling`). history holds the ids (t,) of prompt and answer that penalties count, or None without
+    penalties. forbidden: tokens that must not be chosen, such as end of text while it is ignored. logprobs as in
+    `GenerateTask`. num_prompt: the number of prompt tokens; the answer follows them.
     """
 
     sampling: Sampling
@@ -323,11 +325,11 @@ class Draw(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """Given tokens whose log probabilities a step finds out, and where it writes these.
+    """Given tokens whose log probabilities a step computes, and the arrays it writes them to.
 
-    targets (n,) int32 stand behind the tokens `first`, first + 1, ... of a slot. own (n,) float32 are theirs; top_ids (n, k)
-    int32 and top (n, k) float32 are those of the k likeliest at each place, best first. Of a step that fails they mean
-    nothing.
+    targets (n,) int32 follow the tokens `first`, first + 1, ... of a slot. own (n,) float32 are their log
+    probabilities. top_ids (n, k) int32 and top (n, k) float32 are those of the k likeliest tokens at each place, best
+    first. After a failed step the arrays have no meaning.
     """
 
     first: int
@@ -338,12 +340,12 @@ class Scored(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """The part of one sequence in a step: its next tokens, and where its keys and values lie.
+    """One sequence's part of a step: its next tokens, and the blocks of its keys and values.
 
-    token_ids (t,) int32 stand at positions start, start + 1, ... Position p has its keys and values in block
-    blocks[p // block_tokens], row p % block_tokens; those before start are there already. Without draws nothing is
-    chosen, as behind all but the last part of a prompt; the choices of a request whose prompt has just been read have
-    a draw each, from one slot. scored: what is to be found out of the tokens themselves.
+    token_ids (t,) int32 are at positions start, start + 1, ... The keys and values of position p are in block blocks[p
+    // block_tokens], row p % block_tokens; those before start exist already. Without draws no token is chosen, as after
+    every prefill chunk except the last. When the prompt is complete, the choices of a request have one draw each, from
+    one slot. scored: the log probabilities to compute for the tokens themselves.
     """
 
     token_ids: NDArray[np.int32]
@@ -354,7 +356,7 @@ class Slot(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """A token, and what its draw wanted to know of it."""
+    """A chosen token, and the log probabilities that its draw asked for."""
 
     token_id: int
     logprob: TokenLogprob | None = None
@@ -370,19 +372,19 @@ class GenerateRunner(Protocol):
     dtype: str
     block_tokens: int
     vocab_size: int
-    """Of a row of logits."""
+    """The width of a row of logits."""
     num_blocks: int
-    """Blocks of keys and values there is memory for, numbers 0 to num_blocks - 1."""
+    """The number of blocks of keys and values that fit in memory, numbered from 0."""
 
     def run_step(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> Sequence[tuple[Chosen, ...]]:
-        """Copy blocks (from, to), run all slots in one forward pass, and return what each slot's draws chose.
+        """Copy blocks (from, to), run all slots in one forward pass, and return the tokens of each slot's draws.
 
-        Whether slots share a step changes results only by rounding. Raises what the library raises.
+        Sharing a step changes results only by rounding. Raises what the library raises.
         """
         ...
 
     def compile_grammar(self, kind: str, text: str) -> Matcher:
-        """Return a fresh matcher (`sie.values.generate.GrammarKind`). Runs on any thread. Raises BadRequest."""
+        """Return a new matcher (`sie.values.generate.GrammarKind`). Runs on any thread. Raises BadRequest."""
         ...
 
 
@@ -399,11 +401,11 @@ Runner = (
     | TensorRunner
     | GenerateRunner
 )
-"""What a loaded model is to the loop; its card's outputs say which operations it may be asked for."""
+"""A loaded model, as the loop sees it. Its card's outputs say which operations it supports."""
 
 
 class TensorInputs(NamedTuple):
-    """What one request to infer brings: its task, and the bytes (uint8) of each input, in the task's order."""
+    """The inputs of one infer request: its task, and the bytes (uint8) of each input, in the task's order."""
 
     task: TensorTask
     data: tuple[NDArray[np.uint8], ...]

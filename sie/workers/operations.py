@@ -1,6 +1,6 @@
-"""Owns what differs between the operations of a step: the runner's method, the reply's rows and the words for it.
+"""Maps each operation to the runner's method, the rows of its reply and the words of its errors.
 
-Pure but for the call of the runner.
+Pure except for the call of the runner.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sie.workers.scheduling.waiting import Refused, RequestPolicy, Waiting
 
 
 def by_operation(items: list[Waiting]) -> list[list[Waiting]]:
-    """Part a step's items where a model both encodes and scores: each operation is a forward pass of its own."""
+    """Split a step's items by operation: a model that both encodes and scores needs one forward pass for each."""
     groups: dict[str, list[Waiting]] = {}
     for item in items:
         groups.setdefault(item.request.header.operation, []).append(item)
@@ -36,17 +36,17 @@ _task_decoder = msgspec.msgpack.Decoder(ExtractTask)
 
 
 def is_score(items: list[Waiting]) -> bool:
-    """Tell whether the items of one forward pass are pairs to score."""
+    """Return whether the items of one forward pass are pairs to score."""
     return items[0].request.header.operation == "score"
 
 
 def words_of(items: list[Waiting]) -> str:
-    """Return what an error calls that forward pass."""
+    """Return the name of that forward pass in error messages."""
     return _WORDS[items[0].request.header.operation]
 
 
 def row_layout(header: WorkHeader, card: ModelCard) -> tuple[str, int]:
-    """Return dtype code and width of a request's rows; of a request without dense rows the width means nothing.
+    """Return dtype code and width of a request's rows; without dense rows the width has no meaning.
 
     Raises BadRequest as `output_layout` does, and for an output that the model does not have.
     """
@@ -68,7 +68,7 @@ def row_layout(header: WorkHeader, card: ModelCard) -> tuple[str, int]:
 
 
 def _num_classes(header: WorkHeader, card: ModelCard) -> int:
-    """Return the width of an extractor's logits, 1 for one that answers with extractions."""
+    """Return the width of an extractor's logits, or 1 for one that returns extractions."""
     rule = card.extract
     if rule is None or header.output_types != (rule.gives,):
         raise BadRequest(f"Model '{card.id}' does not answer with {list(header.output_types)}")
@@ -76,7 +76,7 @@ def _num_classes(header: WorkHeader, card: ModelCard) -> int:
 
 
 def costs_of(request: Request, card: ModelCard) -> list[int]:
-    """Return the tokens of each item as the runner will see them: it fills short queries up."""
+    """Return the tokens of each item as the runner sees them, after it pads short queries."""
     costs = request.costs
     if card.late is None:
         return costs
@@ -87,7 +87,7 @@ def costs_of(request: Request, card: ModelCard) -> list[int]:
 
 
 def waiting_items(request: Request, card: ModelCard, now_ns: int) -> list[Waiting]:
-    """Return a request's items as they wait for a step, in the order in which they are queued."""
+    """Return a request's items for the scheduler, in queue order."""
     if request.header.operation == "infer":
         batch_key, num_rows, max_rows = grouping(card, request.inputs[0])
         return [
@@ -106,7 +106,7 @@ def _policy_of(request: Request, card: ModelCard, now_ns: int) -> RequestPolicy 
 
 
 def refusal(refused: Refused) -> SieError:
-    """Return what a request hears that its model's queue policy refuses. Source: Triton's two messages."""
+    """Return the error for a request that its queue policy refuses. Source: Triton's two messages."""
     if refused.reason == "timeout":
         return Unavailable("Request timeout expired", code="QUEUE_TIMEOUT")
     return Overloaded("Exceeds maximum queue size", retry_after_s=1)
@@ -133,7 +133,7 @@ def forward(runner: Any, items: list[Waiting]) -> StepOutputs:
 
 
 def _loras(items: list[Waiting]) -> tuple[list[str], ...]:
-    """Return the argument with each item's adapter, or none when no item has one."""
+    """Return the argument with each item's adapter, or no argument if no item has one."""
     loras = [item.request.header.lora for item in items]
     return (loras,) if any(loras) else ()
 
@@ -151,7 +151,7 @@ def _extract(runner: Any, items: list[Waiting], inputs: list[Any]) -> StepOutput
 
 
 def _task_of(task: bytes) -> ExtractTask:
-    """Return the task in a header; equal headers give the same object, once decoded, unless it is a long one."""
+    """Return the decoded task of a header. Equal short headers share one cached object."""
     return _short_task(task) if len(task) <= _MAX_CACHED_TASK_BYTES else _task_decoder.decode(task)
 
 

@@ -1,6 +1,6 @@
-"""Owns what happens to a step that failed: smaller steps where memory ran out, else each request by itself.
+"""Retries the items of a failed step: in smaller steps if memory ran out, else each request by itself.
 
-Nothing of a failed step was answered, so its items can run again. A device that is of no more use ends the worker.
+A failed step has answered none of its items, so they can run again. A lost device ends the worker.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from sie.workers.telemetry import WorkerMetrics
 _log = get_logger(__name__)
 
 Attempt = Callable[[Runner, ModelCard, list[Waiting]], None]
-"""Runs items in one forward pass and answers them; raises what that raises, and has then answered none of them."""
+"""Runs items in one forward pass and answers them. If it raises, it has answered none of them."""
 
 
 class Recovery:
-    """How one worker's failed steps end."""
+    """Recovers one worker's failed steps."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Recovery:
         retry_after_s: int,
         ask_for_memory: Callable[[str], None],
     ) -> None:
-        """Take the scheduler's ceilings, to lower them; ask_for_memory(model) asks for another model's memory."""
+        """Ceilings are the scheduler's, to be lowered; ask_for_memory(model) asks to evict another model."""
         self._attempt = attempt
         self._ceilings = ceilings
         self._metrics = metrics
@@ -47,7 +47,7 @@ class Recovery:
         self.ask_for_memory = ask_for_memory
 
     def recover(self, runner: Runner, card: ModelCard, items: list[Waiting], error: Exception) -> None:
-        """Answer the items of a step that raised `error`. Raises DeviceLostError when nothing more can be computed."""
+        """Answer the items of a step that raised `error`. Raises DeviceLostError if the device is lost."""
         if is_sticky(error):
             raise DeviceLostError(str(error)) from error
         if is_out_of_memory(error):
@@ -56,7 +56,7 @@ class Recovery:
             self._isolate(runner, card, items, error)
 
     def _isolate(self, runner: Runner, card: ModelCard, items: list[Waiting], error: Exception) -> None:
-        """Alone, a request gets the error; together, each is tried by itself."""
+        """Fail a lone request with the error, or try each of several requests by itself."""
         requests = {id(item.request): item.request for item in items}
         alive = [request for request in requests.values() if not request.ended]
         if len(alive) <= 1:
@@ -76,11 +76,11 @@ class Recovery:
                 self.recover(runner, card, own, own_error)
 
     def _split(self, runner: Runner, card: ModelCard, items: list[Waiting], error: Exception) -> None:
-        """Run the items in steps of at most half the tokens and half the items of the smallest that failed.
+        """Run the items in steps of at most half the tokens and half the items of the smallest failed step.
 
-        So at most log2(items) steps of several items fail, and one for each item that finds no memory alone: its
-        request ends with RESOURCE_EXHAUSTED. Shortest first, so that the longest are alone in the end, but behind those
-        that lead them.
+        So at most log2(items) steps of several items fail, plus one for each item that does not fit even alone; its
+        request ends with RESOURCE_EXHAUSTED. The shortest items run first, behind their leading items, so that the
+        longest ones end up alone.
         """
         self._metrics.count_oom(definitions.OOM_ATTEMPTED, card.id)
         self.ask_for_memory(card.id)
@@ -106,13 +106,13 @@ class Recovery:
         self._metrics.count_oom(definitions.OOM_FAILED if num_lost else definitions.OOM_SUCCEEDED, card.id)
 
     def _shrink(self, card: ModelCard, items: list[Waiting], error: Exception) -> tuple[int, int]:
-        """Free what a failed step still holds; return the most items and tokens of the next ones."""
+        """Free what a failed step still holds. Return the maximum items and tokens of the next steps."""
         forget_frames(error)
         free_cached()
         self._metrics.count_oom(definitions.OOM_CACHE_CLEARS, card.id)
         num_tokens = sum(item.num_tokens for item in items)
         _log.warning("%s: no memory for a step of %d items, %d tokens", card.id, len(items), num_tokens)
-        if len(items) > 1:  # one item that is too large by itself says nothing about a batch of others
+        if len(items) > 1:  # one item that is too large alone does not lower the ceiling of batches
             self._metrics.count_oom(definitions.OOM_SPLITS, card.id)
             self._ceilings[card.id] = lower_ceiling(self._ceilings.get(card.id), num_tokens, time.monotonic_ns())
         return max(1, len(items) // 2), max(1, num_tokens // 2)
@@ -123,7 +123,7 @@ class Recovery:
 
 
 def _take(waiting: deque[Waiting], max_items: int, max_tokens: int) -> list[Waiting]:
-    """Take the next items that make one step, at least one; what belongs to a request that has ended is left out."""
+    """Take the next items for one step, at least one. Items of ended requests are dropped."""
     chunk: list[Waiting] = []
     num_tokens = 0
     while waiting and len(chunk) < max_items:

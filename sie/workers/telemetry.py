@@ -1,8 +1,8 @@
-"""Owns what a worker publishes about itself: its counters, and its GPU as NVML sees it.
+"""Publishes a worker's counters, and its GPU's state from NVML.
 
-All of it goes into the worker's own counter page, where the frontends read it. NVML calls can block for seconds, so
-they run on a thread of their own; nothing here ever waits for that thread, and a sample that did not finish is seen
-by its reader as an old `sie_gpu_sample_timestamp_seconds`. Never imports torch.
+All values go into the worker's own counter page, which the frontends read. NVML calls can block for seconds, so they
+run on their own thread, and nothing here waits for it. A reader recognises an unfinished sample by an old
+`sie_gpu_sample_timestamp_seconds`. Never imports torch.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _OOM_FAMILIES = (
     definitions.OOM_ATTEMPTED, definitions.OOM_SUCCEEDED, definitions.OOM_FAILED, definitions.OOM_CACHE_CLEARS, definitions.OOM_SPLITS,
 )  # fmt: skip
 _GIB = 1 << 30
-_MEMORY = 0.999
-"""What a sequence that was fine leaves of a model's share of those that were not."""
-_FORGOTTEN = 1e-4
+_DECAY = 0.999
+"""The factor by which one finite sequence reduces a model's recent share of non-finite ones."""
+_NEGLIGIBLE = 1e-4
 _DOWN_INTERVALS = 10
-"""A lost device is asked again this many intervals later: each question to it can cost the driver seconds."""
+"""A lost device is queried again after this many intervals, because each query can cost the driver seconds."""
 
 
 class WorkerMetrics:
-    """The counters of one worker. Calls cost about a microsecond; models must be ones the catalogue knows."""
+    """The counters of one worker. Calls cost about a microsecond; models must be in the catalogue."""
 
     def __init__(self, page: CounterPage, worker: str) -> None:
         self._page = page
@@ -54,22 +54,22 @@ class WorkerMetrics:
         self._extents = page.gauge(definitions.EXTENTS_IN_USE.name, definitions.EXTENTS_IN_USE.label_pairs("reply"))
         self._batches: dict[str, tuple[Callable[[float], None], ...]] = {}
         self._queues: dict[str, Gauge] = {}
-        self._spoilt: dict[str, float] = {}
-        """Of the models that produced values that are not finite, the share of such sequences of late."""
+        self._non_finite_shares: dict[str, float] = {}
+        """The recent share of non-finite sequences, for models that produced any."""
         self._depths: dict[str, int] = {}
 
     @property
     def page(self) -> CounterPage:
-        """The page that all of it goes into."""
+        """The counter page of all these metrics."""
         return self._page
 
     def observe_step(self, duration_s: float, num_tokens: int) -> None:
-        """Count one step of the loop, whatever models it ran."""
+        """Count one step of the loop, for any model."""
         self._step_duration.observe(duration_s)
         self._step_tokens.observe(num_tokens)
 
     def observe_batch(self, model: str, num_sequences: int, num_tokens: int, duration_s: float) -> None:
-        """Count one model's share of a step."""
+        """Count one model's part of a step."""
         handles = self._batches.get(model)
         if handles is None:
             handles = self._batches[model] = self._batch_handles(model)
@@ -77,16 +77,16 @@ class WorkerMetrics:
         observe_size(num_sequences)
         add_tokens(num_tokens)
         add_time(duration_s)
-        if model in self._spoilt:
-            self._set_spoilt(model, self._spoilt[model] * _MEMORY**num_sequences)
+        if model in self._non_finite_shares:
+            self._set_non_finite_share(model, self._non_finite_shares[model] * _DECAY**num_sequences)
 
     def count_non_finite(self, model: str, num_sequences: int) -> None:
-        """Count sequences whose values were not finite."""
+        """Count sequences with non-finite values."""
         self._page.counter(definitions.NON_FINITE.name, definitions.NON_FINITE.label_pairs(model)).add(num_sequences)
-        self._set_spoilt(model, 1 - (1 - self._spoilt.get(model, 0.0)) * _MEMORY**num_sequences)
+        self._set_non_finite_share(model, 1 - (1 - self._non_finite_shares.get(model, 0.0)) * _DECAY**num_sequences)
 
     def set_queue_depths(self, queues: Mapping[str, Sized]) -> None:
-        """Publish how many sequences of each model wait for a step; of a model without a queue none do."""
+        """Publish how many sequences of each model wait for a step; 0 for a model without a queue."""
         shown = self._depths
         for model, queue in queues.items():
             if shown.get(model) != len(queue):
@@ -104,9 +104,9 @@ class WorkerMetrics:
         gauge.set(num_sequences)
 
     def set_model(self, model: str, device: str, *, loaded: bool, memory_bytes: int) -> None:
-        """Publish whether this model is loaded here, and what its weights take.
+        """Publish whether this model is loaded here, and the memory of its weights.
 
-        Its counters of failures begin at 0 then: a scraper sees an increase only of what was there before.
+        Its failure counters start at 0 then: a scraper sees an increase only of a counter that it saw before.
         """
         for family in _OOM_FAMILIES:
             self._page.counter(family.name, family.label_pairs(model))
@@ -116,7 +116,7 @@ class WorkerMetrics:
         )
 
     def count_oom(self, family: definitions.Family, model: str) -> None:
-        """Add one to a counter of steps that found no memory."""
+        """Increment a counter of steps that ran out of memory."""
         self._page.counter(family.name, family.label_pairs(model)).add(1)
 
     def set_adapters(self, model: str, num_loaded: int) -> None:
@@ -124,17 +124,17 @@ class WorkerMetrics:
         self._page.gauge(definitions.LORAS_LOADED.name, definitions.LORAS_LOADED.label_pairs(model)).set(num_loaded)
 
     def set_extents_in_use(self, num_extents: int) -> None:
-        """Publish how many reply extents are under a lease, over all frontends."""
+        """Publish how many reply extents are leased, over all frontends."""
         self._extents.set(num_extents)
 
-    def _set_spoilt(self, model: str, share: float) -> None:
-        self._spoilt[model] = share
+    def _set_non_finite_share(self, model: str, share: float) -> None:
+        self._non_finite_shares[model] = share
         self._page.gauge(definitions.NON_FINITE_SHARE.name, definitions.NON_FINITE_SHARE.label_pairs(model)).set(share)
-        if share < _FORGOTTEN:
-            del self._spoilt[model]
+        if share < _NEGLIGIBLE:
+            del self._non_finite_shares[model]
 
     def _batch_handles(self, model: str) -> tuple[Callable[[float], None], ...]:
-        if model not in self._depths:  # a queue that is empty whenever it is looked at is shown, too
+        if model not in self._depths:  # a queue that is empty at every sample is published, too
             self._set_queue_depth(model, 0)
         labels = definitions.BATCH_SIZE.label_pairs(model)
         size = self._page.histogram(definitions.BATCH_SIZE.name, labels, definitions.BATCH_SIZE.bounds)
@@ -144,14 +144,14 @@ class WorkerMetrics:
 
 
 class GpuIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Which physical device (or MIG slice) a worker runs on; CUDA's index says nothing to NVML, uuid and bus id do."""
+    """The physical device (or MIG slice) of a worker. NVML does not know CUDA's index, but it knows uuid and bus id."""
 
     index: int
     name: str
     uuid: str
-    """As the driver prints it but without `GPU-` or `MIG-`; empty when CUDA does not tell."""
+    """As the driver prints it but without `GPU-` or `MIG-`; empty if CUDA does not report it."""
     pci_bus_id: str
-    """`domain:bus:device.0` in hex; empty when CUDA does not tell."""
+    """`domain:bus:device.0` in hex; empty if CUDA does not report it."""
     memory_total_bytes: int
 
 
@@ -163,7 +163,7 @@ class DeviceProperties(Protocol):
 
 
 def gpu_identity(index: int, properties: DeviceProperties) -> GpuIdentity:
-    """Return the identity of CUDA device `index`; older torch releases lack uuid or bus id, which are then empty."""
+    """Return the identity of CUDA device `index`. Older torch releases lack uuid or bus id, which are then empty."""
     uuid = str(getattr(properties, "uuid", ""))
     bus = getattr(properties, "pci_bus_id", None)
     domain, device = getattr(properties, "pci_domain_id", 0), getattr(properties, "pci_device_id", 0)
@@ -177,9 +177,9 @@ def gpu_identity(index: int, properties: DeviceProperties) -> GpuIdentity:
 
 
 def gpu_type(name: str, memory_total_bytes: int) -> str:
-    """Return the machine-profile word of a device (`l4`, `a100-80gb`, `h100`, ...), or `unknown`.
+    """Return the machine-profile name of a device (`l4`, `a100-80gb`, `h100`, ...), or `unknown`.
 
-    An A100's two sizes are told apart by the size in its name, else by its memory. Source: SIE API reference, 14.
+    The size in its name tells an A100's two variants apart, or else its memory. Source: SIE API reference, 14.
     """
     words = re.split(r"[^a-z0-9]+", name.lower())
     known = next((word for word in words if word in _KNOWN_GPU_WORDS), "unknown")
@@ -191,10 +191,10 @@ def gpu_type(name: str, memory_total_bytes: int) -> str:
 
 
 class GpuTelemetry:
-    """Samples one GPU into the counter page from a thread of its own.
+    """Samples one GPU into the counter page on its own thread.
 
-    nvml is the `pynvml` module, or a stand-in with the same functions. The gauges exist from construction on, so that
-    a device is listed before its first sample; a value the device does not report is NaN.
+    nvml is the `pynvml` module, or a stand-in with the same functions. The gauges exist from construction on, so a
+    device is listed before its first sample. A value that the device does not report is NaN.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class GpuTelemetry:
         self._thread: threading.Thread | None = None
 
     def start(self) -> bool:
-        """Start sampling; return False, with no thread, when the module is not installed."""
+        """Start sampling. Return False, without a thread, if the module is not installed."""
         if self._nvml is None:
             try:
                 self._nvml = importlib.import_module("pynvml")
@@ -242,7 +242,7 @@ class GpuTelemetry:
         return True
 
     def stop(self, timeout_s: float = 1.0) -> bool:
-        """Ask the thread to end; return whether it did within the time, which a stuck driver call prevents."""
+        """Stop the thread. Return whether it ended in time, which a stuck driver call prevents."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -272,7 +272,7 @@ class GpuTelemetry:
                 was_up, wait_s = True, self._interval_s
 
     def _try_sample(self) -> None:
-        """Publish one complete sample. Raises NVMLError when the device does not answer."""
+        """Publish one complete sample. Raises NVMLError if the device does not answer."""
         nvml = self._nvml
         if self._handle is None:
             nvml.nvmlInit()
@@ -298,7 +298,7 @@ class GpuTelemetry:
             return math.nan
 
     def _find_handle(self) -> None:
-        """Find the device by what CUDA and NVML agree on. A MIG slice's temperature is its parent's."""
+        """Find the device by uuid, or else by bus id. A MIG slice's temperature is its parent's."""
         nvml, gpu = self._nvml, self._gpu
         if not gpu.uuid:
             self._handle = self._parent = nvml.nvmlDeviceGetHandleByPciBusId(gpu.pci_bus_id)
@@ -317,6 +317,6 @@ class GpuTelemetry:
         self._sampled.set(self._wall_clock())
         self._handle = None
         try:
-            self._nvml.nvmlShutdown()  # so that the next attempt opens the driver anew
+            self._nvml.nvmlShutdown()  # so that the next attempt opens the driver again
         except self._nvml.NVMLError:
             log.debug("nvmlShutdown failed after the device was lost")

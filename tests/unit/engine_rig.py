@@ -121,14 +121,14 @@ class Worker:
         """Turn the step loop without waiting."""
         self.publish()
         for _ in range(times):
-            self.loop.turn(0.0)
+            self.loop.run_once(0.0)
 
     def turn_until(self, is_done: Callable[[], Any]) -> None:
         deadline_s = time.monotonic() + DEADLINE_S
         self.publish()
         while not is_done():
             assert time.monotonic() < deadline_s, "the worker did not get there in time"
-            self.loop.turn(0.01)
+            self.loop.run_once(0.01)
 
     def load(self, model: str, model_card: ModelCard | None = None) -> None:
         self.supervisor.send(control_messages.Load(model_card or card(model)))

@@ -1,1 +1,1 @@
-"""The device of a worker: its name, its memory and its errors."""
+"""Handles a worker's device: its name, its memory and its errors."""

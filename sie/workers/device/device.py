@@ -1,4 +1,4 @@
-"""Owns what a worker asks of its device: its name in torch, and the number format its models run in."""
+"""Resolves a worker's device in torch, chooses the number format of its models, and copies tensors to and from it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def resolve_device(name: str) -> torch.device:
     """Return the torch device of a worker's `cpu`, `cpu:N`, `cuda` or `cuda:N`.
 
-    Every CPU worker runs on torch's one CPU device: N only says which share of the cores it is pinned to. A GPU becomes the
-    one that this thread launches kernels on. Raises BadRequest for another name, or a GPU that is not there.
+    Every CPU worker runs on torch's one CPU device; N only selects its share of the cores. A GPU becomes the current
+    device of this thread, on which it launches kernels. Raises BadRequest for another name or a missing GPU.
     """
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
@@ -28,12 +28,14 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available() or int(index or 0) >= torch.cuda.device_count():
         raise BadRequest(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} GPUs")
-    torch.cuda.set_device(int(index or 0))  # torch's own operations look at their tensors, Triton's kernels do not
+    torch.cuda.set_device(
+        int(index or 0)
+    )  # torch's operations use their tensors' device, Triton's kernels use the current one
     return torch.device("cuda", int(index or 0))
 
 
 def choose_dtype(setting: DtypeSetting, device: torch.device) -> torch.dtype:
-    """Return the format that weights and activations have: bfloat16 where the device computes in it, else float32.
+    """Return the format of weights and activations: bfloat16 if the device computes in it, else float32.
 
     Raises BadRequest for float16 on a CPU, where it is slower than float32 and overflows.
     """
@@ -51,9 +53,9 @@ def _has_bf16(device: torch.device) -> bool:
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the CPU on a device. On a GPU it may arrive later: what is launched there waits for it.
+    """Copy a CPU tensor to a device. On a GPU the copy is asynchronous; later launches wait for it.
 
-    Out of page-locked memory, since from any other the copy would wait for all that was launched before.
+    It copies from page-locked memory: a copy from other memory would wait for all earlier launches.
     """
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
@@ -69,7 +71,7 @@ def read(tensor: Tensor) -> Tensor:
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Return the instruction set flags of the first core, empty where the kernel does not list them."""
+    """Return the instruction set flags of the first core; empty if the kernel does not list them."""
     try:
         lines = cpuinfo.read_text(errors="replace").splitlines()
     except OSError:

@@ -1,6 +1,7 @@
-"""Tells errors of a device apart: out of memory, which a smaller step mends, and those after which it is of no use.
+"""Classifies device errors: out of memory, which a smaller step avoids, and errors after which the device is lost.
 
-By names and texts, since a worker of stubs never imports torch. CUDA's texts are those of `cudaGetErrorString`.
+It matches names and texts and never imports torch, because a worker with only stubs does not. CUDA's texts are those of
+`cudaGetErrorString`.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 import traceback
 
 EXIT_STATUS = 75
-"""Of a worker whose device is of no more use to its process (EX_TEMPFAIL): another process may fare better."""
+"""Exit status of a worker that can no longer use its device (EX_TEMPFAIL); a new process may be able to."""
 
 _OUT_OF_MEMORY = ("out of memory", "you tried to allocate", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Allocators of a GPU; the CPU's (`DefaultCPUAllocator: ... you tried to allocate N bytes`); cuBLAS's workspace."""
+"""GPU allocators; the CPU's (`DefaultCPUAllocator: ... you tried to allocate N bytes`); cuBLAS's workspace."""
 _STICKY = (
     "an illegal memory access was encountered",
     "device-side assert triggered",
@@ -28,7 +29,7 @@ _STICKY = (
     "no CUDA-capable device is detected",
     "No CUDA GPUs are available",
 )
-"""After these the CUDA runtime answers every further call with the same error, until the process ends."""
+"""After these, the CUDA runtime returns the same error for every further call until the process ends."""
 
 
 class DeviceLostError(Exception):
@@ -36,18 +37,18 @@ class DeviceLostError(Exception):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error says that there was no memory for what was asked, of the device or the host."""
+    """Return whether an error means that the device or the host had too little memory."""
     return isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def is_sticky(error: BaseException) -> bool:
-    """Tell whether an error leaves the device of no use to this process."""
+    """Return whether the device is lost to this process after an error."""
     text = str(error)
     return "CUDA" in text and any(part in text for part in _STICKY)
 
 
 def forget_frames(error: BaseException) -> None:
-    """Let go of the local variables that an error's traceback keeps alive: after a failed step they are its tensors."""
+    """Drop the local variables that an error's traceback keeps alive: after a failed step, its tensors."""
     cause: BaseException | None = error
     while cause is not None:
         traceback.clear_frames(cause.__traceback__)

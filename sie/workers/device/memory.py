@@ -1,6 +1,7 @@
-"""Owns what a worker knows of its device's memory, and how memory that nobody uses goes back to it.
+"""Measures a device's memory, and returns unused memory to it.
 
-Never imports torch: a worker whose models brought it has it in `sys.modules`, and one of stubs has no use for it.
+Never imports torch: a worker whose models use it has it in `sys.modules`, and a worker with only stubs does not need
+it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from sie.shm.segment import read_memory
 
 
 def measure(device: str) -> MemoryReport:
-    """Return the memory of `cpu`, `cuda` or `cuda:N`, all processes counted; a total of 0 when it is not known.
+    """Return the memory of `cpu`, `cuda` or `cuda:N` over all processes; a total of 0 if unknown.
 
-    Of a GPU, what torch's allocator keeps and no tensor uses counts as available. Nothing is known of one before a
-    model has brought torch.
+    On a GPU, memory that torch's allocator caches for no tensor counts as available. A GPU's memory is unknown until a
+    model has imported torch.
     """
     if device == "cpu":
         return MemoryReport(*(read_memory() or (0, 0)))
@@ -29,9 +30,10 @@ def measure(device: str) -> MemoryReport:
 
 
 def free_model() -> None:
-    """Give back what a model took that nobody references any more.
+    """Free the memory of a model that is no longer referenced.
 
-    What lived when a load ended was frozen (`sie.runtime.child_setup.calm_collector`), the model and its cycles with it.
+    Objects alive at the end of a load were frozen (`sie.runtime.child_setup.calm_collector`), the model and its cycles
+    included.
     """
     gc.unfreeze()
     free_cached()
@@ -39,7 +41,7 @@ def free_model() -> None:
 
 
 def free_cached() -> None:
-    """Give back what is no longer referenced, and what torch's GPU allocator keeps for the next tensors."""
+    """Free unreferenced objects, and the memory that torch's GPU allocator caches."""
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():

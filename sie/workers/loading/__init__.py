@@ -1,1 +1,1 @@
-"""Loading of models and adapters on a worker, beside its step loop."""
+"""Loads models and adapters on a thread beside the step loop."""

@@ -1,7 +1,8 @@
-"""Owns the adapters of one worker: reads them on a thread beside the step loop, one at a time, and lets them go.
+"""Loads and unloads the adapters of one worker; reads one at a time on a thread beside the step loop.
 
-Which adapters a model has in memory is the runner's own `adapters`, so they end with the model; here is only what is
-on its way in or out. As in `sie.workers.loading.hosting`, a finished load rings an eventfd and the loop takes it over.
+The runner's own `adapters` holds the loaded ones, so they end with their model. This module holds only those that are
+being loaded or unloaded. As in `sie.workers.loading.hosting`, a finished load signals an eventfd, and the loop collects
+it.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from sie.workers.scheduling.waiting import Waiting
 
 _log = get_logger(__name__)
 _RETRY_S = 1
-"""`Retry-After` of an adapter that loads. Source: SIE API reference, section 11."""
+"""The `Retry-After` of a loading adapter. Source: SIE API reference, section 11."""
 
 
 class _Read(NamedTuple):
-    """A finished load: weights, or the error that ended it; runner is what they were read for."""
+    """A finished load: weights or an error, and the runner that they were read for."""
 
     spec: AdapterSpec
     runner: Runner
@@ -37,33 +38,35 @@ class _Read(NamedTuple):
 
 
 class AdapterHost:
-    """All adapters of this worker. Everything but the reading happens in the loop's thread."""
+    """All adapters of this worker. Only reading happens outside the loop's thread."""
 
     def __init__(
         self, host: Host, send_report: Callable[[AdapterReport], None], set_count: Callable[[str, int], None]
     ) -> None:
-        """Tell set_count how many adapters of a model are in memory whenever that changes."""
+        """set_count is told the number of a model's loaded adapters whenever it changes."""
         self._host = host
         self._send = send_report
         self._set_count = set_count
         self._counted: set[str] = set()
-        self._wanted: deque[AdapterSpec] = deque()
+        self._pending: deque[AdapterSpec] = deque()
         self._loading: set[tuple[str, str]] = set()
         self._unloading: set[tuple[str, str]] = set()
         self._is_reading = False
         self._reader = threading.Thread()
-        self._news: queue.SimpleQueue[_Read] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_Read] = queue.SimpleQueue()
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def apply(self, message: LoadAdapter | UnloadAdapter) -> None:
-        """Do what the supervisor says."""
+        """Apply a message of the supervisor."""
         if isinstance(message, LoadAdapter):
             self.load(message.spec)
         else:
             self._start_unload(message.model, message.adapter)
 
     def refusal(self, model: str, adapter: str) -> Unavailable | None:
-        """Return None while new work may run with this adapter, else LORA_LOADING: a retry finds out why."""
+        """Return None if new work may run with this adapter, else LORA_LOADING, whatever the reason: a retry reveals
+        it.
+        """
         found = self._adapters(self._host.runner(model))
         if found is not None and adapter in found and (model, adapter) not in self._unloading:
             return None
@@ -74,11 +77,11 @@ class AdapterHost:
         )
 
     def load(self, spec: AdapterSpec) -> None:
-        """Start to load an adapter, unless it is loading or loaded; one that is not freed yet stays instead."""
+        """Start to load an adapter, unless it is loading or loaded. One that is not freed yet stays loaded."""
         key = spec.model, spec.id
         runner = self._host.runner(spec.model)
         found = self._adapters(runner)
-        if runner is None:  # unloaded meanwhile; what loads it again asks again
+        if runner is None:  # unloaded meanwhile; the supervisor asks again after the next load
             self._send(AdapterReport(*key, "available"))
         elif found is None:
             self._fail(spec, BadRequest(f"Model '{spec.model}' cannot run adapters"))
@@ -88,23 +91,23 @@ class AdapterHost:
         elif key not in self._loading:
             self._loading.add(key)
             self._send(AdapterReport(*key, "loading"))
-            self._wanted.append(spec)
+            self._pending.append(spec)
             self._start_next()
 
     def _start_unload(self, model: str, adapter: str) -> None:
-        """Take no new work for an adapter; `settle` frees it once nothing of it waits."""
+        """Take no new work for an adapter; `settle` frees it once no item of it waits."""
         found = self._adapters(self._host.runner(model))
         if found is not None and adapter in found:
             self._unloading.add((model, adapter))
             self._send(AdapterReport(model, adapter, "unloading"))
 
     def settle(self, waiting_of: Callable[[str], Iterable[Waiting]]) -> None:
-        """Free the adapters that are to go and that none of a model's waiting items needs."""
+        """Free the unloading adapters that none of a model's waiting items needs."""
         for model, adapter in list(self._unloading):
             if any(item.request.header.lora == adapter for item in waiting_of(model)):
                 continue
             self._unloading.discard((model, adapter))
-            hosted = self._host.models.get(model)  # its model may be on its way out, too, and yet stay
+            hosted = self._host.models.get(model)  # its model may be unloading too, and may still stay
             found = self._adapters(hosted.runner if hosted is not None else None)
             if found is not None and adapter in found:
                 found.remove(adapter)
@@ -112,40 +115,40 @@ class AdapterHost:
                 self._send(AdapterReport(model, adapter, "available"))
 
     def forget(self, model: str) -> None:
-        """Take note that a model is gone, and its adapters with it."""
+        """Forget the adapters of a model that is gone."""
         self._unloading = {key for key in self._unloading if key[0] != model}
         if model in self._counted:
             self._publish(model, 0)
 
     def collect(self) -> None:
-        """Take over what has been read."""
+        """Install the adapters that have been read."""
         os.eventfd_read(self.event_fd)
-        while not self._news.empty():
-            news = self._news.get()
+        while not self._events.empty():
+            event = self._events.get()
             self._is_reading = False
-            spec = news.spec
+            spec = event.spec
             self._loading.discard((spec.model, spec.id))
-            if self._host.runner(spec.model) is not news.runner:
-                del news
-                self._reader.join()  # it has nothing left to do but let go of the model, which it kept while that went
+            if self._host.runner(spec.model) is not event.runner:
+                del event
+                self._reader.join()  # the thread only has to drop its reference, which kept the old model alive
                 free_model()
-                self.load(spec)  # for the model as it is now, or to say that it has gone
-            elif news.error is not None:
-                self._fail(news.spec, news.error)
+                self.load(spec)  # for the model as it is now, or to report that it is gone
+            elif event.error is not None:
+                self._fail(event.spec, event.error)
             else:
-                self._install(news)
+                self._install(event)
         self._start_next()
 
-    def _install(self, news: _Read) -> None:
-        found = self._adapters(news.runner)
+    def _install(self, event: _Read) -> None:
+        found = self._adapters(event.runner)
         assert found is not None
         try:
-            nbytes = found.install(news.spec.id, news.weights)
+            nbytes = found.install(event.spec.id, event.weights)
         except SieError as error:
-            self._fail(news.spec, error)
+            self._fail(event.spec, error)
         else:
-            self._publish(news.spec.model, len(found))
-            self._send(AdapterReport(news.spec.model, news.spec.id, "loaded", nbytes))
+            self._publish(event.spec.model, len(found))
+            self._send(AdapterReport(event.spec.model, event.spec.id, "loaded", nbytes))
 
     def _publish(self, model: str, num_loaded: int) -> None:
         self._counted.add(model)
@@ -155,10 +158,10 @@ class AdapterHost:
         self._send(AdapterReport(spec.model, spec.id, "failed", error=to_wire(error)))
 
     def _start_next(self) -> None:
-        """Start to read the next adapter, on a thread that ends with it (`sie.workers.loading.hosting` says why)."""
-        if not self._wanted or self._is_reading:
+        """Read the next adapter on a thread that ends with it (`sie.workers.loading.hosting` gives the reason)."""
+        if not self._pending or self._is_reading:
             return
-        spec = self._wanted.popleft()
+        spec = self._pending.popleft()
         runner = self._host.runner(spec.model)
         found = self._adapters(runner)
         if runner is None or found is None:
@@ -176,12 +179,12 @@ class AdapterHost:
             weights = found.read(spec)
         except SieError as error:
             failed = error
-        except BaseException as error:  # a load must never take the worker's other models with it
+        except BaseException as error:  # a failed load must not harm the worker's other models
             _log.exception("loading adapter %s of %s failed", spec.id, spec.model)
             failed = Internal(
                 f"Adapter '{spec.id}' cannot be loaded: {type(error).__name__}; the server's log says more"
             )
-        self._news.put(_Read(spec, runner, weights, failed))
+        self._events.put(_Read(spec, runner, weights, failed))
         os.eventfd_write(self.event_fd, 1)
 
     @staticmethod

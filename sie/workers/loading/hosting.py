@@ -1,8 +1,9 @@
-"""Owns the models of one worker: loads them on a thread beside the step loop, one at a time, and lets them go.
+"""Loads and unloads the models of one worker; loads one at a time on a thread beside the step loop.
 
-A model whose files changed may have a successor staged beside it: loaded, and in use from the next `Load` of its card.
+A model whose files changed may have a successor staged beside it. The successor is loaded, and comes into use with the
+next `Load` of its card.
 
-The loop never waits for a load. A finished one waits in a queue and rings an eventfd; `collect` takes it over in the
+The loop never waits for a load. A finished load waits in a queue and signals an eventfd. `collect` handles it on the
 loop's own thread, so a model's state changes only between steps.
 """
 
@@ -29,23 +30,23 @@ from sie.workers.model_api import Runner
 _log = get_logger(__name__)
 
 Build = Callable[[ModelCard, Callable[[float, str], None]], Runner]
-"""Returns a ready runner for a card, reporting (fraction, text) on the way."""
+"""Returns a ready runner for a card, and reports (fraction, text) as progress."""
 
 
 class Hosted(msgspec.Struct):
-    """One model of this worker. runner is there exactly while state is loaded or unloading.
+    """One model of this worker. runner is set exactly while state is loaded or unloading.
 
-    is_dismissed: it was asked to go while it loaded, and goes as soon as that has ended.
+    unload_after_load: an unload arrived during its load, so it is unloaded as soon as the load ends.
     """
 
     card: ModelCard
     state: ModelState
     runner: Runner | None = None
-    is_dismissed: bool = False
+    unload_after_load: bool = False
 
 
 class _Ended(NamedTuple):
-    """A load that has ended, with one of the two. card is the very object that the load began with."""
+    """A finished load with its runner or its error. card is the same object that the load started with."""
 
     card: ModelCard
     runner: Runner | None = None
@@ -53,23 +54,23 @@ class _Ended(NamedTuple):
 
 
 class Host:
-    """All models of this worker. Everything but the load itself happens in the loop's thread."""
+    """All models of this worker. Only the load itself happens outside the loop's thread."""
 
     def __init__(self, device: str, build: Build, send_report: Callable[[ModelReport | Staged], None]) -> None:
         self.device = device
         self._build = build
         self._send = send_report
-        self._wanted: deque[ModelCard] = deque()
+        self._pending: deque[ModelCard] = deque()
         self._current: ModelCard | None = None
-        """What the load's thread is at."""
+        """The card that the load's thread works on."""
         self._staging: dict[str, Stage] = {}
         self._staged: dict[str, _Ended] = {}
-        self._news: queue.SimpleQueue[ModelReport | DeviceLostError | _Ended] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[ModelReport | DeviceLostError | _Ended] = queue.SimpleQueue()
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.models: dict[str, Hosted] = {}
 
     def apply(self, message: Load | Unload | Stage | Unstage) -> None:
-        """Do what the supervisor says."""
+        """Apply a message of the supervisor."""
         match message:
             case Load(card):
                 self.load(card)
@@ -81,28 +82,28 @@ class Host:
                 self.unstage(model)
 
     def stage(self, message: Stage) -> None:
-        """Start loading a successor of a model, in place of an earlier one; `Staged` says what became of it."""
+        """Start loading a model's successor, in place of an earlier one; `Staged` reports the result."""
         self.unstage(message.card.id)
         self._staging[message.card.id] = message
-        self._wanted.append(message.card)
+        self._pending.append(message.card)
         self._start_next()
 
     def unstage(self, model: str) -> None:
-        """Let go what is staged for a model; a load that goes on is let go when it ends."""
+        """Drop a model's staged successor. A running load is dropped when it ends."""
         message = self._staging.pop(model, None)
         if message is not None:
-            self._wanted = deque(card for card in self._wanted if card is not message.card)
+            self._pending = deque(card for card in self._pending if card is not message.card)
         if self._staged.pop(model, None) is not None:
             free_model()
 
     def load(self, card: ModelCard) -> None:
-        """Start loading a model, unless it is loading or loaded; one that is not freed yet stays instead.
+        """Start loading a model, unless it is loading or loaded. One that is not freed yet stays loaded.
 
-        What was staged with the same card is there at once.
+        A successor staged with the same card is loaded at once.
         """
         hosted = self.models.get(card.id)
         if hosted is not None:
-            hosted.is_dismissed = False
+            hosted.unload_after_load = False
             if hosted.state == "unloading":
                 hosted.state = "loaded"
                 self._send_loaded(hosted)
@@ -111,9 +112,9 @@ class Host:
         self._send(ModelReport(card.id, "loading", self.device))
         staged = self._staged.pop(card.id, None)
         if staged is not None and staged.card == card:
-            self._tell(staged._replace(card=card))
+            self._post(staged._replace(card=card))
             return
-        self._wanted.append(card)
+        self._pending.append(card)
         self._start_next()
 
     def runner(self, model: str) -> Runner | None:
@@ -122,21 +123,21 @@ class Host:
         return hosted.runner if hosted is not None and hosted.state == "loaded" else None
 
     def start_unload(self, model: str) -> None:
-        """Take no new work for a model; `finish_unload` frees it once nothing of it waits.
+        """Take no new work for a model; `finish_unload` frees it once none of its items waits.
 
-        A load that has not begun is called off; one that has cannot be, and the model goes when it is there.
+        A load that has not started is cancelled. A running load cannot be, and the model is unloaded when it ends.
         """
         hosted = self.models.get(model)
         if hosted is None:
             return
         if hosted.state == "loaded":
             self._begin_unload(hosted)
-        elif any(card is hosted.card for card in self._wanted):
-            self._wanted = deque(card for card in self._wanted if card is not hosted.card)
+        elif any(card is hosted.card for card in self._pending):
+            self._pending = deque(card for card in self._pending if card is not hosted.card)
             del self.models[model]
             self._send(ModelReport(model, "available", self.device))
         else:
-            hosted.is_dismissed = True
+            hosted.unload_after_load = True
 
     def _begin_unload(self, hosted: Hosted) -> None:
         hosted.state = "unloading"
@@ -153,50 +154,50 @@ class Host:
         self._send(ModelReport(model, "available", self.device))
 
     def collect(self) -> list[Hosted]:
-        """Take over finished loads and pass progress on; return the models that are newly loaded.
+        """Handle finished loads and forward progress. Return the newly loaded models.
 
-        Raises DeviceLostError when a load found the device of no more use to this process.
+        Raises DeviceLostError if a load found that this process has lost the device.
         """
         os.eventfd_read(self.event_fd)
         loaded: list[Hosted] = []
-        while not self._news.empty():
-            news = self._news.get()
-            if isinstance(news, DeviceLostError):
-                raise news
-            if isinstance(news, ModelReport):
-                hosted = self.models.get(news.model)
-                if hosted is not None and hosted.state == "loading":  # else what loads is a successor
-                    self._send(news)
+        while not self._events.empty():
+            event = self._events.get()
+            if isinstance(event, DeviceLostError):
+                raise event
+            if isinstance(event, ModelReport):
+                hosted = self.models.get(event.model)
+                if hosted is not None and hosted.state == "loading":  # else a successor is loading
+                    self._send(event)
                 continue
-            if news.card is self._current:
+            if event.card is self._current:
                 self._current = None
-            hosted = self._take_over(news)
+            hosted = self._finish_load(event)
             if hosted is not None:
                 loaded.append(hosted)
         self._start_next()
         return loaded
 
-    def _take_over(self, ended: _Ended) -> Hosted | None:
-        """Take over the end of a load; return the model that now takes work, if there is one."""
+    def _finish_load(self, ended: _Ended) -> Hosted | None:
+        """Record the end of a load. Return the model that now takes work, if there is one."""
         model = ended.card.id
         hosted = self.models.get(model)
         if hosted is None or hosted.card is not ended.card:
-            self._take_over_staged(ended)
+            self._finish_staged(ended)
         elif ended.runner is None:
             del self.models[model]
             self._send(ModelReport(model, "failed", self.device, error=ended.error))
         else:
-            was_dismissed = hosted.is_dismissed
+            must_unload = hosted.unload_after_load
             hosted = self.models[model] = Hosted(ended.card, "loaded", ended.runner)
-            if not was_dismissed:
+            if not must_unload:
                 self._send_loaded(hosted)
                 return hosted
             self._begin_unload(hosted)
         return None
 
-    def _take_over_staged(self, ended: _Ended) -> None:
+    def _finish_staged(self, ended: _Ended) -> None:
         message = self._staging.get(ended.card.id)
-        if message is None or message.card is not ended.card:  # it was called off while it loaded
+        if message is None or message.card is not ended.card:  # it was cancelled during its load
             free_model()
             return
         del self._staging[ended.card.id]
@@ -210,44 +211,44 @@ class Host:
         self._send(ModelReport(hosted.card.id, "loaded", self.device, hosted.runner.memory_bytes, dtype))
 
     def _start_next(self) -> None:
-        """Start the next load, on a thread that ends with it.
+        """Start the next load on a thread that ends with it.
 
-        A thread that stayed would keep its OpenMP team: with more threads than cores libgomp stops to spin, and every
+        A permanent thread would keep its OpenMP team. With more threads than cores libgomp stops spinning, and every
         step of the loop's own thread took twice as long.
         """
-        if self._wanted and self._current is None:
-            card = self._current = self._wanted.popleft()
+        if self._pending and self._current is None:
+            card = self._current = self._pending.popleft()
             try:
                 threading.Thread(target=self._load, args=(card,), name="load", daemon=True).start()
-            except RuntimeError as error:  # a limit on threads
+            except RuntimeError as error:  # for example a thread limit
                 _log.error("loading %s failed: %s", card.id, error)
-                self._tell(_Ended(card, error=_load_error(card, error)))
+                self._post(_Ended(card, error=_load_error(card, error)))
 
     def _load(self, card: ModelCard) -> None:
         self._progress(card, 0.0, "starting")
         try:
             runner = self._build(card, lambda fraction, text: self._progress(card, fraction, text))
-        except BaseException as error:  # a load must never take the worker's other models with it
+        except BaseException as error:  # a failed load must not harm the worker's other models
             _log.exception("loading %s failed", card.id)
             if is_sticky(error):
-                self._tell(DeviceLostError(str(error)))
+                self._post(DeviceLostError(str(error)))
                 return
-            self._tell(_Ended(card, error=_load_error(card, error)))
+            self._post(_Ended(card, error=_load_error(card, error)))
         else:
-            self._tell(_Ended(card, runner))
+            self._post(_Ended(card, runner))
 
     def _progress(self, card: ModelCard, fraction: float, text: str) -> None:
-        self._tell(ModelReport(card.id, "loading", self.device, progress=fraction, detail=text))
+        self._post(ModelReport(card.id, "loading", self.device, progress=fraction, detail=text))
 
-    def _tell(self, news: ModelReport | DeviceLostError | _Ended) -> None:
-        self._news.put(news)
+    def _post(self, event: ModelReport | DeviceLostError | _Ended) -> None:
+        self._events.put(event)
         os.eventfd_write(self.event_fd, 1)
 
 
 def _load_error(card: ModelCard, error: BaseException) -> WireError:
     if isinstance(error, SieError):
         return to_wire(error)
-    if isinstance(error, ImportError):  # one that transformers asks for when it builds the model
+    if isinstance(error, ImportError):  # a library that transformers needs to build the model
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         return to_wire(refuse(card.id, f"a library is missing or broken: {reason}", "DEPENDENCY"))
     kind = "OOM" if is_out_of_memory(error) else "UNKNOWN"

@@ -1,8 +1,8 @@
-"""Owns how a card becomes a model of the libraries `gliner` or `gliclass`, which a user installs beside this project.
+"""Loads models of the optional libraries `gliner` and `gliclass`, which users install themselves.
 
-A missing library is told with the command that installs it. Everything is read from the model's directory: the
-encoder's configuration from the library's own, the tokenizers from their files; nothing is looked for on a hub and no
-code of a checkpoint runs. Runs in a thread beside the step loop.
+The error for a missing library names the command that installs it. Everything is read from the model's directory: the
+encoder's configuration from the library's own, the tokenizers from their files. It never looks on a hub and runs no
+code of a checkpoint. Runs in a thread beside the step loop.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sie.workers.stall_notices import reading
 
 _log = get_logger(__name__)
 _INSTALL = {
-    # gliner declares an older transformers than the one it runs with here, so a resolver finds no way.
+    # gliner declares an older transformers than the one it runs with here, so pip cannot resolve it.
     "gliner": "pip install --no-deps gliner",
     "gliclass": "pip install gliclass",
 }
@@ -45,7 +45,7 @@ _HALF_FORMATS = (torch.bfloat16, torch.float16)
 
 Built = TypeVar("Built")
 Progress = Callable[[float, str], None]
-"""Takes the fraction that is done, 0 to 1, and what is being done."""
+"""Takes the fraction done, 0 to 1, and the current activity."""
 
 
 def load_gliner(
@@ -53,8 +53,8 @@ def load_gliner(
 ) -> GlinerRunner:
     """Return a GLiNER model that is ready for its first step.
 
-    Arguments and errors as in `loader.load_encoder`; error_class DEPENDENCY when the library is not installed.
-    limits bound the spans of a window, and the entities between which relations are looked for.
+    Arguments and errors as in `loader.load_encoder`; error_class DEPENDENCY if the library is not installed. limits
+    bound the spans of a window, and the entities between which relations are searched.
     """
     assert isinstance(card.extract, Gliner)
     device, dtype = resolve_device(device_name), choose_dtype(dtype_setting, resolve_device(device_name))
@@ -117,9 +117,9 @@ def _try_formats(
     dtype: torch.dtype,
     on_progress: Progress,
 ) -> Built:
-    """Return what build makes in the wanted number format, in float32 if the probe fails in a 16-bit one.
+    """Return build's result in the wanted number format, or in float32 if the probe fails in a 16-bit one.
 
-    The libraries were written for float32; parts of some models have no kernel in 16 bits. Raises ModelLoadFailed when
+    The libraries were written for float32, and parts of some models have no 16-bit kernel. Raises ModelLoadFailed if
     the probe fails in float32 as well.
     """
     for chosen in dict.fromkeys((dtype, torch.float32)):
@@ -131,8 +131,8 @@ def _try_formats(
                 return built
             reason = "its logits are not finite"
         except torch.OutOfMemoryError:
-            raise  # says nothing about the model
-        except Exception as error:  # whatever a library raises on a model that it cannot run
+            raise  # not the model's fault
+        except Exception as error:  # libraries raise many types for a model that they cannot run
             reason = f"{type(error).__name__}: {error}"
         if chosen in _HALF_FORMATS:
             _log.warning("%s does not run in %s (%s); float32 instead", card.id, _name(chosen), reason)
@@ -144,7 +144,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _import(card: ModelCard, name: str) -> Any:
-    """Return a library. Raises ModelLoadFailed DEPENDENCY when it is not installed, or cannot be imported."""
+    """Return a library. Raises ModelLoadFailed DEPENDENCY if it is not installed or cannot be imported."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
@@ -154,7 +154,7 @@ def _import(card: ModelCard, name: str) -> Any:
 
 
 def _build_gliner(card: ModelCard, library: Any) -> Any:
-    """Return the library's model with weights that are not read yet, and the directory's tokenizers."""
+    """Return the library's model without its weights, and with the directory's tokenizers."""
     settings = _settings(card, GLINER_CONFIG)
     settings["model_name"] = card.directory
     apart: dict[str, Any] = {}
@@ -163,16 +163,16 @@ def _build_gliner(card: ModelCard, library: Any) -> Any:
         settings["labels_encoder"] = folder
         apart["labels_tokenizer"] = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of tokens that the tokenizer lacks, which some published models do
+        warnings.simplefilter("ignore")  # about tokens that the tokenizers of some published models lack
         return library.GLiNER.from_config(
             settings, backbone_from_pretrained=False, map_location="cpu", local_files_only=True, **apart
         )
 
 
 def _settings(card: ModelCard, name: str) -> dict[str, Any]:
-    """Return a library's settings without what would change the format that a new model is built in.
+    """Return a library's settings without the keys that change the format in which a new model is built.
 
-    `dtype` in an encoder's configuration would become torch's default, for the whole process, while it is built.
+    `dtype` in an encoder's configuration would become torch's default for the whole process during the build.
     """
     settings: dict[str, Any] = msgspec.json.decode(Path(card.directory, name).read_bytes())
     for part in (settings, *(settings[key] for key in _ENCODERS if isinstance(settings.get(key), dict))):
@@ -182,13 +182,13 @@ def _settings(card: ModelCard, name: str) -> dict[str, Any]:
 
 
 def _read_weights(card: ModelCard, model: torch.nn.Module) -> None:
-    """Load a module's weights from safetensors. Raises ModelLoadFailed when some are missing."""
+    """Load a module's weights from safetensors. Raises ModelLoadFailed if some are missing."""
     weights = load_file(Path(card.directory, "model.safetensors"))
     own = model.state_dict()
     shared: dict[int, list[str]] = {}
     for name, weight in own.items():
         shared.setdefault(weight.data_ptr(), []).append(name)
-    # What several modules share is saved once, under one of its names.
+    # A weight that several modules share is saved once, under one of its names.
     for names in shared.values():
         saved = next((name for name in names if name in weights), None)
         weights.update({name: weights[saved] for name in names if saved is not None and name not in weights})
@@ -205,7 +205,7 @@ def _check_weights(card: ModelCard, missing: list[str], wrong: list[str]) -> Non
 
 @contextmanager
 def _faults(card: ModelCard) -> Iterator[None]:
-    """Turn what a damaged file or a configuration that the library cannot read raises into ModelLoadFailed."""
+    """Translate errors of a damaged file or an unreadable configuration into ModelLoadFailed."""
     try:
         yield
     except ModelLoadFailed:

@@ -1,7 +1,7 @@
-"""Owns how a card becomes an encoder, a scorer, a classifier or a generator: weights from their files, the proof that they
-run packed or paged, progress on the way.
+"""Loads encoders, scorers, classifiers, detectors and generators from their files, and reports progress.
 
-Runs in a thread beside the step loop. The only import of transformers in a worker is behind this module.
+It also checks that each model runs packed or paged with equal results. Runs in a thread beside the step loop. Only this
+module leads a worker to import transformers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from sie.workers.runners.tokens import QueryExpansion, TokenHead
 from sie.workers.stall_notices import read_tokenizer
 
 Progress = Callable[[float, str], None]
-"""Takes the fraction that is done, 0 to 1, and what is being done."""
+"""Takes the fraction done, 0 to 1, and the current activity."""
 ChooseClass = Callable[[str, PretrainedConfig], type[Any]]
 
 
@@ -69,8 +69,8 @@ def load_encoder(
 ) -> EncodeRunner | OutputsRunner:
     """Return an encoder that is ready for its first step. device_name as in `device.resolve_device`.
 
-    Raises ModelLoadFailed, with `error_class` CONFIG for a checkpoint that can never be served and STORAGE for one
-    whose files are damaged or gone; BadRequest for a device or dtype that is not there, or weights that it has not.
+    Raises ModelLoadFailed, with `error_class` CONFIG for a checkpoint that can never be served and STORAGE for damaged
+    or missing files. Raises BadRequest for a missing device or dtype, or weights that the device does not support.
     """
     device = resolve_device(device_name)
     form = choose_encoder_format(card.encoder_weights, dtype_setting, device)
@@ -95,7 +95,7 @@ def load_encoder(
 
 
 def _build_heads(card: ModelCard, language_head: LanguageHead | None, device: torch.device) -> Heads:
-    """Build what the card's outputs need beside the transformer."""
+    """Build the heads that the card's outputs need besides the transformer."""
     sparse: SparseHead | None = None
     if card.sparse is not None:
         if language_head is not None:
@@ -115,7 +115,7 @@ def _build_heads(card: ModelCard, language_head: LanguageHead | None, device: to
 
 
 def _special_ids(card: ModelCard) -> list[int]:
-    """Return the ids that have no lexical weight: begin, end, padding and unknown, as far as there are any."""
+    """Return the ids without lexical weight: begin, end, padding and unknown, if the tokenizer has them."""
     names = ("bos_token", "cls_token", "eos_token", "sep_token", "pad_token", "unk_token")
     tokenizer = read_tokenizer(card.tokenizer_file)
     settings = open_checkpoint(card.id, card.directory).read_object("tokenizer_config.json")
@@ -177,7 +177,7 @@ def load_extractor(
         runner = TokenClassifyRunner(card, tokens, execution=execution, whole=whole, dtype=form.name)
     else:
         pairs = ScoreModel(model, device, None)
-        # An encoder and a decoder share nothing that could be packed, and the head reads only a sequence's own end.
+        # An encoder-decoder shares no pass that could be packed, and its head reads only a sequence's own end.
         is_one = not model.config.is_encoder_decoder
         execution, view = choose_scoring(card.id, pairs) if is_one else (Execution(packed=False), "model")
         runner = PairClassifyRunner(card, pairs, execution=execution, view=view, dtype=form.name)
@@ -189,9 +189,9 @@ def load_extractor(
 def load_detector(
     card: ModelCard, device_name: str, dtype_setting: DtypeSetting, on_progress: Progress
 ) -> OwlRunner | GroundingRunner:
-    """Return a model that finds things in images, ready for its first step. Arguments and errors: `load_encoder`.
+    """Return a model that finds objects in images, ready for its first step. Arguments and errors: `load_encoder`.
 
-    Grounding DINO computes in float32 whatever dtype_setting says.
+    Grounding DINO computes in float32, whatever dtype_setting is.
     """
     assert isinstance(card.extract, Detection)
     device = resolve_device(device_name)
@@ -218,7 +218,7 @@ def load_generator(
 ) -> TextGenerator:
     """Return a model that generates text, ready for its first step. Arguments and errors as in `load_encoder`.
 
-    Raises ModelLoadFailed by name for a model whose layers cannot keep their keys and values in blocks.
+    Raises ModelLoadFailed that names the model if its layers cannot keep their keys and values in blocks.
     """
     device = resolve_device(device_name)
     form = choose_format(settings.weights, dtype_setting, device)
@@ -237,7 +237,7 @@ def load_generator(
     on_progress(0.8, "comparing paged with whole sequences")
     runner = make_pageable(card, model, device, settings, form.name)
     on_progress(0.9, "reading the vocabulary for grammars")
-    with suppress(BadRequest):  # whoever asks for a grammar will hear it
+    with suppress(BadRequest):  # a request with a grammar will get the error
         runner.prepare_grammars()
     on_progress(1.0, f"{runner.num_blocks} blocks of {runner.block_tokens} tokens")
     return runner
@@ -245,7 +245,7 @@ def load_generator(
 
 @contextmanager
 def _storage_faults(card: ModelCard) -> Iterator[None]:
-    """Turn what reading a damaged or missing file raises into ModelLoadFailed."""
+    """Translate errors of a damaged or missing file into ModelLoadFailed."""
     try:
         yield
     except OSError as error:
@@ -257,14 +257,14 @@ def _storage_faults(card: ModelCard) -> Iterator[None]:
 def _read_model(card: ModelCard, choose_class: ChooseClass, unused: str | None = None) -> PreTrainedModel:
     """Build the transformer on the CPU in float32.
 
-    choose_class picks the auto class for a configuration. In float32 because from_pretrained sets torch's default
-    dtype, for the whole process, to what it is asked for: with any other one, a step that runs meanwhile would compute
-    in the wrong format.
+    choose_class picks the auto class for a configuration. from_pretrained sets torch's default dtype to the requested
+    one for the whole process. With any dtype other than float32, a step that runs meanwhile would compute in the wrong
+    format.
     """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     config = read_model_config(card.id, card.directory, card.config_changes)
-    config.use_cache = False  # a decoder would keep keys and values that nobody reads
+    config.use_cache = False  # a decoder would keep keys and values that are never read
     model, report = choose_class(card.id, config).from_pretrained(
         card.directory,
         config=config,
@@ -278,7 +278,7 @@ def _read_model(card: ModelCard, choose_class: ChooseClass, unused: str | None =
 
 
 def _read_gguf(card: ModelCard) -> PreTrainedModel:
-    """Build the model of a GGUF file on the CPU in float32, its weights dequantised; as `_read_model`."""
+    """Build the model of a GGUF file like `_read_model`, with its weights dequantised to float32 on the CPU."""
     assert card.generate is not None
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -301,7 +301,7 @@ def _read_gguf(card: ModelCard) -> PreTrainedModel:
 
 
 def _check_complete(card: ModelCard, report: dict[str, Any], unused: str | None = None) -> None:
-    """Refuse weights that transformers had to make up: it only warns. unused begins the names of those nobody reads."""
+    """Refuse invented weights, about which transformers only warns. unused is the name prefix of unneeded ones."""
     missing = sorted(name for name in report["missing_keys"] if unused is None or not name.startswith(unused))
     wrong = sorted(str(key) for key in report["mismatched_keys"])
     if missing or wrong:
@@ -312,7 +312,7 @@ def _check_complete(card: ModelCard, report: dict[str, Any], unused: str | None 
 def _convert_encoder(
     model_id: str, model: PreTrainedModel, form: EncoderFormat, device: torch.device, on_progress: Progress
 ) -> None:
-    """Bring a model that reads its input once to its format and device, ready to be looked at."""
+    """Convert an encoder to its format and device, ready for the comparison of packed and single sequences."""
     on_progress(0.6, f"converting weights to {form.name} on {device}")
     round_encoder(model_id, model, form)
     _convert(model, form.dtype, device)
@@ -322,8 +322,8 @@ def _convert_encoder(
 def _convert(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
     """Move the model and convert its weights.
 
-    Its buffers stay as they are (rotary frequencies lose too much in 16 bits), and so do the weights that the
-    architecture itself wants kept in float32.
+    Its buffers keep their format (rotary frequencies lose too much in 16 bits). So do the weights that the architecture
+    itself keeps in float32.
     """
     kept = set(model._keep_in_fp32_modules_strict or ())
     if dtype == torch.float16:

@@ -65,7 +65,7 @@ class LoopRig:
         deadline_s = time.monotonic() + 5.0
         while not is_done():
             assert time.monotonic() < deadline_s, "the worker did not get there in time"
-            self.worker.loop.turn(0.01)
+            self.worker.loop.run_once(0.01)
             self.frontend.drain()
 
     def error(self, request_id: int) -> SieError | None:
