@@ -1,1 +1,1 @@
-"""The gRPC listener: one process that is a frontend in all but its protocol."""
+"""The gRPC frontend: one process that differs from the other frontends only in its protocol."""

@@ -1,7 +1,7 @@
-"""Serves gRPC of one process: the methods, who may ask, the one error border, and what is counted.
+"""Serves the gRPC methods of one process: access, dispatch, counting and the only error boundary. Handles bytes only.
 
-Messages come and go as bytes. Whatever a handler raises becomes a status code in `Service`, and nowhere else; a dialect
-that tells failures in its replies has turned them into replies before.
+Only `Service` turns an error of a handler into a status code. A dialect that reports failures in its replies turns them
+into replies first.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from sie.runtime.logs import get_logger
 from sie.values.errors import ClientGone, InputTooLong, Internal, SieError
 
 _log = get_logger(__name__)
-_UNPACKED_TIMES: Final = 16
-"""What a packed message is taken to grow by, where that decides whether a thread unpacks it."""
+_DECOMPRESSED_TIMES: Final = 16
+"""Assumed growth of a compressed message, for the choice whether a thread decompresses it."""
 
 
 class Dialect(Protocol):
-    """What has the handlers of one service. A streaming method's turns one message into one reply, failures too."""
+    """The handlers of one service. The handler of a streaming method turns each message into one reply, also on failure."""
 
     def fail(self, exchange: Exchange, message: bytes, error: SieError, *, is_stream: bool) -> bytes | None:
-        """Return a reply that tells of a failure, or None where the call's status is to do so."""
+        """Return a reply that reports the failure, or None if the call's status must report it."""
         ...
 
 
@@ -50,7 +50,7 @@ class Service:
     """The methods of one process."""
 
     def __init__(self, process: FrontendProcess, dialects: dict[str, Dialect], pool: ThreadPoolExecutor) -> None:
-        """Dialects are by the name of their service; pool is where large messages are unpacked."""
+        """Connect methods to handlers. dialects is keyed by service name; pool decompresses large messages."""
         self._process = process
         self._dialects = dialects
         self._pool = pool
@@ -61,7 +61,7 @@ class Service:
 
     @property
     def settings(self) -> Settings:
-        """Those in force."""
+        """The current settings."""
         return self._process.settings
 
     def find(self, path: str) -> Method | None:
@@ -69,29 +69,29 @@ class Service:
         return BY_PATH.get(path)
 
     def begin(self, call: Call, message: Message) -> None:
-        """Answer a call that has one message."""
+        """Start to answer a call with one message."""
         call.started((self._watch if _method(call).is_watch else self._answer)(call, message))
 
     def begin_stream(self, call: Call) -> None:
-        """Answer a call whose messages come one by one."""
+        """Start to answer a call with a stream of messages."""
         call.started(self._stream(call))
 
     def end_streams(self) -> None:
-        """Let every stream end once what it was asked is answered."""
+        """End every stream after its received requests are answered."""
         self._streams.end()
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
     async def _answer(self, call: Call, message: Message) -> None:
         try:
-            data = await self._unpacked(call, message) if message.is_packed else message.data
+            data = await self._decompressed(call, message) if message.is_compressed else message.data
             call.answer(await self._serve(call, data))
         except Exception as error:
             _fail(call, error)
 
     async def _watch(self, call: Call, message: Message) -> None:
         try:
-            data = await self._unpacked(call, message) if message.is_packed else message.data
+            data = await self._decompressed(call, message) if message.is_compressed else message.data
             await call.write(await self._serve(call, data))
             call.finish()
         except Exception as error:
@@ -100,7 +100,7 @@ class Service:
     async def _stream(self, call: Call) -> None:
         async def messages() -> AsyncIterator[bytes]:
             async for message in call.messages():
-                yield await self._unpacked(call, message) if message.is_packed else message.data
+                yield await self._decompressed(call, message) if message.is_compressed else message.data
 
         async def answer(data: bytes) -> bytes:
             return await self._serve(call, data)
@@ -111,13 +111,13 @@ class Service:
         except Exception as error:
             _fail(call, error)
 
-    async def _unpacked(self, call: Call, message: Message) -> bytes:
-        """Return what a message was before it was packed. Raises SieError."""
+    async def _decompressed(self, call: Call, message: Message) -> bytes:
+        """Decompress a message. Raises SieError."""
         coding, limits = call.head.coding, self._process.settings.limits
         if coding == "identity":
             raise Internal("the message is marked as packed, and the call names no grpc-encoding")
         max_bytes, max_ratio = limits.max_grpc_message_bytes, limits.max_compression_ratio
-        size = len(message.data) * _UNPACKED_TIMES
+        size = len(message.data) * _DECOMPRESSED_TIMES
         try:
             return await offload(self._pool, size, decompress, message.data, coding, max_bytes, max_ratio)
         except InputTooLong:
@@ -125,7 +125,7 @@ class Service:
             raise SieError(text, code="MESSAGE_TOO_LARGE", http_status=413) from None
 
     async def _serve(self, call: Call, message: bytes) -> bytes:
-        """Return the reply to one message. Raises SieError where it is for the call's status to tell what is wrong."""
+        """Return the reply to one message. Raises SieError if the call's status must report the failure."""
         method = _method(call)
         exchange = Exchange(call, call, time.monotonic_ns())
         exchange.route = method.route
@@ -160,7 +160,7 @@ class Service:
             self._end(exchange, failure, is_stream=method.is_stream)
 
     def _enter(self, exchange: Exchange) -> None:
-        """Let in whom the keys and `admin_from` let in. Raises Unauthorized, Forbidden or RateLimited."""
+        """Check the API key and `admin_from`. Raises Unauthorized, Forbidden or RateLimited."""
         process, route = self._process, exchange.route
         assert route is not None
         process_access = process.access
@@ -172,16 +172,16 @@ class Service:
         admin_from = process.settings.server.admin_from
         if route.need == "admin" and (process_access is None or admin_from == "nobody"):
             client = exchange.scope.client
-            # No page of a browser speaks gRPC, so that the address alone says who asks.
+            # A browser's page cannot speak gRPC, so the address alone identifies the client.
             check_admin(admin_from, client, {**exchange.headers, "host": client}, has_body=False)
 
     def _deadline_ns(self, exchange: Exchange) -> int:
-        """Return when the client or the server stops to wait, whichever is first."""
+        """Return the earlier deadline of client and server."""
         deadline_ns = exchange.began_ns + self._process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
         asked_ns: int = exchange.protocol.deadline_ns
         return min(deadline_ns, asked_ns) if asked_ns else deadline_ns
 
-    # --- figures --------------------------------------------------------------------------------------------------
+    # --- counting -------------------------------------------------------------------------------------------------
 
     def _end(self, exchange: Exchange, error: SieError | None, *, is_stream: bool) -> None:
         process = self._process
@@ -189,19 +189,19 @@ class Service:
         headers: list[tuple[str, str]] = []
         for record in process.recorders:
             headers = record(exchange, status, headers, error)
-        if headers and not is_stream:  # of a stream's many requests each would have its own
+        if headers and not is_stream:  # a stream has many requests, but only one set of trailers
             exchange.protocol.set_trailing_metadata(headers)
         count_exchange(process.metrics, exchange, status, error)
 
 
 def _method(call: Call) -> Method:
-    """Return the table row of a call that was let in: its path named one."""
+    """Return the method of an accepted call, whose path is known."""
     assert isinstance(call.rpc, Method)
     return call.rpc
 
 
 def _fail(call: Call, error: Exception) -> None:
-    """End a call with what went wrong; whatever it is, its client hears of it."""
+    """End a call with an error status, for any exception."""
     if not isinstance(error, SieError):
         _log.error("%s failed", call.path, exc_info=error)
         error = Internal("internal error")
@@ -209,15 +209,15 @@ def _fail(call: Call, error: Exception) -> None:
 
 
 class Watched:
-    """The work of one request: given up when its call is cancelled, as it is when the client leaves."""
+    """The submitted work of one request. It is abandoned when its call is cancelled, for example by the client."""
 
     def __init__(self, process: FrontendProcess) -> None:
         self._process = process
         self._work: list[Pending] = []
         self.watch = self._work.append
-        """Take note of work that was handed to a worker."""
+        """Record work that was submitted to a worker."""
 
     def give_up(self) -> None:
-        """Tell the worker not to run it."""
+        """Tell the workers not to run the work."""
         for pending in self._work:
             self._process.engine.abandon(pending, ClientGone("the client left before its answer was there"))

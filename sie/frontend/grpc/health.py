@@ -1,6 +1,6 @@
-"""Serves `grpc.health.v1.Health`: whether the server, or one of its services, takes requests.
+"""Serves `grpc.health.v1.Health`, the readiness of the server and its services. Must agree with `/readyz`.
 
-Source: gRPC's health checking protocol. All services are ready together, when `/readyz` says so.
+All services become ready together. Source: gRPC's health checking protocol.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Health:
         self._process = process
 
     def fail(self, exchange: Exchange, message: bytes, error: SieError, *, is_stream: bool) -> None:
-        """Leave every failure to the call's status."""
+        """Return None: the call's status reports every failure."""
         del exchange, message, error, is_stream
 
     async def check(self, _exchange: Exchange, message: Any) -> bytes:
@@ -41,15 +41,15 @@ class Health:
         return encoded
 
     async def watch(self, exchange: Exchange, message: Any) -> bytes:
-        """Answer `Watch`: the status now and after each change, until the client leaves or the server has stopped.
+        """Answer `Watch` with the status now and after each change, until the client leaves or the server drains.
 
-        A service that is not known is told as such, and may be watched all the same.
+        An unknown service may be watched, too; its status is SERVICE_UNKNOWN.
         """
         service, told = message.service, b""
         while not self._process.is_draining:
             changed = (
                 self._process.models.changed
-            )  # before the status, or what happens during the write would be missed
+            )  # ORDER: before the status, or a change during the write would be missed
             status = self._encoded(service)
             if status != told:
                 await exchange.protocol.write(status)

@@ -1,6 +1,6 @@
-"""Serves `inference.GRPCInferenceService`: what each of its methods asks of models, repositories and counters.
+"""Serves `inference.GRPCInferenceService`. Must behave as `sie.frontend.routes.kserve` does over HTTP.
 
-Source: KServe v2 sheet, section 13. What HTTP serves under the same names is `sie.frontend.routes.kserve`.
+Source: KServe v2 sheet, section 13.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class KServeGrpc:
         self._pool = pool
 
     def fail(self, exchange: Exchange, message: bytes, error: SieError, *, is_stream: bool) -> bytes | None:
-        """Return the reply of a stream to a bad request, which does not end it; None for everything else."""
+        """Return a stream's reply to a failed request, which does not end the stream; otherwise None."""
         if not is_stream or error.http_status in (401, 403, 429):
             return None
         try:
@@ -67,7 +67,7 @@ class KServeGrpc:
         return _encoded("ServerLiveResponse", live=True)
 
     async def server_ready(self, _exchange: Exchange, _message: Any) -> bytes:
-        """Answer `ServerReady`: as `/readyz`."""
+        """Answer `ServerReady` as `/readyz` does."""
         return _encoded("ServerReadyResponse", ready=self._process.is_ready)
 
     async def server_metadata(self, _exchange: Exchange, _message: Any) -> bytes:
@@ -77,7 +77,7 @@ class KServeGrpc:
     # --- a model --------------------------------------------------------------------------------------------------
 
     async def model_ready(self, _exchange: Exchange, message: Any) -> bytes:
-        """Answer `ModelReady`; a model that is not known is not ready, which is no error."""
+        """Answer `ModelReady`. An unknown model is not ready, without an error."""
         try:
             ready = is_servable(self._find(message.name, message.version))
         except NotFound:
@@ -99,7 +99,7 @@ class KServeGrpc:
         return reply.SerializeToString()
 
     async def model_statistics(self, exchange: Exchange, message: Any) -> bytes:
-        """Answer `ModelStatistics`; without a name for every model, without a version for all of it."""
+        """Answer `ModelStatistics`: for all models without a name, for all versions without a version."""
         table = self._tensors.table
         _check_version(message.version)
         if message.name:
@@ -121,7 +121,7 @@ class KServeGrpc:
 
     # --- inference ------------------------------------------------------------------------------------------------
 
-    # These requests come by the ten thousand: no coroutine, and no function made anew, that could be done without.
+    # These requests are very frequent, so avoidable coroutines and closures are avoided.
 
     def infer(self, exchange: Exchange, message: bytes) -> Awaitable[bytes]:
         """Answer `ModelInfer`."""
@@ -181,7 +181,7 @@ class KServeGrpc:
         return _encoded("RepositoryIndexResponse", models=models)
 
     async def load(self, exchange: Exchange, message: Any) -> bytes:
-        """Answer `RepositoryModelLoad`, when the model has loaded."""
+        """Answer `RepositoryModelLoad` after the model has loaded."""
         _check_repository(message)
         check_manage_parameters(_choices(message.parameters), "load")
         await self._tensors.repository.load(message.model_name, exchange.deadline_ns)
@@ -197,23 +197,23 @@ class KServeGrpc:
     # --- shared memory --------------------------------------------------------------------------------------------
 
     async def region_status(self, _exchange: Exchange, message: Any) -> bytes:
-        """Answer that no region is registered."""
+        """Answer that no region is registered. Raises NotFound for a named region."""
         if message.name:
             raise NotFound(f"Unable to find shared memory region: '{message.name[:256]}'")
         return b""
 
     async def unregister(self, _exchange: Exchange, _message: Any) -> bytes:
-        """Answer that a region is not registered any more: none ever is."""
+        """Answer as for an unregistered region: this server registers none."""
         return b""
 
     async def refuse_region(self, _exchange: Exchange, _message: Any) -> bytes:
-        """Refuse a region of a client's shared memory."""
+        """Refuse to register shared memory."""
         raise unsupported("shared memory is not supported by this server; send tensors in raw_input_contents")
 
     # --- settings -------------------------------------------------------------------------------------------------
 
     async def trace_settings(self, exchange: Exchange, message: Any) -> bytes:
-        """Answer `TraceSetting`; without a name for the server. An empty value stands for the default."""
+        """Answer `TraceSetting`, for the server if no model is named. An empty value means the default."""
         if message.model_name:
             exchange.known_model = self._find(message.model_name, "").card.id
         given = {name: list(setting.value) or None for name, setting in message.settings.items()}
@@ -246,7 +246,7 @@ def _check_version(version: str) -> None:
 
 
 def _choices(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the value of each message of one choice; None where none is made."""
+    """Return the value of each `parameter_choice`, or None if it is not set."""
     chosen = {name: value.WhichOneof("parameter_choice") for name, value in values.items()}
     return {name: choice and getattr(values[name], choice) for name, choice in chosen.items()}
 

@@ -1,4 +1,4 @@
-"""Starts the gRPC process: joins the supervisor as a frontend, listens, and drains on SIGTERM."""
+"""Runs the gRPC process: joins the supervisor as a frontend, listens, and drains on SIGTERM. Must not serve HTTP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sie.runtime.logs import configure
 
 
 def make_service(frontend: FrontendProcess) -> Service:
-    """Return all methods, each with its dialect."""
+    """Return the service with all methods and dialects."""
     pool = ThreadPoolExecutor(2, "decode")
     kserve = KServe(frontend, pool)
     trtis = Trtis(frontend, kserve, pool)
@@ -40,7 +40,7 @@ def make_service(frontend: FrontendProcess) -> Service:
 
 
 async def serve(launch: Launch) -> None:
-    """Serve until SIGTERM, then finish what was accepted."""
+    """Serve until SIGTERM, then finish the accepted calls."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stopping.set)
@@ -56,7 +56,7 @@ async def serve(launch: Launch) -> None:
 
 
 def main() -> int:
-    """Run the gRPC process; the launch record is the only argument."""
+    """Run the gRPC process. The launch record is the only argument."""
     launch = msgspec.json.decode(sys.argv[1], type=Launch)
     child_setup.die_with_parent(launch.supervisor_pid)
     configure(launch.log_format, launch.log_level, "grpc")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Owns the table of gRPC methods: what each is called, asks of a client where there are API keys, and is answered by. Pure."""
+"""Lists the gRPC methods with their handlers and required scopes. Pure, and imports no handler."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ REFLECTION: Final = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1a
 
 
 class Method(NamedTuple):
-    """One method. route.handler names a method of its dialect's class; request is the name of a message of `file`.
+    """One method. route.handler names a method of its dialect's class; request names a message type in `file`.
 
-    An empty request means that the handler reads the bytes itself. is_stream: its client sends a stream and reads one.
-    is_watch: one message is answered by a stream, of which the handler writes all but the last message.
+    If request is empty, the handler parses the bytes itself. is_stream: the client sends a stream and reads a stream.
+    is_watch: one message is answered by a stream; the handler writes all its messages except the last.
     """
 
     service: str
@@ -84,5 +84,5 @@ METHODS: Final = (
     _method(HEALTH, "Watch", "watch", "health", "grpc.health.v1.HealthCheckRequest", need="open"),
     *(_method(service, "ServerReflectionInfo", "stream_reflect", "", "", need="any") for service in REFLECTION),
 )
-"""What is not here is UNIMPLEMENTED."""
+"""All other methods are UNIMPLEMENTED."""
 BY_PATH: Final = {method.route.template: method for method in METHODS}

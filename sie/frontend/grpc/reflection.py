@@ -1,4 +1,4 @@
-"""Serves gRPC's server reflection: which services there are, and their messages, for tools that ask by hand.
+"""Serves server reflection, which lists services and messages for interactive tools. Must describe no other files.
 
 Source: gRPC's server reflection protocol, v1 and v1alpha.
 """
@@ -25,7 +25,7 @@ class Reflection:
     """The reflection service of the gRPC process."""
 
     def fail(self, exchange: Exchange, message: bytes, error: SieError, *, is_stream: bool) -> None:
-        """Leave every failure to the call's status."""
+        """Return None: the call's status reports every failure."""
         del exchange, message, error, is_stream
 
     async def stream_reflect(self, _exchange: Exchange, data: bytes) -> bytes:

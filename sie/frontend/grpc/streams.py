@@ -1,4 +1,4 @@
-"""Owns the streams of one process: requests of a stream run side by side, and are answered in their order."""
+"""Runs the requests of each stream concurrently, and writes their replies. Must keep the order of the requests."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Final
 
 _MAX_AT_ONCE: Final = 32
-"""Requests of one stream under way; the next is read when there is room, and so the client is slowed down."""
+"""Requests of one stream under way. At this limit no more requests are read, which slows the client down."""
 
 
 class Streams:
-    """Every stream that is open."""
+    """All open streams."""
 
     def __init__(self) -> None:
         self._readers: set[asyncio.Task[None]] = set()
         self._is_ending = False
 
     def end(self) -> None:
-        """Read no more requests; each stream ends when its last reply is written."""
+        """Read no more requests. Each stream ends when its last reply is written."""
         self._is_ending = True
         for reader in self._readers:
             reader.cancel()
@@ -29,7 +29,7 @@ class Streams:
         answer: Callable[[bytes], Coroutine[Any, Any, bytes]],
         write: Callable[[bytes], Awaitable[None]],
     ) -> None:
-        """Answer what comes until the client has no more, or `end` is called. Raises what answer raises, and stops."""
+        """Answer messages until the client ends the stream or `end` is called. Stops at, and raises, an error of answer."""
         replies: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue()
         room = asyncio.Semaphore(_MAX_AT_ONCE)
 

@@ -1,6 +1,6 @@
-"""Serves `nvidia.inferenceserver.GRPCService`, the v1 API: failures are told in its replies, with gRPC's status OK.
+"""Serves `nvidia.inferenceserver.GRPCService`, the v1 API. Must report failures in replies, with gRPC's status OK.
 
-Source: TRTIS v1 sheet, section 7. What HTTP serves is `sie.frontend.routes.trtis`.
+`sie.frontend.routes.trtis` serves it over HTTP. Source: TRTIS v1 sheet, section 7.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TrtisGrpc:
         self._pool = pool
 
     def fail(self, exchange: Exchange, message: bytes, error: SieError, *, is_stream: bool) -> bytes | None:
-        """Return the reply that tells of a failure; None where a key is refused, or a message is no message."""
+        """Return the reply that reports a failure, or None if a key was refused or the message is malformed."""
         assert exchange.route is not None
         if error.http_status in _STATUS_CODES:
             return None
@@ -67,12 +67,12 @@ class TrtisGrpc:
         return _encoded("HealthResponse", request_status=trtis_status.request_status(), health=is_well)
 
     async def status(self, _exchange: Exchange, message: Any) -> bytes:
-        """Answer `Status`; without a name for every model."""
+        """Answer `Status`, for all models without a name."""
         found = self._http.server_status(message.model_name)
         return _encoded("StatusResponse", request_status=trtis_status.request_status(), server_status=found)
 
     async def repository(self, _exchange: Exchange, message: Any) -> bytes:
-        """Answer `Repository`: the names of all models."""
+        """Answer `Repository` with the names of all models."""
         if not message.index:
             raise BadRequest("the request asks for nothing: 'index' is not set")
         index = trtis_status.repository_index(self._tensors.table.names)
@@ -91,11 +91,11 @@ class TrtisGrpc:
         return _encoded("ModelControlResponse", request_status=trtis_status.request_status())
 
     async def refuse_region(self, _exchange: Exchange, _message: Any) -> bytes:
-        """Refuse what is about a client's shared memory."""
+        """Refuse shared memory requests."""
         raise SieError("shared memory is not supported", code="UNSUPPORTED", http_status=400)
 
     async def refuse_profile(self, _exchange: Exchange, _message: Any) -> bytes:
-        """Refuse what starts and stops a profiler."""
+        """Refuse to start or stop a profiler."""
         raise SieError("profiling is not supported", code="UNSUPPORTED", http_status=400)
 
     # --- inference ------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class TrtisGrpc:
         return answer
 
     stream_infer = infer
-    """Each request of `StreamInfer`."""
+    """Answer one request of `StreamInfer`."""
 
 
 def _answer(head: InferHead, reply: TensorReply, rule: TensorRule) -> bytes:

@@ -1,4 +1,4 @@
-"""Owns one call, which is one HTTP/2 stream, as the service sees it: who asks what, its messages, and its one end."""
+"""Represents one call, an HTTP/2 stream, to the service: metadata, messages and status. Must end exactly once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sie.frontend.grpc.transport.message_framing import Message, MessageReader
 from sie.frontend.grpc.transport.status_codes import Status
 
 _MESSAGE_BYTES: Final = 160
-"""What a message takes beside its bytes while it is queued."""
+"""Memory overhead of a queued message."""
 
 
 class CallConnection(Protocol):
@@ -24,20 +24,20 @@ class CallConnection(Protocol):
         """Address and port of the client."""
         ...
 
-    def took(self, call: Call) -> None:
-        """Note that a queued message of the call was taken."""
+    def on_taken(self, call: Call) -> None:
+        """Record that a queued message of the call was taken."""
         ...
 
     def answer(self, call: Call, message: bytes) -> None:
-        """Send the only message of an answer, and its status OK."""
+        """Send the only message of an answer, and status OK."""
         ...
 
     def send(self, call: Call, message: bytes) -> None:
-        """Send one of several messages, as far as the client has room."""
+        """Send one of several messages, as far as the client's window allows."""
         ...
 
     def finish(self, call: Call, trailers: bytes) -> None:
-        """Send the trailers, a header block, and forget the call."""
+        """Send the trailers, a header block, and remove the call."""
         ...
 
 
@@ -46,7 +46,7 @@ class Service(Protocol):
 
     @property
     def settings(self) -> Settings:
-        """The settings in force."""
+        """The current settings."""
         ...
 
     def find(self, path: str) -> Method | None:
@@ -54,20 +54,20 @@ class Service(Protocol):
         ...
 
     def begin(self, call: Call, message: Message) -> None:
-        """Answer a call that has one message."""
+        """Start to answer a call with one message."""
         ...
 
     def begin_stream(self, call: Call) -> None:
-        """Answer a call whose messages come one by one."""
+        """Start to answer a call with a stream of messages."""
         ...
 
     def end_streams(self) -> None:
-        """Let every stream end once its requests are answered."""
+        """End every stream after its received requests are answered."""
         ...
 
 
 class Unsent:
-    """What a call has to send and could not yet."""
+    """The queued output of a call that flow control holds back."""
 
     __slots__ = ("ending", "num_bytes", "parts", "waiter")
 
@@ -75,22 +75,22 @@ class Unsent:
         self.parts: deque[memoryview] = deque()
         self.num_bytes = 0
         self.ending: bytes | None = None
-        """The trailers that go out when all else has."""
+        """The trailers to send after all messages."""
         self.waiter: asyncio.Future[None] | None = None
 
     async def wait(self) -> None:
-        """Return when all has gone out, or the call is over."""
+        """Wait until all is sent or the call is over."""
         self.waiter = asyncio.get_running_loop().create_future()
         await self.waiter
 
-    def let_go(self) -> None:
-        """Let who waits go on."""
+    def wake(self) -> None:
+        """Wake the waiter."""
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
 
 class Incoming:
-    """What has come of a call's messages, where that is not one whole message at once."""
+    """The received messages of a call, unless it is one whole message in one frame."""
 
     __slots__ = ("began_ns", "messages", "num_bytes", "num_held", "num_owed", "num_queued", "reader", "waiter")
 
@@ -98,34 +98,34 @@ class Incoming:
         self.reader = MessageReader(max_bytes)
         self.messages: deque[Message] = deque()
         self.waiter: asyncio.Future[None] | None = None
-        """Who waits for a message, or the end of them."""
+        """The waiter for the next message or the end of messages."""
         self.began_ns = now_ns
-        """When the message began that is not there whole."""
+        """Start time of the incomplete message."""
         self.num_bytes = 0
-        """Bytes of messages that came, their prefixes included."""
+        """Bytes received, including message prefixes."""
         self.num_queued = 0
-        """Bytes of messages that nobody has taken, and of what keeps them."""
+        """Bytes of queued messages, including their overhead."""
         self.num_held = 0
-        """What the connection was told that is held here."""
+        """The bytes that were last reported to the connection as held here."""
         self.num_owed = 0
-        """Bytes that came and that the client has not been told it may send anew."""
+        """Received bytes that no WINDOW_UPDATE has returned to the client yet."""
 
     def put(self, message: Message) -> None:
-        """Queue a message that is there whole."""
+        """Queue a complete message."""
         self.messages.append(message)
         self.num_queued += len(message.data) + _MESSAGE_BYTES
 
     def take(self) -> Message:
-        """Return the first message of the queue."""
+        """Remove and return the first message of the queue."""
         message = self.messages.popleft()
         self.num_queued -= len(message.data) + _MESSAGE_BYTES
         return message
 
 
 class Call:
-    """One call until it is answered, left or refused.
+    """One call until it is answered, cancelled or refused.
 
-    To the border of errors and figures it is what a request's scope and protocol are over HTTP.
+    For the error boundary and telemetry it replaces the scope and the protocol of an HTTP request.
     """
 
     __slots__ = (
@@ -142,43 +142,43 @@ class Call:
         self.headers = head.headers
         self.path = head.path
         self.rpc = head.method
-        """None where the path names no method."""
+        """The method of the path, or None if unknown."""
         self.is_stream = head.method is not None and head.method.is_stream
         self.window = window
-        """Bytes that the client takes."""
+        """Send window: bytes that the client accepts."""
         self.room = room
-        """Bytes that the client may send."""
+        """Receive window: bytes that the client may send."""
         self.deadline_ns = 0
-        """When the client stops to wait, on CLOCK_MONOTONIC; 0 where it has not said."""
+        """The client's deadline on CLOCK_MONOTONIC, or 0 if it set none."""
         self.moved_ns = 0
-        """When a message that is not there whole last grew, or an answer that is not sent whole was last read; or 0."""
+        """Time of the last progress of an incomplete message or an unsent answer, or 0 without either."""
         self.task: asyncio.Task[None] | None = None
         self.incoming: Incoming | None = None
         self.unsent: Unsent | None = None
         self.metadata: Sequence[tuple[str, str]] = ()
-        """What goes back in the trailers."""
+        """Metadata for the trailers."""
         self.has_opened = False
-        """Whether its answer's headers are sent."""
+        """Whether the headers of the answer were sent."""
         self.is_ended = False
-        """Whether the client sends no more."""
+        """Whether the client has finished sending."""
         self.is_over = False
 
     @property
     def client(self) -> str:
-        """Who asks, `address:port`; few calls want to know."""
+        """The client's `address:port`, computed when needed because few calls use it."""
         return self._connection.client
 
     # --- messages in ----------------------------------------------------------------------------------------------
 
     async def messages(self) -> AsyncIterator[Message]:
-        """Yield what the client sends until it sends no more. What is not taken here keeps the client from sending on."""
+        """Yield the client's messages until it finishes sending. Untaken messages stop the client from sending more."""
         incoming = self.incoming
         assert incoming is not None
         while True:
             while incoming.messages:
                 message = incoming.take()
                 if not self.is_over:
-                    self._connection.took(self)
+                    self._connection.on_taken(self)
                 yield message
             if self.is_ended or self.is_over:
                 return
@@ -186,7 +186,7 @@ class Call:
             await incoming.waiter
 
     def wake(self) -> None:
-        """Let who waits for a message look again."""
+        """Wake the waiter for messages."""
         waiter = self.incoming.waiter if self.incoming is not None else None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -194,16 +194,16 @@ class Call:
     # --- the answer -----------------------------------------------------------------------------------------------
 
     def set_trailing_metadata(self, metadata: Sequence[tuple[str, str]]) -> None:
-        """Have these come back with the status."""
+        """Set the metadata to send with the status."""
         self.metadata = metadata
 
     def answer(self, message: bytes) -> None:
-        """Send the only message, and that all is well."""
+        """Send the only message, and status OK."""
         if not self.is_over:
             self._connection.answer(self, message)
 
     async def write(self, message: bytes) -> None:
-        """Send one of several messages; return when the client has room for another."""
+        """Send one of several messages. Returns when the client's window has accepted it."""
         if self.is_over:
             return
         self._connection.send(self, message)
@@ -211,19 +211,19 @@ class Call:
             await self.unsent.wait()
 
     def finish(self, status: Status = Status.OK, text: str = "") -> None:
-        """End the call with a status; nothing happens to one that is over."""
+        """End the call with a status. Does nothing if the call is over."""
         if not self.is_over:
             self._connection.finish(self, status_block(status, text, self.metadata))
 
     def leave(self) -> None:
-        """End the work for a call that nobody waits for any more. Its connection has forgotten it."""
+        """Cancel the work of a call whose connection has removed it."""
         self.is_over = True
         if self.task is not None:
             self.task.cancel()
         if self.unsent is not None:
-            self.unsent.let_go()
+            self.unsent.wake()
         self.wake()
 
     def started(self, work: Any) -> None:
-        """Run the work of this call."""
+        """Run the work of this call in a task."""
         self.task = asyncio.get_running_loop().create_task(work)

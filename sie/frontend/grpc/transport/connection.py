@@ -1,8 +1,7 @@
-"""Owns one HTTP/2 connection: its socket, its frames, and its end.
+"""Runs one HTTP/2 connection: socket, frames and shutdown. No exception may leave `data_received`, for any input.
 
-Whatever comes, in whatever pieces, no exception leaves `data_received`: what breaks the protocol ends the stream or the
-connection by name (RST_STREAM, GOAWAY). DATA goes to the inbox as it comes; other frames are short, and waited for.
-Source: RFC 9113, sections 3.4, 4, 6 and 10.5.
+A protocol error ends the stream (RST_STREAM) or the connection (GOAWAY). DATA passes to the inbox in pieces as it arrives.
+Other frames are short, so they are handled when complete. Source: RFC 9113, sections 3.4, 4, 6 and 10.5.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ _log = get_logger(__name__)
 _FRAME_BYTES: Final = 1 << 20
 """Largest frame of DATA that a client may send."""
 _SHORT_BYTES: Final = 16_384
-"""Largest of the frames that are neither DATA nor headers."""
+"""Largest frame that is neither DATA nor headers."""
 _WRITE_AHEAD_BYTES: Final = 1 << 20
-"""What is given to the socket before it has taken what it has."""
+"""Write buffer of the socket; above this size writing pauses."""
 _TEXT: Final = b"This port speaks gRPC, which is HTTP/2, and nothing else.\n"
 _NOT_HTTP2: Final = (
     b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s"
@@ -47,7 +46,7 @@ _NOT_HTTP2: Final = (
 
 
 class ConnectionListener(InboxListener, Protocol):
-    """The listener, as a connection sees it (`sie.frontend.grpc.transport.listener.Listener`)."""
+    """The methods of `sie.frontend.grpc.transport.listener.Listener` that a connection uses."""
 
     connections: set[Connection]
     linger_ns: int
@@ -55,19 +54,19 @@ class ConnectionListener(InboxListener, Protocol):
     unread_ns: int
 
     def flush_later(self, outbox: Outbox) -> None:
-        """Flush an outbox when this turn of the event loop is over."""
+        """Flush an outbox after this iteration of the event loop."""
         ...
 
     def hold(self, num_bytes: int) -> None:
-        """Count bytes that a connection holds, or given up where negative."""
+        """Count bytes that a connection holds; negative if released."""
         ...
 
     def on_lost(self, connection: Connection) -> None:
-        """Forget a connection."""
+        """Remove a lost connection."""
         ...
 
     def fault_of(self, call: Call, now_ns: int) -> tuple[Status, str] | None:
-        """Return the end of a call whose deadline has passed or that has stalled."""
+        """Return the status for a call that has stalled or is past its deadline, or None."""
         ...
 
 
@@ -81,16 +80,16 @@ class Connection(asyncio.Protocol):
         self._allowance = Allowance(listener.limits.max_grpc_idle_frames_per_s)
         self.opened_ns = time.monotonic_ns()
         self.held_bytes = 0
-        """Bytes of messages that are not there whole, or wait to be taken or to be sent."""
+        """Bytes of incomplete, queued and unsent messages."""
         self.closing_ns = 0
-        """When it was told to close, or 0."""
+        """Time when closing started, or 0."""
         self.paused_ns = 0
-        """When the socket last took something, while it takes no more; or 0."""
+        """Time since when the socket's buffer is full, or 0."""
 
     # --- the socket -----------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Join the others of this process."""
+        """Set the connection up and register it."""
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_WRITE_AHEAD_BYTES)
         self._outbox = Outbox(self._transport, self._allowance, self._listener.flush_later, self.hold, self._on_sent)
@@ -98,21 +97,21 @@ class Connection(asyncio.Protocol):
         self._listener.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Give up the work of every call, and leave the others."""
+        """Cancel the work of every call, and unregister."""
         self._is_over = True
         self._drop_calls()
         self._outbox.disconnect()
         self._listener.on_lost(self)
-        del self._inbox  # which knows us: a ring would be left to the collector, which comes rarely
+        del self._inbox  # breaks a reference cycle; the garbage collector runs rarely
 
     def pause_writing(self) -> None:
-        """Let answers wait, and ask for none meanwhile: the socket takes no more."""
+        """Hold back answers, and stop reading, because the socket's buffer is full."""
         self._outbox.is_paused = True
         self.paused_ns = time.monotonic_ns()
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
-        """Go on sending."""
+        """Continue to send and read."""
         self._outbox.is_paused = False
         self.paused_ns = 0
         self._transport.resume_reading()
@@ -120,7 +119,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def client(self) -> str:
-        """The peer, `address:port`; empty where it has none."""
+        """The peer's `address:port`, or empty if it has none."""
         peer: Any = self._transport.get_extra_info("peername")
         if not isinstance(peer, tuple):
             return ""
@@ -129,13 +128,13 @@ class Connection(asyncio.Protocol):
 
     @property
     def calls(self) -> list[Call]:
-        """The calls that are open."""
+        """The open calls."""
         return list(self._inbox.calls.values())
 
     # --- frames ---------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Take what came."""
+        """Handle received bytes."""
         if self._is_over:
             return
         self._inbox.now_ns = time.monotonic_ns()
@@ -184,7 +183,7 @@ class Connection(asyncio.Protocol):
             self._rest = data[at:]
 
     def _greet(self, data: bytes) -> bool:
-        """Answer the connection preface; False while it is not there whole, or when it is something else."""
+        """Answer the connection preface. Return False if it is incomplete or not a preface."""
         if len(data) < len(PREFACE) and PREFACE.startswith(data):
             self._rest = data
             return False
@@ -203,7 +202,7 @@ class Connection(asyncio.Protocol):
         return True
 
     def _check(self, kind: int, length: int, stream: int) -> None:
-        """Raise ConnectionFault for a frame that may not come now, or is too long to be waited for."""
+        """Raise ConnectionFault for a frame that is not allowed now, or is too long to buffer."""
         if length > _FRAME_BYTES:
             raise ConnectionFault(Code.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
         if not self._is_settled and kind != frames.SETTINGS:
@@ -273,13 +272,13 @@ class Connection(asyncio.Protocol):
         self._allowance.spend()
         num_bytes = frames.read_u32(payload, "WINDOW_UPDATE")
         if not stream:
-            self._outbox.make_room(num_bytes)
+            self._outbox.widen(num_bytes)
             return
         self._inbox.check_opened(stream, "WINDOW_UPDATE")
         call = self._inbox.calls.get(stream)
         if call is not None:
             try:
-                self._outbox.make_call_room(call, num_bytes)
+                self._outbox.widen_call(call, num_bytes)
             except StreamFault as fault:
                 self._inbox.reset(call, fault.code)
 
@@ -294,12 +293,12 @@ class Connection(asyncio.Protocol):
         frames.WINDOW_UPDATE: _on_window,
         frames.CONTINUATION: _on_continuation,
     }
-    """What is of no kind that stands here is skipped: an extension."""
+    """Other kinds of frames are extensions and are skipped."""
 
-    # --- what calls ask -------------------------------------------------------------------------------------------
+    # --- called by calls ------------------------------------------------------------------------------------------
 
     def answer(self, call: Call, message: bytes) -> None:
-        """Send the only message of a call, and that all is well."""
+        """Send the only message of a call, and status OK."""
         self._outbox.answer(call, message, status_block(0, "", call.metadata) if call.metadata else OK)
 
     def send(self, call: Call, message: bytes) -> None:
@@ -307,15 +306,15 @@ class Connection(asyncio.Protocol):
         self._outbox.send(call, message)
 
     def finish(self, call: Call, trailers: bytes) -> None:
-        """Send the status of a call, after all that it has to send."""
+        """Send the status of a call, after its queued messages."""
         self._outbox.end(call, trailers)
 
-    def took(self, call: Call) -> None:
-        """Take note that a message of a call was taken."""
-        self._inbox.took(call)
+    def on_taken(self, call: Call) -> None:
+        """Record that a message of a call was taken."""
+        self._inbox.on_taken(call)
 
     def hold(self, num_bytes: int) -> None:
-        """Count bytes that are held here, or, below 0, no more."""
+        """Count bytes that are held here; negative if released."""
         self.held_bytes += num_bytes
         self._listener.hold(num_bytes)
 
@@ -325,14 +324,14 @@ class Connection(asyncio.Protocol):
         self.on_left()
 
     def on_left(self) -> None:
-        """Close a connection that is to go once its last call has ended."""
+        """Close a draining connection after its last call has ended."""
         if self._inbox.final_stream != frames.MAX_WINDOW and not self._inbox.calls and not self._is_over:
             self.close()
 
     # --- ends -----------------------------------------------------------------------------------------------------
 
     def check(self, now_ns: int) -> None:
-        """End what has stalled: an opening, headers, messages, answers. Called several times a second."""
+        """End stalled handshakes, headers, messages and answers. Called several times a second."""
         listener, inbox = self._listener, self._inbox
         if self.closing_ns:
             if now_ns - self.closing_ns > listener.linger_ns:
@@ -366,12 +365,12 @@ class Connection(asyncio.Protocol):
             task.cancel()
 
     def end(self, fault: ConnectionFault) -> None:
-        """Say what is wrong, and close."""
+        """Send GOAWAY with the fault, and close."""
         last = self._inbox.last_stream
         self._refuse(frames.goaway_frame(last, fault.code, fault.text) if self._has_greeted else b"")
 
     def _refuse(self, words: bytes) -> None:
-        """Send last words, and close when the peer does: what it has sent meanwhile would take them back (a reset)."""
+        """Send last bytes, and close when the peer does. An earlier close could reset the connection and lose them."""
         self._is_over = True
         self.closing_ns = self.closing_ns or time.monotonic_ns()
         self._outbox.write(words)
@@ -383,7 +382,7 @@ class Connection(asyncio.Protocol):
         self._drop_calls()
 
     def close(self) -> None:
-        """Close when what was written has gone out; `check` cuts what does not end."""
+        """Close after all written bytes are sent. `check` aborts a connection that does not finish."""
         self._is_over = True
         self.closing_ns = self.closing_ns or time.monotonic_ns()
         self._outbox.stop()
@@ -391,13 +390,13 @@ class Connection(asyncio.Protocol):
         self._drop_calls()
 
     def abort(self) -> None:
-        """Cut the connection."""
+        """Close the connection at once."""
         self._is_over = True
         self._outbox.stop()
         self._transport.abort()
 
     def drain(self) -> None:
-        """Have the client open no more calls; `finish_drain` follows when it has heard so."""
+        """Ask the client to open no more calls. `finish_drain` follows when it has acknowledged."""
         if not self._has_greeted or self._is_over:
             self.close()
             return
@@ -406,7 +405,7 @@ class Connection(asyncio.Protocol):
         self._outbox.write(frames.goaway_frame(frames.MAX_WINDOW, Code.NO_ERROR, "the server is stopping") + heard)
 
     def finish_drain(self) -> None:
-        """Take no more calls, and close when those that are open have ended."""
+        """Accept no more calls, and close when the open calls have ended."""
         if self._inbox.final_stream != frames.MAX_WINDOW or self._is_over:
             return
         last = self._inbox.final_stream = self._inbox.last_stream

@@ -1,4 +1,4 @@
-"""Owns how many frames that bring no message a client may send: each costs us more than it costs him."""
+"""Limits frames without a message, which cost the server more than the client. Must not slow honest clients down."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from sie.frontend.grpc.transport.frames import Code, ConnectionFault
 
 _BURST_S: Final = 10
 _PER_SENT: Final = 8
-"""Frames that an answer, or a part of one, may bring: room for more, and some clients measure the way with a ping for each."""
+"""Frames allowed for each sent answer or part of one: window updates, and the pings by which some clients measure delay."""
 
 
 class Allowance:
-    """What one connection has left. Source: RFC 9113, section 10.5."""
+    """The remaining frames of one connection. Source: RFC 9113, section 10.5."""
 
     __slots__ = ("_left", "_num_paid", "_rate", "_since_ns", "num_sent")
 
     def __init__(self, rate: int) -> None:
-        """Rate: frames a second, on average; ten seconds of them may come at once."""
+        """Allow rate frames a second on average. The frames of ten seconds may come at once."""
         self._rate = rate
         self._left: float = _BURST_S * rate
         self._since_ns = time.monotonic_ns()
         self._num_paid = 0
         self.num_sent = 0
-        """Answers, and parts of such, that were sent to the client."""
+        """Answers, and parts of answers, that were sent to the client."""
 
     def spend(self) -> None:
-        """Pay for one frame. Raises ConnectionFault when a client sends little else."""
+        """Count one frame. Raises ConnectionFault if the client sends too many."""
         self._left -= 1
         if self._left >= 0:
             return

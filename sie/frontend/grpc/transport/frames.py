@@ -1,7 +1,4 @@
-"""Owns HTTP/2 frames: their numbers and their bytes, and how a peer's breach of the protocol is named. Pure.
-
-Source: RFC 9113, sections 4 to 7.
-"""
+"""Encodes and decodes HTTP/2 frames, and defines protocol faults. Pure. Source: RFC 9113, sections 4 to 7."""
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ _SETTING_LIMITS: Final[dict[int, tuple[int, int]]] = {
 
 
 class Code(IntEnum):
-    """Why a stream or a connection ends. Source: RFC 9113, section 7."""
+    """The error code of a stream or connection. Source: RFC 9113, section 7."""
 
     NO_ERROR = 0
     PROTOCOL_ERROR = 1
@@ -69,7 +66,7 @@ class Code(IntEnum):
 
 
 class ConnectionFault(Exception):
-    """The peer broke the protocol, or a limit, in a way that ends its connection."""
+    """A breach of the protocol or of a limit that ends the connection."""
 
     def __init__(self, code: Code, text: str) -> None:
         super().__init__(text)
@@ -78,7 +75,7 @@ class ConnectionFault(Exception):
 
 
 class StreamFault(Exception):
-    """The peer broke the protocol in a way that ends one stream."""
+    """A breach of the protocol that ends one stream."""
 
     def __init__(self, code: Code) -> None:
         super().__init__(code.name)
@@ -91,12 +88,12 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def settings_frame(values: dict[int, int]) -> bytes:
-    """Return SETTINGS with these values, by their numbers."""
+    """Return SETTINGS with these values, keyed by setting number."""
     return frame(SETTINGS, 0, 0, b"".join([_SETTING.pack(*item) for item in values.items()]))
 
 
 def window_frame(stream: int, num_bytes: int) -> bytes:
-    """Return WINDOW_UPDATE; stream 0 is the connection."""
+    """Return WINDOW_UPDATE. Stream 0 is the connection."""
     return frame(WINDOW_UPDATE, 0, stream, _U32.pack(num_bytes))
 
 
@@ -106,12 +103,12 @@ def reset_frame(stream: int, code: Code) -> bytes:
 
 
 def goaway_frame(last_stream: int, code: Code, text: str = "") -> bytes:
-    """Return GOAWAY; no stream above last_stream was or will be served."""
+    """Return GOAWAY. No stream above last_stream was or will be served."""
     return frame(GOAWAY, 0, 0, _U32.pack(last_stream) + _U32.pack(code) + text.encode()[:200])
 
 
 def read_u32(payload: bytes, kind: str) -> int:
-    """Return the one number of a frame, without its reserved bit. Raises ConnectionFault."""
+    """Return the number in a frame, without its reserved bit. Raises ConnectionFault."""
     if len(payload) != _U32.size:
         raise ConnectionFault(Code.FRAME_SIZE_ERROR, f"{kind} of {len(payload)} bytes")
     (value,) = _U32.unpack(payload)
@@ -119,7 +116,7 @@ def read_u32(payload: bytes, kind: str) -> int:
 
 
 def read_settings(payload: bytes) -> dict[int, int]:
-    """Return what SETTINGS say, the last of each. Raises ConnectionFault for a value that is not allowed."""
+    """Return the values in SETTINGS, the last of each setting. Raises ConnectionFault for a forbidden value."""
     if len(payload) % _SETTING.size:
         raise ConnectionFault(Code.FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes")
     found: dict[int, int] = {}

@@ -1,8 +1,8 @@
-"""Owns the headers of calls: HPACK blocks to what a call says of itself, and an answer's headers to blocks.
+"""Decodes HPACK blocks to the heads of calls, and encodes response headers. Pure. Must never use a table for its own blocks.
 
-A client that repeats itself sends the same few bytes for each call, all of them indexes into the table that both sides
-keep; what they mean is kept with them for as long as that table stays as it is. Our own blocks use no table, so that they
-are constants. Pure. Source: RFC 7541; RFC 9113, section 8; gRPC's PROTOCOL-HTTP2.
+A client's repeated calls have the same block: a few indexes into the dynamic table of both sides. Decoded heads are
+cached by block until that table changes. Our own blocks use no table, so they are constants.
+Source: RFC 7541; RFC 9113, section 8; gRPC's PROTOCOL-HTTP2.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_KEPT: Final = 64
 _MAX_KEPT_BYTES: Final = 1024
 _MAX_ENTRIES: Final = 256
 _ENTRY_BYTES: Final = 32
-"""What each entry counts for beside its bytes. Source: RFC 9113, section 10.5.1."""
+"""Overhead of each entry in the size of a list. Source: RFC 9113, section 10.5.1."""
 _MAX_TIMEOUT_NS: Final = 1 << 60
 _NAME: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
 _VALUE: Final = re.compile(rb"[^\x00\r\n]*")
@@ -36,20 +36,20 @@ _UNSAFE: Final = re.compile(rb"[^ -$&-~]")
 
 
 class Method(Protocol):
-    """The part of a method's table row that the transport reads (`sie.frontend.grpc.methods.Method`)."""
+    """The fields of `sie.frontend.grpc.methods.Method` that the transport reads."""
 
     @property
     def is_stream(self) -> bool:
-        """Whether its client sends a stream of messages."""
+        """Whether the client sends a stream of messages."""
         ...
 
 
 class CallHead:
-    """What a call says before its messages; many calls share one, and nobody changes it.
+    """The headers of a call. Many calls share one head, so it must never be changed.
 
-    headers has the first of each name, without those whose value is binary. timeout_ns is 0 and content_length -1 where
-    there is none. method is None for a path that names none. refusal is the HTTP status for a request that is not
-    gRPC's, or 0; problem says what else is wrong.
+    headers has the first value of each name, without binary ones. timeout_ns is 0 and content_length is -1 if absent.
+    method is None for an unknown path. refusal is the HTTP status for a request that is not gRPC, or 0. problem describes
+    any other fault.
     """
 
     __slots__ = (
@@ -67,7 +67,7 @@ class CallHead:
         self.content_length = -1
         self.is_too_large = False
         self.is_plain = True
-        """Whether nothing stands against it."""
+        """Whether the call can be served without further checks."""
         timeout, length = headers.get("grpc-timeout"), headers.get("content-length")
         if timeout is not None:
             self._read_timeout(timeout)
@@ -85,7 +85,7 @@ class CallHead:
 
 
 class _CountingTable(HeaderTable):
-    """HPACK's dynamic table, which counts what is added to it. Only a new size changes it otherwise."""
+    """HPACK's dynamic table with a count of added entries. Apart from additions, only a resize changes the table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,10 +97,10 @@ class _CountingTable(HeaderTable):
 
 
 class HeaderReader:
-    """Reads the header blocks of one connection, each once and in their order."""
+    """Decodes the header blocks of one connection. Each block must be read once, in order."""
 
     def __init__(self, max_bytes: int, find: Callable[[str], Method | None]) -> None:
-        """max_bytes: the largest list that is served; twice that ends the connection. find: the method of a path, None for an unknown one."""
+        """max_bytes: the largest list that is served; twice that ends the connection. find returns the method of a path."""
         self._find = find
         self._max_bytes = max_bytes
         self._decoder = Decoder(2 * max_bytes)
@@ -109,7 +109,7 @@ class HeaderReader:
         self._known: dict[bytes, CallHead] = {}
 
     def read(self, block: bytes) -> CallHead:
-        """Return what a block says. Raises ConnectionFault when the table is lost, StreamFault for what is malformed."""
+        """Return the head in a block. Raises ConnectionFault if the table is lost, StreamFault if malformed."""
         head = self._known.get(block)
         if head is not None:
             return head
@@ -148,12 +148,12 @@ class HeaderReader:
 
 
 def _resizes(block: bytes) -> bool:
-    """Whether a block begins, as only its beginning may, with a new size of the table. Source: RFC 7541, section 6.3."""
+    """Tell whether a block resizes the table, which is allowed only at its start. Source: RFC 7541, section 6.3."""
     return block[:1] != b"" and block[0] >> 5 == 1
 
 
 def _sorted_out(fields: Iterable[tuple[bytes, bytes]]) -> tuple[dict[bytes, bytes], dict[str, str], int]:
-    """Return pseudo-headers, headers and the size of them all. Raises StreamFault. Source: RFC 9113, section 8.2 and 8.3."""
+    """Return pseudo-headers, headers and their total size. Raises StreamFault. Source: RFC 9113, section 8.2 and 8.3."""
     pseudo: dict[bytes, bytes] = {}
     headers: dict[str, str] = {}
     num_bytes, are_pseudo_over = 0, False
@@ -175,7 +175,7 @@ def _sorted_out(fields: Iterable[tuple[bytes, bytes]]) -> tuple[dict[bytes, byte
 
 
 def _refusal(method: bytes, headers: dict[str, str]) -> int:
-    """Return the HTTP status for a request that is none of gRPC, or 0."""
+    """Return the HTTP status for a request that is not gRPC, or 0."""
     if method != b"POST":
         return 405
     kind = headers.get("content-type", "")
@@ -186,7 +186,7 @@ def _refusal(method: bytes, headers: dict[str, str]) -> int:
 
 
 def _text(value: bytes) -> bytes:
-    """Return a string literal, without Huffman's code. Source: RFC 7541, section 5."""
+    """Return a string literal without Huffman coding. Source: RFC 7541, section 5."""
     if len(value) < 0x7F:
         return bytes((len(value),)) + value
     rest, length = len(value) - 0x7F, bytearray((0x7F,))
@@ -198,22 +198,22 @@ def _text(value: bytes) -> bytes:
 
 
 def entry(name: bytes, value: bytes) -> bytes:
-    """Return a header that no table keeps."""
+    """Return a header literal that is not added to a table."""
     return b"\0" + _text(name) + _text(value)
 
 
 _ACCEPTED: Final = entry(b"grpc-accept-encoding", b"identity, deflate, gzip")
 OPENING: Final = b"\x88\x0f\x10" + _text(b"application/grpc")
-"""`:status: 200` and the content type, by their numbers in the static table."""
+"""`:status: 200` and the content type, by their indexes in the static table."""
 GREETING: Final = OPENING + _ACCEPTED
-"""The same, and the codings that are read: said once on a connection."""
+"""`OPENING` and the accepted codings, sent once for each connection."""
 OK: Final = entry(b"grpc-status", b"0")
 NO_TABLE: Final = b"\x20"
-"""Begins the next block for a peer that wants a smaller table: ours has no room. Source: RFC 7541, section 4.2."""
+"""Starts the next block for a peer that wants a smaller table; sets ours to size 0. Source: RFC 7541, section 4.2."""
 
 
 def status_block(code: int, message: str, metadata: Iterable[tuple[str, str]] = ()) -> bytes:
-    """Return trailers."""
+    """Return the trailers with a status."""
     found = OK if not code else entry(b"grpc-status", b"%d" % code)
     if message:
         found += entry(b"grpc-message", _UNSAFE.sub(_percent, message.encode(errors="replace")))
@@ -223,7 +223,7 @@ def status_block(code: int, message: str, metadata: Iterable[tuple[str, str]] = 
 
 
 def refusal_block(http_status: int) -> bytes:
-    """Return the headers that refuse what is no gRPC."""
+    """Return the headers that refuse a request that is not gRPC."""
     return b"\x08" + _text(b"%d" % http_status) + entry(b"accept-post", b"application/grpc")
 
 

@@ -1,7 +1,7 @@
-"""Owns what comes in on one connection: headers to calls, DATA to their messages, within the room that we give.
+"""Turns incoming frames into calls and messages. Must never let a client send more than its flow control window.
 
-Payloads of DATA are taken as they come, however they are cut; a message of a call that nobody reads keeps its client from
-sending on. Nearly every call is one frame of headers and one of DATA, which is one whole message: that way is short.
+DATA payloads are read in pieces as they arrive. An untaken message of a call stops its client from sending more. Nearly
+every call is one HEADERS frame and one DATA frame with one whole message, and has a fast path.
 Source: RFC 9113, sections 5, 6.1, 6.2, 6.9 and 6.10; gRPC's PROTOCOL-HTTP2.
 """
 
@@ -20,25 +20,25 @@ from sie.frontend.grpc.transport.outbox import Outbox
 from sie.frontend.grpc.transport.status_codes import Status
 
 _WINDOWS: Final = 4
-"""The window of a connection, in windows of a stream."""
+"""The window of a connection, as a multiple of a stream's window."""
 _MAX_CONTINUATIONS: Final = 64
 _MAX_GONE: Final = 256
 
 
 class InboxConnection(CallConnection, Protocol):
-    """The connection, as its inbox sees it."""
+    """The methods of the connection that its inbox uses."""
 
     def hold(self, num_bytes: int) -> None:
-        """Count bytes of messages that are held, or given up where negative."""
+        """Count held bytes of messages; negative if released."""
         ...
 
     def on_left(self) -> None:
-        """Look whether the connection may close, now that it has no call."""
+        """Close a draining connection if it has no call left."""
         ...
 
 
 class InboxListener(Protocol):
-    """The listener, as an inbox sees it: the service, and the limits in force."""
+    """The fields of the listener that an inbox uses: the service and the current limits."""
 
     @property
     def service(self) -> Service: ...
@@ -51,7 +51,7 @@ class InboxListener(Protocol):
 
 
 class Inbox:
-    """The way in of one connection, and the calls that are open on it."""
+    """The input of one connection, and its open calls."""
 
     def __init__(
         self,
@@ -79,27 +79,27 @@ class Inbox:
         self.calls: dict[int, Call] = {}
         self.last_stream = 0
         self.final_stream = frames.MAX_WINDOW
-        """No call above this one is taken any more."""
+        """The last stream that is accepted; calls on higher streams are refused."""
         self.block_stream = 0
-        """Whose header block is not there whole, or 0."""
+        """The stream whose header block is incomplete, or 0."""
         self.block_ns = 0
-        """When that block began."""
+        """Start time of that block."""
         self.now_ns = 0
-        """When the bytes at hand came."""
+        """Arrival time of the current bytes."""
 
     @property
     def is_within(self) -> bool:
-        """Whether the next bytes belong to a frame that has begun."""
+        """Whether the next bytes belong to an incomplete frame."""
         return self._left > 0 or self._padding > 0
 
     # --- messages -------------------------------------------------------------------------------------------------
 
     def on_data(self, data: bytes, at: int, end: int, flags: int, stream: int) -> int:
-        """Take DATA, whose payload lies from `at` to `end`, or begins there; return where what was taken ends."""
+        """Handle DATA with its payload at data[at:end], perhaps incomplete. Return the end of the consumed bytes."""
         length = end - at
         self._room -= length
         if self._room < self.window >> 1:
-            self._renew_room()
+            self._renew_window()
         call = self.calls.get(stream)
         if call is None or call.is_ended:
             return self._on_stray(call, stream, at, length)
@@ -115,14 +115,14 @@ class Inbox:
                 return end
         return self._begin_payload(call, data, at, length, flags)
 
-    def _renew_room(self) -> None:
+    def _renew_window(self) -> None:
         if self._room < 0:
             raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "more DATA than the connection's window")
         self._write(frames.window_frame(0, self.window - self._room))
         self._room = self.window
 
     def _begin_payload(self, call: Call, data: bytes, at: int, length: int, flags: int) -> int:
-        """Prepare for a payload that comes in pieces; return where its first one begins."""
+        """Prepare for a payload in pieces. Return the start of the first piece."""
         padding = 0
         if flags & PADDED:
             padding = data[at] + 1 if length else 1
@@ -144,11 +144,11 @@ class Inbox:
         return at
 
     def skip(self, num_bytes: int) -> None:
-        """Take no notice of the next bytes."""
+        """Ignore the next num_bytes."""
         self._padding = num_bytes
 
     def _on_stray(self, call: Call | None, stream: int, at: int, length: int) -> int:
-        """Skip DATA of a stream that is not open; what we have reset ourselves may still be on its way."""
+        """Skip DATA of a stream that is not open. DATA of a stream that we reset may still arrive."""
         self.skip(length)
         if call is not None:
             self.reset(call, Code.STREAM_CLOSED)
@@ -161,7 +161,7 @@ class Inbox:
         return at
 
     def read_piece(self, data: bytes, at: int, size: int) -> int:
-        """Take what is there of a payload, and skip its padding; return where that ends."""
+        """Read the available part of a payload, and skip its padding. Return the end of the consumed bytes."""
         if self._left:
             end = min(size, at + self._left)
             self._left -= end - at
@@ -181,7 +181,7 @@ class Inbox:
         return call.incoming
 
     def _on_piece(self, call: Call, piece: bytes | memoryview, *, is_last: bool) -> None:
-        """Give a call what came of its messages. is_last: the frame ends here."""
+        """Pass a piece of messages to a call. is_last: the frame ends here."""
         if call.is_over:
             return
         incoming = self._incoming(call)
@@ -206,7 +206,7 @@ class Inbox:
             self.take_more(call)
 
     def _on_messages(self, call: Call, incoming: Incoming, found: list[Message]) -> None:
-        """Queue what is whole, and note how far the rest is."""
+        """Queue complete messages, and record the progress of an incomplete one."""
         for message in found:
             incoming.put(message)
         is_waiting = call.is_stream and incoming.reader.is_between
@@ -220,7 +220,7 @@ class Inbox:
             call.finish(Status.UNIMPLEMENTED, "the method takes one message, and there are more")
 
     def _on_ended(self, call: Call) -> None:
-        """Take note that a client sends no more."""
+        """Handle the end of a client's messages."""
         call.is_ended = True
         call.moved_ns = 0
         incoming = self._incoming(call)
@@ -237,15 +237,15 @@ class Inbox:
         else:
             call.finish(Status.UNIMPLEMENTED, "the method takes one message, and there is none")
 
-    def took(self, call: Call) -> None:
-        """Take note that a message of a stream was taken: when none is left, its client may send on."""
+    def on_taken(self, call: Call) -> None:
+        """Record that a message of a stream was taken. The client may send more when none is queued."""
         incoming = call.incoming
         if incoming is not None and not call.is_over:
             self.account(incoming)
             self.take_more(call)
 
     def take_more(self, call: Call) -> None:
-        """Let a client send more of a call, when it has sent much of what it may and nothing waits to be taken."""
+        """Widen a call's receive window if over half of it is used and no message is queued."""
         incoming = call.incoming
         if incoming is None or call.is_ended or (incoming.messages and call.is_stream):
             return
@@ -255,7 +255,7 @@ class Inbox:
             incoming.num_owed = 0
 
     def account(self, incoming: Incoming, *, is_over: bool = False) -> None:
-        """Tell what a call holds of messages that nobody has taken."""
+        """Report to the connection the bytes of untaken messages that a call holds."""
         held = 0 if is_over else incoming.reader.num_held + incoming.num_queued
         if held != incoming.num_held:
             self._connection.hold(held - incoming.num_held)
@@ -264,7 +264,7 @@ class Inbox:
     # --- headers --------------------------------------------------------------------------------------------------
 
     def on_headers(self, flags: int, stream: int, payload: bytes) -> None:
-        """Take HEADERS; raises ConnectionFault."""
+        """Handle HEADERS. Raises ConnectionFault."""
         if not stream & 1:
             raise ConnectionFault(Code.PROTOCOL_ERROR, "HEADERS on a stream that is no client's")
         if flags & (PADDED | frames.HAS_PRIORITY):
@@ -276,7 +276,7 @@ class Inbox:
             self._block_flags, self._block = flags, [payload]
 
     def on_continuation(self, flags: int, stream: int, payload: bytes) -> None:
-        """Take CONTINUATION; raises ConnectionFault."""
+        """Handle CONTINUATION. Raises ConnectionFault."""
         if not self.block_stream:
             raise ConnectionFault(Code.PROTOCOL_ERROR, "CONTINUATION of nothing")
         self._block.append(payload)
@@ -303,7 +303,7 @@ class Inbox:
             self._on_ended(call)
 
     def _open(self, stream: int, block: bytes, *, is_end: bool) -> None:
-        """Begin a call, or refuse it. Raises ConnectionFault when the table of headers is lost."""
+        """Open a call, or refuse it. Raises ConnectionFault if the header table is lost."""
         try:
             head = self._headers.read(block)
         except StreamFault as fault:
@@ -333,7 +333,7 @@ class Inbox:
             self._on_ended(call)
 
     def _refuse_call(self, call: Call) -> None:
-        """Answer a call that is not taken, or leave it as it is."""
+        """Finish a call that cannot be served; leave any other call unchanged."""
         head = call.head
         if head.is_too_large:
             call.finish(Status.RESOURCE_EXHAUSTED, "the call's metadata are over max_grpc_metadata_bytes")
@@ -352,7 +352,7 @@ class Inbox:
     # --- ends -----------------------------------------------------------------------------------------------------
 
     def on_reset(self, stream: int) -> None:
-        """Give up a call that its client has reset."""
+        """Cancel a call that its client has reset."""
         self.check_opened(stream, "RST_STREAM")
         call = self.calls.get(stream)
         if call is not None:
@@ -364,7 +364,7 @@ class Inbox:
             raise ConnectionFault(Code.PROTOCOL_ERROR, f"{kind} on a stream that was never opened")
 
     def on_sent(self, call: Call) -> None:
-        """Take note that all of a call has gone out; a client that is not done need not go on."""
+        """Remove a call that is completely sent. Reset its stream if the client has not finished sending."""
         call.is_over = True
         del self.calls[call.stream]
         if call.incoming is not None:
@@ -382,13 +382,13 @@ class Inbox:
         self.forget(call)
 
     def _remember(self, stream: int) -> None:
-        """Keep in mind, for a while, that frames of this stream may still be on their way."""
+        """Remember a reset stream for a while, because its frames may still arrive."""
         self._gone[stream] = None
         if len(self._gone) > _MAX_GONE:
             del self._gone[next(iter(self._gone))]
 
     def forget(self, call: Call) -> None:
-        """Give up a call that nobody waits for any more."""
+        """Remove and cancel a call."""
         del self.calls[call.stream]
         self._outbox.drop(call)
         if call.incoming is not None:

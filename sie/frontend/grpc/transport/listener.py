@@ -1,6 +1,6 @@
-"""Owns the gRPC listener: its socket, its connections, what they may hold together, and how they end.
+"""Listens for gRPC connections, limits their memory and drains them. Must not start a timer for each call.
 
-All that stalls is found here, a few times a second, instead of by a timer for each call.
+One periodic check finds all stalled connections and calls.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from sie.runtime.logs import get_logger
 _log = get_logger(__name__)
 _CHECK_S: Final = 0.25
 _GRACE_NS: Final = 100_000_000
-"""What ends at its deadline by itself has so long to say so."""
+"""Extra time for a call that ends at its deadline by itself."""
 _LINGER_NS: Final = 2_000_000_000
-"""How long a connection that is closed may take to take in why."""
+"""Time for a client to read the reason of a closed connection."""
 _HEARD_S: Final = 1.0
-"""How long clients have to hear that no more calls are taken."""
+"""Time for clients to learn that no more calls are accepted."""
 _HANDSHAKE_S: Final = 10.0
 
 
@@ -46,7 +46,7 @@ class Listener:
         self.reconfigure(settings)
 
     def reconfigure(self, settings: Settings) -> None:
-        """Take over reloaded limits; connections that are open keep their windows."""
+        """Apply reloaded limits. Open connections keep their windows."""
         self._settings = settings
         self.limits: Grpc = settings.grpc
         self.max_message_bytes = settings.limits.max_grpc_message_bytes
@@ -55,11 +55,11 @@ class Listener:
         self._min_bytes_per_s = settings.limits.min_body_bytes_per_s
 
     async def open(self, host: str, port: int, backlog: int, tls: ssl.SSLContext | None) -> None:
-        """Listen. Raises OSError when the address is taken."""
+        """Listen. Raises OSError if the address is in use."""
         sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # the supervisor holds the port beside us
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # the supervisor also holds the port
             sock.bind((host, port))
             loop = asyncio.get_running_loop()
             handshake_s = _HANDSHAKE_S if tls is not None else None
@@ -81,7 +81,7 @@ class Listener:
             connection.check(now_ns)
 
     def fault_of(self, call: Call, now_ns: int) -> tuple[Status, str] | None:
-        """Return what a call is to end with when its deadline has passed or it has stalled."""
+        """Return the status for a call that has stalled or is past its deadline, or None."""
         if call.deadline_ns and now_ns > call.deadline_ns + _GRACE_NS:
             return Status.DEADLINE_EXCEEDED, "Deadline Exceeded"
         if not call.moved_ns:
@@ -95,10 +95,10 @@ class Listener:
         text = "the message came too slowly (body_idle_timeout_s, min_body_bytes_per_s)"
         return (Status.DEADLINE_EXCEEDED, text) if is_slow else None
 
-    # --- what goes out ---------------------------------------------------------------------------------------------
+    # --- output ---------------------------------------------------------------------------------------------------
 
     def flush_later(self, outbox: Outbox) -> None:
-        """Have an outbox flushed when this turn of the event loop is over."""
+        """Flush an outbox after this iteration of the event loop."""
         self._unflushed.append(outbox)
         if len(self._unflushed) == 1:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -111,7 +111,7 @@ class Listener:
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def hold(self, num_bytes: int) -> None:
-        """Count bytes that a connection holds, or, below 0, no more; over the limit the greediest is cut."""
+        """Count held bytes of a connection; negative if released. Over the limit, the largest holder is cut."""
         self._held_bytes += num_bytes
         if self._held_bytes > self.limits.max_grpc_held_bytes and not self._is_cutting:
             self._is_cutting = True
@@ -127,13 +127,13 @@ class Listener:
     # --- the end --------------------------------------------------------------------------------------------------
 
     def on_lost(self, connection: Connection) -> None:
-        """Forget a connection."""
+        """Remove a lost connection."""
         self.connections.discard(connection)
         if not self.connections:
             self._gone.set()
 
     async def close(self, grace_s: float) -> None:
-        """Take no more connections and calls, and return when those that are open have ended, or grace_s has passed."""
+        """Accept no more connections and calls. Returns when the open ones have ended, or after grace_s."""
         if self._server is not None:
             self._server.close()
         for connection in list(self.connections):

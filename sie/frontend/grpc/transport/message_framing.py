@@ -1,4 +1,4 @@
-"""Owns gRPC's messages on a stream of bytes: cut out of whatever pieces come, and told how long they are. Pure.
+"""Assembles gRPC's length-prefixed messages from pieces of bytes. Pure. Must not decompress messages.
 
 Source: gRPC's PROTOCOL-HTTP2, Length-Prefixed-Message.
 """
@@ -9,21 +9,21 @@ import struct
 from typing import Final, NamedTuple
 
 PREFIX: Final = struct.Struct(">BL")
-"""Whether the message is packed, and its length."""
+"""The compressed flag of a message, and its length."""
 PREFIX_BYTES: Final = 5
 _SMALL_BYTES: Final = 64 * 1024
-"""Pieces below this are joined as they come: views of them would keep far more memory than they have bytes."""
+"""Smaller pieces are copied together, because views of them would keep much larger buffers alive."""
 
 
 class Message(NamedTuple):
-    """One message, as it was sent."""
+    """One message in the form in which it was sent."""
 
-    is_packed: bool
+    is_compressed: bool
     data: bytes
 
 
 class TooLarge(Exception):
-    """A message announces more bytes than one may have."""
+    """A message whose announced length is over the limit."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(num_bytes)
@@ -31,26 +31,26 @@ class TooLarge(Exception):
 
 
 class BadPrefix(Exception):
-    """What should be the beginning of a message is none."""
+    """A message with an invalid prefix."""
 
 
 class MessageReader:
-    """Puts the messages of one stream together."""
+    """Assembles the messages of one stream."""
 
-    __slots__ = ("_is_packed", "_max_bytes", "_missing", "_parts", "_prefix", "num_held")
+    __slots__ = ("_is_compressed", "_max_bytes", "_missing", "_parts", "_prefix", "num_held")
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._prefix = b""
         self._missing = -1
-        self._is_packed = False
+        self._is_compressed = False
         self._parts: list[bytes | bytearray | memoryview] = []
         self.num_held = 0
-        """Bytes of the message that is not there whole."""
+        """Bytes of the incomplete message."""
 
     @property
     def is_between(self) -> bool:
-        """Whether no message is under way."""
+        """Whether no message is incomplete."""
         return self._missing < 0 and not self._prefix
 
     def feed(self, data: bytes | memoryview) -> list[Message]:
@@ -66,7 +66,7 @@ class MessageReader:
             self._missing -= end - at
             at = end
             if not self._missing:
-                found.append(Message(self._is_packed, b"".join(self._parts)))
+                found.append(Message(self._is_compressed, b"".join(self._parts)))
                 self._parts, self._missing, self.num_held = [], -1, 0
         return found
 
@@ -82,7 +82,7 @@ class MessageReader:
             raise BadPrefix
         if self._missing > self._max_bytes:
             raise TooLarge(self._missing)
-        self._is_packed = bool(packed)
+        self._is_compressed = bool(packed)
         return end
 
     def _keep(self, piece: bytes | memoryview) -> None:

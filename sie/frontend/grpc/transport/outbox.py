@@ -1,7 +1,7 @@
-"""Owns what goes out on one connection: answers as frames, within the room that the client gives.
+"""Sends the answers of one connection as frames. Must never send more than the client's flow control windows allow.
 
-An answer that fits is written at once, in one piece. What does not fit waits with its call, and goes out as the client
-makes room, call by call in turn; a client that reads nothing holds up nobody but itself.
+An answer that fits is written at once, in one piece. Otherwise it is queued with its call and sent as the windows widen,
+with the calls in turn. A call whose client reads nothing delays no other call.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from sie.frontend.grpc.transport.headers import GREETING, NO_TABLE, OK, OPENING
 from sie.frontend.grpc.transport.message_framing import PREFIX, PREFIX_BYTES
 
 _TURN_FRAMES: Final = 16
-"""Frames of one call before it is another's turn."""
+"""Frames of one call before the next call has its turn."""
 _WHOLE: Final = struct.Struct(f">BHBBL{len(OPENING)}sBHBBLBL")
-"""The headers of an answer, and the head of its one frame of DATA."""
+"""The headers of an answer, and the head of its only DATA frame."""
 _END: Final = struct.Struct(f">BHBBL{len(OK)}s")
 
 
@@ -46,7 +46,7 @@ def _nowhere(_what: object) -> None: ...
 
 
 class Outbox:
-    """The way out of one connection."""
+    """The output of one connection."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class Outbox:
         on_held: Callable[[int], None],
         on_done: Callable[[Call], None],
     ) -> None:
-        """flush_later: has `flush` called when this turn of the event loop is over. on_held: so many bytes more, or less,
-        wait here. on_done: all of a call has gone out, its status, too.
+        """flush_later: calls `flush` after this iteration of the event loop. on_held: gets the change of queued bytes.
+        on_done: called when a call, including its status, is sent.
         """
         self._write_all: Callable[[Iterable[bytes | memoryview]], None] = transport.writelines
         self._write_one: Callable[[bytes], None] = transport.write
@@ -69,41 +69,41 @@ class Outbox:
         self._window = DEFAULT_WINDOW
         self._max_frame = DEFAULT_FRAME_BYTES
         self._ready: dict[int, Call] = {}
-        """Calls that wait for their turn, or for room on the connection."""
+        """Calls that wait for their turn or for the connection's window."""
         self._blocked: dict[int, Call] = {}
-        """Calls that their client gives no room."""
+        """Calls that wait for their own window."""
         self._has_greeted = False
         self.initial_window = DEFAULT_WINDOW
-        """What the client takes of a new call."""
+        """The initial send window of a new call."""
         self.prefix = b""
-        """What the next block of headers has to begin with."""
+        """The bytes that must start the next header block."""
         self.is_paused = False
 
     @property
     def is_stuck(self) -> bool:
-        """Whether nothing at all can go out."""
+        """Whether nothing can be sent."""
         return self.is_paused or self._window <= 0
 
     def stop(self) -> None:
-        """Send what this turn has brought so far; nothing goes out any more."""
+        """Send the queued frames, and discard all later ones."""
         self.flush()
         self._write_one = self._write_all = _nowhere
 
     def disconnect(self) -> None:
-        """Let go of the connection, which is lost."""
+        """Drop all references to the lost connection."""
         self._write_one = self._write_all = self._flush_later = self._on_held = self._on_done = _nowhere
 
     def write(self, data: bytes) -> None:
-        """Send frames when this turn of the event loop is over, together with what else it brings.
+        """Send frames after this iteration of the event loop, in one write.
 
-        Each write wakes a client that shares our cores, which would then run instead of us.
+        Each write wakes a client, and a client on the same cores would then run instead of this process.
         """
         self._fresh.append(data)
         if len(self._fresh) == 1:
             self._flush_later(self)
 
     def flush(self) -> None:
-        """Send what this turn of the event loop has brought."""
+        """Send the frames of this iteration of the event loop."""
         fresh = self._fresh
         if fresh:
             self._fresh = []
@@ -154,7 +154,7 @@ class Outbox:
             self.pump()
 
     def end(self, call: Call, trailers: bytes) -> None:
-        """Send the status of a call, after all that it has to send."""
+        """Send the status of a call, after its queued messages."""
         if call.unsent is not None:
             call.unsent.ending = trailers
             return
@@ -163,11 +163,11 @@ class Outbox:
         self._on_done(call)
 
     def refuse(self, stream: int, block: bytes) -> None:
-        """Send headers that are the whole of an answer."""
+        """Send an answer that has only headers."""
         self.write(frame(HEADERS, END_HEADERS | END_STREAM, stream, self._take_prefix() + block))
 
     def drop(self, call: Call) -> None:
-        """Forget what a call has to send."""
+        """Discard the queued output of a call."""
         self._ready.pop(call.stream, None)
         self._blocked.pop(call.stream, None)
         if call.unsent is not None:
@@ -192,10 +192,10 @@ class Outbox:
         prefix, self.prefix = self.prefix, b""
         return prefix
 
-    # --- room -----------------------------------------------------------------------------------------------------
+    # --- windows --------------------------------------------------------------------------------------------------
 
     def settle(self, settings: dict[int, int], calls: list[Call]) -> None:
-        """Take the client's settings over. Raises ConnectionFault for a window that would grow too large."""
+        """Apply the client's settings. Raises ConnectionFault if a window would become too large."""
         self._max_frame = settings.get(MAX_FRAME_SIZE, self._max_frame)
         if settings.get(HEADER_TABLE_SIZE, DEFAULT_TABLE_BYTES) < DEFAULT_TABLE_BYTES:
             self.prefix = NO_TABLE
@@ -212,8 +212,8 @@ class Outbox:
                 self._queue(call)
         self.pump()
 
-    def make_room(self, num_bytes: int) -> None:
-        """Take note that the connection has more room. Raises ConnectionFault."""
+    def widen(self, num_bytes: int) -> None:
+        """Widen the connection's send window. Raises ConnectionFault."""
         if not num_bytes:
             raise ConnectionFault(Code.PROTOCOL_ERROR, "WINDOW_UPDATE of 0")
         self._window += num_bytes
@@ -222,8 +222,8 @@ class Outbox:
         if self._ready:
             self.pump()
 
-    def make_call_room(self, call: Call, num_bytes: int) -> None:
-        """Take note that a call has more room. Raises StreamFault."""
+    def widen_call(self, call: Call, num_bytes: int) -> None:
+        """Widen a call's send window. Raises StreamFault."""
         if not num_bytes:
             raise StreamFault(Code.PROTOCOL_ERROR)
         call.window += num_bytes
@@ -234,7 +234,7 @@ class Outbox:
             self.pump()
 
     def pump(self) -> None:
-        """Send what there is room for; each call gets a turn."""
+        """Send as much as the windows allow, with the calls in turn."""
         ready = self._ready
         while ready and not self.is_paused and self._window > 0:
             stream = next(iter(ready))
@@ -248,7 +248,7 @@ class Outbox:
                 self._sent_all(call, unsent)
 
     def _send_some(self, call: Call, unsent: Unsent) -> None:
-        """Send up to a turn's frames of a call."""
+        """Send up to _TURN_FRAMES frames of a call."""
         num_sent, parts = 0, unsent.parts
         pieces: list[bytes | memoryview] = []
         for _ in range(_TURN_FRAMES):
@@ -278,4 +278,4 @@ class Outbox:
         call.moved_ns = 0
         if unsent.ending is not None:
             self.end(call, unsent.ending)
-        unsent.let_go()
+        unsent.wake()

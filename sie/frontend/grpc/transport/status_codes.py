@@ -1,4 +1,4 @@
-"""Owns how a failure is told over gRPC: its status code, and text that fits into a trailer."""
+"""Maps errors to gRPC status codes and trailer texts. Must keep the texts within the limits of clients."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from sie.values.errors import (
 )
 
 _MAX_DETAIL_BYTES: Final = 1500
-"""Clients take 8 KiB of trailers, and percent-encoding may make three bytes of one."""
+"""Clients accept 8 KiB of trailers, and percent-encoding may triple the size of a text."""
 
 
 class Status(IntEnum):
-    """How a call ended. Source: gRPC's status codes."""
+    """The status of a finished call. Source: gRPC's status codes."""
 
     OK = 0
     CANCELLED = 1
@@ -53,17 +53,17 @@ _CODES: Final[tuple[tuple[type[SieError], Status], ...]] = (
 
 
 def status_code(error: SieError) -> Status:
-    """Return the status code of a failure; INTERNAL for one that has none of its own."""
+    """Return the status code of an error, or INTERNAL if it has no specific one."""
     if error.code == "UNSUPPORTED":
         return Status.UNIMPLEMENTED
     if error.code == "MESSAGE_TOO_LARGE":
         return Status.RESOURCE_EXHAUSTED
     if isinstance(error, ModelLoadFailed):
-        # 400 where the client asked for the load itself.
+        # The status is 400 if the client requested the load itself.
         return Status.INVALID_ARGUMENT if error.http_status == 400 else Status.UNAVAILABLE
     return next((code for cls, code in _CODES if isinstance(error, cls)), Status.INTERNAL)
 
 
 def details(error: SieError) -> str:
-    """Return a failure's message, cut to what every client takes."""
+    """Return an error's message, cut to the size that every client accepts."""
     return error.message.encode(errors="replace")[:_MAX_DETAIL_BYTES].decode(errors="ignore")

@@ -1,4 +1,4 @@
-"""Owns TLS of the gRPC listener: the certificate in force is the one that a new connection meets."""
+"""Configures TLS of the gRPC listener. Each new connection must get the latest certificate, without a restart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sie.ipc.messages import Certificates, Launch
 
 
 def tls_context(launch: Launch, latest: Callable[[], Certificates | None]) -> ssl.SSLContext | None:
-    """Return what a listener is opened with, None without TLS; latest: what replaced the files of the launch, or None."""
+    """Return the listener's TLS context, or None without TLS. latest returns renewed certificates, or None."""
     if not launch.tls_cert:
         return None
     paths = (launch.tls_cert, launch.tls_key, launch.tls_client_ca)
@@ -25,7 +25,7 @@ def tls_context(launch: Launch, latest: Callable[[], Certificates | None]) -> ss
             known, current = renewed, _context(renewed)
         session.context = current
 
-    first.sni_callback = choose  # called in each handshake, whether the client names a host or not
+    first.sni_callback = choose  # called in each handshake, even if the client names no host
     return first
 
 
@@ -37,7 +37,7 @@ def _context(certificates: Certificates) -> ssl.SSLContext:
     if certificates.client_ca:
         context.load_verify_locations(cadata=certificates.client_ca.decode("ascii", "replace"))
         context.verify_mode = ssl.CERT_REQUIRED
-    # Python loads a certificate from a file alone; this one has no name, and a killed process leaves nothing behind.
+    # Python loads a certificate only from a file. A memfd has no name, so a killed process leaves nothing behind.
     with os.fdopen(os.memfd_create("certificate", os.MFD_CLOEXEC), "wb") as file:
         file.write(certificates.cert + b"\n" + certificates.key)
         file.flush()

@@ -12,7 +12,7 @@ MESSAGES = st.lists(st.builds(Message, st.booleans(), st.binary(max_size=40)), m
 
 
 def sent(messages: list[Message]) -> bytes:
-    return b"".join(PREFIX.pack(message.is_packed, len(message.data)) + message.data for message in messages)
+    return b"".join(PREFIX.pack(message.is_compressed, len(message.data)) + message.data for message in messages)
 
 
 @given(MESSAGES, st.lists(st.integers(0, 30), max_size=30))
