@@ -118,7 +118,7 @@ class LoraAdapters:
     """The adapters of one loaded model. `read` may run on a thread beside the steps, everything else between steps."""
 
     def __init__(self, model: nn.Module, rows: StepRows, run: Callable[[PackedBatch], Tensor]) -> None:
-        """Run takes a packed batch and returns its (t, d) hidden states."""
+        """`run` takes a packed batch and returns its (t, d) hidden states."""
         self._model = model
         self._rows = rows
         self._run = run
