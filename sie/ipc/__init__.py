@@ -1,1 +1,1 @@
-"""The control channel between the supervisor and its children, and the messages on it."""
+"""Connects the supervisor with its children: the control channel and its messages."""

@@ -1,8 +1,7 @@
-"""Owns the control channel: the socket that carries `sie.ipc.messages` between the supervisor and its children.
+"""Carries `sie.ipc.messages` between the supervisor and its children over a socket.
 
-One SOCK_SEQPACKET connection per child: a datagram is one message, with any file descriptors beside it (SCM_RIGHTS).
-A child connects to the supervisor's 0600 socket and says `Hello`; all else follows from there. End of file means that
-the other side is gone.
+Each child has one SOCK_SEQPACKET connection. A datagram is one message with its file descriptors (SCM_RIGHTS). A child
+connects to the supervisor's 0600 socket and sends `Hello` first. End of file means that the other side is gone.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ import msgspec
 from sie.ipc.messages import Hello, Launch, Message, Spilled
 
 MAX_INLINE_BYTES = 64 << 10
-"""A longer message goes through a memfd: a socket takes no more than the host's net.core.wmem_max allows."""
+"""A longer message goes through a memfd, because the host's net.core.wmem_max limits the socket."""
 MAX_MESSAGE_BYTES = 64 << 20
-"""Upper bound of any message; a model card takes about a KiB."""
+"""The limit of any message; a model card takes about a KiB."""
 MAX_FDS = 250
 """The kernel passes at most 253 descriptors in one message."""
 
@@ -30,23 +29,23 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 class ChannelClosedError(ConnectionError):
-    """The other side is gone, or sent what is no message."""
+    """The other side is gone or sent an invalid message."""
 
 
 class Channel:
-    """One end of a control connection. `try_receive` never waits; `send` waits at most send_timeout_s for room."""
+    """One end of a control connection. `try_receive` never waits; `send` waits at most send_timeout_s."""
 
     def __init__(self, sock: socket.socket, send_timeout_s: float = 5.0) -> None:
         self._sock = sock
         self._send_timeout_s = send_timeout_s
-        sock.setblocking(False)  # with a time-out, Python would wait in spite of MSG_DONTWAIT
+        sock.setblocking(False)  # with a timeout, Python would wait despite MSG_DONTWAIT
 
     def fileno(self) -> int:
-        """Return the socket's descriptor, for a loop to watch."""
+        """Return the socket's descriptor, for an event loop."""
         return self._sock.fileno()
 
     def send(self, message: Message, fds: list[int] | None = None) -> None:
-        """Send one message with copies of fds. Raises ChannelClosedError when the peer is gone or does not read."""
+        """Send one message with copies of fds. Raises ChannelClosedError if the peer is gone or does not read."""
         data = _encoder.encode(message)
         if len(data) > MAX_INLINE_BYTES:
             self._spill(data, fds or [])
@@ -56,7 +55,7 @@ class Channel:
     def _spill(self, data: bytes, fds: list[int]) -> None:
         spill_fd = os.memfd_create("control", os.MFD_CLOEXEC)
         try:
-            os.pwrite(spill_fd, data, 0)  # a memfd takes it whole, or raises
+            os.pwrite(spill_fd, data, 0)  # a memfd takes all bytes or raises
             self._send(_encoder.encode(Spilled(len(data))), [*fds, spill_fd])
         finally:
             os.close(spill_fd)
@@ -79,9 +78,9 @@ class Channel:
             raise ChannelClosedError(f"cannot send: {error}") from error
 
     def try_receive(self) -> tuple[Message, list[int]] | None:
-        """Return the next message and its descriptors (now owned by the caller), or None when none waits.
+        """Return the next message and its descriptors (now owned by the caller), or None if there is no message.
 
-        Raises ChannelClosedError at the end of file.
+        Raises ChannelClosedError at end of file.
         """
         space = socket.CMSG_SPACE(MAX_FDS * 4)
         try:
@@ -106,7 +105,7 @@ class Channel:
             raise ChannelClosedError(str(error)) from error
 
     def receive(self, timeout_s: float) -> tuple[Message, list[int]]:
-        """Wait for one message. Raises ChannelClosedError at the end of file and TimeoutError when none came."""
+        """Wait for one message. Raises ChannelClosedError at end of file and TimeoutError without a message."""
         received = self.try_receive()
         if received is None and self._wait(select.POLLIN, timeout_s):
             received = self.try_receive()
@@ -120,12 +119,12 @@ class Channel:
         return bool(poll.poll(timeout_s * 1000))
 
     def close(self) -> None:
-        """Close the socket; the peer sees the end of file."""
+        """Close the socket; the peer then reads end of file."""
         self._sock.close()
 
 
 def connect(launch: Launch) -> Channel:
-    """Connect a child to its supervisor and say hello."""
+    """Connect a child to its supervisor and send `Hello`."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.connect(launch.control_path)
     channel = Channel(sock)
@@ -140,7 +139,7 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
 
 
 def _read_spilled(message: Spilled, fd: int) -> bytes:
-    """Return what lies in a spilled message's memfd. Takes over fd."""
+    """Return the content of a spilled message's memfd. Takes ownership of fd."""
     if fd < 0:
         raise ChannelClosedError("a spilled message without its memory")
     try:

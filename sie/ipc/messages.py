@@ -1,6 +1,6 @@
-"""Owns the messages between the supervisor and its children, each with who says it to whom.
+"""Defines the messages between the supervisor and its children, each with its sender and receiver.
 
-`sie.ipc.channel` carries them. Nothing here decides anything: the supervisor's and the children's own files do.
+`sie.ipc.channel` carries them. This module decides nothing: the supervisor and the children do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Protocol = Literal["http", "grpc"]
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """What a child is told on its command line, as JSON: where to connect, and who it is."""
+    """The launch record on a child's command line, as JSON: where to connect, and its own identity."""
 
     control_path: str
     supervisor_pid: int
@@ -27,7 +27,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     slot: int
     incarnation: int
     protocol: Protocol = "http"
-    """What a frontend serves."""
+    """The protocol that a frontend serves."""
     host: str = ""
     port: int = 0
     listen_fd: int = -1
@@ -41,7 +41,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     cores: tuple[int, ...] = ()
     max_step_tokens: int = 0
-    """Of a worker whose predecessor was killed for want of memory: its steps begin no larger than this; 0: as set."""
+    """For a worker whose predecessor was killed for lack of memory: the first limit of its steps; 0: the setting."""
     max_large_bytes: int = 0
     """This process's share of the setting of that name."""
     started_s: float = 0.0
@@ -49,7 +49,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
-    """Child to supervisor, first on every connection."""
+    """Child to supervisor: the first message on every connection."""
 
     role: Role
     slot: int
@@ -57,31 +57,31 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Configure(msgspec.Struct, tag=True, frozen=True):
-    """Supervisor to child, in answer to `Hello`, and again without descriptors when settings were reloaded.
+    """Supervisor to child: the reply to `Hello`; sent again without descriptors after a reload of the settings.
 
-    File descriptors: the child's own counter page; for a worker also its in-flight page; for a frontend every
-    process's counter page after its own.
+    File descriptors: the child's own counter page; for a worker also its in-flight page; for a frontend also every
+    other process's counter page.
     """
 
     settings: Settings
 
 
 class Keys(msgspec.Struct, tag=True, frozen=True):
-    """Supervisor to frontend, right after `Configure` where there are API keys, and whenever they changed.
+    """Supervisor to frontend: the API keys, right after `Configure` if there are any, and after each change.
 
-    problem says why the file of keys was not taken over when it last changed; then keys are those from before.
+    problem is the reason why the latest version of the key file was refused; keys are then the previous ones.
     """
 
     keys: tuple[ApiKey, ...]
     secret: bytes
-    """Signs watch tickets; made anew at each start of the server."""
+    """Signs watch tickets; created at each start of the server."""
     problem: str = ""
 
 
 class Certificates(msgspec.Struct, tag=True, frozen=True):
-    """Supervisor to frontend: the certificate, its key and the authorities of clients that are in force from now on, PEM.
+    """Supervisor to frontend: the certificate, key and client CAs in force from now on, PEM.
 
-    HTTP frontends ignore it: they are replaced.
+    HTTP frontends ignore it, because they are replaced.
     """
 
     cert: bytes
@@ -101,7 +101,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class LoadModel(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to supervisor: a request came for a model that is not loaded."""
+    """Frontend to supervisor: a request needs a model that is not loaded."""
 
     model: str
 
@@ -119,9 +119,9 @@ class Unload(msgspec.Struct, tag=True, frozen=True):
 
 
 class Stage(msgspec.Struct, tag=True, frozen=True):
-    """Supervisor to worker: load this beside the model of the same id, which goes on serving; answered by `Staged`.
+    """Supervisor to worker: load this beside the serving model of the same id; answered by `Staged`.
 
-    What stands takes the model's place with a `Load` of the same card, after the model's `Unload`.
+    The staged model replaces the old one with a `Load` of the same card, after the old model's `Unload`.
     """
 
     number: int
@@ -129,13 +129,13 @@ class Stage(msgspec.Struct, tag=True, frozen=True):
 
 
 class Unstage(msgspec.Struct, tag=True, frozen=True):
-    """Supervisor to worker: let go what was staged for this model, or is about to be."""
+    """Supervisor to worker: drop this model's staged successor, also one that is still loading."""
 
     model: str
 
 
 class Staged(msgspec.Struct, tag=True, frozen=True):
-    """Worker to supervisor, with the number of a `Stage`: it stands, or there is the reason why not."""
+    """Worker to supervisor: the result of the `Stage` with this number; without error the successor is loaded."""
 
     number: int
     model: str
@@ -143,7 +143,7 @@ class Staged(msgspec.Struct, tag=True, frozen=True):
 
 
 class ModelReport(msgspec.Struct, tag=True, frozen=True):
-    """Worker to supervisor: a model changed state here, or its load moved on."""
+    """Worker to supervisor: a model changed its state here, or its load made progress."""
 
     model: str
     state: ModelState
@@ -159,7 +159,7 @@ ManageAction = Literal["load", "unload", "reload"]
 
 
 class Manage(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to supervisor: an administrator wants this done to a model. Answered by `Managed` with its number."""
+    """Frontend to supervisor: an administrator's action on a model. Answered by `Managed` with its number."""
 
     number: int
     action: ManageAction
@@ -167,17 +167,17 @@ class Manage(msgspec.Struct, tag=True, frozen=True):
 
 
 class Managed(msgspec.Struct, tag=True, frozen=True):
-    """Supervisor to frontend: it has begun; the model's new state was in the `Models` just before. Or it could not."""
+    """Supervisor to frontend: the action has begun (the new state is in the `Models` just before), or it failed."""
 
     number: int
     error: WireError | None = None
 
 
 class ManageRepository(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to supervisor: an administrator wants a repository's model loaded (read anew) or unloaded, or all of the
-    repositories read anew (reload; name is empty).
+    """Frontend to supervisor: an administrator's action on a model repository.
 
-    Answered by `Managed` with its number, and with the error that kept it from beginning.
+    load and unload apply to the model `name`; load reads it again. reload reads all repositories again; name is then
+    empty. Answered by `Managed` with its number, and with the error if it could not begin.
     """
 
     number: int
@@ -186,20 +186,20 @@ class ManageRepository(msgspec.Struct, tag=True, frozen=True):
 
 
 class MemoryReport(msgspec.Struct, tag=True, frozen=True):
-    """Worker to supervisor, about once a second: memory of its device, all processes counted; total 0: not known."""
+    """Worker to supervisor, about once a second: its device's memory over all processes; total 0: unknown."""
 
     total_bytes: int
     available_bytes: int
 
 
 class MemoryShort(msgspec.Struct, tag=True, frozen=True):
-    """Worker to supervisor: a step of this model found no memory; another model may have to go."""
+    """Worker to supervisor: a step of this model ran out of memory, so another model may have to be evicted."""
 
     model: str
 
 
 class WantAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to supervisor: a request came for an adapter that is not loaded."""
+    """Frontend to supervisor: a request needs an adapter that is not loaded."""
 
     model: str
     adapter: str
@@ -219,7 +219,7 @@ class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
 
 
 class AdapterReport(msgspec.Struct, tag=True, frozen=True):
-    """Worker to supervisor: an adapter changed state here."""
+    """Worker to supervisor: an adapter changed its state here."""
 
     model: str
     adapter: str
@@ -229,7 +229,7 @@ class AdapterReport(msgspec.Struct, tag=True, frozen=True):
 
 
 class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One declared adapter of a model as every frontend sees it; recovering as for a model."""
+    """One declared adapter of a model, for every frontend; recovering as for a model."""
 
     state: ModelState
     workers: tuple[int, ...] = ()
@@ -238,13 +238,13 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One model as every frontend sees it.
+    """One model, for every frontend.
 
     recovering: it was loaded, its workers died, and they are being restarted; its requests wait. reloading: it was
-    loaded and is being loaded anew, on request; while it is not there, its requests wait, too, and are read by the new
-    one. is_outdated: its files changed, could not be loaded (error), and it serves what was loaded before. dismissed: it was
-    unloaded on request. is_read: whether the
-    card says what the model is; one that is still on the hub has hardly more than its id.
+    loaded and is being loaded again on request. While it is missing, its requests wait, too, and the new copy serves
+    them. is_outdated: its changed files could not be loaded (error), and it serves the old copy. dismissed: it was
+    unloaded on request. is_read: whether the card describes the model; the card of a model that is still on the hub has
+    little more than its id.
     """
 
     card: ModelCard
@@ -264,20 +264,20 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Models(msgspec.Struct, tag=True, frozen=True):
-    """Supervisor to frontend: all models, whenever one changed."""
+    """Supervisor to frontend: all models, after each change."""
 
     entries: tuple[ModelEntry, ...]
     ready: bool
     reason: str = ""
     workers: tuple[WorkerEntry, ...] = ()
     config_error: str = ""
-    """Why the latest reload of the settings changed nothing."""
+    """The reason why the latest reload of the settings was refused."""
     tls_error: str = ""
-    """Why the TLS files were not taken over when they last changed."""
+    """The reason why the latest version of the TLS files was refused."""
 
 
 class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker slot as the status page shows it."""
+    """One worker slot for the status page."""
 
     slot: int
     device: str
@@ -287,9 +287,9 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerDown(msgspec.Struct, tag=True, frozen=True):
-    """Supervisor to frontend: a worker died; its last ring contents may be read, then its work goes elsewhere.
+    """Supervisor to frontend: a worker died. Drain its ring a last time, then resubmit its work.
 
-    suspects are this frontend's request ids that ran in the fatal step, when the death may have been their doing.
+    suspects are this frontend's request ids in the fatal step, if they may have caused the death.
     """
 
     slot: int
@@ -298,7 +298,7 @@ class WorkerDown(msgspec.Struct, tag=True, frozen=True):
 
 
 class Spilled(msgspec.Struct, tag=True, frozen=True):
-    """Either way: the message itself is too long for the socket and lies in the memfd that comes last."""
+    """Either direction: the message is too long for the socket and is in the last descriptor, a memfd."""
 
     nbytes: int
 
@@ -310,13 +310,13 @@ class Quarantine(msgspec.Struct, tag=True, frozen=True):
 
 
 class PeerFault(msgspec.Struct, tag=True, frozen=True):
-    """Child to supervisor: the peer in this slot broke the shared-memory protocol; only its death makes things whole."""
+    """Child to supervisor: the peer in this slot broke the shared-memory protocol; only its death repairs that."""
 
     slot: int
 
 
 class Touch(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to supervisor: what answered requests since the last touch (for idle unloading and for eviction)."""
+    """Frontend to supervisor: models and adapters used since the last touch (for idle unloading and eviction)."""
 
     models: tuple[str, ...]
     adapters: tuple[tuple[str, str], ...] = ()
@@ -336,13 +336,13 @@ class Pong(msgspec.Struct, tag=True, frozen=True):
 
 
 class Silence(msgspec.Struct, tag=True, frozen=True):
-    """Child to supervisor: its loop may stand still for so long from now, and is no hang then; 0: that is over."""
+    """Child to supervisor: its loop may stall for so many seconds without counting as hung; 0: the stall is over."""
 
     seconds: int
 
 
 class Retire(msgspec.Struct, tag=True, frozen=True):
-    """Supervisor to frontend: another one takes your place; answer as ever, and have clients connect anew."""
+    """Supervisor to frontend: another frontend replaces you; keep answering, and make clients reconnect."""
 
 
 class Drain(msgspec.Struct, tag=True, frozen=True):
@@ -350,7 +350,7 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
 
 
 class Finish(msgspec.Struct, tag=True, frozen=True):
-    """Supervisor to frontend: you no longer listen; go when nothing is in flight, as the signal says that comes with it."""
+    """Supervisor to frontend: you no longer listen; exit when nothing is in flight, as the signal with it says."""
 
 
 Message = (

@@ -1,1 +1,1 @@
-"""Process basics shared by all processes: logs, progress, failpoints and child set-up."""
+"""Provides process basics for all processes: logs, progress, failpoints and child set-up."""

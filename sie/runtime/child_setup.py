@@ -1,4 +1,4 @@
-"""Owns what a child process does to itself first: die with its parent, stay on its cores, dump its stack on abort."""
+"""Prepares a child process: it dies with its parent, stays on its cores, and dumps its stacks on abort."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(expected_parent_pid: int | None = None) -> None:
-    """Ask the kernel for SIGKILL when the thread that started this process ends; exit if it already has.
+    """Ask the kernel for SIGKILL when the thread that started this process ends; exit if it has already ended.
 
-    Call from the main thread. With expected_parent_pid, a parent that died before this call is noticed too.
+    Call it from the main thread. With expected_parent_pid, a parent that died before this call is noticed too.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
@@ -25,16 +25,16 @@ def die_with_parent(expected_parent_pid: int | None = None) -> None:
 
 
 def pin_to(cores: tuple[int, ...]) -> None:
-    """Keep this process, and every thread it starts, on these cores; none means wherever it may run already."""
+    """Pin this process, and every thread it starts, to these cores; an empty tuple changes nothing."""
     if cores:
         os.sched_setaffinity(0, cores)
 
 
 def calm_collector() -> None:
-    """Collect garbage once, keep what is alive out of later collections, and make those rarer.
+    """Collect garbage once, exclude the live objects from later collections, and make those rarer.
 
-    Called when a process has started and after each load. What lives then lives for good, and walking it again and
-    again showed as pauses of tens of milliseconds.
+    Called when a process has started and after each load. Objects alive at that time stay for good, and scanning them
+    again and again caused pauses of tens of milliseconds.
     """
     gc.collect()
     gc.freeze()
@@ -42,5 +42,5 @@ def calm_collector() -> None:
 
 
 def dump_stacks_on_abort() -> None:
-    """Print every thread's stack to stderr on SIGABRT and on faults: what the supervisor sends to a hung worker."""
+    """Print every thread's stack to stderr on faults and on SIGABRT, which the supervisor sends to a hung worker."""
     faulthandler.enable(all_threads=True)

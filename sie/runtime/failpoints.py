@@ -1,7 +1,7 @@
-"""Owns the points at which a test may break this process on purpose: `POINT=ACTION[:ARGUMENT][@COUNT]`.
+"""Lets tests break this process on purpose at named points: `POINT=ACTION[:ARGUMENT][@COUNT]`.
 
-The points are compiled in, named in `POINTS`, and do nothing until `arm` is called, which settings refuse without
-`test`. A process counts for itself: after a restart it starts from one again.
+The points are compiled in and listed in `POINTS`. They do nothing until `arm` is called, which settings refuse without
+`test`. Each process counts for itself and starts again from one after a restart.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Action = Callable[[], None]
 
 
 class Failpoint:
-    """One armed point: what happens there, and at which pass (None: at each)."""
+    """One armed point: its action, and the pass at which it acts (None: every pass)."""
 
     __slots__ = ("_action", "_count", "_num_passes", "point")
 
@@ -49,7 +49,7 @@ class Failpoint:
         self._num_passes = 0
 
     def hit(self) -> None:
-        """Count one pass, and act if it is the one."""
+        """Count one pass, and act if it is the chosen one."""
         self._num_passes += 1
         if self._count is None or self._num_passes == self._count:
             self._action()
@@ -59,20 +59,20 @@ _armed: dict[str, Failpoint] = {}
 
 
 def arm(texts: Sequence[str]) -> None:
-    """Arm the points that texts name, in place of all that were armed. Raises BadRequest as `parse` does."""
+    """Arm the points in texts, and disarm all others. Raises BadRequest as `parse` does."""
     failpoints = [parse(text) for text in texts]
     _armed.clear()
     _armed.update({failpoint.point: failpoint for failpoint in failpoints})
 
 
 def reach(point: str) -> None:
-    """Say that this process is at a point. Returns at once unless it is armed."""
+    """Report that this process has reached a point. Returns at once unless the point is armed."""
     if _armed and point in _armed:
         _armed[point].hit()
 
 
 def parse(text: str) -> Failpoint:
-    """Return the failpoint that a text describes. Raises BadRequest that quotes it and names what is accepted."""
+    """Return the failpoint of a text. Raises BadRequest that quotes the text and names the accepted form."""
     match = _TEXT.fullmatch(text)
     if match is None:
         raise BadRequest(f"failpoint {text!r}; the form is {FAILPOINT_FORM}")
@@ -107,11 +107,11 @@ def _raise(point: str, _argument: int) -> Action:
 
 def _leak(_point: str, kib: int) -> Action:
     kept: list[bytes] = []
-    return lambda: kept.append(os.urandom(kib << 10))  # not zeros, which might never take a page
+    return lambda: kept.append(os.urandom(kib << 10))  # random, since zeros might never allocate a page
 
 
 def _hold(_point: str, milliseconds: int) -> Action:
-    """Sleep with the interpreter lock, so that no other thread turns either."""
+    """Sleep while holding the interpreter lock, so that no other thread runs."""
     library = ctypes.PyDLL(None)
     return lambda: library.usleep(milliseconds * 1000)
 

@@ -1,8 +1,8 @@
-"""Owns the way of log lines to stderr, which never waits: whoever does not read them loses them, and is told how many.
+"""Writes log lines to stderr without ever waiting. Lines that cannot be written are dropped and counted.
 
-A journal that is stuck, or a pipe that nobody empties, must not stop a server. The description of stderr is shared
-with whoever started it, so it is not made non-blocking: a pipe is opened anew, a socket asked each time. A file never
-waits, and a terminal is a person's.
+A stuck journal or an unread pipe must not stop a server. The file description of stderr is shared with the parent
+process, so it is not made non-blocking. Instead a pipe is opened again, and a socket gets a flag with each call. A file
+never blocks, and a terminal belongs to a person.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from typing import Protocol
 
 
 class Stream(Protocol):
-    """What a logging handler writes to."""
+    """The interface that a logging handler writes to."""
 
     def write(self, text: str, /) -> object: ...
     def flush(self) -> object: ...
 
 
 class LogStream:
-    """Writes whole lines, or drops them. `send` writes what it can and raises BlockingIOError when that is nothing."""
+    """Writes whole lines, or drops them. `send` writes what fits, and raises BlockingIOError if no byte does."""
 
     def __init__(self, send: Callable[[bytes], int], close: Callable[[], None]) -> None:
         self._send = send
         self.close = close
         self._rest = b""
-        """What is left of a line that went out in part."""
+        """The unsent rest of a partly sent line."""
         self._num_dropped = 0
 
     def write(self, text: str) -> None:
-        """Write one line, after a word about those before it that were dropped; or drop it, too, and count it."""
+        """Write one line, after a note about dropped lines if there are any. If it does not fit, drop and count it."""
         told = f"{self._num_dropped} log lines were dropped: nobody read them\n" if self._num_dropped else ""
-        # Both or neither: the short word alone would fit where lines do not, and fill the last of the room.
+        # Both or neither: the short note alone would fit where lines do not, and use up the last space.
         self._num_dropped = 0 if self._try_send(told + text) else self._num_dropped + 1
 
     def flush(self) -> None:
-        """Do nothing: nothing is kept but the rest of a line."""
+        """Do nothing: only the rest of a line is buffered."""
 
     def _try_send(self, text: str) -> bool:
-        """Send what is left of the line before, then this one; False when not a byte of this one went out."""
+        """Send the rest of the last line, then this one. Return False if no byte of this one was sent."""
         line = text.encode(errors="backslashreplace")
         data = self._rest + line
         try:
             num_sent = self._send(data)
-        except OSError:  # full; or the reader is gone for good, as if it did not read
+        except OSError:  # full, or the reader is gone, which counts as full
             return False
         is_begun = num_sent > len(self._rest)
         self._rest = data[num_sent:] if is_begun else self._rest[num_sent:]
@@ -56,7 +56,7 @@ class LogStream:
 
 
 def open_stderr() -> Stream:
-    """Return stderr as a stream that never waits; where that cannot be had, stderr as it is."""
+    """Return stderr as a stream that never waits, or stderr itself if that is not possible."""
     try:
         fd = sys.stderr.fileno()
         mode = os.fstat(fd).st_mode

@@ -1,7 +1,7 @@
-"""Owns how a log line looks, in every process: one handler on stderr, lines for people or JSON objects for machines.
+"""Formats the log lines of every process: one handler on stderr, with text for people or JSON for machines.
 
-Call `configure` once in each process, before the first line; hand `LOG_CONFIG` to Granian, so that its lines go
-through the same handler. Extra facts go in `extra={...}` and become `key=value` or JSON keys.
+Call `configure` once in each process, before the first line. Pass `LOG_CONFIG` to Granian, so that its lines use the
+same handler. Extra facts go in `extra={...}` and become `key=value` or JSON keys.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOG_CONFIG: dict[str, Any] = {
         "granian.access": {"handlers": [], "level": "INFO", "propagate": True},
     },
 }
-"""For Granian's `log_dictconfig`: no handlers of its own, everything to the root that `configure` set up."""
+"""For Granian's `log_dictconfig`: it has no handlers of its own, so all lines go to the root of `configure`."""
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _COLOURS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31;1m"}
@@ -40,8 +40,8 @@ _CLEAR_REST = "\x1b[K"
 def configure(log_format: LogFormat, level: str, process_name: str) -> None:
     """Send this process's log lines of `level` and above to stderr; a second call replaces the first.
 
-    process_name is who speaks (`supervisor`, `frontend-0`, `worker-0`). Lines carry the time in UTC. A line is dropped
-    and counted when stderr cannot take it (`sie.runtime.log_stream`).
+    process_name is the process's name in each line (`supervisor`, `frontend-0`, `worker-0`). Lines carry the time in
+    UTC. A line is dropped and counted if stderr cannot take it (`sie.runtime.log_stream`).
     """
     handler = logging.StreamHandler(open_stderr())
     if log_format == "json":
@@ -55,19 +55,19 @@ def configure(log_format: LogFormat, level: str, process_name: str) -> None:
 
 
 def set_level(level: str) -> None:
-    """Change what `configure` said about the least important lines."""
+    """Change the minimum level that `configure` set."""
     logging.getLogger().setLevel(level.upper())
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return the logger that a module speaks through; name is its `__name__`."""
+    """Return a module's logger; name is its `__name__`."""
     return logging.getLogger(name)
 
 
 class TextFormatter(logging.Formatter):
-    """Render `time level process message key=value ...`, one line a record but for a traceback.
+    """Render `time level process message key=value ...`, one line for each record except for a traceback.
 
-    With priority, each line begins with `<N>`, which the journal takes as the line's level (sd-daemon(3)).
+    With priority, each line begins with `<N>`, which the journal reads as the line's level (sd-daemon(3)).
     """
 
     def __init__(self, process_name: str, *, colour: bool, priority: bool = False) -> None:
@@ -81,7 +81,7 @@ class TextFormatter(logging.Formatter):
         message = _one_line(record.getMessage())
         line = f"{_time(record)} {record.levelname:<7} {self._process_name}  {message}{extras}"
         if self._colour:
-            # A progress bar may stand on this line: what our text does not cover must go.
+            # A progress bar may be on this line: clear the part that our text does not cover.
             line = f"{_COLOURS.get(record.levelno, '')}{line}{_RESET}{_CLEAR_REST}"
         text = line + "".join(f"\n{part}" for part in _trace(self, record))
         if not self._priority:
@@ -91,7 +91,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Render one JSON object: time, level, process, logger, message, the extras, and `traceback` when there is one."""
+    """Render one JSON object: time, level, process, logger, message, the extras, and `traceback` if there is one."""
 
     def __init__(self, process_name: str) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def encode_json(entry: dict[str, Any]) -> str:
-    """Return `entry` as one line of JSON; what JSON cannot hold becomes text, a lone surrogate a question mark."""
+    """Return `entry` as one line of JSON. Other values become text, and a lone surrogate becomes a question mark."""
     try:
         return msgspec.json.encode(entry, enc_hook=repr).decode()
     except UnicodeEncodeError:
@@ -150,7 +150,7 @@ def _quoted(text: str) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Escape control characters: text that a client chose must not forge a line or drive a terminal."""
+    """Escape control characters: text from a client must not forge a line or control a terminal."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

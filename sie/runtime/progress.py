@@ -1,7 +1,7 @@
-"""Owns how the load of a model is shown: a bar on a terminal, log lines anywhere else.
+"""Shows the progress of model loads: a bar on a terminal, log lines elsewhere.
 
-The bar leaves the cursor at the start of its line, so a log line written meanwhile replaces it and the next update
-draws it again below.
+The bar leaves the cursor at the start of its line. A log line written meanwhile replaces it, and the next update draws
+it again below.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _UNKNOWN_COLUMNS = 80
 
 
 class Progress:
-    """Show any number of loads on one stream; each ends with `done` or `fail`, all of them with `close`.
+    """Shows any number of loads on one stream. Each ends with `done` or `fail`, and all of them with `close`.
 
-    On a terminal with log_format text it draws a bar; otherwise each new stage or tenth becomes a log line, with
+    On a terminal with log_format text it draws a bar. Otherwise each new stage or tenth becomes a log line, with
     `model` and `fraction` as its extras. A load's time counts from its first update.
     """
 
@@ -32,23 +32,23 @@ class Progress:
         self._draws = log_format == "text" and stream.isatty()
         self._clock_s = clock_s
         self._started_s: dict[str, float] = {}
-        self._said: dict[str, tuple[str, int]] = {}
+        self._shown: dict[str, tuple[str, int]] = {}
 
     def update(self, model: str, fraction: float | None, text: str) -> None:
-        """Show that `model` is at fraction (0 to 1; None: not known) of its load, in the stage that text names."""
+        """Show a load's fraction (0 to 1; None: unknown) and its stage, which text names."""
         self._started_s.setdefault(model, self._clock_s())
         fraction = None if fraction is None else min(1.0, max(0.0, fraction))
         if self._draws:
             self._draw(f"Loading {model}", fraction, text)
             return
-        said = (text, int((fraction or 0.0) * 10))
-        if self._said.get(model) != said:
-            self._said[model] = said
+        shown = (text, int((fraction or 0.0) * 10))
+        if self._shown.get(model) != shown:
+            self._shown[model] = shown
             extras = {"model": model} if fraction is None else {"model": model, "fraction": round(fraction, 3)}
             _log.info("loading: %s", text, extra=extras)
 
     def done(self, model: str, text: str) -> None:
-        """Say that `model` is loaded; text tells where and how (`cpu bfloat16`)."""
+        """Report that `model` is loaded; text says where and how (`cpu bfloat16`)."""
         seconds = self._end(model)
         if self._draws:
             self._write(f"{_CLEAR_LINE}Loaded {model} in {seconds:.1f} s ({text})\n")
@@ -56,18 +56,18 @@ class Progress:
             _log.info("loaded: %s", text, extra={"model": model, "seconds": round(seconds, 3)})
 
     def fail(self, model: str, reason: str) -> None:
-        """Say that the load of `model` failed, and why."""
+        """Report that the load of `model` failed, and why."""
         seconds = self._end(model)
         self.close()
         _log.error("load failed: %s", reason, extra={"model": model, "seconds": round(seconds, 3)})
 
     def close(self) -> None:
-        """Remove the bar, if one stands."""
+        """Remove the bar, if it is shown."""
         if self._draws:
             self._write(_CLEAR_LINE)
 
     def _end(self, model: str) -> float:
-        self._said.pop(model, None)
+        self._shown.pop(model, None)
         now_s = self._clock_s()
         return now_s - self._started_s.pop(model, now_s)
 
@@ -89,6 +89,6 @@ def _bar(fraction: float) -> str:
 def _columns(stream: TextIO) -> int:
     try:
         columns = os.get_terminal_size(stream.fileno()).columns
-    except (OSError, ValueError):  # a stream without a descriptor, or one that is no terminal after all
+    except (OSError, ValueError):  # a stream without a descriptor, or not a terminal
         columns = 0
-    return columns or _UNKNOWN_COLUMNS  # a terminal that does not know its size says 0
+    return columns or _UNKNOWN_COLUMNS  # a terminal of unknown size reports 0

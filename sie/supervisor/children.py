@@ -77,7 +77,7 @@ class Children:
         grpc: tuple[str, int] | None = None,
         certificates: CertificateFiles | None = None,
     ) -> None:
-        """Launch is the launch record that all children share; grpc is the (host, port) of an extra gRPC frontend."""
+        """`launch` is the launch record that all children share; grpc is the (host, port) of an extra gRPC frontend."""
         self._certificates = certificates
         self._grpc = grpc
         self._settings = settings

@@ -35,7 +35,7 @@ class DeviceMemories:
     """The memory of all the server's devices."""
 
     def __init__(self, settings: Models, devices: list[str]) -> None:
-        """Devices are the workers' devices, by slot."""
+        """`devices` are the workers' devices, by slot."""
         self._policy = Policy(pressure_pct=settings.memory_pressure_pct, max_model_bytes=settings.max_model_bytes)
         self._dtype = settings.dtype
         self._devices = devices

@@ -34,7 +34,7 @@ class Reloader:
     def __init__(
         self, read: Callable[[], Reading], apply: Callable[[Plan, Models], tuple[str, ...]], systemd: SystemdReporter
     ) -> None:
-        """Read raises SettingsError or StartError; apply returns descriptions of the changes it could not make."""
+        """`read` raises SettingsError or StartError; `apply` returns descriptions of the changes it could not make."""
         self._read = read
         self._apply = apply
         self._systemd = systemd

@@ -69,7 +69,7 @@ class Supervisor:
         key_file: KeyFileWatch | None = None,
         certificates: CertificateFiles | None = None,
     ) -> None:
-        """Reread returns the settings and models that a start would read now. It raises SettingsError or StartError."""
+        """`reread` returns the settings and models that a start would read now. It raises SettingsError or StartError."""
         self._settings = settings
         self._runtime_dir = runtime_dir
         self._place = place

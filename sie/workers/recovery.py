@@ -39,7 +39,7 @@ class Recovery:
         retry_after_s: int,
         ask_for_memory: Callable[[str], None],
     ) -> None:
-        """Ceilings are the scheduler's, to be lowered; ask_for_memory(model) asks to evict another model."""
+        """`ceilings` are the scheduler's, to be lowered; ask_for_memory(model) asks to evict another model."""
         self._attempt = attempt
         self._ceilings = ceilings
         self._metrics = metrics

@@ -1,1 +1,1 @@
-"""LoRA adapters inside a model: their weights and the layers that apply them."""
+"""Applies LoRA adapters inside a model: their weights, and the layers that use them."""

@@ -1,8 +1,8 @@
-"""Owns LoRA adapters inside a model: which rows of a step each one changes, and the layers that apply them.
+"""Applies LoRA adapters to their rows of a step, and swaps in the layers that do so.
 
-y = W x + scale * B (A x) on the rows of the adapter's own sequences, so that one packed step serves any mixture of
-adapters and the model itself. Layers are exchanged while a model has adapters; a step that names none only takes a
-branch in each of them. Source: arXiv 2106.09685, section 4.1.
+y = W x + scale * B (A x) on the rows of the adapter's own sequences. So one packed step serves any mixture of adapters
+and the model itself. Layers are replaced while a model has adapters; a step without adapters only takes a branch in
+each of them. Source: arXiv 2106.09685, section 4.1.
 
 Gathering each adapter's rows was the fastest simple way: 7 to 15 % over the bare layers of a 384-wide model at 1,024
 tokens with three adapters in float32 on a processor. Stacked weights with a mask are no faster with few adapters and
@@ -32,18 +32,18 @@ _PROBE_LENGTHS = (5, 3)
 
 
 class LoraPair(NamedTuple):
-    """One adapter's update of one layer: down (r, inputs) and up (outputs, r), the latter multiplied with the scale."""
+    """One adapter's update of one layer: down (r, inputs) and up (outputs, r), the latter multiplied by the scale."""
 
     down: Tensor
     up: Tensor
 
 
 class StepRows:
-    """Which rows of the running forward pass belong to which adapter. One for each model, shared by its layers."""
+    """Maps the rows of the running forward pass to adapters. All layers of a model share one instance."""
 
     def __init__(self, device: torch.device) -> None:
         self.parts: list[tuple[str, Tensor | None]] = []
-        """(adapter, its rows; None when they are all of them). Empty while no adapter takes part."""
+        """(adapter, its rows; None if it has all rows). Empty while no adapter is active."""
         self.num_rows = 0
         self._owners: NDArray[np.intp] | None = None
         self._names: list[str] = []
@@ -51,9 +51,9 @@ class StepRows:
 
     @contextmanager
     def step(self, loras: Sequence[str], batch: PackedBatch) -> Iterator[None]:
-        """Run item i of the batch's step with the adapter loras[i], empty for none, until the end of the block.
+        """Within the block, run item i of the batch's step with the adapter loras[i], empty for none.
 
-        An empty loras stands for a step without adapters.
+        An empty loras means a step without adapters.
         """
         if not loras:
             yield
@@ -69,7 +69,7 @@ class StepRows:
             self._owners, self.parts = None, []
 
     def narrow(self, start: int, end: int) -> None:
-        """Say that the model is about to run tokens start .. end of the step alone."""
+        """Restrict the mapping to tokens start .. end of the step, which the model runs next."""
         if self._owners is None:
             return
         owners = self._owners[start:end]
@@ -82,12 +82,12 @@ class StepRows:
                 self.parts.append((name, None if everywhere else torch.from_numpy(rows).to(self._device)))
 
     def fill(self, num_rows: int) -> None:
-        """Say that so many rows that belong to nobody stand behind the step's; an adapter of all rows changes them, too."""
+        """Add num_rows padding rows after the step's. An adapter of all rows changes them, too."""
         self.num_rows += num_rows
 
 
 class LoraLayer(nn.Module):
-    """A linear layer with the updates of any number of adapters beside it."""
+    """A linear layer with the updates of any number of adapters."""
 
     def __init__(self, base: nn.Module, rows: StepRows) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class LoraLayer(nn.Module):
         self._rows = rows
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the base layer's output, each adapter's rows with its update."""
+        """Return the base layer's output, with each adapter's update on its rows."""
         y: Tensor = self.base(x)
         if not self._rows.parts:
             return y
@@ -115,10 +115,10 @@ class LoraLayer(nn.Module):
 
 
 class LoraAdapters:
-    """The adapters of one loaded model. `read` may run on a thread beside the steps, everything else between them."""
+    """The adapters of one loaded model. `read` may run on a thread beside the steps, everything else between steps."""
 
     def __init__(self, model: nn.Module, rows: StepRows, run: Callable[[PackedBatch], Tensor]) -> None:
-        """Run a packed batch with `run`, which returns its (t, d) hidden states."""
+        """`run` takes a packed batch and returns its (t, d) hidden states."""
         self._model = model
         self._rows = rows
         self._run = run
@@ -142,14 +142,14 @@ class LoraAdapters:
     def read(self, spec: AdapterSpec) -> dict[str, LoraPair]:
         """Return an adapter's weights by layer, checked against the model's.
 
-        Raises Internal with the reason when they do not fit, BadRequest when the model has none of the layers.
+        Raises Internal with the reason if they do not fit, BadRequest if the model has none of the layers.
         """
         prefix = str(getattr(self._model, "base_model_prefix", ""))
         updates = read_lora(spec, {name: _shape(layer) for name, layer in self._linears.items()}, prefix)
         pairs: dict[str, LoraPair] = {}
         for name, (down, up) in updates.items():
             layer = self._linears[name]
-            # What a rounded layer computes in is the model's own format.
+            # A rounded layer computes in the model's own format.
             weight = next(self._model.parameters()) if isinstance(layer, RoundedLinear) else layer.weight
             pairs[name] = LoraPair(down.to(weight.device, weight.dtype), up.to(weight.device, weight.dtype))
         return pairs
@@ -157,7 +157,7 @@ class LoraAdapters:
     def install(self, name: str, pairs: dict[str, LoraPair]) -> int:
         """Make an adapter usable from the next step on; return the bytes of its weights.
 
-        Raises Internal when the architecture cannot run with it: a small step of the model beside the adapter tells.
+        Raises Internal if a small trial step shows that the architecture cannot run with it.
         """
         self._names.add(name)
         for module, pair in pairs.items():
@@ -168,13 +168,13 @@ class LoraAdapters:
             layer.pairs[name] = pair
         try:
             self._try_out(name)
-        except Exception as error:  # whatever a foreign architecture raises, the model itself must go on
+        except Exception as error:  # a foreign architecture may raise anything; the model must keep running
             self.remove(name)
             raise Internal(f"Adapter '{name}' cannot be loaded: the model does not run with it: {error}") from error
         return sum(pair.down.nbytes + pair.up.nbytes for pair in pairs.values())
 
     def remove(self, name: str) -> None:
-        """Free an adapter; layers without any are as they were."""
+        """Free an adapter; layers without any adapter are restored."""
         self._names.discard(name)
         for module, layer in list(self._layers.items()):
             layer.pairs.pop(name, None)
@@ -190,7 +190,7 @@ class LoraAdapters:
 
 
 def _shape(layer: nn.Linear | Conv1D | RoundedLinear) -> tuple[int, int]:
-    """Return (inputs, outputs); a Conv1D keeps its weight transposed."""
+    """Return (inputs, outputs); a Conv1D stores its weight transposed."""
     if not isinstance(layer, Conv1D):
         return layer.in_features, layer.out_features
     return layer.weight.shape[0], layer.weight.shape[1]

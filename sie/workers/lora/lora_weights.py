@@ -1,6 +1,6 @@
-"""Owns reading an adapter's weights: every tensor has to belong to a layer of the model and fit it, or all is refused.
+"""Reads an adapter's weights. Every tensor must belong to a layer of the model and fit it, or all are refused.
 
-Source: the form in which peft 0.21 saves an adapter (`base_model.model.NAME.lora_A.weight` and `lora_B`).
+Source: the file format of peft 0.21 (`base_model.model.NAME.lora_A.weight` and `lora_B`).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from sie.values.errors import BadRequest
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
 _MAX_NAMED = 5
 UNREAD = "pooler."
-"""Layers of this name are run by the library, but nothing is computed from them here."""
+"""The name prefix of layers that the library runs but whose output is not used here."""
 
 
 def read_lora(
     spec: AdapterSpec, shapes: Mapping[str, tuple[int, int]], prefix: str
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return (A (r, inputs), scale * B (outputs, r)) in float32 on the CPU, by the name of the layer.
+    """Return (A (r, inputs), scale * B (outputs, r)) in float32 on the CPU, by layer name.
 
-    shapes holds (inputs, outputs) of each linear layer of the model. prefix is what stands before these names in an
-    adapter that was trained with a head around the model. Raises Internal with the reason for files that are damaged
-    or do not fit, BadRequest for a model that has none of the adapter's layers.
+    shapes holds (inputs, outputs) of each linear layer of the model. prefix precedes these names in an adapter that was
+    trained with a head around the model. Raises Internal with the reason for files that are damaged or do not fit,
+    BadRequest for a model with none of the adapter's layers.
     """
     config = read_lora_config(spec.id, spec.directory or "")
     tensors = _read_tensors(spec)
@@ -53,7 +53,7 @@ def read_lora(
 
 
 def _read_tensors(spec: AdapterSpec) -> dict[tuple[str, str], Tensor]:
-    """Return the file's tensors by the layer's name and `A` or `B`."""
+    """Return the file's tensors by layer name and `A` or `B`."""
     path = find_lora_weights(spec.id, spec.directory or "")
     try:
         stored = load_file(path)
@@ -73,7 +73,7 @@ def _read_tensors(spec: AdapterSpec) -> dict[tuple[str, str], Tensor]:
 def _check_complete(
     spec: AdapterSpec, config: LoraConfig, shapes: Iterable[str], layers: Mapping[str, str], before: str
 ) -> None:
-    """Refuse a file that lacks a layer which its config names: with it the vectors would be others."""
+    """Refuse a file without a layer that its config names: the vectors would be different with it."""
     if config.targets_all:
         return
     wanted = {layer for layer in shapes if config.targets(before + layer) and not layer.startswith(UNREAD)}

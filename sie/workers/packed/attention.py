@@ -1,12 +1,12 @@
-"""Owns the one attention function under which every transformers model runs packed.
+"""Provides the one attention function with which every transformers model runs packed.
 
-Registered with `AttentionInterface`, it gets each layer's queries, keys and values as one row of t tokens and keeps
-sequences apart by the step's boundaries. No function is registered with `AttentionMaskInterface`: for an unknown
-name transformers builds no mask at all (masking_utils._preprocess_mask_arguments), where a registered function that
-returns None would still cost a look at the position ids, and on a GPU a synchronisation, in every step.
+Registered with `AttentionInterface`, it gets each layer's queries, keys and values as one row of t tokens, and keeps
+sequences apart by the step's boundaries. No function may be registered with `AttentionMaskInterface`. For an unknown
+name transformers builds no mask at all (masking_utils._preprocess_mask_arguments). A registered function that returns
+None would still read the position ids in every step, and on a GPU synchronise.
 
-The boundaries travel beside the model, not through it: keyword arguments are dropped on the way by some families.
-They are thread-local, because a load probes its model in one thread while another runs the step loop.
+The boundaries are passed beside the model, not through it, because some families drop keyword arguments. They are
+thread-local, because a load probes its model in one thread while another runs the step loop.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "cache")
 
 
 class NotPackableError(Exception):
-    """A layer asks for something that packed attention does not compute; the model runs in rectangles instead."""
+    """A layer needs a feature that packed attention does not compute; the model runs in rectangles instead."""
 
 
 class Boundaries:
-    """Where the sequences of the running step begin, on its device, and how many layers asked.
+    """The sequence boundaries of the running step, on its device, and the number of attention calls.
 
-    cu_seqlens (n + 1,) int32 on the device of the step. attended (n,), where given, is how many tokens of each
-    sequence are seen (`sie.workers.packed.batch.PackedBatch`). Masks are made once a step, not once a layer.
+    cu_seqlens (n + 1,) int32 on the device of the step. attended (n,), if given, is the number of attended tokens of
+    each sequence (`sie.workers.packed.batch.PackedBatch`). Masks are built once a step, not once a layer.
     """
 
     def __init__(
@@ -54,7 +54,8 @@ class Boundaries:
     def run_mask(self, run: Run, first: int, window: int | None, causal: bool) -> Tensor | None:
         """Return the bool mask of a run whose first sequence has number `first`, True where attended.
 
-        (length, length), or (count, 1, 1 or length, length) where not every token is seen; None when all are.
+        Its shape is (length, length), or (count, 1, 1 or length, length) if some tokens are not attended. It is None if
+        all are.
         """
         band = self.band_mask(run.length, window, causal) if window is not None and window < run.length else None
         if self.attended is None:
@@ -74,7 +75,7 @@ class Boundaries:
         return seen if band is None else seen & band
 
     def seen_tokens(self) -> tuple[Tensor, Tensor]:
-        """Return the numbers of the tokens that are seen, and the bounds (n + 1,) int32 of each sequence's among them."""
+        """Return the indices of the attended tokens, and their bounds (n + 1,) int32 for each sequence."""
         assert self.attended is not None
         if self._seen is None:
             starts = self.cu_seqlens[:-1].repeat_interleave(self.cu_seqlens.diff())
@@ -95,7 +96,7 @@ class Boundaries:
 
 
 class _Rule(NamedTuple):
-    """What one layer attends to within a sequence; window None reaches all of it."""
+    """The attention rule of one layer within a sequence; window None reaches the whole sequence."""
 
     scaling: float | None
     causal: bool
@@ -107,7 +108,7 @@ _running = threading.local()
 
 @contextmanager
 def packed_step(boundaries: Boundaries) -> Iterator[Boundaries]:
-    """Give this thread's forward passes their sequence boundaries."""
+    """Set the sequence boundaries of this thread's forward passes."""
     _running.boundaries = boundaries
     try:
         yield boundaries
@@ -116,7 +117,7 @@ def packed_step(boundaries: Boundaries) -> Iterator[Boundaries]:
 
 
 def register() -> None:
-    """Make the function known to transformers as `sie_packed`. Doing it again changes nothing."""
+    """Register the function with transformers as `sie_packed`. A second call changes nothing."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
@@ -136,9 +137,9 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attend within each sequence of the running step.
 
-    query (1, h, t, d), key and value (1, h_kv, t, d), h a multiple of h_kv. Returns (1, t, h, d). sliding_window
-    lets a token attend to those less than so many positions away, before it or on both sides.
-    Source: transformers 5.23 modeling_flash_attention_utils._process_flash_attention_kwargs for what the values mean.
+    query (1, h, t, d), key and value (1, h_kv, t, d), h a multiple of h_kv. Returns (1, t, h, d). With sliding_window,
+    a token attends to tokens less than that many positions away, before it or on both sides. Source: transformers 5.23
+    modeling_flash_attention_utils._process_flash_attention_kwargs for the meaning of the values.
     """
     boundaries: Boundaries | None = getattr(_running, "boundaries", None)
     unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
@@ -169,7 +170,7 @@ def attend(
 
 
 def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
-    """As the library: the argument, else a config that says "bidirectional", else the layer's own word."""
+    """Decide as the library does: by the argument, else a "bidirectional" config, else the layer's attribute."""
     if is_causal is not None:
         return is_causal
     if getattr(getattr(module, "config", None), "is_causal", None) is False:
@@ -178,7 +179,7 @@ def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
 
 
 def _attend_runs(query: Tensor, key: Tensor, value: Tensor, boundaries: Boundaries, rule: _Rule) -> Tensor:
-    """Attend run by run: sequences of one length are a rectangle already. Takes (h, t, d), returns (t, h, d)."""
+    """Attend run by run: sequences of one length already form a rectangle. Takes (h, t, d), returns (t, h, d)."""
     out = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
     grouped = key.shape[0] != query.shape[0]
     first = 0

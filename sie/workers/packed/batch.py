@@ -1,7 +1,7 @@
-"""Owns the packing of a step: sequences back to back in one row, without padding.
+"""Packs the sequences of a step back to back in one row, without padding.
 
-Pure NumPy. Sequences are put in order of length, so that those of equal length are one contiguous run of the row:
-attention without a variable-length kernel then works on plain views, and `order` leads back to the caller's order.
+Pure NumPy. Sequences are sorted by length, so that those of equal length form one contiguous run of the row. Attention
+without a variable-length kernel then works on plain views. `order` restores the caller's order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 
 class Run(NamedTuple):
-    """Sequences of equal length that lie side by side: tokens start .. start + count * length of the row."""
+    """Adjacent sequences of equal length: tokens start .. start + count * length of the row."""
 
     start: int
     count: int
@@ -23,22 +23,22 @@ class Run(NamedTuple):
 
 
 class PackedBatch(NamedTuple):
-    """n sequences, t tokens. Row i of an answer belongs to item order[i] of the step."""
+    """n sequences, t tokens. Row i of the result belongs to item order[i] of the step."""
 
     input_ids: NDArray[np.int64]
     """(t,)"""
     position_ids: NDArray[np.int64]
     """(t,): 0, 1, ... within each sequence."""
     cu_seqlens: NDArray[np.int32]
-    """(n + 1,): where each sequence begins; first 0, last t."""
+    """(n + 1,): the start of each sequence; first 0, last t."""
     order: NDArray[np.intp]
     """(n,)"""
     runs: tuple[Run, ...]
     max_length: int
     token_types: NDArray[np.int64] | None = None
-    """(t,), for pairs whose model wants them."""
+    """(t,), for pairs whose model needs them."""
     attended: NDArray[np.int32] | None = None
-    """(n,): how many tokens of each sequence, from its first, are seen by its tokens; None when all of them are."""
+    """(n,): how many leading tokens of each sequence its tokens attend to; None if all."""
 
 
 def pack_sequences(
@@ -47,11 +47,11 @@ def pack_sequences(
     *,
     attended: NDArray[np.int32] | None = None,
 ) -> PackedBatch:
-    """Pack the token ids of a step, each (t_i,) of any integer type, and their token types where there are some.
+    """Pack the token ids of a step, each (t_i,) of any integer type, and their token types if given.
 
     attended is (n,), in the order of token_ids.
 
-    Copies; nothing of the input is kept. Raises ValueError when there is no sequence or an empty one.
+    Copies all input. Raises ValueError without a sequence or for an empty one.
     """
     lengths = np.fromiter(map(len, token_ids), dtype=np.int32, count=len(token_ids))
     if not len(lengths) or not lengths.all():
@@ -70,7 +70,7 @@ def pack_sequences(
 
 
 def with_filler(batch: PackedBatch, num_tokens: int) -> PackedBatch:
-    """Return the batch with one more sequence of so many tokens behind the others; `order` stays that of the others."""
+    """Return the batch with one more sequence of num_tokens at the end; `order` still covers only the others."""
     t = len(batch.input_ids)
     return batch._replace(
         input_ids=np.concatenate((batch.input_ids, np.full(num_tokens, batch.input_ids[0]))),
@@ -84,9 +84,9 @@ def with_filler(batch: PackedBatch, num_tokens: int) -> PackedBatch:
 
 
 def rounded_tokens(num_tokens: int) -> int:
-    """Return the width that a step of so many tokens gets where every width costs memory: at most 33 % more, mostly 3 %.
+    """Return the padded width of a step if each width costs memory: at most 33 % more, mostly 3 %.
 
-    44 widths up to 1,024 tokens: multiples of 8, 16 and 32, which are also what matrix units work on.
+    There are 44 widths up to 1,024 tokens: multiples of 8, 16 and 32, which also suit matrix units.
     """
     for limit, multiple in ((64, 8), (256, 16), (1024, 32), (8192, 128)):
         if num_tokens <= limit:

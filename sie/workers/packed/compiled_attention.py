@@ -1,4 +1,4 @@
-"""Owns attention on a CPU by the compiled kernel, in place of one call of the library for each run of equal length."""
+"""Computes packed attention on a CPU in one call of the compiled kernel, not one library call for each run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FORMATS = (torch.float32, torch.bfloat16)
 
 
 def can_attend_compiled(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Tell whether `attend_compiled` computes attention of these states (h, t, d)."""
+    """Return whether `attend_compiled` supports these states (h, t, d)."""
     states = (query, key, value)
     return (
         all(each.device.type == "cpu" and each.dtype == query.dtype and each.stride(2) == 1 for each in states)
@@ -35,8 +35,8 @@ def attend_compiled(
 ) -> Tensor:
     """Attend within each sequence; return (t, h, d).
 
-    query (h, t, d), key and value (h_kv, t, d), of any strides but the last; cu_seqlens (n + 1,) int32; seen (n,) int32
-    is how many tokens of each sequence are attended to, None for all.
+    query (h, t, d), key and value (h_kv, t, d), of any strides except the last; cu_seqlens (n + 1,) int32; seen (n,)
+    int32 is the number of attended tokens of each sequence, None for all.
     """
     num_heads, num_tokens, width = query.shape
     out = query.new_empty(num_tokens, num_heads, width)

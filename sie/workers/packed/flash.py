@@ -1,4 +1,4 @@
-"""Owns the call of torch's flash attention over packed sequences: a GPU in half precision, any torch from 2.11 on."""
+"""Calls torch's flash attention over packed sequences: only on a GPU in half precision, with torch 2.11 or later."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 MAX_WIDTH = 256
-"""Of a head; it is a multiple of 8, and the same for keys and values."""
+"""The largest head width; it must be a multiple of 8, and the same for keys and values."""
 
 
 def attend_flash(
@@ -25,9 +25,9 @@ def attend_flash(
 ) -> Tensor:
     """Attend within each of n sequences: (h, t, d), (h_kv, s, d), h a multiple of h_kv, to (t, h, d).
 
-    bounds (n + 1,) int32 are where the queries and the keys of each begin, longest the most of one. A query sees so many
-    keys before and behind its own as reach says, -1 all. The last query of a sequence is at the place of its last key: that
-    is how flash attention 2.1 and later align what differs in length.
+    bounds (n + 1,) int32 are the starts of each sequence's queries and keys; longest are their maximum lengths. reach
+    is the number of keys that a query sees before and after its own position, -1 for all. The last query of a sequence
+    is aligned with its last key, as flash attention 2.1 and later align different lengths.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -41,14 +41,14 @@ def attend_flash(
 
 
 def can_attend_flash(device: torch.device, dtype: torch.dtype, widths: tuple[int, int]) -> bool:
-    """Tell whether it attends with keys and values of such widths."""
+    """Return whether `attend_flash` supports keys and values of these widths."""
     is_half = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
     return is_half and widths[0] == widths[1] <= MAX_WIDTH and widths[0] % 8 == 0
 
 
 @cache
 def _asks_about_groups() -> bool:
-    """Whether keys with fewer heads must be announced: torch 2.11 hands them on to the kernel, later ones ask first."""
+    """Whether keys with fewer heads must be announced: torch 2.11 passes them to the kernel, later versions check."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -1,6 +1,6 @@
-"""Owns pooling: from packed hidden states to one vector a sequence, in every way sentence-transformers knows.
+"""Pools packed hidden states to one vector a sequence, in all modes of sentence-transformers.
 
-Sums are taken in float32 whatever the model's format. Source of all formulas: sentence_transformers 6.2
+Sums are float32, whatever the model's format. Source of all formulas: sentence_transformers 6.2
 sentence_transformer/modules/pooling.py.
 """
 
@@ -18,10 +18,10 @@ Pool = Callable[[Tensor, Tensor], Tensor]
 
 
 def pool(hidden: Tensor, cu_seqlens: Tensor, modes: Sequence[str]) -> Tensor:
-    """Pool each packed sequence in every mode and put the vectors side by side, in the order of `modes`.
+    """Pool each packed sequence in every mode and concatenate the vectors in the order of `modes`.
 
-    hidden (t, d) any float, sequences back to back, none empty; cu_seqlens (n + 1,) int32, first 0, last t.
-    Returns (n, d * len(modes)) float32, same device. Raises KeyError for a mode that does not exist.
+    hidden (t, d) any float, sequences back to back, none empty; cu_seqlens (n + 1,) int32, first 0, last t. Returns (n,
+    d * len(modes)) float32, same device. Raises KeyError for an unknown mode.
     """
     vectors = [POOLINGS[mode](hidden, cu_seqlens) for mode in modes]
     return vectors[0] if len(vectors) == 1 else torch.cat(vectors, dim=-1)
@@ -73,7 +73,7 @@ def _is_for_kernel(hidden: Tensor) -> bool:
 
 
 def _pool_mean_compiled(hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Pool in one call: for a lone text the operations of the other way take longer than what they do."""
+    """Pool in one call: for a single text, launching torch's operations takes longer than their work."""
     num_sequences, width = len(cu_seqlens) - 1, hidden.shape[1]
     out = torch.empty(num_sequences, width)
     is_bf16 = hidden.dtype == torch.bfloat16
@@ -90,7 +90,7 @@ def _sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
 def _sequence_of_token(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """Return (t,): 0, 0, ..., 1, 1, ..."""
     numbers = torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device)
-    # output_size spares a GPU the wait for the sum of the lengths.
+    # With output_size a GPU need not wait for the sum of the lengths.
     return numbers.repeat_interleave(cu_seqlens.diff(), output_size=num_tokens)
 
 
