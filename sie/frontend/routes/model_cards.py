@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from sie.frontend.dialects.openai import models as dialect
-from sie.frontend.dialects.openai import models as models_dialect
 from sie.frontend.models.not_found import model_not_found
 from sie.frontend.models.table import ModelTable
 from sie.ipc.messages import ModelEntry
@@ -46,6 +45,6 @@ def model_info(entry: ModelEntry, created_s: int) -> dict[str, Any]:
             "permanent": extras.get("permanent", False),
         }
     loras = {name: adapter.state for name, adapter in entry.adapters.items()}
-    return models_dialect.model_info(
+    return dialect.model_info(
         entry.card, entry.state, last_error, created_s, loras, is_reloading=entry.reloading
     )
