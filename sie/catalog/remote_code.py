@@ -29,7 +29,7 @@ class _Code(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     classes: tuple[str, ...]
     model_types: tuple[str, ...]
-    library_type: str = ""
+    served_as_type: str = ""
     """The model_type under which the library has the architecture, where it is another."""
     bidirectional: bool = False
     adds_eos: bool = False
@@ -120,7 +120,7 @@ def _find(reference: str, model_type: str) -> _Code | None:
 
 
 def _config_changes(model_id: str, reference: str, code: _Code, config: dict[str, Any]) -> dict[str, Any]:
-    changes: dict[str, Any] = {"model_type": code.library_type} if code.library_type else {}
+    changes: dict[str, Any] = {"model_type": code.served_as_type} if code.served_as_type else {}
     if not code.bidirectional:
         return changes
     if config.get("is_causal") is True:

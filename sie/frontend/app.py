@@ -368,7 +368,9 @@ class App:
             return
         status, headers, body = error_envelopes.failure(envelope, error)
         if envelope not in _TENSOR_DIALECTS:
-            if envelope != "sie":  # SIE's clients read OpenAI's `error` before our `detail`, and this header before both
+            if (
+                envelope != "sie"
+            ):  # SIE's clients read OpenAI's `error` before our `detail`, and this header before both
                 headers = [*headers, (_ERROR_CODE, error.code)]
             headers = [*headers, *self._identity, *id_headers(exchange)]
         if error.http_status == 401:
