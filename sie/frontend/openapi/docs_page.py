@@ -1,4 +1,4 @@
-"""Owns `/docs`: the document as one self-contained page, written here and not by a script in the browser.
+"""Writes `/docs`: the OpenAPI document as one self-contained page, written here and not by a script in the browser.
 
 The page's frame, style and the script behind "Send" are in `page.html`; everything from the document is escaped.
 """

@@ -1,4 +1,4 @@
-"""Owns a loaded causal model: one step of slots in, one token for each draw out (`sie.workers.generation`)."""
+"""A loaded causal model: one step of slots in, one token for each draw out (`sie.workers.generation`)."""
 
 from __future__ import annotations
 

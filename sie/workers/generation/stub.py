@@ -1,4 +1,4 @@
-"""Owns the runner of a stub that generates: its prompt again, by way of paged memory that holds tokens.
+"""The runner of a stub that generates: it repeats its prompt, by way of paged memory that holds tokens.
 
 The rule is in `sie.catalog.stub`. What it continues it reads from its blocks, as a model reads keys and values from
 its own, so that a wrong block shows in the text. Never imports torch.

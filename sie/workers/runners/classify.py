@@ -1,4 +1,4 @@
-"""Owns the runners of classifiers whose logits the frontend reads: one row a token, or one row a pair of texts."""
+"""The runners of classifiers whose logits the frontend reads: one row for each token, or one for each pair of texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the runner of a dual encoder: texts and images of a step in, one float32 row an item out, in one space.
+"""The runner of a dual encoder: texts and images of a step in, one float32 row for each item out, in one space.
 
 Images are all of one size, so the image tower runs on rectangles. Texts run packed where the probe proves it, for
 CLIP's way of pooling; otherwise each length is a rectangle through the library's own get_text_features.

@@ -1,4 +1,4 @@
-"""Owns the runner of an encoder: token ids of a step in, one float32 row a text out, nothing padded.
+"""The runner of an encoder: token ids of a step in, one float32 row for each text out, without padding.
 
 Two ways lead to the same hidden states. Packed: the whole step is one row, under `sie.workers.packed.attention`. In
 rectangles: sequences of equal length form a batch without a mask, for architectures whose attention does not go

@@ -1,4 +1,4 @@
-"""Owns the runner of a GLiClass model: token ids of a step in, one logit a label out.
+"""The runner of a GLiClass model: token ids of a step in, one logit for each label out.
 
 The library's model reads sequences side by side. Some of its poolings count padding in, so sequences run in rectangles
 of equal length and number of labels, and no result depends on its neighbours.

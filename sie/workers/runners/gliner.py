@@ -1,4 +1,4 @@
-"""Owns the runner of a GLiNER model: windows of texts in, entities and relations out.
+"""The runner of a GLiNER model: windows of texts in, entities and relations out.
 
 The library's collator, model and decoder do the work; its data loader, its progress bars and its comparison of every two
 spans are not used. Windows of one task run together, in order of length, so that little of a batch is padding.

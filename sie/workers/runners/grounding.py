@@ -1,4 +1,4 @@
-"""Owns the runner of Grounding DINO: images and a text of labels in, boxes with a score for each token out.
+"""The runner of Grounding DINO: images and a text of labels in, boxes with a score for each token out.
 
 Image and text are read together, so images run in rectangles: those of one size that look for the same. A text's first
 layers do not depend on the image; they run once for as long as the text is remembered. The model computes in float32:

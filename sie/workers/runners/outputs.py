@@ -1,4 +1,4 @@
-"""Owns the runner of models with outputs beside dense: one forward pass of a step, then each output's own head.
+"""The runner of models with outputs besides dense: one forward pass of a step, then each output's own head.
 
 Queries of a model that has a table of weights for them (`StaticQueries`) never reach the transformer.
 """

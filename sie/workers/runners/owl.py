@@ -1,4 +1,4 @@
-"""Owns the runner of OWL-ViT and OWLv2: images and labels of a step in, boxes out.
+"""The runner of OWL-ViT and OWLv2: images and labels of a step in, boxes out.
 
 Both towers run by themselves: every image of a step in one batch, whatever is looked for, and every label once for as
 long as it is remembered. The heads work in float32: in 16 bits boxes would move by pixels.

@@ -1,4 +1,4 @@
-"""Owns the runner of a model that scores pairs: its transformer on the packed step, then its own head (`ModelHead`).
+"""The runner of a model that scores pairs: its transformer on the packed step, then its own head (`ModelHead`).
 
 For the head, sequences of one length are a rectangle of the packed row; and since most heads read only the first token
 or the last, the probe lets those see just the two ends of every sequence, all in one call.

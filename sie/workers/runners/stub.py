@@ -1,4 +1,4 @@
-"""Owns the runner of a stub model: rows from a hash of the text, after the time its options ask for.
+"""The runner of a stub model: rows from a hash of the text, after the time that its options ask for.
 
 The formulas are in `sie.catalog.stub`.
 
