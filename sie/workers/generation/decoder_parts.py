@@ -1,8 +1,9 @@
 """Recognises a decoder of the Llama kind by its parts, not by its name.
 
-Embeddings, layers of attention and of two or three linear layers, each behind or between RMS norms, a norm and a head;
-linear layers packed, those that read one input joined, norms compiled; and no parameter besides. What such parts do not
-show (factors, caps) is taken from the configuration, and the comparison at load sees whether that was all.
+The parts are embeddings, layers, a norm and a head. A layer has attention and an MLP of two or three linear layers,
+each with RMS norms before it, after it or both. Linear layers must be packed, those with the same input joined, and
+norms compiled. No other parameter may exist. The parts do not show factors and caps, so these come from the
+configuration. The comparison at load detects anything else that the model does.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ _ORDERS: dict[frozenset[str], tuple[str | None, str | None, str | None, str | No
         (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     )
 }
-"""The norms that a layer has, as a set: before attention, behind it, before the block, behind it."""
+"""By the set of a layer's norms: their names before attention, after it, before the MLP and after it."""
 
 
 class LayerParts(NamedTuple):
-    """One layer. qkv gives queries, keys and values, up the gate and what it is multiplied with."""
+    """One layer. qkv computes queries, keys and values; up computes the gate and the values that it multiplies."""
 
     attention: nn.Module
     qkv: PackedLinear
@@ -46,22 +47,22 @@ class LayerParts(NamedTuple):
     """In the order of `_ORDERS`."""
     query_norm: CompiledNorm | None
     key_norm: CompiledNorm | None
-    turns: bool
-    """Whether positions turn its queries and keys."""
+    is_rotary: bool
+    """Whether rotary factors apply to its queries and keys."""
 
     @property
     def modules(self) -> Iterator[nn.Module]:
-        """All that have parameters."""
+        """All its modules that have parameters."""
         yield from (self.qkv, self.out, self.up, self.down)
         yield from (norm for norm in (*self.norms, self.query_norm, self.key_norm) if norm is not None)
 
 
 class DecoderParts(NamedTuple):
-    """A whole decoder. activation is a number of `sie.native.encoder.ACTIVATIONS`."""
+    """A whole decoder. activation is a value of `sie.native.encoder.ACTIVATIONS`."""
 
     embeddings: nn.Embedding
     first: nn.Module
-    """The first layer as the library has it."""
+    """The library's module of the first layer."""
     layers: list[LayerParts]
     norm: CompiledNorm
     head: PackedLinear
@@ -73,11 +74,11 @@ class DecoderParts(NamedTuple):
 
 
 class UnknownPartsError(Exception):
-    """A model is no decoder of this kind; the text says in what."""
+    """A model is not a decoder of this kind; the text names the difference."""
 
 
 def find_parts(model: Any) -> DecoderParts:
-    """Return a model's parts. Raises UnknownPartsError unless they are all there and hold every parameter that it has."""
+    """Return a model's parts. Raises UnknownPartsError unless all exist and together hold every parameter."""
     body, config = model.base_model, model.config.get_text_config()
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     modules = list(getattr(body, "layers", ()))
@@ -124,7 +125,7 @@ def _layer(layer: Any) -> LayerParts:
 
 
 def _joined(parent: nn.Module, names: tuple[str, ...], whole: str) -> Any:
-    """Return the one layer that gives what several of these names do, or that has the name of them all."""
+    """Return the layer named `whole`, or the layer that the layers of these names were joined into."""
     return getattr(parent, whole, None) or common_layer([getattr(parent, name, None) for name in names])
 
 
@@ -136,7 +137,7 @@ def _is_gated(layers: list[LayerParts]) -> bool:
 
 
 def _activation(blocks: list[Any]) -> int:
-    """Return the number of the formula that all blocks use, told by its values."""
+    """Return the number of the activation that all blocks use, recognised by its values."""
     found: set[str | None] = set()
     for block in blocks:
         function = getattr(block, "act_fn", None) or getattr(block, "activation_fn", None)
