@@ -391,6 +391,8 @@ class App:
     ) -> None:
         """Send an answer that is whole, and count it."""
         process = self._process
+        if exchange.cuts and error is None:
+            headers = [*headers, exchange.cut_header()]
         if process.closes_connections and _CLOSE not in headers:
             headers = [*headers, _CLOSE]
         for record in process.recorders:

@@ -186,7 +186,7 @@ class Service:
     def _end(self, exchange: Exchange, error: SieError | None, *, is_stream: bool) -> None:
         process = self._process
         status = 200 if error is None else error.http_status
-        headers: list[tuple[str, str]] = []
+        headers = [exchange.cut_header()] if exchange.cuts and error is None else []
         for record in process.recorders:
             headers = record(exchange, status, headers, error)
         if headers and not is_stream:  # a stream has many requests, but only one set of trailers

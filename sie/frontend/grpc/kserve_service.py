@@ -160,7 +160,7 @@ class KServeGrpc:
                 watch=watched.watch,
                 owner=exchange.owner,
             ) as reply:
-                exchange.timing = reply.timing
+                exchange.timing, exchange.cuts = reply.timing, reply.cuts
                 nbytes = sum([len(output.data) for output in reply.outputs])
                 if nbytes < LARGE_BYTES:
                     answer = _encode(call, reply, rule, is_final=is_final)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
+from typing import Any, Final
 
 from sie.frontend.access.key_use import KeyHolder
 from sie.frontend.http import routes
 from sie.frontend.http.body import Body, BodyReader
 
+_MOST_NAMED: Final = 1000
+"""Of the items in a header, which clients read up to 8 KiB of."""
+
 
 class Exchange:
     """One HTTP request while it is served, with the state that the error boundary needs to answer and count it."""
 
-    __slots__ = ("began_ns", "body", "body_bytes", "deadline_ns", "decoded_ns", "headers", "holder", "known_model",
+    __slots__ = ("began_ns", "body", "body_bytes", "cuts", "deadline_ns", "decoded_ns", "headers", "holder", "known_model",
                  "model", "num_items", "protocol", "request_id", "route", "scope", "timing", "waits")  # fmt: skip
 
     def __init__(self, scope: Any, protocol: Any, began_ns: int) -> None:
@@ -34,6 +38,8 @@ class Exchange:
         self.body_bytes = 0
         self.num_items = 0
         self.timing: Any = None
+        self.cuts: Collection[int] = ()
+        """The numbers of the items whose texts were cut; the answer says so in a header."""
         self.waits = False
         """Whether the request waits for a loading model instead of failing at once."""
 
@@ -41,6 +47,10 @@ class Exchange:
     def owner(self) -> str:
         """The name of the request's API key; empty on a server without keys."""
         return self.holder.key.name if self.holder is not None else ""
+
+    def cut_header(self) -> tuple[str, str]:
+        """Return the header that names the items whose texts were cut."""
+        return "x-sie-truncated", ",".join(map(str, sorted(self.cuts)[:_MOST_NAMED]))
 
     async def read_body(self, bodies: BodyReader) -> bytes:
         """Read the whole body, and record its size. Raises as `BodyReader.read` does."""

@@ -107,7 +107,7 @@ def resolve_rerank(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
 
 
 def resolve_embeddings(request: EncodeRequest, card: ModelCard) -> EncodeRequest:
-    """Return the request with the default profile's options, and the outputs that this route always has: dense, float32.
+    """Return the request with the default profile's options under its own, and the outputs that this route always has: dense, float32.
 
     Raises BadRequest for a model without dense vectors, for token ids to a model that does not take them, and for
     `dimensions` that the model cannot be cut to.
@@ -119,7 +119,7 @@ def resolve_embeddings(request: EncodeRequest, card: ModelCard) -> EncodeRequest
     if request.dimensions is not None:
         _check_dimensions(request.dimensions, card)
     if card.profiles:
-        request.options = merge_options(card, {}, "$.options")
+        request.options = merge_options(card, request.options, "$.options")
         request.instruction = request.options.get("instruction")
     request.output_types = ("dense",)
     request.output_dtype = "float32"

@@ -238,6 +238,7 @@ class Inference:
             raw.release()
         exchange.timing = reply.timing
         exchange.num_items = len(request.documents)
+        exchange.cuts = request.cuts
         return reply
 
     async def _run_extract(
@@ -263,6 +264,7 @@ class Inference:
             raw.release()
         exchange.timing = reply.timing
         exchange.num_items = len(request.texts)
+        exchange.cuts = request.cuts
         return reply, is_large
 
     @property
@@ -290,6 +292,7 @@ def read(
         raise
     exchange.timing = reply.timing
     exchange.num_items = reply.num_items
+    exchange.cuts = reply.cuts
     return reply
 
 

@@ -188,13 +188,13 @@ class KServe:
         if held.nbytes >= LARGE_BYTES:
             return self._answer_large(exchange, call, rule, held)
         with held as reply:
-            exchange.timing = reply.timing
+            exchange.timing, exchange.cuts = reply.timing, reply.cuts
             answer, length = _encode(call, reply, rule)
         return self.answered(exchange, call.request.model, answer, length)
 
     async def _answer_large(self, exchange: Exchange, call: InferCall, rule: TensorRule, held: HeldReply) -> Response:
         with held as reply:
-            exchange.timing = reply.timing
+            exchange.timing, exchange.cuts = reply.timing, reply.cuts
             answer, length = await offload(self._pool, held.nbytes, _encode, call, reply, rule)
         response = self.answered(exchange, call.request.model, answer, length)
         return response if isinstance(response, Response) else await response

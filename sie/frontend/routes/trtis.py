@@ -166,7 +166,7 @@ class Trtis:
             request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns,
             watch=lambda pending: process.watch_client(pending, exchange.protocol), owner=exchange.owner,
         ) as reply:  # fmt: skip
-            exchange.timing = reply.timing
+            exchange.timing, exchange.cuts = reply.timing, reply.cuts
             as_binary = trtis_status.choose_format(exchange.scope.query_string, "") == "binary"
             nbytes = sum(len(output.data) for output in reply.outputs)
             answer, line = await offload(

@@ -25,6 +25,8 @@ def count_exchange(metrics: FrontendMetrics, exchange: Exchange, status: int, er
     """Count a finished exchange, whether it was answered or its client left."""
     route, timing, model = exchange.route, exchange.timing, exchange.known_model
     total_s = (time.monotonic_ns() - exchange.began_ns) / 1e9
+    if exchange.cuts and error is None and route is not None and model:
+        metrics.record_cuts(model, route.endpoint, len(exchange.cuts))
     if timing is not None and error is None and route is not None and route.endpoint and model:
         metrics.record_served(
             exchange.scope.method, route.template, route.endpoint, model, status, total_s,

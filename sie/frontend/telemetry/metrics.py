@@ -132,6 +132,11 @@ class FrontendMetrics:
             add = self._refusals[reason] = counter.add
         add(1.0)
 
+    def record_cuts(self, model: str, endpoint: str, num_items: int) -> None:
+        """Count the items of an answered request whose texts were cut; endpoint as in `record_request`."""
+        labels = definitions.TRUNCATED.label_pairs(self._model_label(model), endpoint)
+        self._page.counter(definitions.TRUNCATED.name, labels).add(num_items)
+
     def record_auth_failure(self, reason: str) -> None:
         """Count one request that was refused for its API key. reason is one of the family's documented values."""
         self._page.counter(definitions.AUTH_FAILURES.name, definitions.AUTH_FAILURES.label_pairs(reason)).add()

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.catalog.stub import adapted_text, count_stub_tokens
+from sie.catalog.stub import BYTES_PER_TOKEN, adapted_text, count_stub_tokens
 from sie.shm.extent_headers import TensorForm, TensorTask
 from sie.values.card import AdapterSpec, ModelCard
 from sie.values.errors import Internal
@@ -28,6 +28,8 @@ from sie.workers.runners.stub_faults import StubFaults
 
 _NUM_ENTRIES = 16
 """Most entries of a stub's sparse vector."""
+_LENGTH_BYTES = 4
+"""Of the query's length, before a pair."""
 _WORD = re.compile(r"\S+")
 
 
@@ -43,6 +45,7 @@ class StubRunner:
             raise Internal(f"model {card.id!r} is not a stub")
         self.card = card
         self._options = card.stub
+        self._max_bytes = card.stub.max_tokens * BYTES_PER_TOKEN
         self.memory_bytes = card.stub.memory_mb << 20
         is_plain = set(card.outputs) <= {"dense", "score", "extract"} and card.image is None
         self.takes: Literal["text", "wants"] = "text" if is_plain else "wants"
@@ -55,7 +58,7 @@ class StubRunner:
     def run_texts(self, texts: Sequence[bytes | memoryview], loras: Sequence[str] = ()) -> NDArray[np.float32]:
         """Return (n, dense) float32 rows; sleeps `latency_ms` and `per_token_us` for each token of the step."""
         self._take_time(texts)
-        return self._dense(_adapted(texts, loras))
+        return self._dense(_adapted([text[: self._max_bytes] for text in texts], loras))
 
     def _dense(self, texts: Sequence[bytes | memoryview]) -> NDArray[np.float32]:
         width = self._options.dense
@@ -67,7 +70,8 @@ class StubRunner:
     def run_pairs(self, pairs: Sequence[bytes | memoryview]) -> NDArray[np.float32]:
         """Return (n, 1) float32 scores, 0 to 1; takes as long as `run_texts`."""
         self._take_time(pairs)
-        scores = [int.from_bytes(hashlib.shake_256(pair).digest(3), "little") / 2**24 for pair in pairs]
+        end = self._max_bytes + _LENGTH_BYTES
+        scores = [int.from_bytes(hashlib.shake_256(pair[:end]).digest(3), "little") / 2**24 for pair in pairs]
         values = np.array(scores, dtype=np.float32)[:, None]
         return values if self._faults is None else self._faults.spoil(values, pairs)
 
@@ -77,7 +81,7 @@ class StubRunner:
         """Return entities and classifications of texts, objects of images; takes as long as `run_texts`."""
         self._take_time([_bytes_of(item) if isinstance(item, ImageItem) else item for item in inputs])
         return [
-            _detect(item, task) if isinstance(item, ImageItem) else _extract(bytes(item), task)
+            _detect(item, task) if isinstance(item, ImageItem) else _extract(bytes(item)[: self._max_bytes], task)
             for item, task in zip(inputs, tasks, strict=True)
         ]
 
@@ -108,7 +112,9 @@ class StubRunner:
         self, inputs: Sequence[bytes | memoryview | ImageItem], wants: Sequence[Want], loras: Sequence[str] = ()
     ) -> StepOutputs:
         """Return what each item wants; takes the time of one step."""
-        inputs = [_bytes_of(item) if isinstance(item, ImageItem) else item for item in inputs]
+        inputs = [
+            _bytes_of(item) if isinstance(item, ImageItem) else item[: self._max_bytes] for item in inputs
+        ]  # fmt: skip
         wanted = {output for want in wants for output in want.output_types}
         self._take_time(inputs)
         inputs = _adapted(inputs, loras)
@@ -185,7 +191,7 @@ def _adapted(texts: Sequence[bytes | memoryview], loras: Sequence[str]) -> Seque
 
 
 def _extract(utf8: bytes, task: ExtractTask) -> Extraction:
-    text, least = utf8.decode(), task.threshold or 0.0
+    text, least = utf8.decode(errors="ignore"), task.threshold or 0.0  # a cut may go through a character
     labels = task.labels or ("word",)
     entities: list[Entity] = []
     for word in _WORD.finditer(text):

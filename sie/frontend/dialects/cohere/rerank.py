@@ -80,5 +80,7 @@ def encode_ranking(call: RerankCall, reply: ScoreReply) -> bytes:
         result: dict[str, Any] = {"index": index, "relevance_score": reply.scores[index]}
         if call.return_documents:
             result["document"] = {"text": call.request.documents[index]}
+        if index in call.request.cuts:
+            result["truncated"] = True
         results.append(result)
     return _to_json({"model": reply.model, "results": results, "usage": {"input_tokens": reply.input_tokens}})

@@ -27,10 +27,11 @@ class ScoreBody(msgspec.Struct, gc=False):
     options: msgspec.Raw = _ABSENT
 
 
-class _Score(msgspec.Struct, frozen=True):
+class _Score(msgspec.Struct, frozen=True, omit_defaults=True):
     item_id: str
     score: float
     rank: int
+    truncated: bool = False
 
 
 class _Usage(msgspec.Struct, frozen=True):
@@ -84,7 +85,12 @@ def _find_non_text(call: ScoreBody) -> str | None:
 def encode_scores(request: ScoreRequest, reply: ScoreReply, msgpack: bool) -> bytes:
     """Return the body of a score reply, best first; an item without an id is called `item-<index>`."""
     scores = [
-        _Score((request.ids[index] if request.ids else None) or f"item-{index}", reply.scores[index], rank)
+        _Score(
+            (request.ids[index] if request.ids else None) or f"item-{index}",
+            reply.scores[index],
+            rank,
+            index in request.cuts,
+        )
         for rank, index in enumerate(reply.ranking())
     ]
     body = _ReplyBody(reply.model, request.query_id, scores, _Usage(reply.input_tokens))
