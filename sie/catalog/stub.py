@@ -29,8 +29,9 @@ H(x) = SHAKE-256 of x and `text` the UTF-8 of the text:
                  the temperature is, the likeliest comes. A grammar, of whatever kind, is the answer itself; one that
                  is blank does not compile
 
-Values are float32. Queries and documents are alike. A stub reads four bytes of UTF-8 for each token of its limit
-(`max_tokens`, or what options leave of it), of a pair behind the query's length; the rest is cut. With an adapter, `text` is "lora", its id in UTF-8, a zero byte and then the text's own bytes; how
+Values are float32. Queries and documents are alike. Options that lower the limit of tokens cut the UTF-8 at four bytes
+for each token left. A text over `max_tokens` is told of as cut, costs no more and is refused where that is asked for, as
+with a real model; yet values are those of all of it, and only what is extracted is of its first bytes. With an adapter, `text` is "lora", its id in UTF-8, a zero byte and then the text's own bytes; how
 many rows a multivector has follows from that, too.
 """
 

@@ -319,8 +319,8 @@ def encode_stub_texts(
     """Return (text, text_offsets, cu_seqlens) for a stub model, which reads text and not tokens.
 
     text (bytes,) uint8 is the UTF-8 of all texts back to back and text_offsets (n + 1,) int32 bounds each;
-    cu_seqlens (n + 1,) int32 bounds their costs. max_tokens cuts what is longer; the stub itself cuts at its own limit.
-    cuts gets both. Raises BadRequest when the card is no stub or a text is not valid Unicode.
+    cu_seqlens (n + 1,) int32 bounds their costs. max_tokens cuts what is longer; cuts gets what is over the
+    stub's own limit, too. Raises BadRequest when the card is no stub or a text is not valid Unicode.
     """
     if card.stub is None:
         raise BadRequest(f"Model '{card.id}' is not a stub")

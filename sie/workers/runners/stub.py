@@ -28,8 +28,6 @@ from sie.workers.runners.stub_faults import StubFaults
 
 _NUM_ENTRIES = 16
 """Most entries of a stub's sparse vector."""
-_LENGTH_BYTES = 4
-"""Of the query's length, before a pair."""
 _WORD = re.compile(r"\S+")
 
 
@@ -58,7 +56,7 @@ class StubRunner:
     def run_texts(self, texts: Sequence[bytes | memoryview], loras: Sequence[str] = ()) -> NDArray[np.float32]:
         """Return (n, dense) float32 rows; sleeps `latency_ms` and `per_token_us` for each token of the step."""
         self._take_time(texts)
-        return self._dense(_adapted([text[: self._max_bytes] for text in texts], loras))
+        return self._dense(_adapted(texts, loras))
 
     def _dense(self, texts: Sequence[bytes | memoryview]) -> NDArray[np.float32]:
         width = self._options.dense
@@ -70,8 +68,7 @@ class StubRunner:
     def run_pairs(self, pairs: Sequence[bytes | memoryview]) -> NDArray[np.float32]:
         """Return (n, 1) float32 scores, 0 to 1; takes as long as `run_texts`."""
         self._take_time(pairs)
-        end = self._max_bytes + _LENGTH_BYTES
-        scores = [int.from_bytes(hashlib.shake_256(pair[:end]).digest(3), "little") / 2**24 for pair in pairs]
+        scores = [int.from_bytes(hashlib.shake_256(pair).digest(3), "little") / 2**24 for pair in pairs]
         values = np.array(scores, dtype=np.float32)[:, None]
         return values if self._faults is None else self._faults.spoil(values, pairs)
 
@@ -112,9 +109,7 @@ class StubRunner:
         self, inputs: Sequence[bytes | memoryview | ImageItem], wants: Sequence[Want], loras: Sequence[str] = ()
     ) -> StepOutputs:
         """Return what each item wants; takes the time of one step."""
-        inputs = [
-            _bytes_of(item) if isinstance(item, ImageItem) else item[: self._max_bytes] for item in inputs
-        ]  # fmt: skip
+        inputs = [_bytes_of(item) if isinstance(item, ImageItem) else item for item in inputs]
         wanted = {output for want in wants for output in want.output_types}
         self._take_time(inputs)
         inputs = _adapted(inputs, loras)

@@ -153,7 +153,7 @@ class LabelReading:
         ids, limit = encoding.ids, self._max_tokens
         if limit is None or len(ids) <= limit:
             return ids
-        excess, policy, card = len(ids) - limit, self._task.overflow_policy
+        excess, policy = len(ids) - limit, self._task.overflow_policy
         self.cuts[index] = limit
         own = [number for number, (a, b) in enumerate(encoding.offsets) if start <= a < b <= end]
         if policy == "truncate_text" and excess < len(own):
