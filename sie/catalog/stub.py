@@ -75,6 +75,7 @@ def stub_card(spec: ModelSpec) -> ModelCard:
         image=ImageRule() if spec.stub.image else None,
         outputs=(*dims, *(output for output, wanted in flags.items() if wanted)),
         dims=dims,
+        similarity="cosine" if spec.stub.dense else "dot" if spec.stub.sparse else "maxsim",
         max_sequence_length=spec.stub.max_tokens,
         matryoshka=True,
         stub=spec.stub,

@@ -185,7 +185,8 @@ class FrontendProcess:
 
     def check_machine_profile(self, wanted: str | None) -> None:
         """Refuse a request that asks for another machine. Source: SIE API reference, section 12."""
-        if wanted is None:
+        wanted = (wanted or "").strip()
+        if not wanted:
             return
         own = self.settings.server.machine_profile or self._gpu_type()
         if not own or wanted.lower() != own.lower():

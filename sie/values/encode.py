@@ -127,7 +127,7 @@ class ScoreRequest(msgspec.Struct, kw_only=True):
     instruction: str | None = None
     options: dict[str, Any] = {}
     non_text: str | None = None
-    """Path of the first item without a text, or with media; query and documents are empty then."""
+    """Path of the first item without a text, or with other media than images; query and documents are empty then."""
     compared: tuple[tuple[str, float], ...] = ()
     """As in `WorkHeader`; set when the request is judged against its card."""
     cuts: dict[int, int] = {}

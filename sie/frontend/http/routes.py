@@ -43,7 +43,7 @@ ROUTES: tuple[Route, ...] = (
     Route(ENCODE, "POST", "encode", endpoint="encode"),
     Route("/v1/score/{model}", "POST", "score", endpoint="score"),
     Route("/v1/extract/{model}", "POST", "extract", endpoint="extract"),
-    Route("/v1/rerank", "POST", "rerank", "openai", "score"),
+    Route("/v1/rerank", "POST", "rerank", "rerank", "score"),
     Route("/v1/embeddings", "POST", "embeddings", "openai", "embeddings"),
     Route("/v1/models", "GET", "list_models", "models"),
     Route("/v1/models/{model}", "GET", "show_model", "models"),

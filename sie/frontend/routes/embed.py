@@ -170,11 +170,11 @@ class Inference:
     def check_headers(self, exchange: Exchange) -> None:
         """Set the deadline, and check the headers before the body is read. Raises BadRequest and other SieErrors."""
         process, headers = self._process, exchange.headers
-        is_openai = exchange.route is not None and exchange.route.envelope == "openai"
-        exchange.waits = is_openai or process.settings.models.wait_for_load
+        is_shared = exchange.route is not None and exchange.route.envelope != "sie"
+        exchange.waits = is_shared or process.settings.models.wait_for_load
         exchange.deadline_ns = exchange.began_ns + process.timeout_ns(headers.get("x-sie-timeout-ms"))
         profile = headers.get("x-sie-machine-profile")
-        if profile is not None:
+        if profile:
             process.check_machine_profile(profile)
         remote = headers.get("x-sie-remote")
         if remote is not None and remote != "forbid":

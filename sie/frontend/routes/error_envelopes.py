@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from sie.frontend.dialects.anthropic import reply
+from sie.frontend.dialects.cohere import rerank
 from sie.frontend.dialects.kserve import infer
 from sie.frontend.dialects.native import encode
 from sie.frontend.dialects.openai import embeddings, text_fields
@@ -50,6 +51,7 @@ def _kserve(error: SieError) -> Response:
 _FAILURES: Final[dict[str, Callable[[SieError], Response]]] = {
     "sie": lambda error: Response(error.http_status, [JSON], encode.error_body(error)),
     "openai": _openai,
+    "rerank": lambda error: Response(error.http_status, [JSON], rerank.error_body(error)),
     "models": _models,
     "text": lambda error: Response(error.http_status, [JSON], text_fields.error_body(error)),
     "anthropic": lambda error: Response(reply.error_status(error), [JSON], reply.error_body(error)),

@@ -7,8 +7,8 @@ from typing import Final
 from msgspec import UNSET, UnsetType
 
 from sie.frontend.dialects.cohere.rerank import RerankBody
-from sie.frontend.dialects.openai.openapi import EMBEDDINGS_FAULTS
-from sie.frontend.dialects.operation import INFERENCE, Answer, Operation, Reply, Usage
+from sie.frontend.dialects.openai.openapi import EMBEDDINGS_FAULTS, OpenAIError
+from sie.frontend.dialects.operation import INFERENCE, POISON, Answer, Operation, Reply, Usage
 
 
 class RerankDocument(Reply):
@@ -27,6 +27,7 @@ class RerankAnswer(Reply):
     usage: Usage
 
 
+ERRORS: Final = {"rerank": OpenAIError}
 OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation(
         template="/v1/rerank",
@@ -41,7 +42,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
             "top_n": 1,
         },
         answers=(Answer(200, "The best documents, best first.", type=RerankAnswer),),
-        faults=EMBEDDINGS_FAULTS,
+        faults=tuple(POISON if fault.status == POISON.status else fault for fault in EMBEDDINGS_FAULTS),
         has_timing=True,
     ),
 )

@@ -1,4 +1,4 @@
-"""Owns the wire of `/v1/rerank`, Cohere's shape: JSON both ways, errors in OpenAI's envelope.
+"""Owns the wire of `/v1/rerank`, Cohere's shape: JSON both ways, errors in OpenAI's envelope with SIE's codes.
 
 Source: SIE API reference, section 10.
 """
@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import msgspec
 
 from sie.config.limits import Limits
-from sie.frontend.dialects.openai.embeddings import field_of
+from sie.frontend.dialects.openai.embeddings import error_object, field_of
 from sie.frontend.inputs.bounded_json import check_json, decode_free_form, decode_typed
-from sie.values.encode import DEFAULT_MODEL, ScoreReply, ScoreRequest
-from sie.values.errors import BadRequest, InputTooLong
+from sie.values.encode import ScoreReply, ScoreRequest
+from sie.values.errors import BadRequest, InputTooLong, SieError
 
 _MOST_DOCUMENTS = 65_536  # the most that settings allow; the setting itself is checked after decoding
 _ABSENT = msgspec.Raw(b"")
@@ -21,7 +21,7 @@ _to_json = msgspec.json.Encoder().encode
 
 
 class RerankBody(msgspec.Struct, gc=False, kw_only=True, forbid_unknown_fields=True):
-    model: str | None = None
+    model: str
     query: str
     documents: Annotated[list[str], msgspec.Meta(max_length=_MOST_DOCUMENTS)]
     top_n: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
@@ -51,6 +51,9 @@ def decode_rerank(body: bytes, limits: Limits) -> RerankCall:
     except BadRequest as error:
         raise BadRequest(error.message, extras={"param": field_of(error.message)}) from None
     documents = call.documents
+    for name, text in (("model", call.model), ("query", call.query)):
+        if not text.strip():
+            raise BadRequest(f"Field '{name}' must not be empty", extras={"param": name})
     if not documents:
         raise BadRequest("Field 'documents' must not be empty", extras={"param": "documents"})
     if len(documents) > limits.max_candidates:
@@ -62,7 +65,7 @@ def decode_rerank(body: bytes, limits: Limits) -> RerankCall:
     if len(body) > limits.max_item_text_bytes:  # JSON escapes only shrink, so no text can be longer
         _check_sizes(call, limits.max_item_text_bytes)
     options = decode_free_form(call.options, msgpack=False, path="$.options", max_depth=limits.max_depth)
-    request = ScoreRequest(model=call.model or DEFAULT_MODEL, query=call.query, documents=documents, options=options)
+    request = ScoreRequest(model=call.model, query=call.query, documents=documents, options=options)
     return RerankCall(request, call.top_n, bool(call.return_documents))
 
 
@@ -71,6 +74,13 @@ def _check_sizes(call: RerankBody, max_bytes: int) -> None:
     for name, text in texts:
         if len(text.encode()) > max_bytes:
             raise InputTooLong(f"Field '{name}' must hold at most {max_bytes} bytes of UTF-8 text")
+
+
+def error_body(error: SieError) -> bytes:
+    """Return `{"error": {message, type, param, code, ...}, "message"}`, the code as SIE has it."""
+    param = "model" if error.code == "MODEL_NOT_FOUND" else None
+    named = {"error": {"param": param, **error_object(error), "code": error.code}, "message": error.message}
+    return _to_json(named)
 
 
 def encode_ranking(call: RerankCall, reply: ScoreReply) -> bytes:

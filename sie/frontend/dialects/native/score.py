@@ -76,9 +76,10 @@ def decode_score(body: bytes, msgpack: bool, model: str, limits: Limits) -> Scor
 
 
 def _find_non_text(call: ScoreBody) -> str | None:
-    if find_non_text([call.query]) is not None:
+    """Return the path of the first item that has no text to score; images beside one are not read."""
+    if find_non_text([call.query], allows_images=True) is not None:
         return "$.query"
-    index = find_non_text(call.items)
+    index = find_non_text(call.items, allows_images=True)
     return None if index is None else f"$.items[{index}]"
 
 

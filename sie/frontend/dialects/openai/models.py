@@ -7,7 +7,7 @@ Source: SIE API reference, section 14.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -18,6 +18,7 @@ from sie.values.errors import SieError
 OWNER = "local"
 """Source: generation API reference, section 1.4."""
 
+_SIMILARITIES: Final = {"dense": "cosine", "sparse": "dot", "multivector": "maxsim"}
 _to_json = msgspec.json.Encoder().encode
 
 
@@ -75,16 +76,21 @@ def _generator_facts(card: ModelCard, state: ModelState) -> dict[str, Any]:
 
 
 def _profile(card: ModelCard, name: str) -> dict[str, Any]:
-    narrowed = card.profiles.get(name, {}).get("output_types")
+    outputs = card.profiles.get(name, {}).get("output_types") or card.wire_outputs
     return {
         "is_default": name == DEFAULT_PROFILE,
-        "output_types": list(narrowed) if narrowed else card.wire_outputs,
-        "output_similarity": card.similarity,
+        "output_types": list(outputs),
+        "output_similarity": {output: _similarity(card, output) for output in outputs if output in card.dims},
         "identity": None,
         "remote_contract_sha256": None,
         "remote_execution_sha256": None,
         "runtime_instance_id": None,
     }
+
+
+def _similarity(card: ModelCard, output: str) -> str:
+    """Return how vectors of an output are compared. A card's own metric is that of its first one."""
+    return card.similarity if output == next(iter(card.dims)) else _SIMILARITIES[output]
 
 
 def models_body(infos: Sequence[dict[str, Any]], default: str | None = None) -> bytes:

@@ -61,7 +61,7 @@ class EmbeddingsAnswer(Reply):
 class Profile(Reply):
     is_default: bool
     output_types: list[str]
-    output_similarity: str
+    output_similarity: dict[str, str]
     identity: str | None
     remote_contract_sha256: str | None
     remote_execution_sha256: str | None

@@ -24,10 +24,14 @@ _PLACE: Final = "{}"
 
 
 def check_task(task: ExtractTask) -> None:
-    """Raise BadRequest for a template without exactly one place for the label."""
+    """Raise BadRequest for a template without exactly one place for the label, or with other braces."""
     template = task.hypothesis_template
-    if template is not None and template.count(_PLACE) != 1:
+    if template is None:
+        return
+    if template.count(_PLACE) != 1:
         raise BadRequest(f"Option 'hypothesis_template' must hold '{{}}' once, got {template!r}")
+    if template.count("{") + template.count("}") != len(_PLACE):
+        raise BadRequest(f"Option 'hypothesis_template' must hold no brace beside its '{{}}', got {template!r}")
 
 
 class PairReading:
