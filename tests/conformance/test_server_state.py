@@ -95,6 +95,9 @@ def test_model_tells_what_it_takes_and_gives(server: Server) -> None:
     assert info["outputs"] == ["dense", "sparse", "multivector", "score", "json"]
     assert info["dims"] == {"dense": 16, "sparse": 50, "multivector": 8}
     assert model(server, "stub/only:toned")["max_sequence_length"] == 32
+    metrics = {"dense": "cosine", "sparse": "dot", "multivector": "maxsim"}
+    assert info["profiles"]["default"]["output_similarity"] == metrics
+    assert model(server, "stub/all:sparse")["profiles"]["default"]["output_similarity"] == {"sparse": "dot"}
 
 
 def test_profiles_are_listed_with_the_model_and_as_entries(server: Server) -> None:

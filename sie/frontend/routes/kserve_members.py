@@ -55,7 +55,7 @@ async def _run(
         request, began_ns=exchange.began_ns, deadline_ns=exchange.deadline_ns,
         watch=lambda pending: process.watch_client(pending, exchange.protocol), owner=exchange.owner,
     ) as reply:  # fmt: skip
-        exchange.timing = reply.timing
+        exchange.timing, exchange.cuts = reply.timing, reply.cuts
         nbytes = sum(len(output.data) for output in reply.outputs)
         answer = await offload(pool, nbytes, encode_members, request, reply, rule)
     process.metrics.record_last_inference(entry.card.id)

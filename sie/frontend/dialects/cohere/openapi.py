@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 from msgspec import UNSET, UnsetType
 
@@ -19,6 +19,7 @@ class RerankResult(Reply):
     index: int
     relevance_score: float
     document: RerankDocument | UnsetType = UNSET
+    truncated: Literal[True] | UnsetType = UNSET
 
 
 class RerankAnswer(Reply):
@@ -44,5 +45,6 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         answers=(Answer(200, "The best documents, best first.", type=RerankAnswer),),
         faults=tuple(POISON if fault.status == POISON.status else fault for fault in EMBEDDINGS_FAULTS),
         has_timing=True,
+        may_cut=True,
     ),
 )

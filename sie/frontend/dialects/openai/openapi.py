@@ -49,6 +49,7 @@ class EmbeddingsUsage(Reply):
     prompt_tokens: int
     total_tokens: int
     sie_token_source: Literal["worker"]
+    sie_truncated: list[int] | UnsetType = UNSET
 
 
 class EmbeddingsAnswer(Reply):
@@ -291,6 +292,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         example={"model": "sentence-transformers/all-MiniLM-L6-v2", "input": ["A quick brown fox", "jumps over"]},
         answers=(Answer(200, "An embedding for each input.", type=EmbeddingsAnswer),),
         faults=EMBEDDINGS_FAULTS,
+        may_cut=True,
     ),
     Operation(
         template="/v1/models",
