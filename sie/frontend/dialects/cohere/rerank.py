@@ -13,7 +13,7 @@ from sie.config.limits import Limits
 from sie.frontend.dialects.openai.embeddings import error_object, field_of
 from sie.frontend.inputs.bounded_json import check_json, decode_free_form, decode_typed
 from sie.values.encode import ScoreReply, ScoreRequest
-from sie.values.errors import BadRequest, InputTooLong, SieError
+from sie.values.errors import BadRequest, InputTooLong, NotFound, SieError
 
 _MOST_DOCUMENTS = 65_536  # the most that settings allow; the setting itself is checked after decoding
 _ABSENT = msgspec.Raw(b"")
@@ -78,9 +78,10 @@ def _check_sizes(call: RerankBody, max_bytes: int) -> None:
 
 def error_body(error: SieError) -> bytes:
     """Return `{"error": {message, type, param, code, ...}, "message"}`, the code as SIE has it."""
-    param = "model" if error.code == "MODEL_NOT_FOUND" else None
-    named = {"error": {"param": param, **error_object(error), "code": error.code}, "message": error.message}
-    return _to_json(named)
+    described = {**error_object(error), "code": error.code}
+    if error.code == NotFound.code:
+        described["param"] = "model"
+    return _to_json({"error": described, "message": error.message})
 
 
 def encode_ranking(call: RerankCall, reply: ScoreReply) -> bytes:
