@@ -37,7 +37,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         description="In Cohere's form. A model that loads is waited for.",
         request=RerankBody,
         example={
-            "model": "BAAI/bge-reranker-v2-m3",
+            "model": "default",
             "query": "what is a fox?",
             "documents": ["A quick brown fox", "A stone"],
             "top_n": 1,
