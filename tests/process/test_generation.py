@@ -277,7 +277,16 @@ def test_models_are_listed_for_both_readers(client: openai.OpenAI) -> None:
     assert (cards["m"].model_extra["status"], cards["m"].model_extra["tools_available"]) == ("loaded", True)
     assert cards["m"].owned_by == "local"
     assert client.models.retrieve("m").id == "m"
+    assert cards["vectors"].model_extra is not None
+    assert cards["vectors"].model_extra["status"] == "loaded"
     assert client.models.retrieve("default").model_dump() == cards["default"].model_dump()
+
+
+def test_default_is_the_model_that_serves(client: openai.OpenAI) -> None:
+    assert client.models.retrieve("default").model_extra["name"] == "m"  # type: ignore[index]
+    assert client.completions.create(model="default", prompt="a", max_tokens=1).model == "m"
+    given = [client.embeddings.create(model=name, input="x").data[0].embedding for name in ("default", "vectors")]
+    assert given[0] == given[1], "the default model gives no vectors"
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

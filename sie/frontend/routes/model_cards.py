@@ -14,7 +14,7 @@ from sie.values.encode import DEFAULT_MODEL
 def list_body(models: ModelTable) -> bytes:
     """Return the list of all models, including the default."""
     infos = [model_info(entry, models.created_s) for entry in models.entries.values()]
-    return dialect.models_body(infos, _default_of(models))
+    return dialect.models_body(infos, models.default_of())
 
 
 def show_model(models: ModelTable, model: str) -> tuple[int, bytes]:
@@ -22,14 +22,10 @@ def show_model(models: ModelTable, model: str) -> tuple[int, bytes]:
     entry = models.find(model)
     if entry is not None:
         return 200, dialect.model_body(model_info(entry, models.created_s))
-    entry = models.find(_default_of(models) or "") if model == DEFAULT_MODEL else None
+    entry = models.find(models.default_of() or "") if model == DEFAULT_MODEL else None
     if entry is not None:
         return 200, dialect.model_body({**model_info(entry, models.created_s), "id": DEFAULT_MODEL})
     return 404, dialect.model_not_found_body(model_not_found(model, models.entries))
-
-
-def _default_of(models: ModelTable) -> str | None:
-    return models.default_of("dense") or models.default_of("generate")
 
 
 def model_info(entry: ModelEntry, created_s: int) -> dict[str, Any]:
