@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import select
 import socket
 import time
@@ -92,6 +93,39 @@ def test_malformed_body_is_judged_before_the_model(server):
 
 
 # --- bodies -----------------------------------------------------------------------------------------------------------
+
+RERANK, CHAT, MESSAGES = "/v1/rerank", "/v1/chat/completions", "/v1/messages"
+AS_JSON, AS_PACKED = b'{"items":3,"model":"x"}', msgpack.packb(GOOD)
+MISREAD = [
+    (path, body, headers, hint)
+    for paths, body, headers, hint in (
+        ((ENCODE, "/v1/score/stub/a", "/v1/extract/stub/a"), AS_PACKED, {},
+         "It looks like msgpack: send it with Content-Type: application/msgpack"),
+        ((ENCODE,), AS_PACKED * 4000, JSON, "It looks like msgpack: send it with Content-Type: application/msgpack"),
+        ((ENCODE,), AS_JSON, PACKED, "It looks like JSON: send it with Content-Type: application/json"),
+        ((EMBED, RERANK, CHAT, MESSAGES, "/v1/generate/stub__a"), AS_PACKED, {}, "It looks like msgpack: this route takes JSON"),
+        ((EMBED,), AS_JSON, {"content-type": "application/x-www-form-urlencoded"},
+         "It looks like JSON: send it with Content-Type: application/json"),
+        ((ENCODE, EMBED, RERANK, CHAT, MESSAGES), gzip.compress(AS_JSON), {"content-encoding": "gzip"},
+         "Content-Encoding is not served here: send the body as it is"),
+        ((ENCODE, CHAT), gzip.compress(AS_JSON), {}, "Content-Encoding is not served here: send the body as it is"),
+    )
+    for path in paths
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "headers", "hint"), MISREAD)
+def test_a_misread_body_is_refused_with_what_to_send(server, path, body, headers, hint):
+    response = send_raw(server.port, raw_request(path, body, headers))
+    assert response.status in {400, 422}
+    assert hint in response.body.decode()
+
+
+@pytest.mark.parametrize("headers", [JSON, {**JSON, "content-encoding": "identity"}])
+def test_a_body_that_was_read_has_no_hint(server, headers):
+    assert "It looks" not in (read := send_raw(server.port, raw_request(ENCODE, AS_JSON, headers)).body.decode())
+    assert "Content-Encoding" not in read
+
 
 BAD_JSON = {
     "empty": b"",

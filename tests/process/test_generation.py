@@ -510,16 +510,30 @@ def test_metrics_count_a_stream_when_it_ends(server: Server) -> None:
 def test_metrics_leave_housekeeping_out_and_name_no_model_none(server: Server) -> None:
     assert httpx.get(f"{server.url}/no/such/path").status_code == 404
     assert httpx.post(server.url + CHAT, content=b"{").status_code == 400
-    for path in ("/", "/health", "/metrics", "/docs", "/v1/models"):
+    probes = ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/api/health/live", "/api/health/ready")
+    for path in ("/", "/health", "/metrics", "/docs", "/v1/models", *probes):
         assert httpx.get(server.url + path).status_code == 200
     httpx.options(server.url + CHAT)
     shown = [dict(labels) for name, labels in samples(server.port) if name == "http_requests_total"]
     paths = {one["path"]: one["model"] for one in shown}
-    assert not {"/", "/health", "/metrics", "/docs"} & paths.keys()
+    assert not {"/", "/health", "/metrics", "/docs", *probes} & paths.keys()
     assert (paths["<unmatched>"], paths["/v1/models"]) == ("none", "none")
     assert {one["model"] for one in shown if one["path"] == CHAT and one["status"] == "400"} >= {"unknown"}
     assert {one["method"] for one in shown if one["path"] == "<unmatched>"} == {"GET"}
     assert not [one for one in shown if one["method"] == "OPTIONS"]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXTS, "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"])
+@pytest.mark.parametrize(("model", "label"), [("slow", "slow"), (None, "m"), ("default", "m"), ("made-up", "unknown")])
+def test_metrics_of_a_bad_field_name_its_model(server: Server, path: str, model: str | None, label: str) -> None:
+    def count() -> float:
+        return total(server.port, "http_requests_total", path=path, model=label)
+
+    before = count()
+    body = {"model": model, "messages": HELLO, "temperature": "hot"}
+    assert httpx.post(server.url + path, json=body).status_code in {400, 422}
+    assert count() == before + 1
+    assert total(server.port, "http_requests_in_flight", path=path, model=label) == 0
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,16 @@ class ModelTable:
         wait_s = self.loading_retry_after_s
         raise Unavailable(f"Model '{model}' is loading; retry in {wait_s} s", retry_after_s=wait_s)
 
+    async def serving(self, entry: ModelEntry, deadline_ns: int, *, waits: bool) -> ModelEntry:
+        """Return the entry of a model that can be served. waits decides whether to wait for a loading model.
+
+        A reload is always waited for, because the request must be tokenised for the new model.
+        """
+        if waits or entry.reloading:
+            return await self.wait_serving(entry, deadline_ns)
+        self.check_serving(entry)
+        return entry
+
     async def wait_serving(self, entry: ModelEntry, deadline_ns: int) -> ModelEntry:
         """Return a model's entry once it can be served. Waits while the model is loading, unloading or reloading.
 

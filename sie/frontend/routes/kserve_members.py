@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from sie.frontend.dialects.kserve.members import decode_members, encode_members
+from sie.frontend.http.compression import refuse_coding
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import JSON, Response
 from sie.frontend.http.stream import STREAM_HEADERS
@@ -15,7 +16,6 @@ from sie.frontend.process import FrontendProcess
 from sie.frontend.tensors.paths import ModelPath
 from sie.frontend.tensors.states import rule_of
 from sie.ipc.messages import ModelEntry
-from sie.values.errors import BadRequest
 
 _STREAM: Final = "generate_stream"
 
@@ -27,9 +27,7 @@ async def answer_members(
 
     Raises BadRequest, and as `Tensors.serve` and `Tensors.infer` do.
     """
-    coding = exchange.headers.get("content-encoding") or ""
-    if "content-encoding" in exchange.headers and coding.strip().lower() != "identity":
-        raise BadRequest("Content-Encoding is not served here: send the body as it is")
+    refuse_coding(exchange.headers)
     exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
     process.check_accepting()
     process.tensors.try_serving(path.name, path.version)  # refused before the body is read

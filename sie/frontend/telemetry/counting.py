@@ -6,18 +6,27 @@ import time
 from typing import Final
 
 from sie.frontend.http.exchange import Exchange
-from sie.frontend.http.routes import COUNTED
+from sie.frontend.http.routes import BY_TEMPLATE, COUNTED, ROUTES
 from sie.frontend.telemetry.metrics import UNKNOWN_MODEL, FrontendMetrics
 from sie.values.errors import ClientGone, Overloaded, SieError
 
 _NO_REQUEST: Final = frozenset({204, 401, 403, 405, 429})
 """Requests with these statuses never reached a model, so `sie_requests_total` does not count them."""
 
-_TEXT_ROUTES: Final = frozenset(route for route in COUNTED.values() if route.endpoint == "generate")
+_TEXT_ROUTES: Final = frozenset(
+    [
+        *(route for route in COUNTED.values() if route.endpoint == "generate"),
+        BY_TEMPLATE["/v1/messages/count_tokens"],
+        BY_TEMPLATE["/v1/responses/input_tokens"],
+    ]
+)
 """Routes whose requests name their model in the body, which may be unreadable."""
 
-_HOUSEKEEPING: Final = frozenset({"/", "/health", "/metrics", "/docs", "/openapi.json", "/api-doc/openapi.json"})
-"""Routes that are not counted; OPTIONS requests are not counted either. Source: generation API reference, section 11."""
+_HOUSEKEEPING: Final = frozenset(["/metrics", *(route.template for route in ROUTES if route.need == "open")])
+"""Routes that are not counted, such as those of health; OPTIONS requests are not counted either.
+
+Source: generation API reference, section 11.
+"""
 _UNMATCHED: Final = "<unmatched>"
 
 
