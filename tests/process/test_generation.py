@@ -246,6 +246,20 @@ def test_grammar_binds_the_answer(client: openai.OpenAI) -> None:
     assert client.completions.create(model="m", prompt="x", extra_body=extra).choices[0].text == "a+"
 
 
+@pytest.mark.parametrize("result", [{"tool_call_id": "c"}, {}])
+def test_a_result_behind_its_call_is_read(client: openai.OpenAI, result: dict[str, Any]) -> None:
+    conversation: Any = [*HELLO, CALLED, {"role": "tool", "content": "42", **result}]
+    reply = client.chat.completions.create(model="m", messages=conversation, max_tokens=60)
+    assert "tool: 42" in (reply.choices[0].message.content or "")
+
+
+def test_a_json_object_follows_its_schema(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"], "additionalProperties": False}
+    form: Any = {"type": "json_object", "schema": schema}
+    reply = client.chat.completions.create(model="m", messages=HELLO, response_format=form)  # type: ignore[arg-type]
+    assert json.loads(reply.choices[0].message.content or "") == schema, "the stub writes what binds it"
+
+
 def test_tools_are_shown_to_the_model(client: openai.OpenAI) -> None:
     tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
     for choice, is_shown in (("auto", True), ("none", False)):
@@ -291,6 +305,8 @@ def test_default_is_the_model_that_serves(client: openai.OpenAI) -> None:
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
+CALLED = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f"}}]}
+
 REFUSED: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHAT, {}, 422, "messages"),
     (CHAT, {"messages": []}, 400, "messages"),
@@ -302,6 +318,12 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None]] = [
      "messages[0].content[0].type"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, 400, "messages[0].content[0].type"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages[0].content[0].text"),
+    (CHAT, {"messages": [*HELLO, {"role": "tool", "tool_call_id": "c", "content": "42"}]}, 400, "messages[1].tool_call_id"),
+    (CHAT, {"messages": [*HELLO, {"role": "tool", "content": "42"}]}, 400, "messages[1].tool_call_id"),
+    (CHAT, {"messages": [{"role": "tool", "tool_call_id": "c", "content": "42"}, CALLED]}, 400,
+     "messages[0].tool_call_id"),
+    (CHAT, {"messages": [CALLED, {"role": "tool", "tool_call_id": "d", "content": "42"}]}, 400,
+     "messages[1].tool_call_id"),
     (CHAT, {"messages": HELLO, "max_tokens": 0}, 400, "max_tokens"),
     (CHAT, {"messages": HELLO, "n": 0}, 400, "n"),
     (CHAT, {"messages": HELLO, "n": 17}, 400, "n"),
