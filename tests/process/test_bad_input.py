@@ -9,9 +9,13 @@ import socket
 import time
 from collections.abc import Iterator
 
+import anthropic
 import msgpack
 import numpy as np
+import openai
 import pytest
+from sie_sdk import SIEClient
+from sie_sdk.client.errors import RequestError
 
 from tests.process.harness import Server, start_server
 from tests.process.mutants import EMBED, ENCODE, GOOD, JSON, PACKED, mutate, seeds
@@ -43,10 +47,59 @@ def server(stub_server: Server) -> Iterator[Server]:
 # --- paths and methods ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/encod/stub/a", "/v1/embeddings/x", "/healthz/", "//"])
+@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/pools", "/v1/connections", "//"])
 def test_unknown_path_is_404(server, path):
     response = send_raw(server.port, raw_request(path, method="GET"))
     assert (response.status, response.json()) == (404, {"detail": "Not Found"})
+
+
+@pytest.mark.parametrize(
+    ("path", "route"),
+    [
+        ("/v1/encod/stub/a", "POST /v1/encode/{model}"),
+        ("/v1/v1/encode/stub/a", "POST /v1/encode/{model}"),
+        ("/encode/stub/a", "POST /v1/encode/{model}"),
+        ("/chat/completions", "POST /v1/chat/completions"),
+        ("/openai/v1/chat/completions", "POST /v1/chat/completions"),
+        ("/healthz/", "GET /healthz"),
+    ],
+)
+def test_unknown_path_is_told_the_nearest_route(server, path, route):
+    response = send_raw(server.port, raw_request(path))
+    assert (response.status, response.json()) == (404, {"detail": f"Not Found. Did you mean {route}?"})
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/v1/files", ""),
+        ("/v1/audio/speech", ""),
+        ("/v1/chat/completion", " Did you mean POST /v1/chat/completions?"),
+        ("/v1/embeddings/x", " Did you mean POST /v1/embeddings?"),
+        ("/v1/fine_tuning/jobs?limit=3", ""),
+    ],
+)
+def test_unknown_path_of_openais_tree_has_openais_envelope(server, path, hint):
+    response = send_raw(server.port, raw_request(path))
+    text = f"There is no route {path.partition('?')[0]}.{hint}"
+    assert response.status == 404
+    error = {"message": text, "type": "invalid_request_error", "param": None, "code": "not_found"}
+    assert response.json()["error"] == error
+
+
+def test_clients_read_an_unknown_route(server):
+    options = {"api_key": "unused", "max_retries": 0}
+    with openai.OpenAI(base_url=f"{server.url}/v1", **options) as client:
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.moderations.create(input="x")
+        assert (caught.value.code, caught.value.type) == ("not_found", "invalid_request_error")
+    with (
+        anthropic.Anthropic(base_url=server.url, **options) as client,
+        pytest.raises(anthropic.NotFoundError, match="Not Found"),
+    ):
+        client.messages.batches.list()
+    with SIEClient(f"{server.url}/v1") as client, pytest.raises(RequestError, match="POST /v1/encode"):
+        client.encode("stub/a", {"text": "x"})
 
 
 @pytest.mark.parametrize(
