@@ -323,7 +323,8 @@ class App:
         if self._process.is_ready:
             self._answer(exchange, 200, [_TEXT], b"ok")
         else:
-            self._answer(exchange, 503, [_TEXT], b"not ready")
+            reason = "stopping" if self._process.is_draining else self._process.models.reason
+            self._answer(exchange, 503, [_TEXT], f"not ready: {reason}".encode())
 
     async def _health(self, exchange: Exchange) -> None:
         if negotiate.JSON in (exchange.headers.get("accept") or ""):

@@ -47,7 +47,7 @@ def server(stub_server: Server) -> Iterator[Server]:
 # --- paths and methods ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/pools", "/v1/connections", "//"])
+@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/pools", "/v1/estimate", "//"])
 def test_unknown_path_is_404(server, path):
     response = send_raw(server.port, raw_request(path, method="GET"))
     assert (response.status, response.json()) == (404, {"detail": "Not Found"})

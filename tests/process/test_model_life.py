@@ -225,7 +225,9 @@ def test_readiness_waits_for_the_models_to_load_first(minilm_directory):
         server.kill_worker()
         with paused(server.worker()):  # which loads
             eventually(lambda: get(server.port, "/readyz").status == 503, "not ready without its only worker")
-            assert get(server.port, "/readyz").body == b"not ready"
+            missing = b"not loaded: mini (loading)"
+            eventually(lambda: missing in get(server.port, "/readyz").body, "it says which model is missing, and why")
+            assert get(server.port, "/readyz").body.startswith(b"not ready: ")
             assert get(server.port, "/healthz").status == 200
         # A model that was loaded when its worker died is waited for, not refused.
         assert dense_rows(encode(server.port, "mini", ["x"])).shape == (1, 384)
