@@ -24,9 +24,9 @@ _T = TypeVar("_T")
 _GZIP: Final = b"\x1f\x8b"
 _MAPS: Final = frozenset([*range(0x80, 0x90), 0xDE, 0xDF])
 """The first bytes of a map in msgpack; no JSON begins with one of them."""
-_PACKED_ENDPOINTS: Final = frozenset({"encode", "score", "extract"})
+_PACKED_LABELS: Final = frozenset({"encode", "score", "extract"})
 _DEFAULT_OUTPUTS: Final = {"embeddings": "dense", "score": "score"}
-"""What an endpoint's default model must give; all others generate."""
+"""What a label's default model must give; all others generate."""
 
 
 class _Named(msgspec.Struct):
@@ -48,7 +48,7 @@ async def decode_body(
     except BadRequest as error:
         add_hint(error, exchange, body)
         if not exchange.model and exchange.route is not None:
-            exchange.model = await offload(pool, len(body), _named_model, body, exchange.route.endpoint, models)
+            exchange.model = await offload(pool, len(body), _named_model, body, exchange.route.label, models)
         raise
 
 
@@ -61,7 +61,7 @@ def add_hint(error: BadRequest, exchange: Exchange, body: bytes) -> None:
 def _hint(exchange: Exchange, body: bytes) -> str:
     headers, route = exchange.headers, exchange.route
     kind = headers.get("content-type")
-    takes_msgpack = route is not None and route.envelope == "sie" and route.endpoint in _PACKED_ENDPOINTS
+    takes_msgpack = route is not None and route.envelope == "sie" and route.label in _PACKED_LABELS
     start = body[:64].lstrip()[:1]
     if start == b"{":
         is_other = is_msgpack(kind) if takes_msgpack else "json" not in (kind or "json").lower()
@@ -74,7 +74,7 @@ def _hint(exchange: Exchange, body: bytes) -> str:
     return f"It looks like msgpack: {way}"
 
 
-def _named_model(body: bytes, endpoint: str, models: ModelTable) -> str:
+def _named_model(body: bytes, label: str, models: ModelTable) -> str:
     """Return the id of the served model that a refused JSON body means, or nothing if it means none."""
     try:
         model = _decode_named(body).model or DEFAULT_MODEL
@@ -83,6 +83,6 @@ def _named_model(body: bytes, endpoint: str, models: ModelTable) -> str:
     if not isinstance(model, str):
         return ""
     if model == DEFAULT_MODEL and model not in models:
-        model = models.default_of(_DEFAULT_OUTPUTS.get(endpoint, "generate")) or ""
+        model = models.default_of(_DEFAULT_OUTPUTS.get(label, "generate")) or ""
     entry = models.find(model)
     return entry.card.id if entry is not None else ""

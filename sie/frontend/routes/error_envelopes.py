@@ -14,9 +14,8 @@ from sie.frontend.dialects.kserve import infer
 from sie.frontend.dialects.native import encode
 from sie.frontend.dialects.openai import embeddings, text_fields
 from sie.frontend.dialects.openai import models as models_dialect
-from sie.frontend.http.near_routes import hint_for
 from sie.frontend.http.response import JSON, Response
-from sie.frontend.http.routes import Route, methods_of
+from sie.frontend.http.routes import Route
 from sie.values.errors import BadRequest, NotFound, SieError
 
 _ASKED_AGAIN: Final = frozenset({"openai", "models", "text", "anthropic"})
@@ -74,14 +73,13 @@ _FAILURES: Final[dict[str, Callable[[SieError], Response]]] = {
 }
 
 
-def unknown_path(path: str) -> Response:
+def unknown_path(path: str, hint: str) -> Response:
     """Return the response for an unknown path, in the dialect that the start of the path belongs to.
 
-    It names the nearest route.
+    hint is a sentence that names the nearest route, after a space, or empty.
     """
     if path.startswith("/api/") or path == "/api":
         return Response(400, [], b"")  # the v1 API has no 404
-    hint = hint_for(path)
     text = f"Not Found.{hint}" if hint else "Not Found"
     if path.startswith("/v2/") or path == "/v2":
         return Response(404, [JSON], infer.error_body(text))
@@ -94,9 +92,8 @@ def unknown_path(path: str) -> Response:
     return Response(404, [JSON], encode.not_found_body(text))
 
 
-def wrong_method(route: Route) -> Response:
-    """Return the response for a method that the route does not support."""
-    methods = methods_of(route)
+def wrong_method(route: Route, methods: str) -> Response:
+    """Return the response for a method that the route does not support. methods are those that its path has."""
     allow = ("allow", methods)
     if route.envelope == "trtis":
         return Response(405, [allow], b"")
