@@ -119,7 +119,8 @@ class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str, Meta(description="TOML file of models to serve and of their profiles (docs/models.md); empty has none.")
     ] = ""
     default_model: Annotated[
-        str, Meta(description="Model for OpenAI requests that name none; empty takes the only able one.")
+        str,
+        Meta(description="Model for OpenAI requests that name none; the only able one where it is empty or not able."),
     ] = ""
     repositories: Annotated[
         tuple[str, ...],

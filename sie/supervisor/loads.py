@@ -330,8 +330,9 @@ class Loads:
 
     def reason(self) -> str:
         """Return why the server is not ready, or an empty text if it is."""
-        missing = self._registry.missing()
-        return self._not_ready_reason() or (f"not loaded: {', '.join(missing)}" if missing else "")
+        missing = self._registry.missing_reasons()
+        reasons = (self._not_ready_reason(), f"not loaded: {missing}" if missing else "")
+        return "; ".join(filter(None, reasons))
 
     def _broadcast_now(self) -> None:
         self._is_broadcast_due = False

@@ -13,9 +13,11 @@ from sie.catalog.profiles import known_profiles
 from sie.catalog.spec import ModelSpec
 from sie.ipc.messages import ModelEntry, ModelReport
 from sie.values.card import ModelCard, ModelState
-from sie.values.errors import Internal, WireError, to_wire
+from sie.values.errors import Internal, WireError, to_wire, without_paths
 from sie.values.tensor import TensorRule
 
+_MAX_REASON = 300
+"""Characters of a reason in the line that says why the server is not ready."""
 _MAX_RETRY_S = 1800.0
 _PERMANENT_ATTEMPTS = 8
 _PERMANENT_CLASSES = frozenset({"GATED", "NOT_FOUND", "DEPENDENCY", "CONFIG"})
@@ -278,9 +280,20 @@ class ModelRegistry:
             and not (record.dismissed or record.loaded_on or (record.may_fail and record.num_attempts))
         ]
 
+    def missing_reasons(self) -> str:
+        """Return the models that readiness still waits for, each with the reason, or an empty text."""
+        return ", ".join(f"{name} ({_why_missing(self.records[name])})" for name in self.missing())
+
     def entries(self) -> tuple[ModelEntry, ...]:
         """Return all models for frontends."""
         return tuple(_entry(record) for record in self.records.values())
+
+
+def _why_missing(record: Record) -> str:
+    """Return why a model is not loaded, as anybody may read it: in one line, and without the server's paths."""
+    if record.error is not None:
+        return f"failed: {' '.join(without_paths(record.error).message.split())}"[:_MAX_REASON]
+    return "waits for memory" if record.waits_for_memory else _state(record, is_loaded=False)
 
 
 def _is_moving(record: Record) -> bool:

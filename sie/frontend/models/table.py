@@ -119,10 +119,18 @@ class ModelTable:
         made_for_it = [card for card in able if output == "generate" or card.kind != "generator"]
         return [card.id for card in made_for_it or able]
 
-    def default_of(self, output: str) -> str | None:
-        """Return the model for requests without one: the setting's, or the only capable one, or None."""
-        if self.default:
-            return fold_default(self.default)
+    def default_of(self, output: str = "") -> str | None:
+        """Return the model for requests without one: the setting's if it is capable, or the only capable one, or None.
+
+        Without an output, it is the model that text generation would take, or embeddings, or where neither is served
+        rerank: the entry `default` of `/v1/models` is from the API for text generation.
+        """
+        chosen = self.find(self.default) if self.default else None
+        if chosen is not None and (not output or not chosen.is_read or gives(chosen.card, output)):
+            return chosen.card.id
+        if not output:
+            outputs = [served for served in ("generate", "dense") if self.able(served)] or ["score"]
+            return next(filter(None, map(self.default_of, outputs)), None)
         able = self.able(output)
         return able[0] if len(able) == 1 else None
 
@@ -133,7 +141,8 @@ class ModelTable:
         default = self.default_of(output)
         if default is None:
             able = ", ".join(self.able(output))
-            raise SieError(f"No default model; name one of: {able}", code="MODEL_NOT_FOUND", http_status=404)
+            hint = f"; name one of: {able}" if able else f": no model gives {output!r}"
+            raise SieError(f"No default model{hint}", code="MODEL_NOT_FOUND", http_status=404)
         return default
 
     def check_serving(self, entry: ModelEntry) -> None:
@@ -158,6 +167,16 @@ class ModelTable:
             raise ModelLoadFailed(f"Model '{model}' failed to load: {reason}", extras=error.extras)
         wait_s = self.loading_retry_after_s
         raise Unavailable(f"Model '{model}' is loading; retry in {wait_s} s", retry_after_s=wait_s)
+
+    async def serving(self, entry: ModelEntry, deadline_ns: int, *, waits: bool) -> ModelEntry:
+        """Return the entry of a model that can be served. waits decides whether to wait for a loading model.
+
+        A reload is always waited for, because the request must be tokenised for the new model.
+        """
+        if waits or entry.reloading:
+            return await self.wait_serving(entry, deadline_ns)
+        self.check_serving(entry)
+        return entry
 
     async def wait_serving(self, entry: ModelEntry, deadline_ns: int) -> ModelEntry:
         """Return a model's entry once it can be served. Waits while the model is loading, unloading or reloading.

@@ -82,6 +82,26 @@ def test_readiness_waits_for_preloaded_models_only():
     assert preloaded.registry.is_ready()
 
 
+def test_what_readiness_waits_for_is_said_with_its_reason():
+    book = Book(preload=True)
+    assert book.registry.missing_reasons() == "m (loading)"
+    book.registry.records["m"].waits_for_memory = True
+    assert book.registry.missing_reasons() == "m (waits for memory)"
+    error = to_wire(Internal("Model 'm' cannot be loaded: no such file:\n/srv/models/m/weights.bin"))
+    book.registry.fail(book.registry.records["m"], error, 0.0)
+    reason = book.registry.missing_reasons()
+    assert reason == "m (failed: Model 'm' cannot be loaded: no such file: .../weights.bin)"
+    assert len(missing_of("x" * 10_000)) < 400
+    book.report("loaded")
+    assert book.registry.missing_reasons() == ""
+
+
+def missing_of(text: str) -> str:
+    book = Book(preload=True)
+    book.registry.fail(book.registry.records["m"], to_wire(Internal(text)), 0.0)
+    return book.registry.missing_reasons()
+
+
 # --- failures ------------------------------------------------------------------------------------------------------------
 
 
