@@ -256,6 +256,8 @@ class FrontendProcess:
                 self._attaching.end(generation)
                 self.engine.bury(slot, generation, suspects)
                 self.engine.place_held()
+            case messages.WorkerLate(slot, generation, is_late, running):
+                self.engine.set_late(slot, generation, running, is_late=is_late)
             case messages.Quarantine(digest):
                 self.engine.quarantine(digest)
             case messages.Configure(settings):

@@ -345,6 +345,13 @@ class Supervisor:
                 self._check_start(worker, now_s)
             elif worker.state == "ready":
                 verdict = self._watch.judge_worker(worker.slot, self._children.running(worker), now_s, late_s)
+                is_late = self._watch.is_late(worker.slot)
+                if is_late:
+                    self._watch.note_run_state(worker.slot, *worker.run_state(), now_s)
+                if is_late != worker.is_late:
+                    text = "%s is late: its requests go to others, too" if is_late else "%s is not late any more"
+                    _log.warning(text, worker.name)
+                self._children.set_late(worker, is_late=is_late)
                 if verdict == "abort":
                     _log.error("%s hangs: over its allowance by watchdog_s; aborting it", worker.name)
                     worker.signal(signal.SIGABRT)
