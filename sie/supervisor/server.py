@@ -130,6 +130,7 @@ class Supervisor:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._progress.close()
             shutil.rmtree(self._runtime_dir, ignore_errors=True)
+            _log.info("stopped")
         return self._exit_status
 
     def _launch(self, num_children: int) -> messages.Launch:
@@ -340,6 +341,8 @@ class Supervisor:
                 self._children.set_keys(key_file.message)
 
     def _watch_workers(self, now_s: float, late_s: float) -> None:
+        if self._children.is_stopping:  # they were told to end, and soon are killed
+            return
         for worker in self._children.workers:
             if worker.state == "starting":
                 self._check_start(worker, now_s)
