@@ -15,7 +15,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect as connect_websocket
 
 from sie.frontend.grpc.methods import METHODS
-from sie.frontend.http.routes import ROUTES
+from sie.frontend.routes.table import TABLE
 from tests.process.harness import WAIT_S, eventually, free_port, start_server
 from tests.process.keys import INFER, bearer, write_keys
 from tests.process.wire import Client, connect, encode, get, raw_request, read_response, send_raw, total
@@ -221,7 +221,7 @@ ENCODE = b'{"items":[{"text":"x"}]}'
 )  # fmt: skip
 def test_s39_page_of_another_site_may_use_no_route_of_a_server_without_keys(keyless, headers, setting):
     with Client(keyless.port) as client:
-        for path in (*(route.template for route in ROUTES), "/no/route"):
+        for path in (*(route.template for route in TABLE), "/no/route"):
             for method in ("GET", "POST", "OPTIONS", "DELETE"):
                 asked = {"access-control-request-method": "POST"} if method == "OPTIONS" else {}
                 body = ENCODE if method == "POST" else None
