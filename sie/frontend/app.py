@@ -128,18 +128,21 @@ class App:
                 )
 
     async def _serve_websocket(self, scope: Any, protocol: Any) -> None:
+        process = self._process
         need = WEBSOCKETS.get(scope.path)
         may_go_on = None
-        if (access := self._process.access) is not None:
-            try:
-                may_go_on = access.admit_watcher(scope.headers, scope.query_string, need or "any")
-            except SieError as error:
-                protocol.close(error.http_status)
-                return
+        try:
+            if process.host_check is not None:
+                process.host_check.check(scope.headers)
+            if process.access is not None:
+                may_go_on = process.access.admit_watcher(scope.headers, scope.query_string, need or "any")
+        except SieError as error:
+            protocol.close(error.http_status)
+            return
         if need is None:
             protocol.close(404)
             return
-        await self._process.status.serve(protocol, may_go_on)
+        await process.status.serve(protocol, may_go_on)
 
     async def _dispatch_for_holder(self, exchange: Exchange, access: Access) -> None:
         """Dispatch what the key in a request allows. What is no route, or not its method, needs a key as well."""
@@ -164,6 +167,8 @@ class App:
         return True
 
     async def _dispatch(self, exchange: Exchange) -> None:
+        if self._process.host_check is not None:
+            self._process.host_check.check(exchange.headers)
         route = exchange.route
         method = exchange.scope.method
         if route is None or (method != route.method and method != route.also):  # noqa: PLR1714  # a tuple for each request

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sie.config.settings import Settings
 from sie.frontend.access.gate import open_access
+from sie.frontend.access.host_check import open_host_check
 from sie.frontend.engine.attaching import Attaching
 from sie.frontend.engine.disconnects import ClientWatch
 from sie.frontend.engine.engine import ShmEngine
@@ -108,6 +109,7 @@ class FrontendProcess:
         self.metrics = FrontendMetrics(pages[0], self.models)
         self.generation_metrics = GenerationMetrics(pages[0], self.models)
         self.access = open_access(settings.access, pages, self.metrics.record_auth_failure)
+        self.host_check = open_host_check(settings, launch)
         self.cors = Cors(settings.access.cors_origins) if settings.access.cors_origins else None
         self.status = StatusHub(
             self._frame,
@@ -255,6 +257,8 @@ class FrontendProcess:
                 self._attaching.end(generation)
                 self.engine.bury(slot, generation, suspects)
                 self.engine.place_held()
+            case messages.WorkerLate(slot, generation, is_late, running):
+                self.engine.set_late(slot, generation, running, is_late=is_late)
             case messages.Quarantine(digest):
                 self.engine.quarantine(digest)
             case messages.Configure(settings):

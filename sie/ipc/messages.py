@@ -297,6 +297,18 @@ class WorkerDown(msgspec.Struct, tag=True, frozen=True):
     suspects: tuple[int, ...]
 
 
+class WorkerLate(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to frontend: a worker's step is over its allowance by more than a second, or it no longer is.
+
+    running are this frontend's request ids in that step.
+    """
+
+    slot: int
+    generation: int
+    is_late: bool
+    running: tuple[int, ...] = ()
+
+
 class Spilled(msgspec.Struct, tag=True, frozen=True):
     """Either direction: the message is too long for the socket and is in the last descriptor, a memfd."""
 
@@ -357,5 +369,5 @@ Message = (
     Hello | Configure | Attach | Ready | LoadModel | Load | Unload | ModelReport | Models | WorkerDown | Quarantine
     | PeerFault | Spilled | Touch | Ping | Pong | Silence | Retire | Drain | Finish | Manage | Managed | MemoryReport | MemoryShort
     | WantAdapter | LoadAdapter | UnloadAdapter | AdapterReport | ManageRepository | Keys | Certificates
-    | Stage | Unstage | Staged
+    | Stage | Unstage | Staged | WorkerLate
 )  # fmt: skip

@@ -492,7 +492,7 @@ def test_client_that_reads_nothing_is_cut_off(server: Server) -> None:
         "model": "m", "messages": HELLO, "stream": True, "max_tokens": 4000, "ignore_eos": True, "n": 8,
         "logprobs": True, "top_logprobs": 20,
     }).encode()  # fmt: skip
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     before = total(server.port, "http_requests_total", path=CHAT)
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

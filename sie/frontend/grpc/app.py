@@ -153,8 +153,10 @@ class Service:
             self._end(exchange, failure, is_stream=method.is_stream)
 
     def _enter(self, exchange: Exchange) -> None:
-        """Check the API key and `admin_from`. Raises Unauthorized, Forbidden or RateLimited."""
+        """Check the host, the API key and `admin_from`. Raises Unauthorized, Forbidden or RateLimited."""
         process, route = self._process, exchange.route
+        if process.host_check is not None:
+            process.host_check.check(exchange.headers)
         assert route is not None
         process_access = process.access
         if process_access is not None:

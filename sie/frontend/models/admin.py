@@ -7,7 +7,6 @@ Source of the bodies: generation API reference, section 10. Statuses are `loaded
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import itertools
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from sie.catalog.profiles import model_of
+from sie.frontend.access.host_check import is_loopback
 from sie.frontend.models.table import ModelTable
 from sie.ipc.messages import Manage, ManageAction, ManageRepository, ModelEntry
 from sie.values.errors import BadRequest, Forbidden, SieError, WireError, from_wire
@@ -54,33 +54,15 @@ def check_admin(admin_from: str, client: str, headers: Mapping[str, str] | Any, 
     origin = headers.get("origin")
     media_type = (headers.get("content-type") or "").partition(";")[0].strip().lower()
     faults = (
-        (not _is_loopback(_host_of(client)), "the client is not on this host"),
+        (not is_loopback(client), "the client is not on this host"),
         (any(headers.get(name) is not None for name in _PROXY_HEADERS), "the request came through a proxy"),
-        (not _is_loopback(_host_of(host)), f"Host is {host!r} and not a loopback address"),
+        (not is_loopback(host), f"Host is {host!r} and not a loopback address"),
         (origin is not None and origin.partition("://")[2] != host, "the request comes from another site's page"),
         (has_body and media_type != "application/json", "Content-Type is not application/json"),
     )
     for is_fault, reason in faults:
         if is_fault:
             raise Forbidden(f"Models are managed from this host only (admin_from is 'loopback'): {reason}")
-
-
-def _host_of(authority: str) -> str:
-    """Return the host of `host`, `host:port` or `[v6]:port`."""
-    if authority.startswith("["):
-        return authority[1:].partition("]")[0]
-    return authority.rpartition(":")[0] if authority.count(":") == 1 else authority
-
-
-def _is_loopback(host: str) -> bool:
-    if host.lower() == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
 
 
 class ModelAdmin:

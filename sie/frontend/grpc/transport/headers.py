@@ -47,7 +47,7 @@ class Method(Protocol):
 class CallHead:
     """The headers of a call. Many calls share one head, so it must never be changed.
 
-    headers has the first value of each name, without binary ones. timeout_ns is 0 and content_length is -1 if absent.
+    headers has the first value of each name, without binary ones, and the authority as `host`. timeout_ns is 0 and content_length is -1 if absent.
     method is None for an unknown path. refusal is the HTTP status for a request that is not gRPC, or 0. problem describes
     any other fault.
     """
@@ -139,6 +139,8 @@ class HeaderReader:
         if not pseudo.keys() >= _NEEDED:
             raise StreamFault(Code.PROTOCOL_ERROR)
         path = pseudo[b":path"].decode("latin-1")
+        if (authority := pseudo.get(b":authority")) is not None:
+            headers["host"] = authority.decode("latin-1")
         head = CallHead(path, self._find(path), headers, refusal=_refusal(pseudo[b":method"], headers))
         head.is_too_large = num_bytes > self._max_bytes
         if len(fields) > _MAX_ENTRIES:
