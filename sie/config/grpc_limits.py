@@ -44,7 +44,7 @@ class Grpc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ge=MIB,
             le=1 << 40,
             description="Most bytes of messages that are not there whole, or that their clients have not read, of all "
-            "connections; over it the one that holds most is cut.",
+            "connections; an open stream counts for 32 KiB. Over it the one that holds most is cut.",
         ),
     ] = 1024 * MIB
     grpc_unread_timeout_s: Annotated[

@@ -123,13 +123,10 @@ class Inbox:
             ):  # fmt: skip
                 call.is_ended = True
                 call.moved_ns = 0
-                self._begin(call, Message(packed == 1, data[at + PREFIX_BYTES : end]))
+                self._turns.end_ns -= CALL_NS
+                self._service.begin(call, Message(packed == 1, data[at + PREFIX_BYTES : end]))
                 return end
         return self._begin_payload(call, data, at, length, flags)
-
-    def _begin(self, call: Call, message: Message) -> None:
-        self._turns.end_ns -= CALL_NS
-        self._service.begin(call, message)
 
     def _renew_window(self) -> None:
         if self._room < 0:
@@ -258,7 +255,8 @@ class Inbox:
         elif incoming.messages:
             message = incoming.take()
             self.account(incoming)
-            self._begin(call, message)
+            self._turns.end_ns -= CALL_NS
+            self._service.begin(call, message)
         else:
             call.finish(Status.UNIMPLEMENTED, "the method takes one message, and there is none")
 
