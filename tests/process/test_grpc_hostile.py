@@ -407,5 +407,7 @@ def test_a_client_that_is_no_client_of_tls_is_closed_and_others_are_served(pki):
         credentials = grpc.ssl_channel_credentials((pki / "ca.pem").read_bytes())
         with grpc.secure_channel(f"localhost:{server.grpc_port}", credentials) as channel:
             large = a_request("id", 900_000)
-            found = channel.unary_unary(f"{KSERVE}/ModelInfer")(large, timeout=20)
-            assert found.endswith(bytes(3_600_000))
+            method = channel.unary_unary(f"{KSERVE}/ModelInfer")
+            assert method(large, timeout=20).endswith(bytes(3_600_000))
+            calls = [method.future(a_request("id", 16), timeout=60) for _ in range(1000)]  # more than a turn takes
+            assert all(call.result().endswith(bytes(64)) for call in calls)
