@@ -158,6 +158,15 @@ class FrontendMetrics:
         """Publish the number of leased request extents."""
         self._extents.set(num_extents)
 
+    def record_grpc_ended(self, reason: str) -> None:
+        """Count one connection of gRPC that this side ended. reason is one of the family's documented values."""
+        self._page.counter(definitions.GRPC_ENDED.name, definitions.GRPC_ENDED.label_pairs(reason)).add()
+
+    def record_grpc_turns(self, num_connections: int, num_waits: int) -> None:
+        """Publish the open connections of gRPC, and count waits for a later turn of the event loop."""
+        self._page.gauge(definitions.GRPC_CONNECTIONS.name, ()).set(num_connections)
+        self._page.counter(definitions.GRPC_WAITS.name, ()).add(num_waits)
+
     def set_watchers(self, num_watchers: int) -> None:
         """Publish the number of this process's status connections."""
         self._watchers.set(num_watchers)

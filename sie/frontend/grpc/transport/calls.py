@@ -24,6 +24,10 @@ class CallConnection(Protocol):
         """Address and port of the client."""
         ...
 
+    def turn(self) -> asyncio.Future[None] | None:
+        """Return what to await before more work begins, or None if this turn of the event loop has time for it."""
+        ...
+
     def on_taken(self, call: Call) -> None:
         """Record that a queued message of the call was taken."""
         ...
@@ -176,6 +180,9 @@ class Call:
         assert incoming is not None
         while True:
             while incoming.messages:
+                turn = self._connection.turn()
+                if turn is not None:
+                    await turn
                 message = incoming.take()
                 if not self.is_over:
                     self._connection.on_taken(self)
