@@ -68,7 +68,7 @@ class Loads:
         self._children = children
         self._device_memories = DeviceMemories(self._settings, [worker.place.device for worker in children.workers])
         self._staged_reloads = StagedReloads(
-            children, self._preparer, self._spawn, on_complete=self._reload, on_failed=self._keep
+            children, self._preparer, self._spawn, on_complete=self._reload, on_failed=self.keep
         )
         self._not_ready_reason = not_ready_reason
         self._on_first_ready = on_first_ready
@@ -195,8 +195,9 @@ class Loads:
             self._reload_due()
         self.broadcast()
 
-    def _keep(self, record: Record, error: WireError) -> None:
-        """Record the error and keep serving the model as it was loaded."""
+    def keep(self, record: Record, error: WireError) -> None:
+        """Record the reason why a model cannot be loaded anew, and keep serving it as it was loaded."""
+        self.cancel_staged(record.spec.id)
         self._refuse(record, error)
         if record.loaded_on:
             _log.warning("%s goes on as it was loaded before", record.spec.id)

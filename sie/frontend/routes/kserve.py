@@ -113,9 +113,7 @@ class KServe:
             check_known(entry)
             return Response(200, [JSON], models.model_config_body(rule_of(entry)))
         check_known(entry)
-        versions = (
-            [rule_of(entry).version] if path.version else [rule_of(one).version for one in self._versions(path.name)]
-        )
+        versions = [rule_of(entry).version] if path.version else table.shown_versions(entry)
         return Response(200, [JSON], models.model_metadata_body(rule_of(entry), versions))
 
     def is_unknown_path(self, exchange: Exchange, route: Route) -> bool:
@@ -266,12 +264,13 @@ class KServe:
         return Response(200, [JSON], models.config_statuses_body(self.states()))
 
     async def reload_config(self, exchange: Exchange) -> Response:
-        """Answer `POST /v1/config/reload`: read the repositories again. The status is 201 if any state changed."""
+        """Answer `POST /v1/config/reload`: read the repositories again. The status is 201 if anything was reloaded.
+
+        A failure to load is a 400 with its reason; what could be loaded is loaded all the same.
+        """
         exchange.deadline_ns = exchange.began_ns + self._process.timeout_ns(None)
-        before = self.states()
-        await self.tensors.repository.reload(exchange.deadline_ns)
-        after = self.states()
-        return Response(200 if before == after else 201, [JSON], models.config_statuses_body(after))
+        has_changed = await self.tensors.repository.reload(exchange.deadline_ns)
+        return Response(201 if has_changed else 200, [JSON], models.config_statuses_body(self.states()))
 
     async def shared_memory_status(self, _exchange: Exchange) -> Response:
         """Answer with an empty list: this server registers no shared memory."""
@@ -326,13 +325,11 @@ class KServe:
     def states(self) -> list[VersionState]:
         """Return the state of every version of every model, in the server's order."""
         table = self.tensors.table
-        states: list[VersionState] = []
-        for name in table.names:
-            entries = self._versions(name)
-            states += [VersionState(name, rule_of(entry).version, entry.state, reason_of(entry)) for entry in entries]
-            if not entries:
-                states.append(VersionState(name, "", "failed", table.reason(name)))
-        return states
+        return [
+            VersionState(name, rule_of(entry).version, entry.state, reason_of(entry))
+            for name in table.names
+            for entry in table.listed(name)
+        ]
 
     async def _read_small(self, exchange: Exchange) -> bytes:
         exchange.deadline_ns = exchange.began_ns + self._process.timeout_ns(None)
