@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import numpy as np
@@ -215,7 +215,7 @@ class Callers:
         self.grpc = triton_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc_port}")
         self.channel = grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}")
 
-    def __enter__(self) -> Callers:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -228,19 +228,16 @@ class Callers:
         return {api: getattr(self, api)(action, name) for api in ("over_http", "over_grpc", "over_v1", "over_v1_grpc")}
 
     def over_http(self, action: str, name: str) -> str:
-        try:
-            getattr(self.http, f"{action}_model")(name)
-        except InferenceServerException as error:
-            assert error.status() == "400"
-            return error.message()
-        return ""
+        return self._reason(getattr(self.http, f"{action}_model"), name, "400")
 
     def over_grpc(self, action: str, name: str) -> str:
+        return self._reason(getattr(self.grpc, f"{action}_model"), name, "StatusCode.INTERNAL")
+
+    def _reason(self, call: Callable[[str], Any], name: str, status: str) -> str:
         try:
-            getattr(self.grpc, f"{action}_model")(name)
+            call(name)
         except InferenceServerException as error:
-            assert error.status() == "StatusCode.INTERNAL"
-            return error.message()
+            return error.message() if error.status() == status else f"status {error.status()}"
         return ""
 
     def over_v1(self, action: str, name: str) -> str:

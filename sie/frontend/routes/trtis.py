@@ -87,7 +87,9 @@ class Trtis:
         table = self._tensors.table
         if model and model not in table:
             raise BadRequest(f"no status available for unknown model '{model}'")
-        newest = [entry for name in ([model] if model else table.names) for entry in [*table.versions(name).values()][::-1]]
+        newest = [
+            entry for name in ([model] if model else table.names) for entry in [*table.versions(name).values()][::-1]
+        ]
         entries = sorted(newest, key=is_servable, reverse=True)  # a model's configuration is its first entry's
         figures = read_figures(self._process.pages, entries)
         described = [
