@@ -57,6 +57,10 @@ class AdapterRegistry:
         for spec in specs:
             self._by_model.setdefault(spec.model, {})[spec.id] = AdapterRecord(spec, spec.directory or "")
 
+    def set_retry(self, retry_s: float) -> None:
+        """Change the wait after a failed load. Running cool-downs stay as they are."""
+        self._retry_s = retry_s
+
     def wanted_of(self, model: str) -> list[AdapterRecord]:
         """Return the adapters that a worker with this model should have."""
         return [record for record in self._records(model) if record.wanted]
