@@ -89,7 +89,7 @@ class ModelRegistry:
         """Add a model. A model that loads before readiness is pinned, too."""
         record = self.records[spec.id] = Record(spec, preload, card, is_pinned or preload)
         if preload:
-            record.apply(Event.WANT)
+            _start(record)
         return record
 
     def remove(self, model: str) -> None:
@@ -108,7 +108,7 @@ class ModelRegistry:
         record.last_used_s = now_s
         if _is_asked_for(record) or now_s < record.retry_at_s or record.spec.tensor is not None:
             return None  # only administrators load models of a repository
-        record.apply(Event.WANT)
+        _start(record)
         record.error = None
         return record
 
@@ -117,7 +117,7 @@ class ModelRegistry:
         record.last_used_s = now_s
         if _is_asked_for(record):
             return False
-        record.apply(Event.WANT)
+        _start(record)
         self._forgive(record)
         return True
 
@@ -173,7 +173,7 @@ class ModelRegistry:
             and now_s >= record.retry_at_s
         ]
         for record in due:
-            record.apply(Event.WANT)
+            _start(record)
             record.error = None
         return due
 
@@ -278,6 +278,13 @@ class ModelRegistry:
     def entries(self) -> tuple[ModelEntry, ...]:
         """Return all models for frontends."""
         return tuple(_entry(record) for record in self.records.values())
+
+
+def _start(record: Record) -> None:
+    """Start to want a model. Where a worker has not begun to unload it yet, it serves on."""
+    record.apply(Event.WANT)
+    if record.loaded_on:
+        record.apply(Event.LOADED)
 
 
 def _is_asked_for(record: Record) -> bool:
