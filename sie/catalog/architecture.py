@@ -1,4 +1,4 @@
-"""Owns the questions about a checkpoint that only transformers can answer, without running any of its code.
+"""Answers the questions about a checkpoint that need transformers. Runs none of the checkpoint's code.
 
 Imports transformers when called, never when imported: only the prepare helper and a loading worker call it.
 """

@@ -1,4 +1,4 @@
-"""Owns how a checkpoint's directory becomes a model card, without reading a weight or importing a library for it.
+"""Builds a model card from a checkpoint's directory. Reads no weight and imports no model library.
 
 Reads sentence-transformers directories (2 to 6) and bare Hugging Face ones, and does with their settings what
 sentence-transformers 6.2 does; what cannot be done exactly is refused, with the file and the value in the message.

@@ -1,4 +1,4 @@
-"""Owns reading a checkpoint's small files, and that none of its files lies outside it.
+"""Reads a checkpoint's small files. Must refuse a file that lies outside the checkpoint.
 
 A directory is taken as it is on disk. A symbolic link may lead elsewhere beneath the directory; in the hub's cache
 layout (`models--X/snapshots/REVISION`, whose files are links to `models--X/blobs`), beneath the repository's folder.

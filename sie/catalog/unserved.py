@@ -1,4 +1,4 @@
-"""Owns the kinds of models that are known and not served: each is refused by its kind, whatever else is in its files."""
+"""Lists the kinds of models that are known but not served. Each is refused by its kind, whatever else its files hold."""
 
 from __future__ import annotations
 

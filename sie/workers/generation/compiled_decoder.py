@@ -1,4 +1,4 @@
-"""Owns a decoder of the Llama kind as one call of the compiled library for each step (`sie.native.decoder`).
+"""Runs a decoder of the Llama kind as one call of the compiled library for each step (`sie.native.decoder`).
 
 Weights are the packed ones of the model's own layers, keys and values those of its `PagedCache`: nothing is kept twice.
 """

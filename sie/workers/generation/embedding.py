@@ -1,4 +1,4 @@
-"""Owns the vectors of a generating model: a packed step whose keys and values nobody keeps, and the head behind it."""
+"""Computes the vectors of a generating model: a packed step whose keys and values are not kept, and the head after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns recorded decode steps on a GPU: CUDA graphs of a step in which every sequence has one token.
+"""Records decode steps on a GPU as CUDA graphs: steps in which every sequence has one token.
 
 Launching a model's kernels one by one takes longer than they run when sequences are few. All graphs are recorded at
 load, for numbers of sequences that double; a step takes the next larger one and fills it up with sequences of one token

@@ -1,4 +1,4 @@
-"""Owns which block of keys and values belongs to whom: shared, cached or free. Pure: numbers and hashes, no memory.
+"""Keeps the books of the blocks of keys and values: shared, cached or free. Pure: numbers and hashes, no memory.
 
 A block in use has as many holders as sequences that read it. A full one can be entered under a key, the hash of
 all tokens up to its end (`block_key`); it is then found by other sequences that begin alike, also when nobody holds it

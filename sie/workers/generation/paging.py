@@ -1,4 +1,4 @@
-"""Owns the proof, made once a load, that a causal model runs on paged keys and values, and how many blocks there are.
+"""Proves once at load that a causal model runs on paged keys and values, and computes the number of blocks.
 
 No family is known by name. Each layer must come through the attention function, with the window that the configuration
 gives it; then the library's own attention over a whole sequence is the oracle of a step that mixes parts of prompts and

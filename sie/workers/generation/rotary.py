@@ -1,4 +1,5 @@
-"""Owns the tables of how queries and keys turn by their position: as the model's own rotary module computes them, in float32.
+"""The tables by which queries and keys turn with their position, computed as the model's own rotary module does, in
+float32.
 
 A table is made once and grows; so rotations that depend on a whole sequence's length have none.
 """

@@ -1,4 +1,4 @@
-"""Owns a loaded causal model: one step of slots in, one token for each draw out (`sie.workers.generation`)."""
+"""A loaded causal model: one step of slots in, one token for each draw out (`sie.workers.generation`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from sie.workers.generation.sampling import choose
 from sie.workers.generation.step_layout import StepLayout, lay_out
 from sie.workers.generation.varlen import MixedStep, can_attend
 from sie.workers.generation.weights import PackedLinear
-from sie.workers.model_api import Chosen, Draw, Matcher, Slot
+from sie.workers.model_api import Chosen, Draw, Matcher, RowStep, Slot, StepOutputs
 
 
 class TextGenerator:
@@ -37,8 +37,6 @@ class TextGenerator:
 
     A step may run again: it writes the same keys and values, and draws the same numbers.
     """
-
-    takes: Literal["generate"] = "generate"
 
     def __init__(self, card: ModelCard, model: Any, cache: PagedCache, dtype: str) -> None:
         """Take a model whose layers have their blocks in the cache; dtype names the format of its weights."""
@@ -119,6 +117,10 @@ class TextGenerator:
             for token in kept_tokens(slot)
         ]
         return Answers(self._forward(layout, rows))
+
+    def run(self, step: RowStep) -> StepOutputs:
+        """Return the dense rows of a step, for a model that also embeds; see `RowRunner`."""
+        return StepOutputs(self.run_tokens(step.inputs))
 
     def run_tokens(self, token_ids: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:
         """Return the dense rows of a card that has that output (`sie.workers.runners.TokenRunner`)."""

@@ -1,4 +1,4 @@
-"""Owns what a request to generate is while it runs: a job, and a sequence of tokens for each of its choices. Pure.
+"""A request to generate while it runs: a job, and a sequence of tokens for each of its choices. Pure.
 
 A job begins as one sequence, its prompt, which draws the first token of every choice; then each choice is a sequence of
 its own. What a job was asked by, `Job.request`, is opaque here.

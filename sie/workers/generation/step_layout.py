@@ -1,4 +1,4 @@
-"""Owns where the tokens of a generating step lie: in its row, in the blocks of keys and values, and what each may see.
+"""Lays out the tokens of a generating step: in its row, in the blocks of keys and values, and what each may see.
 
 Pure arithmetic on numbers of blocks, in numpy. A step's row holds the sequences that decode one token first, those of
 like length side by side, and behind them the parts of prompts one after another.

@@ -1,4 +1,4 @@
-"""Owns the runner of a stub that generates: its prompt again, by way of paged memory that holds tokens.
+"""The runner of a stub that generates: it repeats its prompt, by way of paged memory that holds tokens.
 
 The rule is in `sie.catalog.stub`. What it continues it reads from its blocks, as a model reads keys and values from
 its own, so that a wrong block shows in the text. Never imports torch.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,6 @@ class StubGenerator:
     Building it takes the card's `load_ms`.
     """
 
-    takes: Literal["generate"] = "generate"
     dtype = "float32"
 
     def __init__(self, card: ModelCard, block_tokens: int, slot: int = 0) -> None:

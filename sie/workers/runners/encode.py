@@ -1,4 +1,4 @@
-"""Owns the runner of an encoder: token ids of a step in, one float32 row a text out, nothing padded.
+"""The runner of an encoder: token ids of a step in, one float32 row for each text out, without padding.
 
 Two ways lead to the same hidden states. Packed: the whole step is one row, under `sie.workers.packed.attention`. In
 rectangles: sequences of equal length form a batch without a mask, for architectures whose attention does not go
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -22,6 +21,7 @@ from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, InputTooLong
 from sie.workers.device.device import move, read
 from sie.workers.lora.lora_layers import LoraAdapters, StepRows
+from sie.workers.model_api import RowStep, StepOutputs
 from sie.workers.packed.attention import Boundaries, packed_step
 from sie.workers.packed.batch import PackedBatch, pack_sequences, rounded_tokens, with_filler
 from sie.workers.packed.rounded_linear import RoundedLinear
@@ -142,8 +142,6 @@ class Backbone:
 class EncodeRunner:
     """A loaded encoder. Built by `sie.workers.loading.loader`; used by one thread at a time."""
 
-    takes: Literal["tokens"] = "tokens"
-
     def __init__(self, card: ModelCard, backbone: Backbone, head: Head, execution: Execution, dtype: str) -> None:
         self.card = card
         self.execution = execution
@@ -153,6 +151,10 @@ class EncodeRunner:
         self._head = head
         self.adapters = lora_adapters(backbone, execution)
         self.memory_bytes = weight_bytes(backbone.model.parameters()) + backbone.compiled_bytes + head.memory_bytes
+
+    def run(self, step: RowStep) -> StepOutputs:
+        """Return the dense rows of a step; see `RowRunner`."""
+        return StepOutputs(self.run_tokens(step.inputs, step.loras))
 
     def run_tokens(self, token_ids: Sequence[NDArray[np.int32]], loras: Sequence[str] = ()) -> NDArray[np.float32]:
         """Return (n, d) float32 rows, the caller's to keep; the checkpoint's last normalise is not applied.

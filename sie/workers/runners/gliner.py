@@ -1,4 +1,4 @@
-"""Owns the runner of a GLiNER model: windows of texts in, entities and relations out.
+"""The runner of a GLiNER model: windows of texts in, entities and relations out.
 
 The library's collator, model and decoder do the work; its data loader, its progress bars and its comparison of every two
 spans are not used. Windows of one task run together, in order of length, so that little of a batch is padding.
@@ -18,6 +18,7 @@ from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 from sie.values.extract import Entity, Extraction, ExtractTask, Gliner, Relation
 from sie.values.spans import choose_spans
+from sie.workers.model_api import RowStep, StepOutputs
 from sie.workers.runners.encode import weight_bytes
 
 _DEFAULT_THRESHOLD = 0.5
@@ -48,6 +49,10 @@ class GlinerRunner:
         model.decoder.greedy_search = _choose_best
         if self._relations:
             _limit_candidates(model.model, limits.max_relation_candidates)
+
+    def run(self, step: RowStep) -> StepOutputs:
+        """Return the extractions of a step; see `RowRunner`."""
+        return StepOutputs(extract=self.run_extract(step.inputs, step.tasks))
 
     def run_extract(self, inputs: Sequence[NDArray[np.uint8]], tasks: Sequence[ExtractTask]) -> list[Extraction]:
         """Return what each window holds; inputs are UTF-8, positions are code points of their own window.
