@@ -263,8 +263,8 @@ class FrontendProcess:
                 self.engine.quarantine(digest)
             case messages.Configure(settings):
                 self._reconfigure(settings)
-            case messages.Managed(number, error):
-                self.admin.on_begun(number, error)
+            case messages.Managed():
+                self.admin.on_begun(message)
             case messages.Keys() if self.access is not None:
                 self.access.replace(message)
             case messages.Ping(number):

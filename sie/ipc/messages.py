@@ -167,10 +167,16 @@ class Manage(msgspec.Struct, tag=True, frozen=True):
 
 
 class Managed(msgspec.Struct, tag=True, frozen=True):
-    """Supervisor to frontend: the action has begun (the new state is in the `Models` just before), or it failed."""
+    """Supervisor to frontend: the action has begun (the new state is in the `Models` just before), or it failed.
+
+    models: the ids of the versions that a load or reload of a repository is to have loaded in the end. has_changed: the
+    action found something to load, to load again or to remove.
+    """
 
     number: int
     error: WireError | None = None
+    models: tuple[str, ...] = ()
+    has_changed: bool = False
 
 
 class ManageRepository(msgspec.Struct, tag=True, frozen=True):

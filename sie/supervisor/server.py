@@ -294,6 +294,7 @@ class Supervisor:
         self._watch.watchdog_s = plan.settings.supervisor.watchdog_s
         self._children.reconfigure(plan.settings)
         self._loads.reconfigure(plan.settings)
+        self._adapters.reconfigure(plan.settings)
         return self._loads.replace(models)
 
     def _on_reloaded(self) -> None:
