@@ -28,6 +28,7 @@ from sie.frontend.generation.vocabulary import FileVocabulary, StubVocabulary, V
 from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
 from sie.frontend.models.table import ModelTable
 from sie.ipc.messages import ModelEntry
+from sie.native.preempt import free
 from sie.shm.extent_headers import WorkHeader
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
@@ -127,9 +128,9 @@ class Generator:
             vocabulary: Vocabulary = StubVocabulary(card)
         else:
             vocabulary = await self._on_thread(FileVocabulary, card, tokenizer.backend)
-        self._vocabularies = {
-            name: other for name, other in self._vocabularies.items() if name in self._models
-        } | {card.id: (tokenizer, vocabulary)}  # fmt: skip
+        gone = [name for name in self._vocabularies if name not in self._models or name == card.id]
+        self._pool.submit(free, [self._vocabularies.pop(name) for name in gone])
+        self._vocabularies[card.id] = (tokenizer, vocabulary)
         return vocabulary
 
     async def _prompts(
