@@ -1,1 +1,1 @@
-"""Owns the benchmarks: `python -m bench NAME` measures this server, its parts, its machine and its peers (README.md)."""
+"""The benchmarks. `python -m bench NAME` measures this server, its parts, its machine and its peers (README.md)."""

@@ -1,4 +1,4 @@
-"""Owns the command line of the benchmarks: `python -m bench NAME`, from the repository's root. `make bench` runs it."""
+"""Runs a benchmark by name: `python -m bench NAME`, from the repository's root. `make bench` runs it."""
 
 from __future__ import annotations
 

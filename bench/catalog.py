@@ -1,4 +1,4 @@
-"""Owns how each peer of the encoder is started, and where peers are installed: `make peers` does that, nothing here does.
+"""Lists the peers of the encoder: how each is started, and where it is installed. `make peers` installs them.
 
 A peer lives in an environment of its own, `build/peers/NAME`, because they want other versions of the same libraries.
 What the project's own environment has is found there.

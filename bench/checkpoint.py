@@ -1,4 +1,4 @@
-"""Owns how the benchmarks of generation read a checkpoint: as the server's prepare helper does, GGUF files included."""
+"""Reads a checkpoint for the benchmarks of generation as the server's prepare helper does, GGUF files included."""
 
 from __future__ import annotations
 

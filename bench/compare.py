@@ -1,4 +1,4 @@
-"""Owns a comparison: contenders take turns under each load, round after round, so that a busy neighbour slows all."""
+"""Compares contenders: they take turns under each load, round after round, so that a busy neighbour slows all of them."""
 
 from __future__ import annotations
 

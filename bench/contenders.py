@@ -1,4 +1,4 @@
-"""Owns what is compared in one run: servers under the same load, and libraries in a process, behind one interface."""
+"""Puts servers and libraries in a process behind one interface, so that one run can compare them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns who takes part in a comparison of generation, how each is started, and what it is asked."""
+"""Lists the contenders of a generation benchmark: how each is started, and which questions it gets."""
 
 from __future__ import annotations
 

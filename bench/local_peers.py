@@ -1,4 +1,4 @@
-"""Owns how llama.cpp and mistral.rs are asked to generate, each in an environment of its own. Only GGUF files.
+"""Asks llama.cpp and mistral.rs to generate, each in its own environment. Reads GGUF files only.
 
 llama.cpp is driven through `llama_decode` itself, all streams in one batch a step, without its own sampling: the
 likeliest token is looked up in the logits. mistral.rs takes texts, one stream each; tokens count from when all streams have

@@ -1,4 +1,4 @@
-"""Owns processes that are measured: started in a session of their own, their processor time counted, and ended."""
+"""Starts the processes that are measured in a session of their own, counts their processor time, and ends them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the talk between a benchmark and a library in a process of its own: lines of JSON on its standard input and output.
+"""Lets a benchmark talk to a library in another process: lines of JSON on its standard input and output.
 
 The answering side needs nothing but the standard library, since it runs in the environments of peers.
 """

@@ -1,4 +1,4 @@
-"""Owns how a benchmark says what it ran on, what it ran, and what came out: Markdown for people, JSON in results/."""
+"""Reports what a benchmark ran on, what it ran and its results: Markdown for people, JSON in results/."""
 
 from __future__ import annotations
 

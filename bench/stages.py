@@ -1,4 +1,4 @@
-"""Owns the stages of one encode request, and of a tensor's, each timed by itself in this process: what the processor time of a hop is for.
+"""Times each stage of one encode request and of one tensor request in this process, to explain the cost of a hop.
 
 A stage is the function that the server calls there, with the arguments of a request of one text. What no function of
 ours does (HTTP, the event loop, the kernel) is the rest of what a whole process spends.

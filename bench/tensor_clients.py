@@ -1,4 +1,6 @@
-"""Owns the clients of the tensor benchmark: the same ones for every contender. They keep connections busy and count answers.
+"""Provides the clients of the tensor benchmark, the same for every contender.
+
+They keep connections busy and count answers.
 
 HTTP is spoken over plain sockets, so that the client takes little of the cores that it shares with the servers; gRPC
 through grpc.aio with messages as bytes, which is what a Python client pays at least.

@@ -1,4 +1,4 @@
-"""Owns the contenders of the tensor benchmark: this server, a bare echo of each transport, and Triton where it is installed.
+"""Lists the contenders of the tensor benchmark: this server, a bare echo of each transport, and Triton if installed.
 
 Run as a program it is the bare gRPC echo: `python -m bench.tensor_servers PORT`.
 """

@@ -1,4 +1,4 @@
-"""Owns how a library that generates answers a question about its speed, whatever the library: what is timed, and how.
+"""Times how a library generates, the same way for every library.
 
 A question is {"streams", "prompt", "tokens"}: so many prompts of so many tokens at once, and so many tokens behind each,
 the likeliest ones, whatever they mean. The answer says what reading the prompts took, until each had its first token, and

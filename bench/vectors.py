@@ -1,4 +1,4 @@
-"""Owns what a format of weights costs an encoder: its vectors of many sentences against float32's.
+"""Compares an encoder's vectors in each weight format with those in float32, for many sentences.
 
 Cosines say how far a vector moved; whether that matters to a search is said by the order of neighbours: Spearman's rank
 correlation of the similarities of all pairs, and how many of each sentence's ten nearest ones stay among them.

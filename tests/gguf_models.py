@@ -1,4 +1,4 @@
-"""Owns the small GGUF files of the tests: a Llama of random weights with a byte-level tokenizer, and Gemma 3 270M, real."""
+"""The small GGUF files of the tests: a Llama of random weights with a byte-level tokenizer, and the real Gemma 3 270M."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the reading of a tokenizer's added tokens: those that stand beside its vocabulary, special ones among them."""
+"""Reads a tokenizer's added tokens, which stand beside its vocabulary. Special tokens are among them."""
 
 from __future__ import annotations
 

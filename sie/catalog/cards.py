@@ -1,4 +1,4 @@
-"""Owns how a spec becomes a whole card: what the checkpoint's files say, then the catalogue, then the operator's file."""
+"""Builds a whole card from a spec: the checkpoint's files, then the catalogue, then the operator's file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns how a chat template with the roles `query` and `document` becomes the parts that a frontend fills in.
+"""Splits a chat template with the roles `query` and `document` into the parts that a frontend fills in.
 
 The template is rendered with stand-ins for the texts and cut where these come out, so no frontend runs a template.
 Source: sentence_transformers 6.2 base/modality.py (pair_to_messages) and base/modules/transformer.py.

@@ -1,4 +1,4 @@
-"""Owns how a checkpoint that finds things in images becomes a model card: OWL-ViT, OWLv2 and Grounding DINO.
+"""Builds the card of a checkpoint that detects objects in images: OWL-ViT, OWLv2 and Grounding DINO.
 
 Only bare directories. Their configurations leave out what has its default value, so the defaults are kept here.
 Source: transformers 5.23 configuration_owlvit.py, configuration_owlv2.py, configuration_grounding_dino.py,

@@ -1,4 +1,4 @@
-"""Owns what is read of a `torch.export` archive (`model.pt2`), and which archives may be handed to torch at all.
+"""Reads a `torch.export` archive (`model.pt2`), and decides which archives may be given to torch at all.
 
 `torch.export.load` unpickles, evaluates expressions and looks operators up by name, so a file decides what runs. Here an
 archive is taken apart without torch and put together anew from what is known to be data: weights as plain bytes, a graph

@@ -1,4 +1,4 @@
-"""Owns how a checkpoint's files say that it extracts: token classifiers, and classifiers of entailment.
+"""Recognises checkpoints that extract: token classifiers and classifiers of entailment.
 
 A sequence classifier with one label scores pairs (`sie.catalog.scoring`); one with more of which one is called
 `entailment` (or begins so, as transformers' own pipeline has it) decides what a text entails.

@@ -1,4 +1,4 @@
-"""Owns how a checkpoint's files say that it generates text, and how: contexts, special tokens, templates, defaults.
+"""Recognises checkpoints that generate text, and reads their contexts, special tokens, templates and defaults.
 
 Reads what transformers 5.23 reads: config.json, generation_config.json, tokenizer_config.json, chat_template.jinja and
 the added tokens of tokenizer.json. Imports nothing slow and reads no weight.

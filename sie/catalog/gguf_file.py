@@ -1,4 +1,4 @@
-"""Owns how a GGUF file becomes the card of a generating model, and its tokenizer a `tokenizer.json`.
+"""Builds the card of a generating model from a GGUF file, and converts its tokenizer to a `tokenizer.json`.
 
 The file's own metadata say nearly everything; what they mean for an architecture is transformers' to know, which reads
 the weights later as well. Imports gguf and transformers when called: only the prepare helper calls it.

@@ -1,4 +1,4 @@
-"""Owns reading a GGUF file's metadata quickly.
+"""Reads a GGUF file's metadata quickly.
 
 The library makes several numpy views of every token, score and merge: of a vocabulary of 262,144 tokens that takes half a
 minute, and transformers does it anew for each thing that it wants to know. Here a vocabulary is read in one pass, once, or

@@ -1,4 +1,4 @@
-"""Owns how the directories of the libraries `gliner` and `gliclass` become model cards.
+"""Builds model cards from the directories of the libraries `gliner` and `gliclass`.
 
 Neither library is imported. What they would look for on a hub when a directory lacks it (the encoder's configuration,
 the tokenizers) must be in the directory; what would run a checkpoint's own code is refused.

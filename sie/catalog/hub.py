@@ -1,4 +1,4 @@
-"""Owns downloads: a spec without a directory becomes a complete, verified snapshot in the hub's own cache.
+"""Downloads a spec without a directory as a complete, verified snapshot into the hub's own cache.
 
 The library resumes cut downloads and compares sizes; it does not compare hashes, so that is done here, once for each
 revision. Only files that can be read without running them are fetched. `HF_HUB_OFFLINE`, `HF_ENDPOINT`, `HF_TOKEN`

@@ -1,4 +1,4 @@
-"""Owns reading an image processor's settings: `processor_config.json`, else `preprocessor_config.json`, of any age.
+"""Reads an image processor's settings: `processor_config.json`, or else `preprocessor_config.json`, of any age.
 
 Follows transformers' processors on Pillow. What would change a pixel and cannot be done here is refused by its key.
 Source: transformers 5.23 image_processing_base.py (get_image_processor_dict), image_processing_backends.py

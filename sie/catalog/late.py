@@ -1,4 +1,4 @@
-"""Owns which checkpoints give every token a vector (ColBERT), and by which rules.
+"""Recognises checkpoints that give every token a vector (ColBERT), and reads their rules.
 
 Three layouts: sentence-transformers' own (a MultiVectorMask among the modules), PyLate's (`model_type` ColBERT, its
 rules in config_sentence_transformers.json), and the original one (`HF_ColBERT`, rules in artifact.metadata, the

@@ -1,4 +1,4 @@
-"""Owns what `sie models` shows: each configured model and what its files say, without loading or downloading it."""
+"""Builds the output of `sie models`: each configured model and its files' facts, without loading or downloading it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns what a LoRA adapter's directory says: `adapter_config.json` as peft writes it, and where its weights lie.
+"""Reads a LoRA adapter's directory: `adapter_config.json` as peft writes it, and the place of its weights.
 
 Pure but for reading files. What would change the vectors and is not computed here is refused by name, and so is every
 field that this version does not know, unless it is empty.

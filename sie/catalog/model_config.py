@@ -1,4 +1,4 @@
-"""Owns a tensor model's `config.pbtxt`: how it is read, what in it cannot be done, and its JSON form.
+"""Reads a tensor model's `config.pbtxt`, refuses the parts that are not supported, and writes its JSON form.
 
 The file is a ModelConfig in protobuf's text format. What would change a model's answers and is not done here is refused
 by name; hints about speed (instance_group, optimization, queue delays, warm-up, metric tags) are read and not followed.

@@ -1,4 +1,4 @@
-"""Owns the operator's file of models, which the setting `catalog` names: what it may say, and how it is read.
+"""Reads the operator's file of models, which the setting `catalog` names.
 
     [models."org/name"]
     directory = "/srv/models/name"      # else the hub; relative to the file's own folder

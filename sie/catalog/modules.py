@@ -1,4 +1,4 @@
-"""Owns how `modules.json` becomes a pipeline: what happens to the hidden states after the transformer.
+"""Turns `modules.json` into a pipeline: the steps after the transformer's hidden states.
 
 Follows sentence-transformers 2 to 6. A module that is not run exactly as there is refused by name.
 """

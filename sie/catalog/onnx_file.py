@@ -1,4 +1,4 @@
-"""Owns what is read of an ONNX file before a runtime loads it: inputs, outputs, and the files that hold its weights.
+"""Reads an ONNX file's inputs, outputs and weight files before a runtime loads it.
 
 A scan of the protobuf wire format over a mapping of the file: weights are stepped over, so that a file of many
 gigabytes costs its own structure only. Field numbers: onnx.proto3 of ONNX 1.x.

@@ -1,4 +1,4 @@
-"""Owns the runtime options: their names, what a value of each must be, and which are refused. Pure.
+"""Lists the runtime options: their names, the type of each value, and the refused ones. Pure.
 
 A request and a profile set the same options. They differ in what is unknown: a request's unknown names are ignored, as
 the API reference has it, while in a profile they are mistakes of the person who runs the server, and stop the start.

@@ -1,4 +1,4 @@
-"""Owns the helper process that turns a spec into a card: `python -m sie.catalog.prepare REQUEST`.
+"""The helper process that turns a spec into a card: `python -m sie.catalog.prepare REQUEST`.
 
 A process of its own because it may take minutes, use the network and import transformers; the supervisor does none
 of these. REQUEST is a `Request` as JSON. Standard output carries JSON lines: any number of `Report`, then one `Ready`

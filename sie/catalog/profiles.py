@@ -1,4 +1,4 @@
-"""Owns profiles: named sets of options of a model, and the entries `id:profile` under which they are offered.
+"""Reads profiles: named sets of options of a model. Each is offered as the model `id:profile`.
 
 `profiles.toml` holds those of well-known checkpoints whose files do not say how they are asked; the file that `catalog`
 names (`sie.catalog.model_file`) holds the operator's own. Source: SIE API reference, sections 2, 11 and 18.

@@ -1,4 +1,4 @@
-"""Owns what a tensor model's configuration says of its queue: priorities, time-outs and bounds. Pure.
+"""Reads the queue settings of a tensor model's configuration: priorities, timeouts and bounds. Pure.
 
 Source: Triton, ModelDynamicBatching and ModelQueuePolicy of model_config.proto.
 """

@@ -1,4 +1,4 @@
-"""Owns what becomes of a checkpoint that brings Python code along (`auto_map`): none of it is ever run.
+"""Decides about checkpoints that bring Python code (`auto_map`). Must never run that code.
 
 transformers' own class for the checkpoint's `model_type` takes its place. `remote_code.toml` knows classes of well-known
 checkpoints and what they compute otherwise than the library's. An encoder with code that it does not know is refused, unless

@@ -1,4 +1,4 @@
-"""Owns the layout of a model repository: which models and versions are there, and where their files lie.
+"""Reads the layout of a model repository: its models, their versions and their files.
 
     DIR/NAME/config.pbtxt              optional
     DIR/NAME/VERSION/model.onnx        or model.pt2, or what default_model_filename says

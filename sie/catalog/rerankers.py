@@ -1,4 +1,4 @@
-"""Owns `rerankers.toml`: the causal language models that are rerankers, as their authors use them."""
+"""Reads `rerankers.toml`: causal language models that rerank, used as their authors use them."""
 
 from __future__ import annotations
 

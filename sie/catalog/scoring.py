@@ -1,4 +1,4 @@
-"""Owns how a checkpoint's files say that it scores pairs, and how: sequence classifiers and causal rerankers.
+"""Recognises checkpoints that score pairs, and how: sequence classifiers and causal rerankers.
 
 Follows sentence-transformers 6.2 (`CrossEncoder`). A causal model is a reranker when its `modules.json` ends in a
 LogitScore, or when an entry of `rerankers.toml` says so for its id.

@@ -1,4 +1,4 @@
-"""Owns which checkpoints have sparse outputs, and how those are computed.
+"""Recognises checkpoints with sparse outputs, and how these are computed.
 
 Three layouts: a masked language model under a SpladePooling (or bare, which sentence-transformers' SparseEncoder takes
 for one with max pooling); the same behind a Router whose queries need no model, only a table of weights; and the

@@ -1,4 +1,4 @@
-"""Owns the text form of a model spec, `ID[=DIR][@REVISION]` or `ID=stub:[key=value,...]`, and of an adapter's.
+"""Parses a model spec, `ID[=DIR][@REVISION]` or `ID=stub:[key=value,...]`, and the spec of an adapter.
 
 Pure: never touches the file system, so a spec reads the same in every process.
 """

@@ -1,4 +1,4 @@
-"""Owns what a stub model is to the rest of the server: its card and its token count.
+"""Gives a stub model its card and its token count.
 
 A stub goes the whole path of a request and computes nothing worth having; it exists to measure and to test. With
 H(x) = SHAKE-256 of x and `text` the UTF-8 of the text:

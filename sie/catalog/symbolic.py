@@ -1,4 +1,4 @@
-"""Owns which expressions of sizes a saved program may hold: arithmetic, and nothing that sympy would have to run.
+"""Checks the size expressions in a saved program. Only arithmetic is allowed: nothing that sympy would have to run.
 
 torch hands these texts to `sympy.sympify`, which evaluates them as Python. Pure.
 """

@@ -1,4 +1,4 @@
-"""Owns how one version of a repository's model becomes a card: what its file says, and what its configuration adds.
+"""Builds the card of one version of a repository's model from its file and its configuration.
 
 Where both speak of a tensor they have to agree; the configuration may be narrower (a fixed dimension where the model
 takes any), and may leave outputs out. Runs in the prepare helper.

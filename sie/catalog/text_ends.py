@@ -1,4 +1,4 @@
-"""Owns the tokens that a tokenizer's configuration wants around every text, where its `tokenizer.json` does not put them.
+"""Finds the tokens that a tokenizer's configuration puts around every text where its `tokenizer.json` does not.
 
 `add_bos_token` and `add_eos_token` in tokenizer_config.json were obeyed by transformers up to 4, with which most such models
 were published: it wrote them into the post-processor. transformers 5 takes the post-processor of tokenizer.json as it is.

@@ -1,4 +1,4 @@
-"""Owns `tokenizer.json` for checkpoints that have none: transformers converts what they do have, once.
+"""Provides a `tokenizer.json` for checkpoints without one: transformers converts their tokenizer once.
 
 The result lies in the cache under a hash of everything it was made from, so it is never stale and frontends, which
 read only `tokenizer.json`, need no other library.

@@ -1,4 +1,4 @@
-"""Owns how a checkpoint with a text tower and an image tower becomes a model card: CLIP, SigLIP and their kin.
+"""Builds the card of a checkpoint with a text tower and an image tower: CLIP, SigLIP and related models.
 
 A bare directory, or one of sentence-transformers with a CLIPModel, or a Transformer for both, and perhaps a Normalize.
 Their configurations leave out what has its default value, so the defaults are kept here.

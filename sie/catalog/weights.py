@@ -1,5 +1,4 @@
-"""Owns which weight files of a checkpoint may be read: safetensors of plain numbers, and nothing that can run code when it
-is opened.
+"""Decides which weight files of a checkpoint may be read: safetensors of plain numbers, and nothing that can run code.
 
 Source: fault sheet S4 and S32.
 """

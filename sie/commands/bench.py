@@ -1,4 +1,4 @@
-"""Owns the command `sie bench`: puts a load on a server that runs already, and says how it answered.
+"""The command `sie bench`: puts a load on a running server and reports how it answered.
 
 What it needs is imported when it runs: every other `sie` command imports this file, too.
 """

@@ -1,4 +1,4 @@
-"""Owns the command `sie chat`: a conversation with a served model, in a terminal or for one question.
+"""The command `sie chat`: a conversation with a served model, in a terminal or for one question.
 
 Answers go to stdout, everything else to stderr. What it needs is imported when it runs: every other `sie` command
 imports this file, too.

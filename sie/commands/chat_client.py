@@ -1,4 +1,4 @@
-"""Owns the client's side of a streamed chat completion: one request, its events, and when its tokens came.
+"""The client side of a streamed chat completion: one request, its events, and the time of its tokens.
 
 Prints nothing. Wire facts: generation API reference, sections 2 and 3 (chat completions and their streams).
 """

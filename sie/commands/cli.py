@@ -1,4 +1,4 @@
-"""Owns the command `sie`: its flags, its help, its exit statuses. The flags are derived from `sie.config.settings`.
+"""The command `sie`: its flags, help and exit statuses. The flags are derived from `sie.config.settings`.
 
 Imports only what `--help` needs; each command imports the rest itself. Exit statuses: 0 done, 1 failed while running,
 2 a command that does not exist, 78 (EX_CONFIG) a setting or flag that stops the start.

@@ -1,4 +1,4 @@
-"""Owns the command `sie keys`: makes API keys. A key is shown once, when it is made; files hold its hash.
+"""The command `sie keys`: makes API keys. A key is shown once, when it is made; files hold only its hash.
 
 What it needs is imported when it runs: every other `sie` command imports this file, too.
 """

@@ -1,4 +1,4 @@
-"""Owns `sie service`: writes the files by which systemd runs the server on this host, and removes them again."""
+"""The command `sie service`: writes and removes the files by which systemd runs the server on this host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the flags of commands that are clients of a server: the key to show, and the files of TLS."""
+"""The flags of commands that are clients of a server: the API key and the files of TLS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the bundled model: where its package keeps it, and which settings mean it.
+"""Locates the bundled model in its package, and tells which settings select it.
 
 Its id alone means the package's files, whether `--model` gives it or nothing names a model at all, so that a host
 without a network serves it; with a revision it is the hub's. Imports nothing slow.

@@ -1,4 +1,4 @@
-"""Owns how settings are shown: a table with sources, JSON, a TOML file to start from, and docs/settings.md."""
+"""Shows settings: a table with sources, JSON, a TOML file to start from, and docs/settings.md."""
 
 from __future__ import annotations
 

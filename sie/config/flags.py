@@ -1,4 +1,4 @@
-"""Owns the flags that every setting gives a command, and how its help lists them by section."""
+"""Derives a command's flags from the settings, and lists them in its help by section."""
 
 from __future__ import annotations
 

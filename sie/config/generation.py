@@ -1,4 +1,4 @@
-"""Owns the section of settings for text generation. See `sie.config.settings`."""
+"""The section of settings for text generation. See `sie.config.settings`."""
 
 from __future__ import annotations
 

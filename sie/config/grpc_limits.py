@@ -1,4 +1,4 @@
-"""Owns the section of settings that bounds what a gRPC client's connection may hold and do. See `sie.config.settings`."""
+"""The section of settings that bounds a gRPC client's connection. See `sie.config.settings`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the section of settings that bounds what a client may ask: sizes, counts and times. See `sie.config.settings`."""
+"""The section of settings that bounds a client's requests: sizes, counts and times. See `sie.config.settings`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns which settings a running server takes over when it is told to reload, and which wait for a restart. Pure."""
+"""Lists the settings that a running server takes over at a reload. The others wait for a restart. Pure."""
 
 from __future__ import annotations
 

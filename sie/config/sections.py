@@ -1,4 +1,4 @@
-"""Owns the sections of settings but for `sie.config.limits`: each key's type, default, bounds and line of documentation.
+"""The sections of settings besides `sie.config.limits`: the type, default, bounds and description of each key.
 
 How keys become flags, variables and TOML is told in `sie.config.settings`. Imports nothing slow.
 """

@@ -1,4 +1,4 @@
-"""Owns the tree of settings, and reading it from file, environment and flags.
+"""The tree of settings, and how it is read from file, environment and flags.
 
 A key `max_body_bytes` of the section `limits` is the flag `--max-body-bytes`, the variable `SIE_MAX_BODY_BYTES`, the
 TOML key `max_body_bytes` under `[limits]` and a row of docs/settings.md; names are unique over the whole tree. Order:

@@ -1,4 +1,4 @@
-"""Owns how the value of a setting is read from a TOML file, from variables and from flags.
+"""Reads the value of a setting from a TOML file, from environment variables and from flags.
 
 Knows no setting by name: `sie.config.settings` hands over the keys. Whatever is unknown or wrong raises SettingsError, whose
 message says where it was found, what it was and what it should have been.

@@ -1,4 +1,4 @@
-"""Owns `sie doctor`: what it looks at, in which order, and how what it found is told.
+"""The command `sie doctor`: its checks, their order and its report.
 
 Each area is a function of the settings that yields findings; it looks at this process's host and changes nothing. None
 imports torch: the answer is there within a second or two, and on a host where torch is what is broken, too.

@@ -1,4 +1,4 @@
-"""Owns the HTTP side of the server: bytes to typed requests, admission, and typed replies to bytes.
+"""The HTTP and gRPC side of the server: bytes to typed requests, admission, and typed replies to bytes.
 
 Never imports torch, transformers or `sie.workers`.
 """

@@ -1,6 +1,6 @@
 """Serves HTTP and websockets of one frontend process: the RSGI callable, dispatch, and the one error boundary.
 
-The inference routes' handlers are in `sie.frontend.routes.embed`; whatever a handler raises becomes an error in its
+`sie.frontend.routes.table` names the handler of each route; whatever a handler raises becomes an error in its
 dialect's own shape in `App._fail`, and nowhere else.
 """
 
@@ -12,43 +12,31 @@ import importlib
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final
 
-from sie.frontend import dashboard, openapi
 from sie.frontend.access.gate import CHALLENGE, Access
-from sie.frontend.dialects.native import negotiate
-from sie.frontend.fastpath.dispatch import FastPath
+from sie.frontend.fastpath.dispatch import FastPath, TrySubmit
 from sie.frontend.fastpath.encode import EncodeFastPath
 from sie.frontend.fastpath.infer import InferFastPath
-from sie.frontend.http import routes
 from sie.frontend.http.exchange import Exchange
-from sie.frontend.http.html import page_headers
 from sie.frontend.http.intake import Intake, Scheduler
-from sie.frontend.http.response import JSON, Response
-from sie.frontend.http.routes import ENCODE, INFER
+from sie.frontend.http.response import Response
+from sie.frontend.http.routes import Route, Row
 from sie.frontend.http.stream import STREAM_HEADERS, Streamed, send_stream
 from sie.frontend.models.admin import check_admin
-from sie.frontend.openapi import docs_page as docs
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes import error_envelopes
-from sie.frontend.routes.embed import Inference
-from sie.frontend.routes.kserve import KServe, TextCall
-from sie.frontend.routes.model_cards import list_body, show_model
-from sie.frontend.telemetry.access_log import id_headers, request_id_of
+from sie.frontend.routes.cards import ERROR_CODE
+from sie.frontend.routes.services import Services
+from sie.frontend.routes.table import ENCODE, INFER, TABLE, WEBSOCKETS, Handler, find_route, is_unknown_action
+from sie.frontend.telemetry.access_log import id_headers
 from sie.frontend.telemetry.counting import count_exchange
-from sie.frontend.telemetry.metrics import CONTENT_TYPE, UNKNOWN_MODEL, render
 from sie.runtime.child_setup import calm_collector
 from sie.runtime.logs import get_logger
-from sie.values.errors import BadRequest, ClientGone, Internal, NotFound, SieError
-
-if TYPE_CHECKING:
-    from sie.frontend.routes.generate import TextRoutes
-    from sie.frontend.routes.trtis import Trtis
+from sie.values.errors import BadRequest, ClientGone, Internal, SieError
 
 _log = get_logger(__name__)
-_TEXT: Final = ("content-type", "text/plain; charset=utf-8")
 _CLOSE: Final = ("connection", "close")
-_ERROR_CODE: Final = "x-sie-error-code"
 _API_VERSION: Final = "0.10.1"
 """Release of the reference server whose API this one speaks; a version of our own would have SDKs warn their users."""
 _MUST_CLOSE: Final = frozenset({408, 413})
@@ -56,7 +44,6 @@ _MUST_CLOSE: Final = frozenset({408, 413})
 _BODY_UNREAD: Final = frozenset({401, 403, 429, 503})
 """These may be known from the headers alone."""
 _MAX_DISCARDED_BYTES: Final = 256 * 1024
-_TEXT_DIALECTS: Final = frozenset({"text", "anthropic"})
 _TENSOR_DIALECTS: Final = frozenset({"kserve", "trtis"})
 
 
@@ -74,15 +61,13 @@ class App:
     def __rsgi_init__(self, loop: asyncio.AbstractEventLoop) -> None:
         """Join the supervisor before the first connection is accepted."""
         self._process = self._connect(loop)
-        self._inference = Inference(self._process, self._identity)
-        self._kserve = KServe(self._process, self._inference.pool)
-        submitters = {
-            ENCODE: EncodeFastPath(self._process, self._inference),
-            INFER: InferFastPath(self._process, self._kserve),
+        services = self._services = Services(self._process, self._identity, TABLE)
+        self._handlers: dict[Route, Handler] = {}
+        submitters: dict[Route, TrySubmit] = {
+            ENCODE: EncodeFastPath(self._process, services.embed),
+            INFER: InferFastPath(self._process, services.kserve),
         }
         self._fast_path = FastPath(self, self._process, submitters)
-        self._trtis: Trtis | None = None
-        self._texts: TextRoutes | None = None
         calm_collector()
 
     def scheduler(self, loop: asyncio.AbstractEventLoop, serve: Any, **_options: Any) -> Scheduler:
@@ -103,8 +88,10 @@ class App:
 
     async def serve(self, exchange: Exchange) -> None:
         """Serve one request from its headers to its answer."""
-        if exchange.route is None and (matched := routes.match(exchange.scope.path)) is not None:
-            exchange.route, exchange.model = matched
+        if exchange.route is None:
+            matched = find_route(exchange.scope.path, self._process.tensors.table)
+            if matched is not None:
+                exchange.route, exchange.model, exchange.version = matched
         access = self._process.access
         await self.guard(
             exchange, self._dispatch(exchange) if access is None else self._dispatch_for_holder(exchange, access)
@@ -140,7 +127,7 @@ class App:
                 )
 
     async def _serve_websocket(self, scope: Any, protocol: Any) -> None:
-        need = routes.WEBSOCKETS.get(scope.path)
+        need = WEBSOCKETS.get(scope.path)
         may_go_on = None
         if (access := self._process.access) is not None:
             try:
@@ -179,79 +166,38 @@ class App:
         route = exchange.route
         method = exchange.scope.method
         if route is None or (method != route.method and method != route.also):  # noqa: PLR1714  # a tuple for each request
-            route = routes.BY_METHOD.get((route.template, method)) if route is not None else None
+            route = TABLE.find(route.template, method) if route is not None else None
             if route is None:
                 self._answer_mismatch(exchange, exchange.route)
                 await self._discard_body(exchange)
                 return
             exchange.route = route
-        if not route.endpoint:
-            await self._handle(exchange, route)
-            return
-        headers, body = await getattr(self._inference, route.handler)(exchange)
-        self.respond(exchange, 200, headers, body)
-
-    async def _handle(self, exchange: Exchange, route: routes.Route) -> None:
-        """Serve a route that is none of the inference routes of `sie.frontend.routes.embed`."""
-        if route.envelope in _TEXT_DIALECTS:
-            await self._serve_text(exchange, route.handler)
-            return
-        if route.envelope not in _TENSOR_DIALECTS:
-            await getattr(self, f"_{route.handler}")(exchange)
-            return
         if route.need == "admin":
-            self._check_admin(exchange, has_body=False)
-        dialect = self._kserve if route.envelope == "kserve" else await self._open_trtis()
-        answer: Response | TextCall = await getattr(dialect, route.handler)(exchange)
-        if isinstance(answer, TextCall):
-            await self._serve_text(exchange, "generate_tensor", answer)
-        else:
-            self.respond(exchange, *answer)
-
-    async def _open_trtis(self) -> Trtis:
-        """Return the handlers of the v1 API; the first use imports protobuf, on a thread."""
-        if self._trtis is None:
-            pool = self._inference.pool
-            module = await asyncio.get_running_loop().run_in_executor(
-                pool, importlib.import_module, "sie.frontend.routes.trtis"
-            )
-            self._trtis = cast("Trtis", module.Trtis(self._process, self._kserve, pool))
-        return self._trtis
-
-    async def _generate(self, exchange: Exchange) -> None:
-        await self._serve_text(exchange, "generate")
-
-    async def _serve_text(self, exchange: Exchange, handler: str, *args: Any) -> None:
-        """Serve a route that generates text: answered at once, or as a stream that is counted when it ends.
-
-        handler names a method of `TextRoutes`, which takes args behind the exchange.
-        """
-        process = self._process
-        if self._texts is None:
-            module = await asyncio.get_running_loop().run_in_executor(
-                self._inference.pool, importlib.import_module, "sie.frontend.routes.generate"
-            )
-            self._texts = cast("TextRoutes", module.TextRoutes(process, self._inference.pool))
-        exchange.request_id = request_id_of(exchange.headers)
+            self._check_admin(exchange, route)
+        handler = self._handlers.get(route) or await self._find_handler(route)
         try:
-            answer = await getattr(self._texts, handler)(exchange, *args)
-            if isinstance(answer, Streamed):
-                await self._stream(exchange, answer)
+            answer = await handler(exchange)
+            if isinstance(answer, Response):
+                self.respond(exchange, *answer)
             else:
-                headers, body = answer
-                self.respond(exchange, 200, [*headers, *self._text_headers(exchange)], body)
+                await self._stream(exchange, answer)
         finally:
-            self._texts.service.leave(exchange)
+            if exchange.leave is not None:
+                exchange.leave()
 
-    def _text_headers(self, exchange: Exchange) -> list[tuple[str, str]]:
-        """Return what an answer's headers say of the answer; of the server they do so on the SIE route alone."""
-        is_native = exchange.route is not None and exchange.route.envelope == "sie"
-        return [*id_headers(exchange), *(self._identity if is_native else ())]
+    async def _find_handler(self, route: Route) -> Handler:
+        """Return the handler of a route at its first request, and keep it."""
+        assert isinstance(route, Row)
+        if route.imports:
+            pool = self._services.embed.pool
+            await asyncio.get_running_loop().run_in_executor(pool, importlib.import_module, route.imports)
+        handler = self._handlers[route] = route.handler(self._services)
+        return handler
 
     async def _stream(self, exchange: Exchange, answer: Streamed) -> None:
         """Send an answer as it comes. It is recorded and counted when it ends."""
         process = self._process
-        headers = [*STREAM_HEADERS, *self._text_headers(exchange)]
+        headers = [*STREAM_HEADERS, *answer.headers]
         for part in (process.access, process.cors):  # the other recorders write down what has ended
             headers = part.record(exchange, 200, headers, None) if part is not None else headers
 
@@ -264,89 +210,30 @@ class App:
             record(exchange, 200, [], error)
         count_exchange(process.metrics, exchange, 200, error)
 
-    def _answer_mismatch(self, exchange: Exchange, route: routes.Route | None) -> None:
-        """Answer a request for a path that is no route, or with a method that is not its route's."""
+    def _answer_mismatch(self, exchange: Exchange, route: Route | None) -> None:
+        """Answer a request with an unknown path, or with a method that its route does not have."""
         scope = exchange.scope
-        target = routes.redirect_of(scope.path) if route is None and scope.method == "POST" else None
+        target = TABLE.redirect_of(scope.path) if route is None and scope.method == "POST" else None
         if scope.method == "OPTIONS" and self._is_preflight(exchange):
             return
         if target is not None:
             self._answer(exchange, 307, [("location", target)], b"")
-        elif route is None or self._kserve.is_unknown_path(exchange, route):
+        elif route is None or is_unknown_action(route, exchange.model, self._process.tensors.table):
             self._answer(exchange, *error_envelopes.unknown_path(scope.path))
         else:
-            self._answer(exchange, *error_envelopes.wrong_method(route))
+            self._answer(exchange, *error_envelopes.wrong_method(route, TABLE.methods_of(route)))
 
-    # --- everything else ------------------------------------------------------------------------------------------
+    def _check_admin(self, exchange: Exchange, route: Route) -> None:
+        """Raise Forbidden for a client that `admin_from` excludes. A key with the scope admin replaces loopback.
 
-    async def _list_models(self, exchange: Exchange) -> None:
-        self._answer(exchange, 200, [JSON], list_body(self._process.models))
-
-    async def _show_model(self, exchange: Exchange) -> None:
-        status, body = show_model(self._process.models, exchange.model)
-        self._answer(exchange, status, [JSON] if status == 200 else [JSON, (_ERROR_CODE, NotFound.code)], body)
-
-    async def _manage_model(self, exchange: Exchange) -> None:
-        process, headers = self._process, exchange.headers
-        self._check_admin(exchange, has_body=True)
-        exchange.deadline_ns = exchange.began_ns + process.timeout_ns(headers.get("x-sie-timeout-ms"))
-        body = await exchange.read_body(process.bodies)
-        verb = exchange.scope.path.rpartition("/")[2]
-        exchange.known_model = UNKNOWN_MODEL
-        answer = await process.admin.serve(verb, body, exchange.deadline_ns)
-        exchange.known_model = answer.model or UNKNOWN_MODEL
-        self._answer(exchange, answer.http_status, [JSON], answer.body)
-
-    async def _show_admin(self, exchange: Exchange) -> None:
-        """Tell a page whether its buttons would work."""
-        self._check_admin(exchange, has_body=False)
-        self._answer(exchange, 200, [JSON], b'{"allowed":true}')
-
-    def _check_admin(self, exchange: Exchange, *, has_body: bool) -> None:
-        """Raise Forbidden for whom `admin_from` does not mean; a key with the scope admin stands for loopback."""
+        KServe's clients send their JSON without a Content-Type, so it is checked on SIE's routes alone.
+        """
         settings = self._process.settings
         admin_from = settings.server.admin_from
         if self._process.access is None or admin_from == "nobody":
             client = "localhost" if settings.access.uds else exchange.scope.client  # a Unix socket ends on this host
+            has_body = route.envelope == "sie" and route.method == "POST"
             check_admin(admin_from, client, exchange.headers, has_body=has_body)
-
-    async def _make_ticket(self, exchange: Exchange) -> None:
-        """Give a page what opens its websocket: a browser can set no header there."""
-        access = self._process.access
-        ticket = access.make_ticket(exchange.holder) if access is not None else ""
-        self._answer(exchange, 200, [JSON, ("cache-control", "no-store")], b'{"ticket":"%b"}' % ticket.encode())
-
-    async def _healthz(self, exchange: Exchange) -> None:
-        self._answer(exchange, 200, [_TEXT], b"ok")
-
-    async def _readyz(self, exchange: Exchange) -> None:
-        if self._process.is_ready:
-            self._answer(exchange, 200, [_TEXT], b"ok")
-        else:
-            self._answer(exchange, 503, [_TEXT], b"not ready")
-
-    async def _health(self, exchange: Exchange) -> None:
-        if negotiate.JSON in (exchange.headers.get("accept") or ""):
-            # What sie-sdk asks to tell a cluster's gateway from a server; it reads whatever comes as JSON.
-            self._answer(exchange, 200, [JSON], b'{"status":"ok","type":"worker"}')
-        else:
-            self._answer(exchange, 200, [_TEXT], b"OK")
-
-    async def _metrics(self, exchange: Exchange) -> None:
-        self._answer(exchange, 200, [("content-type", CONTENT_TYPE)], render(self._process.pages))
-
-    async def _openapi(self, exchange: Exchange) -> None:
-        self._answer(exchange, 200, [JSON], openapi.document_json(self._process.settings.limits))
-
-    async def _docs(self, exchange: Exchange) -> None:
-        page = docs.page(self._process.settings.limits)
-        self._answer(exchange, 200, page_headers(page), page)
-
-    async def _home(self, exchange: Exchange) -> None:
-        if "text/html" in (exchange.headers.get("accept") or ""):
-            self._answer(exchange, 200, dashboard.headers(), dashboard.page())
-        else:
-            self._answer(exchange, 200, [_TEXT], b"OK")
 
     def _answer(self, exchange: Exchange, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
         """Respond with the request's id."""
@@ -371,7 +258,7 @@ class App:
             if (
                 envelope != "sie"
             ):  # SIE's clients read OpenAI's `error` before our `detail`, and this header before both
-                headers = [*headers, (_ERROR_CODE, error.code)]
+                headers = [*headers, (ERROR_CODE, error.code)]
             headers = [*headers, *self._identity, *id_headers(exchange)]
         if error.http_status == 401:
             headers.append(CHALLENGE)

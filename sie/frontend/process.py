@@ -1,4 +1,4 @@
-"""Owns one frontend process beside HTTP: its control channel, its memory, its attachments and its clock.
+"""One frontend process besides HTTP: its control channel, memory, attachments and clock.
 
 Everything runs on Granian's event loop, except the few calls that `connect` makes before that loop runs.
 """

@@ -1,4 +1,4 @@
-"""Owns how a frontend process comes to its end: why it asks for a successor, and that nothing idle keeps it.
+"""Ends a frontend process: asks for a successor, and closes idle connections so that they do not delay the end.
 
 Granian ends when its connections have. Two kinds of them never do before the time limit of their headers: one that is
 accepted in the very moment of the signal, and any that wait while no accept succeeds, since its loop looks at its

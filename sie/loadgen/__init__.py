@@ -1,4 +1,4 @@
-"""Owns the load generator: what `sie bench` and the scripts in `bench/` put on a server, and how they count it.
+"""The load generator behind `sie bench` and the scripts in `bench/`: makes a load and counts the answers.
 
 `texts` makes the inputs, `dialects` and `tensor_dialects` make requests of them and read the answers, `channels` and
 `grpc_channel` say where an answer ends, `arrivals` when requests are due, `generator` sends, `runs` and `histogram`

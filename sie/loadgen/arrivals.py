@@ -1,4 +1,4 @@
-"""Owns when the requests of an open loop are due, and the search for the highest rate that a server holds."""
+"""Plans when the requests of an open loop are due, and searches for the highest rate that a server holds."""
 
 from __future__ import annotations
 

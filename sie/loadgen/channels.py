@@ -1,4 +1,4 @@
-"""Owns where an answer ends: one channel for each connection reads its bytes. HTTP/1.1 is here; opens no socket.
+"""Reads answers: one channel for each connection. HTTP/1.1 is here; opens no socket.
 
 A channel is the seam for other transports: `grpc_channel` is one, and one that reads a stream of events would time its
 parts in `feed`.

@@ -1,4 +1,4 @@
-"""Owns the dialects of a load: how texts become a request, and what an answer says. A dialect is one small class.
+"""The dialects of a load, one small class each: builds requests from texts, and reads answers.
 
 `binary` is the fast form that a dialect has (msgpack, vectors as base64, raw tensors), `json` its readable one.
 """

@@ -1,4 +1,4 @@
-"""Owns the load: one thread, non-blocking sockets and epoll, because it may share its cores with the server.
+"""Makes the load with one thread, non-blocking sockets and epoll, because it may share its cores with the server.
 
 Closed loop: each connection sends its next request when it has its answer, so the rate follows the server. Open loop:
 requests have a time plan that no answer changes, and latency counts from the planned time, also of a request that had

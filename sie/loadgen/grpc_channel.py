@@ -1,4 +1,4 @@
-"""Owns unary gRPC over HTTP/2 as a load needs it: one call at a time on a connection, requests prepared as whole frames.
+"""Unary gRPC over HTTP/2 for a load: one call at a time on a connection, requests prepared as whole frames.
 
 A client library spends more on a call than the server under test; this one patches a stream number into ready bytes.
 It tells the server to keep no table of headers, so that trailers come as plain text. Source: RFC 9113, RFC 7541, and

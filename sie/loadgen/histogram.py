@@ -1,4 +1,4 @@
-"""Owns the distribution of durations: counts by size with a fixed relative error, in memory that does not grow with time.
+"""Counts durations by size with a fixed relative error, in memory that does not grow with time.
 
 A duration is put into one of 1,024 steps of its power of two, so that what comes out is at most 0.1 % too large: the
 layout of an HDR histogram of three digits. Source: hdrhistogram.org.

@@ -1,4 +1,4 @@
-"""Owns what a load knows about right answers: each call's rows and tokens, learnt before the load starts."""
+"""Judges answers: learns each call's right rows and tokens before the load starts."""
 
 from __future__ import annotations
 

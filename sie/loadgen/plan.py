@@ -1,4 +1,4 @@
-"""Owns one measurement from its plan to its figures: dialect, texts and loads in, runs and verdicts out."""
+"""Runs one measurement from its plan to its figures: dialect, texts and loads in, runs and verdicts out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns what one run brought, and the figures that are read from it."""
+"""The results of one run, and the figures read from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the texts of a load: how long they are and what they say, the same for the same seed."""
+"""Makes the texts of a load: lengths and words, the same for the same seed."""
 
 from __future__ import annotations
 

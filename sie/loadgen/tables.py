@@ -1,4 +1,4 @@
-"""Owns how loads are told: a table for people, an object for programs."""
+"""Writes the results of loads: a table for people, an object for programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns where the load goes: the address of a server, how to connect to it, and the key to show."""
+"""The target of a load: a server's address, how to connect to it, and the API key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the dialects of tensors in a load: a model of texts takes `text` and gives `dense`, over HTTP and gRPC.
+"""The tensor dialects of a load. A text model takes `text` and gives `dense`, over HTTP and gRPC.
 
 Sources: KServe v2 (binary extension) and TensorRT Inference Server v1, as docs/tensors.md has them.
 """

@@ -1,4 +1,4 @@
-"""Owns the name, type, labels, buckets and help of every metric family, so that writers and readers cannot disagree.
+"""Defines the name, type, labels, buckets and help of every metric family, so that writers and readers agree.
 
 Frontends, workers and the supervisor write samples of these families into their own counter page; any frontend adds
 them up. The first seven are the wire contract (SIE API reference, section 14): their names, types, labels and buckets

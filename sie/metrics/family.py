@@ -1,4 +1,4 @@
-"""Owns what a metric family is, and the bounds that several of them share."""
+"""Defines the type of a metric family, and the bounds that several families share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the metric families of text generation. See `sie.metrics.definitions`."""
+"""Defines the metric families of text generation. See `sie.metrics.definitions`."""
 
 from __future__ import annotations
 

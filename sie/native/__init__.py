@@ -1,4 +1,4 @@
-"""Owns the library of compiled kernels: whether it is there, what the processor can do, and one handle for all callers.
+"""Loads the library of compiled kernels once for all callers, and tells what the processor can do.
 
 The library is optional. Without it (`load` returns None), or where the processor lacks what a kernel needs (`has`), callers
 do the same in torch; both ways pass the same tests. Its functions take plain pointers and sizes, and are called without

@@ -1,4 +1,4 @@
-"""Owns how a whole decoder is handed to the library: its records, one field for one of `src/decoder.h`.
+"""Hands a whole decoder to the library: its records, with one field for each field of `src/decoder.h`.
 
 Addresses are plain numbers; whoever fills a record keeps what it points to alive.
 """

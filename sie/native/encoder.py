@@ -1,4 +1,4 @@
-"""Owns how a whole encoder is handed to the library: its records, and weights in the order that products read them in.
+"""Hands a whole encoder to the library: its records, and weights in the order in which products read them.
 
 Addresses are plain numbers; whoever fills a record keeps what it points to alive.
 """

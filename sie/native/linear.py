@@ -1,4 +1,4 @@
-"""Owns how a linear layer over packed weights is asked of the library: the record it reads, and the layout of weights.
+"""Calls the library's linear layer over packed weights: the record it reads, and the layout of weights.
 
 `src/linear.h` draws the layout; `pack` and `unpack` are the same in NumPy, for one matrix at load and for tests.
 """

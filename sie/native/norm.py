@@ -1,4 +1,4 @@
-"""Owns how a root mean square norm is asked of the library: the record it reads, and whether it computes what is wanted."""
+"""Calls the library's root mean square norm: the record it reads, and whether it supports a shape."""
 
 from __future__ import annotations
 

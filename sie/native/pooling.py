@@ -1,4 +1,4 @@
-"""Owns how pooling is asked of the library."""
+"""Calls the library's pooling."""
 
 from __future__ import annotations
 

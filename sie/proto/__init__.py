@@ -1,4 +1,4 @@
-"""Owns our protobuf messages: descriptors beside their `.proto`, in a pool of their own.
+"""Our protobuf messages: descriptors beside their `.proto`, in a pool of their own.
 
 The default pool belongs to whoever else is in the process: a client library of the same protocol brings messages of
 the same names. Imports protobuf, so the supervisor never imports this.

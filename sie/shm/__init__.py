@@ -1,4 +1,4 @@
-"""Owns the memory that two processes share: segments, extents, rings of descriptors, attachments and pages.
+"""The memory that two processes share: segments, extents, rings of descriptors, attachments and pages.
 
     layout     the bytes, drawn                      segment   the operating system calls
     ring       order between two processes           pool      leases on the extents of one segment

@@ -1,4 +1,4 @@
-"""Owns one frontend-worker pair: both rings, the peer's memory, and the socket over which they were exchanged.
+"""One frontend-worker pair: both rings, the peer's memory, and the socket over which they were exchanged.
 
 Both sides do the same on a fresh SOCK_SEQPACKET pair that the supervisor handed out:
 

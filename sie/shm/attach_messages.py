@@ -1,4 +1,4 @@
-"""Owns what two attached processes say on their socket, and the file descriptors that go with it.
+"""The messages of two attached processes on their socket, and the file descriptors that go with them.
 
 Every message is one SOCK_SEQPACKET packet with a fixed number of descriptors. Nothing here waits.
 """

@@ -1,4 +1,5 @@
-"""Owns how a payload lies in an extent: the prologue with the cancel byte and the stop bits, the typed header, the aligned arrays.
+"""Writes and reads an extent: the prologue with the cancel byte and the stop bits, the typed header, the aligned
+arrays.
 
 Writing, when the arrays are there:          plan = plan_arrays([("token_ids", "<i4", (t,)), ...])
                                               length = write_extent(lease.view, encode(header), plan.refs, arrays)

@@ -1,4 +1,4 @@
-"""Owns the headers of request and reply extents: how a frontend and a worker describe arrays to one another.
+"""The headers of request and reply extents: how a frontend and a worker describe arrays to one another.
 
 They are `array_like` msgspec structs: fields are only ever appended. Shapes: n items, t tokens, d dimensions.
 """

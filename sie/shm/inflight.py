@@ -1,4 +1,4 @@
-"""Owns the page that says what one worker is running: written before each step, read by the supervisor at any time.
+"""The page of one worker's running requests: written before each step, read by the supervisor at any time.
 
 When the worker dies, only what stands here is suspected; while it lives, the times here say whether it is stuck. There
 are two slots, and the valid one is never written, so a reader finds a whole list wherever the writer was killed.

@@ -1,4 +1,4 @@
-"""Owns payloads that are too large for the main segment: each in a segment of its own, under one budget.
+"""Payloads that are too large for the main segment: each in a segment of its own, under one budget.
 
 A large segment has a number from 1 to 65535, which is the top of its address. It is charged to the budget from its
 creation until it is retired, leased or idle: a few ended ones are kept, because the first write into fresh pages takes

@@ -1,4 +1,4 @@
-"""Owns the bytes that two processes share: the drawings, their codecs and the error of a peer that breaks them.
+"""The bytes that two processes share: the drawings, their codecs and the error of a peer that breaks them.
 
 All integers are little-endian. A change to any drawing raises LAYOUT_VERSION, which both sides compare on attach.
 

@@ -1,4 +1,4 @@
-"""Owns the counter pages: what each process counts, kept by the supervisor for whoever succeeds that process.
+"""The counter pages: each process counts in its own. The supervisor keeps a page for the process's successor.
 
 A page outlives its writer: the supervisor creates it, a child maps it writable, and the child's successor continues
 it. There is one writer at a time and any number of readers, which use `read_only_fd` copies. Nothing is locked: every

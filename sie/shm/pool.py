@@ -1,4 +1,4 @@
-"""Owns the leases on one segment: which bytes are free, and who may use the others. Pure: no system call, no clock.
+"""The leases on one segment: which bytes are free, and who may use the others. Pure: no system call, no clock.
 
 Only the segment's owner allocates, in private memory, so nothing here is shared or trusted to a peer.
 

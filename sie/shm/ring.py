@@ -1,4 +1,4 @@
-"""Owns the order between two processes: a single-producer, single-consumer ring of descriptors.
+"""Keeps the order between two processes: a single-producer, single-consumer ring of descriptors.
 
 The ring's memory holds descriptors and nothing else: no head, no tail, no flag. Two eventfds carry the counts.
 

@@ -1,4 +1,4 @@
-"""Owns every operating system call on shared memory: reserve, seal, map, and the question whether it will fit.
+"""Makes every operating system call on shared memory: reserve, seal, map, and check whether it will fit.
 
 A segment is a memfd: it has no name that could leak, be guessed or be removed by somebody else, it does not depend on
 the size of /dev/shm, and it is gone with its last user however that user died. Every page is reserved before the

@@ -1,4 +1,4 @@
-"""Owns a process's memory on both sides: what it writes for its peers, and what one peer writes for it.
+"""A process's shared memory on both sides: what it writes for its peers, and what one peer writes for it.
 
 Each is a main segment of extents, and the large segments. A frontend has one outbound space for all workers, so that
 work can be given to another worker from the same bytes; a worker has one per frontend, so that a frontend that stopped

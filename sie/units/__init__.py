@@ -1,4 +1,4 @@
-"""Owns the texts of the files by which a host runs the server: unit, drop-in for GPUs, user, directories, kernel settings.
+"""The texts of the files by which a host runs the server: unit, drop-in for GPUs, user, directories, kernel settings.
 
 The templates lie beside this file; `systemd/` in the repository is what they come to for the default paths. Pure: a
 template and a host's facts in, texts out. `sie.service` puts them in place.

@@ -1,4 +1,4 @@
-"""Owns what an API key is, how a file of them is written, and how one is made.
+"""Defines an API key, reads and writes a file of keys, and makes keys.
 
 A key is `sie_` and 32 random bytes; the file holds its SHA-256 only, which is enough for a secret nobody can guess
 (docs/decisions/010). The file is TOML, one `[[key]]` for each key; names are unique. Imports nothing slow.

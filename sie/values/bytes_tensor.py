@@ -1,4 +1,4 @@
-"""Owns the elements of a BYTES tensor: each its length, uint32 little-endian, and that many bytes, without padding.
+"""The elements of a BYTES tensor: each is its length, uint32 little-endian, and that many bytes, without padding.
 
 Pure; whoever counts elements counts what is really there.
 """

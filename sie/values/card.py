@@ -1,4 +1,4 @@
-"""Owns the model card: everything about a model, its adapters and its outputs that is known before its weights are read.
+"""The model card: everything known about a model, its adapters and its outputs before its weights are read.
 
 Imports nothing of ours but `sie.values.extract`, `sie.values.generate` and `sie.values.tensor`; holds no behaviour beyond construction.
 """

@@ -1,4 +1,4 @@
-"""Owns the typed requests and replies that dialects decode to and encode from.
+"""The typed requests and replies that dialects decode to and encode from.
 
 Imports nothing of ours but `sie.values.extract`; holds no behaviour beyond construction. Shapes: n items, d dimensions.
 """

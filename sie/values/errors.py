@@ -1,4 +1,4 @@
-"""Owns every error a client can be told about, and how one crosses a ring.
+"""Every error that a client can receive, and how one crosses a ring.
 
     SieError                      code                  status  blame
     ├─ BadRequest                 INVALID_INPUT         400     client

@@ -1,4 +1,4 @@
-"""Owns the typed values of the extract operation: what is asked of a text, how a model answers, and the answer.
+"""The typed values of the extract operation: the task for a text, a model's answer, and the reply.
 
 Imports nothing of ours. What crosses a process is `array_like`: fields are only ever appended.
 """

@@ -1,4 +1,4 @@
-"""Owns what text generation is to every part of the server: the rule on a card, a task, its tokens, requests and events.
+"""The typed values of text generation: the rule on a card, a task, its tokens, requests and events.
 
 Imports nothing of ours; holds no behaviour beyond construction. A *choice* is one of the n texts that a request asks
 for. What crosses the rings (`GenerateTask`, `TokenFrame`, `GenerateTotals`) is `array_like`: fields are only ever appended.

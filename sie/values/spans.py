@@ -1,4 +1,4 @@
-"""Owns which spans of a text stay when they overlap: the best first, as the library `gliner` settles it. Pure.
+"""Chooses which of a text's overlapping spans stay: the best first, as the library `gliner` does. Pure.
 
 The library compares every span with all that stay, which a client's threshold and labels make thousands times
 thousands. Here each span is looked up by its ends, and the answer is the same.

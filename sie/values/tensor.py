@@ -1,4 +1,4 @@
-"""Owns the typed values of tensor inference: what a model takes and gives, a request, its reply.
+"""The typed values of tensor inference: a model's inputs and outputs, a request, its reply.
 
 The contract between the tensor dialects and `sie.frontend.tensors.infer`: a dialect turns bytes into a `TensorRequest` and a
 `TensorReply` into bytes. Imports nothing of ours but the times of a reply; holds no behaviour beyond construction.

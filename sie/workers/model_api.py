@@ -46,9 +46,8 @@ class SearchedImage(NamedTuple):
 class Adapters(Protocol):
     """The adapters that a loaded model has in memory; false if there are none.
 
-    A runner that supports adapters has them as `adapters`. Its method then takes `loras` after the other arguments:
-    each item's adapter, empty for none. The argument is left out if no item of the step has an adapter. `read` may run
-    on a thread beside the steps, everything else only between steps.
+    A runner that supports adapters has them as `adapters` and reads `RowStep.loras`. `read` may run on a thread beside
+    the steps, everything else only between steps.
     """
 
     def __len__(self) -> int: ...
@@ -67,34 +66,6 @@ class Adapters(Protocol):
 
     def remove(self, name: str) -> None:
         """Free an adapter that no step uses any more."""
-        ...
-
-
-class TokenRunner(Protocol):
-    """A model that reads token ids."""
-
-    takes: Literal["tokens"]
-    card: ModelCard
-    memory_bytes: int
-
-    def run_tokens(self, token_ids: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:
-        """Return (n, d) float32 rows, C order, owned by the caller, without the checkpoint's last normalisation.
-
-        Each item is (t_i,), at most the card's maximum; an item without tokens gets a row of zeros. Raises BadRequest
-        for an id outside the vocabulary.
-        """
-        ...
-
-
-class TextRunner(Protocol):
-    """A model that reads UTF-8 text."""
-
-    takes: Literal["text"]
-    card: ModelCard
-    memory_bytes: int
-
-    def run_texts(self, texts: Sequence[bytes | memoryview]) -> NDArray[np.float32]:
-        """Return (n, d) float32 rows, C order, owned by the caller."""
         ...
 
 
@@ -170,102 +141,41 @@ class StepOutputs(NamedTuple):
     boxes: Sequence[NDArray[np.float32]] | None = None
 
 
-class OutputsRunner(Protocol):
-    """A model with outputs besides dense. It reads token ids; a stub reads UTF-8 text (and images)."""
+Forward = Literal["encode", "score", "compare", "extract"]
+"""The operation of one forward pass of a runner of rows."""
 
-    takes: Literal["wants"]
+
+class RowStep(NamedTuple):
+    """The n items of one forward pass.
+
+    inputs have the form that the card reads: token ids (t_i,) int32, UTF-8 bytes, `ImageItem`, `Pair`, or
+    `SearchedImage`. wants has one for each input; to compare, they are `Side`s, and each query comes no later than its
+    documents. loras names each input's adapter, empty for none; it is empty itself if no input has one. tasks has one
+    for each input of an extractor that needs it.
+    """
+
+    operation: Forward
+    inputs: Sequence[Any]
+    wants: Sequence[Want]
+    loras: Sequence[str] = ()
+    tasks: Sequence[ExtractTask] = ()
+
+
+class RowRunner(Protocol):
+    """A model that turns each item into rows, scores or extractions."""
+
     card: ModelCard
     memory_bytes: int
 
-    def run_wants(self, inputs: Sequence[Any], wants: Sequence[Want]) -> StepOutputs:
-        """Return the outputs that each input wants, from one forward pass. Raises as the other two."""
-        ...
+    def run(self, step: RowStep) -> StepOutputs:
+        """Return the outputs that the items want, from one forward pass; the caller owns the arrays.
 
-    def run_comparisons(self, inputs: Sequence[Any], sides: Sequence[Side]) -> NDArray[np.float32]:
-        """Return (n, 1) float32 scores, C order, owned by the caller, 0 for a query; only if the card `compares`.
-
-        A query is kept for the documents of later steps. It comes no later than its documents. A document without a
-        vector to compare has the score -inf.
+        Dense rows come without the checkpoint's last normalisation. An item without tokens gets zeros, no entries and no
+        vectors. A comparison keeps its query for the documents of later steps; the query's own score is 0, and a
+        document without a vector to compare has -inf. An extractor puts an error of one item into that item's
+        `Extraction.error`, and groups the inputs that must run together itself. Raises BadRequest, for example for an id
+        outside the vocabulary; an exception fails the whole step.
         """
-        ...
-
-
-class DualEncoder(Protocol):
-    """A model of texts and images in one vector space; reads token ids and `ImageItem`s."""
-
-    takes: Literal["wants"]
-    card: ModelCard
-    memory_bytes: int
-
-    def run_wants(self, inputs: Sequence[Any], wants: Sequence[Want]) -> StepOutputs:
-        """Return dense rows, one for each input."""
-        ...
-
-
-class PairRunner(Protocol):
-    """A model that scores pairs, besides or instead of encoding."""
-
-    card: ModelCard
-    memory_bytes: int
-
-    def run_pairs(self, pairs: Sequence[Any]) -> NDArray[np.float32]:
-        """Return (n, 1) float32 scores, C order, owned by the caller.
-
-        A pair is a `Pair`, or UTF-8 bytes for a model that reads text (WorkHeader gives their form).
-        """
-        ...
-
-
-class ExtractRunner(Protocol):
-    """A model that turns texts into extractions by itself."""
-
-    card: ModelCard
-    memory_bytes: int
-
-    def run_extract(self, inputs: Sequence[Any], tasks: Sequence[ExtractTask]) -> Sequence[Extraction]:
-        """Return one extraction for each input of a step, in order.
-
-        Inputs have the form that the card's rule reads: for `text`, uint8 (bytes,) of UTF-8. Tasks may differ, and the
-        runner groups the inputs that must run together. An error of one item goes into that item's `Extraction.error`;
-        an exception fails the whole step.
-        """
-        ...
-
-
-class Detector(Protocol):
-    """A model that finds objects in images."""
-
-    card: ModelCard
-    memory_bytes: int
-
-    def run_boxes(self, images: Sequence[SearchedImage], thresholds: Sequence[float]) -> Sequence[NDArray[np.float32]]:
-        """Return the boxes (b, 5 + k) float32 of each image whose score is over its threshold.
-
-        The columns are those of `sie.shm.extent_headers.ReplyHeader`. Queries of images may differ, and the runner
-        groups the images that must run together.
-        """
-        ...
-
-
-class TokenClassifier(Protocol):
-    """A model that classifies each token."""
-
-    card: ModelCard
-    memory_bytes: int
-
-    def run_token_logits(self, token_ids: Sequence[NDArray[np.int32]]) -> Sequence[NDArray[np.float32]]:
-        """Return the logits (t_i, classes) float32 of each sequence (t_i,), owned by the caller."""
-        ...
-
-
-class PairClassifier(Protocol):
-    """A model that classifies each pair of texts."""
-
-    card: ModelCard
-    memory_bytes: int
-
-    def run_logits(self, pairs: Sequence[Pair]) -> NDArray[np.float32]:
-        """Return (n, classes) float32 logits, C order, owned by the caller."""
         ...
 
 
@@ -345,7 +255,8 @@ class Slot(NamedTuple):
     token_ids (t,) int32 are at positions start, start + 1, ... The keys and values of position p are in block blocks[p
     // block_tokens], row p % block_tokens; those before start exist already. Without draws no token is chosen, as after
     every prefill chunk except the last. When the prompt is complete, the choices of a request have one draw each, from
-    one slot. scored: the log probabilities to compute for the tokens themselves.
+    one slot. scored: the log probabilities to compute for the tokens themselves. rotary_length: a position has the rotary
+    factors of a sequence of so many tokens, or of one that ends with it if that is longer.
     """
 
     token_ids: NDArray[np.int32]
@@ -353,6 +264,7 @@ class Slot(NamedTuple):
     blocks: Sequence[int]
     draws: tuple[Draw, ...] = ()
     scored: Scored | None = None
+    rotary_length: int = 0
 
 
 class Chosen(NamedTuple):
@@ -364,9 +276,8 @@ class Chosen(NamedTuple):
 
 @runtime_checkable
 class GenerateRunner(Protocol):
-    """A model that generates text; one kind of `Runner`."""
+    """A model that generates text. One that also encodes has `RowRunner.run`."""
 
-    takes: Literal["generate"]
     card: ModelCard
     memory_bytes: int
     dtype: str
@@ -375,6 +286,13 @@ class GenerateRunner(Protocol):
     """The width of a row of logits."""
     num_blocks: int
     """The number of blocks of keys and values that fit in memory, numbered from 0."""
+    restart_length: int
+    """A sequence that grows to so many tokens has all its keys computed again, with the rotary factors of this length; 0:
+    none has."""
+
+    def least_length(self, length: int) -> int:
+        """Return the least length with the rotary factors of a sequence of this length; 0: those of the shortest."""
+        ...
 
     def run_step(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> Sequence[tuple[Chosen, ...]]:
         """Copy blocks (from, to), run all slots in one forward pass, and return the tokens of each slot's draws.
@@ -388,19 +306,7 @@ class GenerateRunner(Protocol):
         ...
 
 
-Runner = (
-    TokenRunner
-    | TextRunner
-    | OutputsRunner
-    | DualEncoder
-    | PairRunner
-    | ExtractRunner
-    | Detector
-    | TokenClassifier
-    | PairClassifier
-    | TensorRunner
-    | GenerateRunner
-)
+Runner = RowRunner | TensorRunner | GenerateRunner
 """A loaded model, as the loop sees it. Its card's outputs say which operations it supports."""
 
 

@@ -14,7 +14,7 @@ from sie.shm.extent_headers import WorkHeader
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, Overloaded, SieError, Unavailable
 from sie.values.extract import ExtractTask, TokenClassification, ZeroShot
-from sie.workers.model_api import Side, StepOutputs
+from sie.workers.model_api import RowStep, Side, StepOutputs
 from sie.workers.requests.quantise import output_layout
 from sie.workers.requests.request import Request
 from sie.workers.requests.tensors import grouping
@@ -115,39 +115,22 @@ def refusal(refused: Refused) -> SieError:
 def forward(runner: Any, items: list[Waiting]) -> StepOutputs:
     """Run one forward pass of one operation. runner is a `sie.workers.model_api.Runner`."""
     inputs = [item.request.inputs[item.index] for item in items]
-    if items[0].request.header.operation == "infer":
+    headers = [item.request.header for item in items]
+    operation = headers[0].operation
+    if operation == "infer":
         return StepOutputs(tensors=runner.run_tensors(inputs))
-    if is_score(items):
-        if items[0].request.comparison is not None:
-            sides = [Side(item.request.comparison, item.leads) for item in items]
-            return StepOutputs(scores=runner.run_comparisons(inputs, sides))
-        return StepOutputs(scores=runner.run_pairs(inputs))
-    if items[0].request.header.operation == "extract":
-        return _extract(runner, items, inputs)
-    loras = _loras(items) if getattr(runner, "adapters", None) else ()
-    if runner.takes in ("tokens", "generate"):
-        return StepOutputs(runner.run_tokens(inputs, *loras))
-    if runner.takes == "text":
-        return StepOutputs(runner.run_texts(inputs, *loras))
-    return runner.run_wants(inputs, [item.request.header for item in items], *loras)
+    if operation == "score" and items[0].request.comparison is not None:
+        sides = [Side(item.request.comparison, item.leads) for item in items]
+        return runner.run(RowStep("compare", inputs, sides))
+    loras = _loras(headers) if operation == "encode" and getattr(runner, "adapters", None) else ()
+    tasks = [_task_of(header.task) for header in headers] if operation == "extract" and headers[0].task else ()
+    return runner.run(RowStep(operation, inputs, headers, loras, tasks))
 
 
-def _loras(items: list[Waiting]) -> tuple[list[str], ...]:
-    """Return the argument with each item's adapter, or no argument if no item has one."""
-    loras = [item.request.header.lora for item in items]
-    return (loras,) if any(loras) else ()
-
-
-def _extract(runner: Any, items: list[Waiting], inputs: list[Any]) -> StepOutputs:
-    gives = runner.card.extract.gives
-    if gives == "token_logits":
-        return StepOutputs(token_logits=runner.run_token_logits(inputs))
-    if gives == "logits":
-        return StepOutputs(logits=runner.run_logits(inputs))
-    tasks = [_task_of(item.request.header.task) for item in items]
-    if gives == "boxes":
-        return StepOutputs(boxes=runner.run_boxes(inputs, [task.threshold or 0.0 for task in tasks]))
-    return StepOutputs(extract=runner.run_extract(inputs, tasks))
+def _loras(headers: list[WorkHeader]) -> list[str] | tuple[()]:
+    """Return each item's adapter, or nothing if no item has one."""
+    loras = [header.lora for header in headers]
+    return loras if any(loras) else ()
 
 
 def _task_of(task: bytes) -> ExtractTask:

@@ -1,4 +1,4 @@
-"""Owns the server of a chaos row, and the proof that a fault left nothing behind in it."""
+"""The server of a chaos row, and the proof that a fault left nothing behind in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the fixture `row`, by which a chaos test notes its figures, and their way into the report."""
+"""The fixture `row`, by which a chaos test notes its figures for the report."""
 
 from __future__ import annotations
 

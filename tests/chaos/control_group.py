@@ -1,4 +1,4 @@
-"""Owns a control group of a test's own, of either version, in which a server starts and meets a limit."""
+"""A control group of a test's own, of either version, in which a server starts and meets a limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns what a load saw, and the checks that hold in every row: one outcome, the right answer, none too late."""
+"""Records what a load saw, and checks it: one outcome for each request, the right answer, none too late."""
 
 from __future__ import annotations
 

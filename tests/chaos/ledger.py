@@ -1,4 +1,4 @@
-"""Owns the figures of the chaos rows: each with what is demanded of it, asserted, and kept for the report.
+"""Keeps the figures of the chaos rows: each is compared with its demand and kept for the report.
 
 CI runs each row short: a tenth of the faults, and times may be `SLACK` times as long, since its machines are slow and
 shared. `CHAOS=long` runs the whole of it and allows no slack; `make chaos` does.

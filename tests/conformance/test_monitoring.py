@@ -23,9 +23,9 @@ RULES = [rule for group in yaml.safe_load((FOLDER / "alerts.yml").read_text())["
 DASHBOARD = json.loads((FOLDER / "grafana.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 VARIABLES = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
-FAULTS = [fault for operation in OPERATIONS.values() for fault in operation.faults]
+FAULTS = [fault for operation in OPERATIONS for fault in operation.faults]
 CODES = {code for fault in FAULTS for code in fault.codes}
-STATUSES = {str(part.status) for operation in OPERATIONS.values() for part in (*operation.answers, *operation.faults)}
+STATUSES = {str(part.status) for operation in OPERATIONS for part in (*operation.answers, *operation.faults)}
 ABSENT_WITHOUT_A_DEVICE = {family.name for family in declared.FAMILIES if family.labels == declared.GPU_UP.labels}
 SHOWN_WHEN_IT_HAPPENS = {
     "sie_refusals_total", "sie_idle_evictions_total", "sie_pressure_evictions_total", "sie_loras_loaded",

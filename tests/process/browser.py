@@ -1,4 +1,4 @@
-"""Owns a headless Chromium in a test, spoken to over its own DevTools protocol: nothing is installed for it."""
+"""Drives a headless Chromium over its own DevTools protocol, without any installed driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns an OTLP collector in a test: it takes what exporters send over gRPC, and shows it."""
+"""An OTLP collector for tests: takes what exporters send over gRPC, and shows it."""
 
 from __future__ import annotations
 

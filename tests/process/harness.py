@@ -1,4 +1,4 @@
-"""Owns a running server in a test: started as a user starts it, watched from outside, and stopped without a trace.
+"""A running server for tests: started as a user starts it, watched from outside, and stopped without a trace.
 
 Nothing here imports the server: it is a command line, a log on stderr, a port and some processes. Every wait has a
 deadline, and a failed one shows what the server wrote.

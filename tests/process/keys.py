@@ -1,4 +1,4 @@
-"""Owns API keys in a test: known texts, and the file that lists them. Knows the file's form, not the server's code."""
+"""API keys for tests: known texts, and the file that lists them. Knows the file's form, not the server's code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns bodies that are nearly right: good ones of several routes, and what becomes of them with a few bytes changed."""
+"""Bodies that are nearly right: good ones of several routes with a few bytes changed."""
 
 from __future__ import annotations
 

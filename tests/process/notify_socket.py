@@ -1,4 +1,4 @@
-"""Owns a stand-in for the service manager: a notify socket, and what arrived there when."""
+"""A stand-in for the service manager: a notify socket that records what arrived and when."""
 
 from __future__ import annotations
 

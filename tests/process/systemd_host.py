@@ -1,4 +1,4 @@
-"""Owns a real systemd for a test: started in namespaces of its own, over a copy-on-write view of this machine's files.
+"""A real systemd for a test: started in namespaces of its own, over a copy-on-write view of this machine's files.
 
 It needs root and the rights of a machine rather than of a container. Where that is missing, `CannotBootError` says what.
 """

@@ -13,7 +13,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection
 from websockets.sync.client import connect as connect_websocket
 
-from sie.frontend.http.routes import ROUTES, WEBSOCKETS
+from sie.frontend.routes.table import TABLE, WEBSOCKETS
 from tests.process.harness import EX_CONFIG, WAIT_S, Server, eventually, paused, run_to_end, start_server
 from tests.process.keys import ADMIN, BOTH, INFER, METRICS, bearer, entry, write_keys
 from tests.process.notify_socket import ServiceManager
@@ -61,7 +61,7 @@ def aliases(path: str) -> list[str]:
 
 
 def walk():
-    for route in ROUTES:
+    for route in TABLE:
         path = route.template.replace("{model}", "stub/a")
         for alias in aliases(path):
             for method in dict.fromkeys((route.method, "GET", "POST", "HEAD", "OPTIONS", "DELETE")):

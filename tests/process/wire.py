@@ -1,4 +1,4 @@
-"""Owns how a test speaks to a running server: raw sockets, a small msgpack client, metrics, and load with checked answers."""
+"""Speaks to a running server: raw sockets, a small msgpack client, metrics, and load with checked answers."""
 
 from __future__ import annotations
 

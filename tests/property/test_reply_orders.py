@@ -25,7 +25,6 @@ from sie.frontend.generation.start import Generator
 from sie.frontend.grpc.kserve_service import KServeGrpc
 from sie.frontend.grpc.trtis_service import TrtisGrpc
 from sie.frontend.http.exchange import Exchange
-from sie.frontend.http.routes import ENCODE
 from sie.frontend.inputs.image_reader import ImageReader
 from sie.frontend.models.admin import ModelAdmin
 from sie.frontend.models.table import ModelTable
@@ -34,10 +33,10 @@ from sie.frontend.operations.extraction.extract import Extractor
 from sie.frontend.operations.score import Scorer
 from sie.frontend.routes.embed import Inference
 from sie.frontend.routes.kserve import KServe
+from sie.frontend.routes.table import ENCODE
 from sie.frontend.routes.trtis import Trtis
 from sie.frontend.tensors.encoded_images import TensorImages
 from sie.frontend.tensors.infer import Tensors
-from sie.frontend.tensors.paths import ModelPath
 from sie.frontend.tensors.text_models import TextTensors
 from sie.ipc import messages
 from sie.ipc.messages import ModelEntry
@@ -234,7 +233,7 @@ def extract(desk: Desk) -> Awaitable[Any]:
 
 def infer(desk: Desk) -> Awaitable[Any]:
     body = json.dumps({"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [2], "data": [1, 2]}]}).encode()
-    return desk.kserve.serve(http("tensor", body), ModelPath("tensor", "", "infer"), body)
+    return desk.kserve.serve(http("tensor", body), "tensor", "", body)
 
 
 async def fast_encode(desk: Desk) -> None:

@@ -34,6 +34,7 @@ from sie.shm.space import OutboundSpace
 from sie.values.card import ModelCard
 from sie.workers.loading.hosting import Host
 from sie.workers.loop import Loop
+from sie.workers.model_api import RowStep, StepOutputs
 from sie.workers.scheduling.waiting import Budget
 from sie.workers.telemetry import WorkerMetrics
 from tests.unit.frontend.engine.hand_worker import HandWorker, generator
@@ -58,7 +59,6 @@ def card(model: str) -> ModelCard:
 class SumRunner:
     """Answer each item with its checksum, and remember what was asked. `raises` maps a first token id to an error."""
 
-    takes = "tokens"
     memory_bytes = 7
 
     def __init__(self, model: ModelCard) -> None:
@@ -66,6 +66,9 @@ class SumRunner:
         self.steps: list[list[list[int]]] = []
         self.raises: dict[int, Exception] = {}
         self.on_step: Callable[[], None] = lambda: None
+
+    def run(self, step: RowStep) -> StepOutputs:
+        return StepOutputs(self.run_tokens(step.inputs))
 
     def run_tokens(self, token_ids: Any) -> Any:
         items = [ids.tolist() for ids in token_ids]

@@ -1,4 +1,4 @@
-"""Owns the page at `/` for browsers: one self-contained file that watches `/ws/status`."""
+"""Serves the page at `/` for browsers: one self-contained file that watches `/ws/status`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns how a frontend and a worker that the supervisor introduced come to share their memory."""
+"""Attaches a frontend to a worker that the supervisor has introduced, so that they share memory."""
 
 from __future__ import annotations
 

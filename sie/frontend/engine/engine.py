@@ -1,4 +1,4 @@
-"""Owns every request between a dialect and the workers: submit, reply, resubmit after a death, give up in time.
+"""Carries every request between operations and workers: submit, reply, resubmit after a death, give up in time.
 
 Dialects know only `submit` and the `Reply` that its future brings. A request's bytes lie in this frontend's own
 segment, so that a worker's death costs time and not the answer: what it had not answered goes, from the same bytes,

@@ -1,4 +1,4 @@
-"""Owns the inputs that are refused because they killed two workers, known by what they hold and not by who sent them."""
+"""Remembers the inputs that killed two workers, which are refused. An input is known by its content, not by its sender."""
 
 from __future__ import annotations
 

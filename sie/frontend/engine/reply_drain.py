@@ -1,4 +1,4 @@
-"""Owns what workers say: each descriptor ends its request, or feeds its stream; and how fast answers come back.
+"""Reads the workers' descriptors: each ends its request or feeds its stream. Also measures how fast answers come back.
 
 What a worker wrote is checked here, before anything is settled: a request whose reply cannot be read waits like the
 worker's others, until the supervisor has ended that worker.

@@ -1,4 +1,4 @@
-"""Owns how a request's arrays lie in its extent: the header's bytes, each array's place, and the bytes to lease."""
+"""Lays out a request's arrays in its extent: the header's bytes, each array's place, and the bytes to lease."""
 
 from __future__ import annotations
 

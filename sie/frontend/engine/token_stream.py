@@ -1,4 +1,4 @@
-"""Owns the tokens of one request on their way from a worker to the request's handler, and when they are overdue.
+"""Carries the tokens of one request from a worker to the request's handler, and tells when they are overdue.
 
 A worker's records are checked as they come: each choice's in order, none missing, none after its last. While the client
 was sent nothing, a worker's death only starts the stream anew; afterwards it ends it.

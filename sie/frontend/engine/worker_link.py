@@ -1,4 +1,4 @@
-"""Owns the frontend's end of one attachment: work out, replies in, and what is outstanding on that worker."""
+"""The frontend's end of one attachment: requests out, replies in, and the requests outstanding on that worker."""
 
 from __future__ import annotations
 

@@ -13,8 +13,9 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from sie.frontend.engine.worker_link import Pending, Reply
-from sie.frontend.http import routes
 from sie.frontend.http.response import Response
+from sie.frontend.http.routes import Route
+from sie.frontend.routes.table import TABLE
 from sie.values.errors import Unavailable
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _MAX_KEPT_CHARS: Final = 256
-_match: Final = lru_cache(maxsize=1024)(routes.match)
+_match: Final = lru_cache(maxsize=1024)(TABLE.match)
 
 
 class Work(Protocol):
@@ -57,9 +58,11 @@ class ErrorBoundary(Protocol):
 
 
 class FastPath:
-    """The fast path of one process. submitters is keyed by the template of the route."""
+    """The fast path of one process, for the routes that have a submitter."""
 
-    def __init__(self, boundary: ErrorBoundary, process: FrontendProcess, submitters: Mapping[str, TrySubmit]) -> None:
+    def __init__(
+        self, boundary: ErrorBoundary, process: FrontendProcess, submitters: Mapping[Route, TrySubmit]
+    ) -> None:
         self._boundary = boundary
         self._process = process
         self._submitters = submitters
@@ -67,12 +70,12 @@ class FastPath:
     def take(self, exchange: Exchange) -> None:
         """Serve a request here if its body has arrived and its route has a submitter, or else in a task."""
         path, scope, body = exchange.scope.path, exchange.scope, exchange.body
-        matched = _match(path) if len(path) <= _MAX_KEPT_CHARS else routes.match(path)
-        try_submit = self._submitters.get(matched.route.template) if matched is not None else None
+        matched = _match(path) if len(path) <= _MAX_KEPT_CHARS else TABLE.match(path)
+        try_submit = self._submitters.get(matched.route) if matched is not None else None
         if matched is None or try_submit is None or scope.method != "POST" or body is None or not body.done():
             self.spawn(self._boundary.serve(exchange))
             return
-        exchange.route, exchange.model = matched
+        exchange.route, exchange.model, _ = matched
         try:
             if self._process.access is not None:
                 self._process.access.admit(exchange, matched.route.need)
@@ -88,14 +91,13 @@ class FastPath:
         task.add_done_callback(self._process.requests.discard)
 
     def _submit(self, exchange: Exchange, try_submit: TrySubmit) -> None:
-        route = exchange.route
         try:
             work = try_submit(exchange)
         except Exception as error:
             self._fail(exchange, error)
             return
         if work is None:
-            exchange.route = route
+            exchange.route = None  # `serve` finds it, as that of every request without a submitter
             self.spawn(self._boundary.serve(exchange))
         else:
             work.pending.future.add_done_callback(partial(self._end, exchange, work))

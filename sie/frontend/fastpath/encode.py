@@ -40,7 +40,7 @@ class EncodeWork:
     async def retry(self, error: Unavailable) -> Response:
         exchange, inference = self._exchange, self._inference
         entry = inference.models.reloaded(self.entry, error)
-        return Response(200, *await inference.run_encode(exchange, entry, self._request))
+        return await inference.run_encode(exchange, entry, self._request)
 
 
 class EncodeFastPath:

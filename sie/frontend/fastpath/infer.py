@@ -1,4 +1,4 @@
-"""Submits and answers infer requests without a task. Must make the same checks as `KServe.model`, cached or not."""
+"""Submits and answers infer requests without a task. Must make the same checks as `KServe.infer`, cached or not."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from sie.frontend.fastpath.infer_cache import (
 )
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import Response
-from sie.frontend.http.routes import COUNTED, INFER
 from sie.frontend.operations.reply_reader import timing_of
 from sie.frontend.process import FrontendProcess
-from sie.frontend.routes.kserve import LENGTH_HEADER, METHODS, KServe
+from sie.frontend.routes.kserve import LENGTH_HEADER, KServe
+from sie.frontend.routes.table import INFER, find_route
 from sie.frontend.tensors.infer import deadline_of, hold
 from sie.frontend.tensors.lookup import is_servable
-from sie.frontend.tensors.paths import split_model_path
 from sie.frontend.tensors.states import rule_of
 from sie.values.errors import Unavailable
 
@@ -62,9 +61,10 @@ class InferWork:
         return response
 
     async def retry(self, error: Unavailable) -> Response:
-        exchange, path, entry = self._exchange, self._cached.path, self._cached.entry
-        await self._kserve.tensors.after(entry, error, path.name, path.version, exchange.deadline_ns)
-        return await self._kserve.serve(exchange, path, self._body)
+        exchange, entry = self._exchange, self._cached.entry
+        _, name, version = self._cached.found
+        await self._kserve.tensors.after(entry, error, name, version, exchange.deadline_ns)
+        return await self._kserve.serve(exchange, name, version, self._body)
 
 
 class InferFastPath:
@@ -77,7 +77,7 @@ class InferFastPath:
         self._cache = InferCache()
 
     def __call__(self, exchange: Exchange) -> InferWork | None:
-        """Submit a request that waits only for its reply, or return None so that `KServe.model` serves it.
+        """Submit a request that waits only for its reply, or return None so that `KServe.infer` serves it.
 
         The model must take requests, and the body must be valid and not compressed.
         """
@@ -88,7 +88,7 @@ class InferFastPath:
         cached = self._find_cached(exchange, length) if length is not None else None
         if cached is None:
             return self._submit_uncached(exchange, length)
-        exchange.route, exchange.known_model = COUNTED[INFER], cached.entry.card.id
+        exchange.known_model = cached.entry.card.id
         exchange.deadline_ns = exchange.began_ns + process.timeout_ns(headers.get("x-sie-timeout-ms"))
         process.check_accepting()
         body = exchange.take_body(process.bodies)
@@ -107,11 +107,10 @@ class InferFastPath:
     def _submit_uncached(self, exchange: Exchange, length: str | None) -> InferWork | None:
         """Check and submit a request whose layout is not in the cache, and cache the layout if possible."""
         process, tensors = self._process, self._tensors
-        path = split_model_path(f"{exchange.model}/infer", METHODS, tensors.table)
-        if path is None or path.action != "infer":
+        found = find_route(exchange.scope.path, tensors.table)
+        if found is None or found.route is not INFER:
             return None
-        exchange.route = COUNTED[INFER]
-        entry = tensors.table.resolve(path.name, path.version)
+        entry = tensors.table.resolve(found.model, found.version)
         exchange.known_model = entry.card.id
         if not is_servable(entry):
             return None
@@ -127,8 +126,8 @@ class InferFastPath:
             return None
         places = places_in(body, length, call) if length is not None else None
         if places is None or length is None:
-            return self._submit(exchange, CachedInfer(path, entry, plan, call, (), {}), body)
-        cached = CachedInfer(path, entry, plan, call.without_inputs(), places, {})
+            return self._submit(exchange, CachedInfer(found, entry, plan, call, (), {}), body)
+        cached = CachedInfer(found, entry, plan, call.without_inputs(), places, {})
         self._cache.add(exchange.model, length, body, basis, cached)
         return self._submit(exchange, cached, body)
 

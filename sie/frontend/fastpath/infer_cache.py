@@ -13,8 +13,8 @@ from typing import Final, NamedTuple
 from sie.config.limits import Limits
 from sie.frontend.dialects.kserve.infer import InferCall
 from sie.frontend.engine.worker_link import Reply
+from sie.frontend.http.routes import Match
 from sie.frontend.tensors.infer import Plan, places_of
-from sie.frontend.tensors.paths import ModelPath
 from sie.ipc.messages import ModelEntry
 from sie.shm.extent import split_extent
 from sie.shm.layout import ProtocolError
@@ -47,7 +47,7 @@ class CachedAnswer(NamedTuple):
 class CachedInfer(NamedTuple):
     """A checked request. If it has places, its elements must be read from the body, never from call."""
 
-    path: ModelPath
+    found: Match
     entry: ModelEntry
     plan: Plan
     call: InferCall

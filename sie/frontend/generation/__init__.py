@@ -1,4 +1,4 @@
-"""Owns text generation in a frontend: a typed request to a prompt, its tokens to events, whatever dialect it came in.
+"""Text generation in a frontend: a typed request of any dialect to a prompt, and its tokens to events.
 
     dialect ─► GenerateRequest ─► templates ─► prompt ─► vocabulary ─► run ═► engine ═► worker
     dialect ◄─ GenerateEvent ◄── reader ◄── stops ◄── detokenise ◄── run ◄═ token_stream ◄═ worker

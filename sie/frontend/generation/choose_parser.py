@@ -1,4 +1,4 @@
-"""Owns which parser reads a model's answers, by its rule and by what the request allows it to write. Pure."""
+"""Chooses the parser of a model's answers, by the model's rule and by what the request allows it to write. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns which grammar binds an answer: the request's own, the calls that it demands, or both as alternatives.
+"""Chooses the grammar that binds an answer: the request's own, the demanded calls, or both as alternatives.
 
 A demanded call is bound from its first token. A strict tool binds only its own arguments: any text may stand around its
 calls. Grammars are written in llguidance's Lark and checked here, so that a client hears what is wrong with which field

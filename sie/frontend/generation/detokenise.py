@@ -1,4 +1,4 @@
-"""Owns the text of tokens that come one by one. Pure.
+"""Turns tokens that arrive one by one into text. Pure.
 
 Whatever the pieces in which tokens come, the texts joined are that of all of them decoded at once. A character comes with
 the token that completes it. Bytes that no token completes become U+FFFD.

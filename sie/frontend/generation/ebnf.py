@@ -1,4 +1,4 @@
-"""Owns grammars in EBNF, as llama.cpp writes them (GBNF): each becomes Lark, which a worker compiles."""
+"""Converts grammars in EBNF, as llama.cpp writes them (GBNF), to Lark, which a worker compiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns prompts of models that fill a gap: the text before it and the text behind it, with the marks that they were taught.
+"""Builds prompts of models that fill a gap: the text before it and the text after it, with the marks of their training.
 
 The marks are tokens, known by their names; what a model writes behind the last one belongs into the gap.
 Sources: arXiv 2207.14255 (fill in the middle, prefix first) and the model cards of CodeLlama, Qwen2.5-Coder, CodeGemma,

@@ -1,4 +1,4 @@
-"""Owns which of Lark is taken from a client: all but what may take hours to compile. Pure.
+"""Checks a client's Lark grammar. Refuses the constructs that may take hours to compile. Pure.
 
 An intersection (`A & B`) or a complement (`~A`) of regular expressions may have more states than there is memory for, and
 llguidance (1.9) looks at them before any limit of its own counts, where nothing can stop it.

@@ -1,4 +1,6 @@
-"""Owns the two questions about text that comes in pieces: what may still become a marker, and where JSON ends. Pure."""
+"""Answers two questions about text that comes in pieces: can its end still become a marker, and where does JSON end?
+Pure.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the seam between an answer's text and what a client is given of it: text, reasoning, calls of tools. Pure.
+"""The interface between an answer's text and its parts for the client: text, reasoning and tool calls. Pure.
 
 A parser belongs to one choice. It gets the text in whatever pieces it comes, and what it returns must not depend on
 them: the pieces of each kind joined are the same for every split.

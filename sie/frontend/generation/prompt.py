@@ -1,4 +1,4 @@
-"""Owns a conversation to the token ids of its prompt. Pure: somebody else renders its template in between.
+"""Turns a conversation into the token ids of its prompt. Pure: somebody else renders its template in between.
 
 A client's own text never becomes a special token. Where one of its texts holds what the tokenizer would read as such,
 that place is marked before the template sees it, with two characters that occur in none of the texts. What the

@@ -1,4 +1,4 @@
-"""Owns the pieces in which a worker tells the log probabilities of a prompt's tokens, to what dialects write. Pure."""
+"""Collects a prompt's log probabilities from the pieces that a worker sends. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns a worker's records to the events that dialects write. Pure.
+"""Turns a worker's records into the events that dialects write. Pure.
 
 record ─► token decoder ─► stop filter ─► parser ─► events, of one choice
 """

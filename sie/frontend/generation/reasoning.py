@@ -1,4 +1,4 @@
-"""Owns a model's reasoning: what it writes between its tags before the answer becomes a kind of its own. Pure."""
+"""Separates a model's reasoning, which it writes between tags, from its answer. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns one request to generate while it runs: its prompts on the engine, the events they come to, the end of all of them."""
+"""Runs one request to generate: its prompts on the engine, their events, and the end of all of them."""
 
 from __future__ import annotations
 

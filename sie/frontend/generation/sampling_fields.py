@@ -1,4 +1,4 @@
-"""Owns the sampling fields that every route has under the same names, and the bounds of all of them."""
+"""Checks the sampling fields that all routes have under the same names, and the bounds of all of them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Owns finding a tokenizer's special texts in other text: of several at a place the longest, in time that grows with the
-text alone. Pure.
+"""Finds a tokenizer's special texts in other text: the longest one at each place, in time that grows with the text
+alone. Pure.
 
 Some tokenizers have thousands of them (Gemma 3: 6,249). Alternatives tried one after another take half a second for
 50,000 times the character with which they begin; here those with a common beginning are tried together.

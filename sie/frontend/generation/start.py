@@ -1,4 +1,4 @@
-"""Owns a typed request up to the engine: its limits, its prompts' tokens, and what is asked of the worker."""
+"""Prepares and submits a typed request to generate: its limits, its prompts' tokens, and the worker's task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns where an answer stops: the first of the request's stop strings, which may span tokens. Pure."""
+"""Finds the end of an answer: the first of the request's stop strings, which may span tokens. Pure."""
 
 from __future__ import annotations
 

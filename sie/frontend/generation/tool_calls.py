@@ -1,4 +1,4 @@
-"""Owns the calls of tools in what a model writes, for the formats that models are trained on. Pure.
+"""Finds tool calls in a model's text, for the formats that models are trained on. Pure.
 
     hermes   any text, and anywhere in it <tool_call>{"name": ..., "arguments": {...}}</tool_call>, repeatedly
     llama    nothing but calls: {"name": ..., "parameters": {...}}, perhaps behind <|python_tag|>, separated by ;

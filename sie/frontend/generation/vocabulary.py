@@ -1,4 +1,4 @@
-"""Owns text to token ids of a model that generates, and what each token is in text.
+"""Turns text into token ids for a generating model, and gives the text of each token.
 
 The tokens of a model with a tokenizer file are that file's. A stub has no file: its tokens are bytes
 (`sie.catalog.stub`).

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from sie.config.settings import Settings
 from sie.frontend.dialects.kserve.protobuf_wire import parse
-from sie.frontend.engine.worker_link import Pending
 from sie.frontend.grpc.methods import BY_PATH, Method
 from sie.frontend.grpc.streams import Streams
 from sie.frontend.grpc.transport.calls import Call
@@ -43,9 +42,6 @@ class Dialect(Protocol):
         ...
 
 
-Handler = Callable[[Exchange, Any], Awaitable[bytes]]
-
-
 class Service:
     """The methods of one process."""
 
@@ -55,9 +51,6 @@ class Service:
         self._dialects = dialects
         self._pool = pool
         self._streams = Streams()
-        self._handlers: dict[str, Handler] = {
-            path: getattr(dialects[method.service], method.route.handler) for path, method in BY_PATH.items()
-        }
 
     @property
     def settings(self) -> Settings:
@@ -136,7 +129,7 @@ class Service:
             try:
                 exchange.deadline_ns = self._deadline_ns(exchange)
                 asked = parse(message_class(method.file, method.request), message) if method.request else message
-                return await self._handlers[call.path](exchange, asked)
+                return await method.handler(self._dialects[method.service], exchange, asked)
             except SieError as error:
                 failure = error
                 reply = self._dialects[method.service].fail(exchange, message, error, is_stream=method.is_stream)
@@ -206,18 +199,3 @@ def _fail(call: Call, error: Exception) -> None:
         _log.error("%s failed", call.path, exc_info=error)
         error = Internal("internal error")
     call.finish(status_code(error), details(error))
-
-
-class Watched:
-    """The submitted work of one request. It is abandoned when its call is cancelled, for example by the client."""
-
-    def __init__(self, process: FrontendProcess) -> None:
-        self._process = process
-        self._work: list[Pending] = []
-        self.watch = self._work.append
-        """Record work that was submitted to a worker."""
-
-    def give_up(self) -> None:
-        """Tell the workers not to run the work."""
-        for pending in self._work:
-            self._process.engine.abandon(pending, ClientGone("the client left before its answer was there"))

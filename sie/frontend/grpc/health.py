@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from sie.frontend.grpc.methods import HEALTH, KSERVE, TRTIS
+from sie.frontend.grpc.service_names import HEALTH, KSERVE, TRTIS
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.process import FrontendProcess
 from sie.proto import message_class

@@ -26,8 +26,8 @@ from sie.frontend.dialects.kserve.models import (
     model_metadata,
     statistics,
 )
-from sie.frontend.grpc.app import Watched
 from sie.frontend.grpc.transport.status_codes import details
+from sie.frontend.grpc.watched import Watched
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.threads import LARGE_BYTES, offload
 from sie.frontend.process import FrontendProcess

@@ -13,8 +13,8 @@ import uvloop
 from sie.frontend.grpc.app import Dialect, Service
 from sie.frontend.grpc.health import Health
 from sie.frontend.grpc.kserve_service import KServeGrpc
-from sie.frontend.grpc.methods import HEALTH, KSERVE, REFLECTION, TRTIS
 from sie.frontend.grpc.reflection import Reflection
+from sie.frontend.grpc.service_names import HEALTH, KSERVE, REFLECTION, TRTIS
 from sie.frontend.grpc.transport.listener import Listener
 from sie.frontend.grpc.transport.tls import tls_context
 from sie.frontend.grpc.trtis_service import TrtisGrpc

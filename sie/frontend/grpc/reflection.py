@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from sie.frontend.dialects.kserve.protobuf_wire import parse
-from sie.frontend.grpc.methods import HEALTH, KSERVE, REFLECTION, TRTIS
+from sie.frontend.grpc.service_names import HEALTH, KSERVE, REFLECTION, TRTIS
 from sie.frontend.http.exchange import Exchange
 from sie.proto import described_by_name, described_by_symbol, message_class
 from sie.values.errors import SieError

@@ -15,7 +15,7 @@ from sie.frontend.dialects.trtis import grpc
 from sie.frontend.dialects.trtis import infer as trtis
 from sie.frontend.dialects.trtis import status as trtis_status
 from sie.frontend.dialects.trtis.infer import InferHead
-from sie.frontend.grpc.app import Watched
+from sie.frontend.grpc.watched import Watched
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.threads import offload
 from sie.frontend.process import FrontendProcess
@@ -45,8 +45,7 @@ class TrtisGrpc:
         assert exchange.route is not None
         if error.http_status in _STATUS_CODES:
             return None
-        handler = exchange.route.handler
-        if handler in ("infer", "stream_infer"):
+        if exchange.route.label == "infer":
             try:
                 header = grpc.parse_infer(message).header
             except MalformedMessage:

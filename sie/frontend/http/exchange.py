@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sie.frontend.access.key_use import KeyHolder
-from sie.frontend.http import routes
 from sie.frontend.http.body import Body, BodyReader
+from sie.frontend.http.routes import Route
 
 
 class Exchange:
     """One HTTP request while it is served, with the state that the error boundary needs to answer and count it."""
 
     __slots__ = ("began_ns", "body", "body_bytes", "deadline_ns", "decoded_ns", "headers", "holder", "known_model",
-                 "model", "num_items", "protocol", "request_id", "route", "scope", "timing", "waits")  # fmt: skip
+                 "leave", "model", "num_items", "protocol", "request_id", "route", "scope", "timing", "version", "waits")  # fmt: skip
 
     def __init__(self, scope: Any, protocol: Any, began_ns: int) -> None:
         self.scope = scope
@@ -24,16 +25,21 @@ class Exchange:
         """The future of a body that `sie.frontend.http.intake` requested before the handler started."""
         self.deadline_ns = 0
         self.decoded_ns = 0
-        self.route: routes.Route | None = None
+        self.route: Route | None = None
         self.holder: KeyHolder | None = None
         """The holder of the request's API key, once identified."""
         self.model = ""
+        """The part of the path at the route's placeholder, usually a model's name."""
+        self.version = ""
+        """The version of a tensor model that the path names, or empty."""
         self.known_model = ""
         self.request_id = ""
         """The value of `x-request-id` in the answer; empty on routes without that header."""
         self.body_bytes = 0
         self.num_items = 0
         self.timing: Any = None
+        self.leave: Callable[[], None] | None = None
+        """Called once when the exchange is over, if a handler has set it."""
         self.waits = False
         """Whether the request waits for a loading model instead of failing at once."""
 

@@ -60,6 +60,8 @@ class Streamed(NamedTuple):
 
     run: EventSource
     writer: EventWriter
+    headers: Sequence[tuple[str, str]] = ()
+    """The headers to send besides those of every stream."""
 
 
 async def send_stream(
@@ -70,7 +72,7 @@ async def send_stream(
     open_response sends the status and headers and returns Granian's transport. Errors before that are raised, so that
     they get a status. The run is given up if the client leaves or its backlog passes stream_backlog_bytes.
     """
-    run, writer = answer
+    run, writer = answer.run, answer.writer
     backlog = Backlog(client, settings.stream_backlog_bytes)
     transport: Any = None
     try:

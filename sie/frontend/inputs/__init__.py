@@ -1,1 +1,1 @@
-"""Owns what a client's texts and images become before a worker sees them: token ids, pixels and their arrangement."""
+"""Prepares a client's texts and images for a worker: token ids, pixels and their arrangement."""

@@ -1,4 +1,4 @@
-"""Owns what a request body may cost before and while it is decoded. Knows nothing of sockets: the bytes are all here.
+"""Bounds the cost of a request body before and while it is decoded. Knows no sockets: all bytes have arrived.
 
 What is bounded where, and why no byte of an ordinary body is looked at in Python:
 - Typed decoding skips unknown fields without building them, and free-form fields are `msgspec.Raw` (a view), so only

@@ -1,4 +1,4 @@
-"""Owns the threads that read images, and what may wait for them.
+"""Reads images on threads, and bounds the images that wait for them.
 
 The event loop only hands out and collects: one task an image, so that a request of many shares the threads with others.
 """

@@ -1,4 +1,4 @@
-"""Owns one image: from the bytes a client sent to the uint8 RGB rows that a worker reads.
+"""Decodes one image: from the client's bytes to the uint8 RGB rows that a worker reads.
 
 Pillow decodes, six formats and no other; the size is read from the header and judged before a pixel is decoded. What
 the header does not tell is bounded too: the first frame only, no more than a usual number of JPEG scans, no tile of a

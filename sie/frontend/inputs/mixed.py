@@ -1,4 +1,4 @@
-"""Owns the arrays of a request in which some items are images. Pure. Layout: `sie.shm.extent_headers.WorkHeader`."""
+"""Builds the arrays of a request in which some items are images. Pure. Layout: `sie.shm.extent_headers.WorkHeader`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns how a query and its documents become the arrays of a score request, for each way in which models read pairs."""
+"""Turns a query and its documents into the arrays of a score request, for each way in which models read pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns what a request's options come to: those of the profile it selects, with its own on top. Pure.
+"""Merges a request's own options over those of the profile that it selects. Pure.
 
 Every operation and every dialect merges here. Source: SIE API reference, sections 5 and 11.
 """

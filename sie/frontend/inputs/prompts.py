@@ -1,4 +1,4 @@
-"""Owns what is put around a text before it is tokenised. Pure. Source: SIE API reference, section 11.
+"""Puts prompts and instructions around a text before it is tokenised. Pure. Source: SIE API reference, section 11.
 
 The first rule that applies wins:
 1. a template (`query_template` for queries, else `doc_template`): the instruction goes only where the template puts it;

@@ -1,4 +1,4 @@
-"""Owns how a text is cut into windows that a model of spans reads whole, and how the spans of windows become one list.
+"""Cuts a text into windows that a span model reads whole, and joins the spans of all windows.
 
 Pure. Positions are code points. A word is what the `gliner` library splits a text into; a window begins and ends where
 a word does, so the library splits it into the same words.

@@ -1,4 +1,4 @@
-"""Owns text to token ids, and the checks of token ids that a client made itself.
+"""Turns text into token ids, and checks token ids that a client made itself.
 
 Truncation is silent, at the model's maximum, as sentence-transformers does it. Special tokens in a text are parsed,
 also as sentence-transformers does it. Arrays are NumPy int32, contiguous: `token_ids` (t,) holds the sequences back to

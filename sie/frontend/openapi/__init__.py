@@ -22,8 +22,7 @@ from sie.frontend.dialects.openai import openapi as openai
 from sie.frontend.dialects.operation import JSON, Answer, Fault, Operation
 from sie.frontend.dialects.responses import openapi as responses
 from sie.frontend.dialects.trtis import openapi as trtis
-from sie.frontend.http import routes
-from sie.frontend.http.routes import Route
+from sie.frontend.http.routes import Route, RouteTable
 from sie.frontend.openapi import schemas, server_operations
 
 Document = dict[str, Any]
@@ -37,19 +36,13 @@ def _collect(name: str) -> dict[str, Any]:
     return {key: value for api in _APIS for key, value in getattr(api, name, {}).items()}
 
 
-def _route_of(operation: Operation) -> Route:
-    """Return the route that a row describes."""
-    return routes.BY_METHOD.get((operation.template, operation.method)) or routes.BY_TEMPLATE[operation.template]
-
-
 _TAGS: Final[dict[str, str]] = _collect("TAGS")
 _ERRORS: Final[dict[str, type[msgspec.Struct]]] = _collect("ERRORS")
 """The body of an error, by the route's envelope. The v1 tensor API has none."""
 _CODE_WRITERS: Final[dict[str, Callable[[str], str]]] = _collect("CODE_WRITERS")
 """How an envelope writes one of our error codes. The others write it as it is."""
-_ROWS: Final = {_route_of(operation): operation for api in _APIS for operation in api.OPERATIONS}
-OPERATIONS: Final = {route: _ROWS[route] for route in routes.ROUTES if route in _ROWS}
-"""The row of each route, in the order of the route table. Tests check that no route is without one."""
+OPERATIONS: Final = [operation for api in _APIS for operation in api.OPERATIONS]
+"""What each API says of its routes. Tests check that no route is left out."""
 
 _ABOUT = """One engine, several wire dialects. A live feed of JSON frames is at `/ws/status` (a websocket).
 
@@ -71,15 +64,16 @@ _TIMING_HEADERS = {
 
 
 @functools.lru_cache(maxsize=2)
-def document_json(limits: Limits) -> bytes:
+def document_json(table: RouteTable, limits: Limits) -> bytes:
     """Return the document as JSON; limits are those that the server enforces."""
-    return msgspec.json.encode(document(limits))
+    return msgspec.json.encode(document(table, limits))
 
 
-def document(limits: Limits) -> Document:
-    """Return the document, OpenAPI 3.1."""
+def document(table: RouteTable, limits: Limits) -> Document:
+    """Return the document, OpenAPI 3.1, with the paths in the order of the route table."""
+    rows = _rows(table)
     paths: Document = {}
-    for route, operation in OPERATIONS.items():
+    for route, operation in rows.items():
         path = paths.setdefault(route.template, {})
         path.update({method.lower(): _operation(operation, route, method) for method in route.methods})
     return {
@@ -88,7 +82,7 @@ def document(limits: Limits) -> Document:
         "servers": [{"url": "/"}],
         "tags": [{"name": name, "description": text} for name, text in _TAGS.items()],
         "paths": paths,
-        "components": {"schemas": schemas.components(_structs(), limits), "securitySchemes": _SECURITY_SCHEMES},
+        "components": {"schemas": schemas.components(_structs(rows), limits), "securitySchemes": _SECURITY_SCHEMES},
     }
 
 
@@ -99,10 +93,16 @@ _SECURITY_SCHEMES = {
 _LICENSE = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
 
 
-def _structs() -> list[type[msgspec.Struct]]:
+def _rows(table: RouteTable) -> dict[Route, Operation]:
+    """Return what is said of each route, in the order of the table. An operation without a method has a path of its own."""
+    said = {(operation.template, operation.method): operation for operation in OPERATIONS}
+    return {route: said.get((route.template, route.method)) or said[route.template, ""] for route in table}
+
+
+def _structs(rows: dict[Route, Operation]) -> list[type[msgspec.Struct]]:
     """Return every struct that an operation names, once."""
     named: dict[Any, None] = {}
-    for operation in OPERATIONS.values():
+    for operation in rows.values():
         parts = (*operation.answers, *operation.faults)
         named |= dict.fromkeys((operation.request, *(part.type for part in parts)))
     named |= dict.fromkeys(_ERRORS.values())

@@ -1,4 +1,4 @@
-"""Owns `/docs`: the document as one self-contained page, written here and not by a script in the browser.
+"""Writes `/docs`: the OpenAPI document as one self-contained page, written here and not by a script in the browser.
 
 The page's frame, style and the script behind "Send" are in `page.html`; everything from the document is escaped.
 """
@@ -13,6 +13,7 @@ from importlib import resources
 from typing import Any, Final
 
 from sie.config.limits import Limits
+from sie.frontend.http.routes import RouteTable
 from sie.frontend.openapi import document
 
 _Json = dict[str, Any]
@@ -24,10 +25,10 @@ _BOUNDS: Final = (
 
 
 @functools.lru_cache(maxsize=2)
-def page(limits: Limits) -> bytes:
+def page(table: RouteTable, limits: Limits) -> bytes:
     """Return the page, UTF-8 HTML."""
     frame = resources.files(__package__ or __name__).joinpath("page.html").read_text(encoding="utf-8")
-    return render(document(limits), frame).encode()
+    return render(document(table, limits), frame).encode()
 
 
 def render(described: _Json, frame: str) -> str:

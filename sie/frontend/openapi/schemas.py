@@ -1,4 +1,6 @@
-"""Owns the JSON schemas of the wire's structs: msgspec's own, of twins of the structs that it cannot describe itself.
+"""Writes the JSON schemas of the wire structs.
+
+msgspec writes them, from twins of the structs that it cannot describe itself.
 
 A twin has the fields of its struct. It differs where the decoder keeps bytes for a later look (`wire_types.TYPES`) and
 is always an object: what crosses processes as an array is an object on the wire. What each field means stands in

@@ -1,4 +1,4 @@
-"""Owns what the decoders' own types leave unsaid: types of fields that are judged later, their bounds, what each means.
+"""Adds to the schemas what the decoders' own types leave out: the types, bounds and meanings of fields judged later.
 
 A decoder takes `options` as raw bytes and `output_dtype` as any text, and the request is judged against its model
 afterwards; here stands what that judgement takes. Sources: SIE API reference, sections 5 to 11.

@@ -1,4 +1,4 @@
-"""Owns scores by vectors in a frontend: by which outputs a request is compared, and its texts as arrays.
+"""Prepares scores by vectors: chooses the outputs to compare, and lays out the texts as arrays.
 
 Pure. Source of the modes: SIE API reference, section 19.
 """

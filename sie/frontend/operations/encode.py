@@ -1,4 +1,4 @@
-"""Owns the encode operation up to the engine: a typed request to the arrays of its extent, whatever dialect it came in.
+"""Prepares and submits encode requests: a typed request of any dialect to the arrays of its extent.
 
 resolve -> prompt -> tokenise, decode images -> admission -> engine; `replies` reads what comes back. Dialects decode before and encode
 after.

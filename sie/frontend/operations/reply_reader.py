@@ -1,4 +1,4 @@
-"""Owns reading an encode reply's extent, and the times of any reply: which arrays it holds, checked, as views that the dialect turns into bytes.
+"""Reads and checks the arrays of an encode reply, as views that a dialect encodes, and the times of any reply.
 
 What lies in the extent was written by another process: offsets are copied before they are checked, so they cannot
 change afterwards. Layout: `sie.shm.extent_headers.ReplyHeader`.

@@ -1,4 +1,4 @@
-"""Owns the score operation: a typed request to one score for each document, whatever dialect it came in.
+"""The score operation: a typed request of any dialect to one score for each document.
 
 One request is one submit, a pair an item, so the worker spreads its pairs over steps and joins them as it does texts.
 For a model that compares vectors an item is one text, and the query is the first of them.

@@ -18,7 +18,7 @@ from sie.frontend.dialects.native import encode_reply, extract, negotiate, score
 from sie.frontend.dialects.openai import embeddings as openai
 from sie.frontend.engine.worker_link import Reply
 from sie.frontend.http.exchange import Exchange
-from sie.frontend.http.response import JSON, Answer, Headers, Response
+from sie.frontend.http.response import JSON, Headers, Response
 from sie.frontend.http.threads import LARGE_BYTES
 from sie.frontend.models.adapters import requested_adapter
 from sie.frontend.models.not_found import model_not_found
@@ -39,7 +39,7 @@ _LEAST_SHOWN_MS: Final = 0.005
 
 
 class Inference:
-    """The handlers of one process, one method for each route, named as in the route table."""
+    """The handlers of one process, one method for each route."""
 
     def __init__(self, process: FrontendProcess, identity: tuple[tuple[str, str], ...]) -> None:
         self._process = process
@@ -50,7 +50,7 @@ class Inference:
         self.pool = ThreadPoolExecutor(2, "decode")
         """Threads for large bodies of all dialects."""
 
-    async def encode(self, exchange: Exchange) -> Answer:
+    async def encode(self, exchange: Exchange) -> Response:
         """Answer `/v1/encode/{model}`."""
         headers = exchange.headers
         self.check_headers(exchange)
@@ -66,12 +66,11 @@ class Inference:
         request = resolve_encode(request, entry.card)
         return await self.run_encode(exchange, entry, request)
 
-    async def run_encode(self, exchange: Exchange, entry: ModelEntry, request: EncodeRequest) -> Answer:
+    async def run_encode(self, exchange: Exchange, entry: ModelEntry, request: EncodeRequest) -> Response:
         """Run a decoded and resolved request, and return its answer. Raises the engine's errors."""
         reply, raw = await self._run(exchange, entry, request)
         response = self.encoded(exchange, reply, raw)
-        _, headers, body = response if isinstance(response, Response) else await response
-        return headers, body
+        return response if isinstance(response, Response) else await response
 
     def encoded(self, exchange: Exchange, reply: EncodeReply, raw: Reply) -> Response | Awaitable[Response]:
         """Encode the answer of an encode request, in a thread if it is large, and release the reply."""
@@ -96,7 +95,7 @@ class Inference:
         content_type = ("content-type", negotiate.content_type(wants_msgpack))
         return [content_type, *_timing_headers(timing), *self._identity]
 
-    async def score(self, exchange: Exchange) -> Answer:
+    async def score(self, exchange: Exchange) -> Response:
         """Answer `/v1/score/{model}`."""
         self.check_headers(exchange)
         body = await exchange.read_body(self._process.bodies)
@@ -110,9 +109,9 @@ class Inference:
         wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
         content_type = ("content-type", negotiate.content_type(wants_msgpack))
         answer = score.encode_scores(request, reply, wants_msgpack)
-        return [content_type, *_timing_headers(reply.timing), *self._identity], answer
+        return Response(200, [content_type, *_timing_headers(reply.timing), *self._identity], answer)
 
-    async def extract(self, exchange: Exchange) -> Answer:
+    async def extract(self, exchange: Exchange) -> Response:
         """Answer `/v1/extract/{model}`."""
         self.check_headers(exchange)
         body = await exchange.read_body(self._process.bodies)
@@ -129,9 +128,9 @@ class Inference:
             answer = await self._on_thread(extract.encode_extractions, request, reply, wants_msgpack)
         else:
             answer = extract.encode_extractions(request, reply, wants_msgpack)
-        return [content_type, *_timing_headers(reply.timing), *self._extract_identity], answer
+        return Response(200, [content_type, *_timing_headers(reply.timing), *self._extract_identity], answer)
 
-    async def rerank(self, exchange: Exchange) -> Answer:
+    async def rerank(self, exchange: Exchange) -> Response:
         """Answer `/v1/rerank`."""
         self.check_headers(exchange)
         body = await exchange.read_body(self._process.bodies)
@@ -144,9 +143,9 @@ class Inference:
         request = resolve_rerank(request, entry.card)
         reply = await self._run_score(exchange, entry, request)
         answer = rerank.encode_ranking(call, reply)
-        return [JSON, *_timing_headers(reply.timing), *self._identity], answer
+        return Response(200, [JSON, *_timing_headers(reply.timing), *self._identity], answer)
 
-    async def embeddings(self, exchange: Exchange) -> Answer:
+    async def embeddings(self, exchange: Exchange) -> Response:
         """Answer `/v1/embeddings`."""
         self.check_headers(exchange)
         body = await exchange.read_body(self._process.bodies)
@@ -165,7 +164,7 @@ class Inference:
                 answer = await self._on_thread(openai.encode_embeddings, reply, call.base64)
         finally:
             _release(reply, raw)
-        return [JSON, *self._identity, *id_headers(exchange)], answer
+        return Response(200, [JSON, *self._identity, *id_headers(exchange)], answer)
 
     def check_headers(self, exchange: Exchange) -> None:
         """Set the deadline, and check the headers before the body is read. Raises BadRequest and other SieErrors."""

@@ -15,7 +15,7 @@ from sie.frontend.dialects.native import encode
 from sie.frontend.dialects.openai import embeddings, text_fields
 from sie.frontend.dialects.openai import models as models_dialect
 from sie.frontend.http.response import JSON, Response
-from sie.frontend.http.routes import Route, methods_of
+from sie.frontend.http.routes import Route
 from sie.values.errors import BadRequest, NotFound, SieError
 
 _CODINGS: Final = ("accept-encoding", "gzip, deflate")
@@ -69,9 +69,8 @@ def unknown_path(path: str) -> Response:
     return Response(404, [JSON], encode.not_found_body())
 
 
-def wrong_method(route: Route) -> Response:
-    """Return the response for a method that the route does not support."""
-    methods = methods_of(route)
+def wrong_method(route: Route, methods: str) -> Response:
+    """Return the response for a method that the route does not support. methods are those that its path has."""
     allow = ("allow", methods)
     if route.envelope == "trtis":
         return Response(405, [allow], b"")

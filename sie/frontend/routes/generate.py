@@ -7,7 +7,7 @@ counts the request.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -20,14 +20,14 @@ from sie.frontend.dialects.openai.text_fields import renamed
 from sie.frontend.dialects.responses import request as responses
 from sie.frontend.generation.start import generate_rule
 from sie.frontend.http.exchange import Exchange
-from sie.frontend.http.response import JSON, Answer
-from sie.frontend.http.routes import BY_TEMPLATE, COUNTED
+from sie.frontend.http.response import JSON, Answer, Headers, Response
 from sie.frontend.http.stream import EventWriter, Streamed
 from sie.frontend.http.threads import offload
 from sie.frontend.process import FrontendProcess
-from sie.frontend.routes.kserve import TextCall
+from sie.frontend.routes.kserve_members import answer_members
 from sie.frontend.routes.responses import Responses
 from sie.frontend.routes.text_service import TextService
+from sie.frontend.telemetry.access_log import id_headers, request_id_of
 from sie.frontend.tensors.states import rule_of
 from sie.ipc.messages import ModelEntry
 from sie.values.errors import BadRequest, ClientGone, Unavailable
@@ -37,18 +37,40 @@ _T = TypeVar("_T")
 
 Encode = Callable[[GenerateReply, Sequence[str]], bytes]
 """Encodes a whole reply and the prompts to echo into a body."""
+TextHandler = Callable[[Exchange], Awaitable[Answer | Streamed]]
 MakeWriter = Callable[[str, Sequence[str]], EventWriter]
 """Makes the stream writer, from the id of the answering model and the prompts to echo."""
 
 
 class TextRoutes:
-    """The handlers of one process, one method for each route, named as in the route table."""
+    """The handlers of one process, one method for each route. identity is sent on SIE's own route alone."""
 
-    def __init__(self, process: FrontendProcess, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, process: FrontendProcess, pool: ThreadPoolExecutor, identity: tuple[tuple[str, str], ...]
+    ) -> None:
         self._process = process
         self._pool = pool
+        self._identity = identity
         self.service = TextService(process)
         self._responses = Responses(process, self.service, pool)
+
+    def served(self, handler: TextHandler) -> Callable[[Exchange], Awaitable[Response | Streamed]]:
+        """Return a handler of the route table: it adds the headers that every answer of these routes has."""
+
+        async def serve(exchange: Exchange) -> Response | Streamed:
+            exchange.request_id = request_id_of(exchange.headers)
+            answer = await handler(exchange)
+            headers = self._headers(exchange)
+            if isinstance(answer, Streamed):
+                return answer._replace(headers=headers)
+            own, body = answer
+            return Response(200, [*own, *headers], body)
+
+        return serve
+
+    def _headers(self, exchange: Exchange) -> Headers:
+        is_native = exchange.route is not None and exchange.route.envelope == "sie"
+        return [*id_headers(exchange), *(self._identity if is_native else ())]
 
     async def chat(self, exchange: Exchange) -> Answer | Streamed:
         """Answer `/v1/chat/completions`."""
@@ -110,19 +132,30 @@ class TextRoutes:
             lambda _model, _prompts: native_generate.GenerateWriter(exchange.request_id),
         )
 
-    async def generate_tensor(self, exchange: Exchange, call: TextCall) -> Answer | Streamed:
-        """Answer `/v2/models/{model}/generate` and `/generate_stream`."""
-        self.service.begin(exchange, call.entry)
+    async def generate_tensor(self, exchange: Exchange) -> Answer | Streamed:
+        """Answer `/v2/models/{model}/generate`."""
+        return await self._generate_tensor(exchange, is_stream=False)
+
+    async def generate_tensor_stream(self, exchange: Exchange) -> Answer | Streamed:
+        """Answer `/v2/models/{model}/generate_stream`."""
+        return await self._generate_tensor(exchange, is_stream=True)
+
+    async def _generate_tensor(self, exchange: Exchange, *, is_stream: bool) -> Answer | Streamed:
+        process = self._process
+        entry = process.tensors.table.resolve(exchange.model, exchange.version)
+        if entry.card.generate is None:
+            return await answer_members(process, self._pool, exchange, is_stream=is_stream)
+        self.service.begin(exchange, entry)
         coding = exchange.headers.get("content-encoding") or ""
         if "content-encoding" in exchange.headers and coding.strip().lower() != "identity":
             raise BadRequest("Content-Encoding is not served here: send the body as it is")
         body = await self.read_body(exchange, waits=False)
-        decode = functools.partial(kserve_generate.decode_text_input, is_stream=call.is_stream)
-        limits = self._process.settings.limits
-        request, shown = await offload(self._pool, len(body), decode, body, rule_of(call.entry), limits)
+        decode = functools.partial(kserve_generate.decode_text_input, is_stream=is_stream)
+        limits = process.settings.limits
+        request, shown = await offload(self._pool, len(body), decode, body, rule_of(entry), limits)
         return await self.answer_from(
             exchange,
-            call.entry,
+            entry,
             request,
             lambda reply, prompts: kserve_generate.encode_text_output(reply, shown, prompts),
             lambda _model, prompts: kserve_generate.TextOutputWriter(shown, prompts),
@@ -203,8 +236,6 @@ class TextRoutes:
         waits: whether the route waits for a loading model.
         """
         process = self._process
-        if exchange.route is not None:
-            exchange.route = COUNTED.get(exchange.route.template, BY_TEMPLATE[exchange.route.template])
         exchange.waits = waits
         exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
         process.check_machine_profile(exchange.headers.get("x-sie-machine-profile"))

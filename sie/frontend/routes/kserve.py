@@ -11,23 +11,20 @@ import re
 import time
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from sie.frontend.dialects.kserve import infer, models, trace_settings
 from sie.frontend.dialects.kserve.infer import InferCall
 from sie.frontend.http.compression import MIN_BYTES, choose_coding, compress, decompress
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import JSON, Headers, Response
-from sie.frontend.http.routes import BY_TEMPLATE, COUNTED, Route
 from sie.frontend.http.threads import LARGE_BYTES, offload
 from sie.frontend.inputs.bounded_json import check_json
 from sie.frontend.process import FrontendProcess
-from sie.frontend.routes.kserve_members import answer_members
 from sie.frontend.tensors.classification import as_class_tensor, spec_of
 from sie.frontend.tensors.figures import read_figures
 from sie.frontend.tensors.held_reply import HeldReply
 from sie.frontend.tensors.lookup import is_servable
-from sie.frontend.tensors.paths import ModelPath, split_model_path
 from sie.frontend.tensors.states import VersionState, reason_of, rule_of
 from sie.ipc.messages import ModelEntry
 from sie.values.errors import BadRequest, NotFound, SieError, Unavailable
@@ -36,20 +33,9 @@ from sie.values.tensor import Tensor, TensorReply, TensorRule
 _BINARY: Final = ("content-type", "application/octet-stream")
 LENGTH_HEADER: Final = "inference-header-content-length"
 """The length of the JSON in a request or answer, if tensors follow it."""
-_MODEL: Final = "/v2/models/{model}"
 _REGION_METHODS: Final = {"status": "GET", "register": "POST", "unregister": "POST"}
 _INDEX_OF_REPOSITORY: Final = re.compile(r"[^/]+/index")
 _OF_REPOSITORY: Final = re.compile(r"[^/]+/models/.+/(load|unload)")
-_GENERATE: Final = {"generate": "POST", "generate_stream": "POST"}
-METHODS: Final = {"infer": "POST", "": "GET", "ready": "GET", "config": "GET", "stats": "GET", **_GENERATE}
-"""The actions that may follow a model's name in a path, and the method of each."""
-
-
-class TextCall(NamedTuple):
-    """A text generation request whose body is not read yet. `TextRoutes` must answer it."""
-
-    entry: ModelEntry
-    is_stream: bool
 
 
 class KServe:
@@ -82,48 +68,48 @@ class KServe:
 
     # --- a model --------------------------------------------------------------------------------------------------
 
-    async def model(self, exchange: Exchange) -> Response | TextCall:
-        """Answer all paths below `/v2/models/`."""
-        table = self.tensors.table
-        assert exchange.route is not None
-        tail = exchange.model + exchange.route.template.partition("{model}")[2]
-        path = split_model_path(tail, METHODS, table)
-        if path is None:
-            return Response(404, [JSON], infer.error_body("Not Found"))
-        method = METHODS[path.action]
-        if exchange.scope.method != method:
-            return Response(405, [JSON, ("allow", method)], infer.error_body("Method Not Allowed"))
-        template = f"/v2/models/{{model}}{path.action and '/' + path.action}"
-        exchange.route = COUNTED.get(template) or BY_TEMPLATE[template]
-        if path.action == "stats":
-            return self._statistics(self.measured(path.name, path.version))
-        entry = table.resolve(path.name, path.version)
-        if path.action in _GENERATE:
-            if entry.card.generate is not None:
-                return TextCall(entry, path.action == "generate_stream")
-            return await answer_members(self._process, self._pool, exchange, path)
-        exchange.known_model = entry.card.id
-        if path.action == "infer":
-            return await self._infer(exchange, path)
-        if path.action == "ready":
-            if is_servable(entry):
-                return Response(200, [JSON], b"")
-            raise Unavailable(f"Model '{path.name}' version {rule_of(entry).version} is not ready")
-        if path.action == "config":
-            check_known(entry)
-            return Response(200, [JSON], models.model_config_body(rule_of(entry)))
-        check_known(entry)
-        versions = (
-            [rule_of(entry).version] if path.version else [rule_of(one).version for one in self._versions(path.name)]
-        )
-        return Response(200, [JSON], models.model_metadata_body(rule_of(entry), versions))
+    async def model_metadata(self, exchange: Exchange) -> Response:
+        """Answer `GET /v2/models/{model}`."""
+        rule = rule_of(self._known(exchange))
+        name, version = exchange.model, exchange.version
+        versions = [rule.version] if version else [rule_of(one).version for one in self._versions(name)]
+        return Response(200, [JSON], models.model_metadata_body(rule, versions))
 
-    def is_unknown_path(self, exchange: Exchange, route: Route) -> bool:
-        """Tell whether a path starts like a model's but ends in no known action."""
-        if route.template != _MODEL:
-            return False
-        path = split_model_path(exchange.model, METHODS, self.tensors.table)
-        return path is None or ("/" in path.name and path.name not in self.tensors.table)
+    async def model_ready(self, exchange: Exchange) -> Response:
+        """Answer `GET /v2/models/{model}/ready`."""
+        entry = self._resolve(exchange)
+        if is_servable(entry):
+            return Response(200, [JSON], b"")
+        raise Unavailable(f"Model '{exchange.model}' version {rule_of(entry).version} is not ready")
+
+    async def model_config(self, exchange: Exchange) -> Response:
+        """Answer `GET /v2/models/{model}/config`."""
+        return Response(200, [JSON], models.model_config_body(rule_of(self._known(exchange))))
+
+    async def model_statistics(self, exchange: Exchange) -> Response:
+        """Answer `GET /v2/models/{model}/stats`."""
+        return self._statistics(self.measured(exchange.model, exchange.version))
+
+    async def infer(self, exchange: Exchange) -> Response:
+        """Answer `POST /v2/models/{model}/infer`."""
+        process, name, version = self._process, exchange.model, exchange.version
+        self._resolve(exchange)
+        exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
+        await self.admit(name, version, exchange.deadline_ns)
+        body = await self._read(exchange)
+        return await self.serve(exchange, name, version, body)
+
+    def _resolve(self, exchange: Exchange) -> ModelEntry:
+        """Return the entry that the path names, and record it. Raises NotFound."""
+        entry = self.tensors.table.resolve(exchange.model, exchange.version)
+        exchange.known_model = entry.card.id
+        return entry
+
+    def _known(self, exchange: Exchange) -> ModelEntry:
+        """Return the entry that the path names if its tensors are known. Raises NotFound."""
+        entry = self._resolve(exchange)
+        check_known(entry)
+        return entry
 
     def measured(self, name: str, version: str) -> list[ModelEntry]:
         """Return one version of a model, or all versions if version is empty. Raises BadRequest, as Triton does."""
@@ -145,21 +131,13 @@ class KServe:
         figures = read_figures(self._process.pages, entries)
         return Response(200, [JSON], models.statistics_body(figures))
 
-    async def _infer(self, exchange: Exchange, path: ModelPath) -> Response:
-        process = self._process
-        exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
-        await self.admit(path.name, path.version, exchange.deadline_ns)
-        body = await self._read(exchange)
-
-        return await self.serve(exchange, path, body)
-
-    async def serve(self, exchange: Exchange, path: ModelPath, body: bytes) -> Response:
+    async def serve(self, exchange: Exchange, name: str, version: str, body: bytes) -> Response:
         """Answer an infer request whose body was read, also after its model was reloaded. Raises as `Tensors.serve`."""
 
         async def run(entry: ModelEntry) -> Response:
             return await self._run(exchange, entry, body)
 
-        return await self.tensors.serve(path.name, path.version, exchange.deadline_ns, run)
+        return await self.tensors.serve(name, version, exchange.deadline_ns, run)
 
     async def _run(self, exchange: Exchange, entry: ModelEntry, body: bytes) -> Response:
         process, headers, rule = self._process, exchange.headers, rule_of(entry)
@@ -247,19 +225,23 @@ class KServe:
         only_ready = models.decode_index(await self._read_small(exchange))
         return Response(200, [JSON], models.index_body(self.states(), only_ready=only_ready))
 
-    async def manage(self, exchange: Exchange) -> Response:
-        """Answer `POST /v2/repository/models/{model}/load` and `unload`. The app has checked the permission."""
-        assert exchange.route is not None
-        name, action = exchange.model, exchange.route.template.rpartition("/")[2]
+    async def load(self, exchange: Exchange) -> Response:
+        """Answer `POST /v2/repository/models/{model}/load`. The app has checked the permission."""
+        await self._check_manage(exchange, "load")
+        await self.tensors.repository.load(exchange.model, exchange.deadline_ns)
+        return Response(200, [JSON], b"")
+
+    async def unload(self, exchange: Exchange) -> Response:
+        """Answer `POST /v2/repository/models/{model}/unload`. The app has checked the permission."""
+        await self._check_manage(exchange, "unload")
+        await self.tensors.repository.unload(exchange.model, exchange.deadline_ns)
+        return Response(200, [JSON], b"")
+
+    async def _check_manage(self, exchange: Exchange, action: str) -> None:
+        """Read the body of a management request. Raises BadRequest if it asks for more than this server does."""
         body = await self._read_small(exchange)
         check_json(body, self._process.settings.limits.max_depth)
         models.check_manage(body, action)
-        repository = self.tensors.repository
-        if action == "load":
-            await repository.load(name, exchange.deadline_ns)
-        else:
-            await repository.unload(name, exchange.deadline_ns)
-        return Response(200, [JSON], b"")
 
     async def config_statuses(self, _exchange: Exchange) -> Response:
         """Answer `GET /v1/config`, as OpenVINO Model Server does."""

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
 
 from sie.frontend.dialects.kserve.members import decode_members, encode_members
 from sie.frontend.http.exchange import Exchange
-from sie.frontend.http.response import JSON, Response
+from sie.frontend.http.response import JSON, Answer
 from sie.frontend.http.stream import STREAM_HEADERS
 from sie.frontend.http.threads import offload
 from sie.frontend.process import FrontendProcess
-from sie.frontend.tensors.paths import ModelPath
 from sie.frontend.tensors.states import rule_of
 from sie.ipc.messages import ModelEntry
 from sie.values.errors import BadRequest
 
-_STREAM: Final = "generate_stream"
-
 
 async def answer_members(
-    process: FrontendProcess, pool: ThreadPoolExecutor, exchange: Exchange, path: ModelPath
-) -> Response:
+    process: FrontendProcess, pool: ThreadPoolExecutor, exchange: Exchange, *, is_stream: bool
+) -> Answer:
     """Answer a body whose members are the model's inputs. A streamed answer is one event.
 
     Raises BadRequest, and as `Tensors.serve` and `Tensors.infer` do.
@@ -32,16 +28,16 @@ async def answer_members(
         raise BadRequest("Content-Encoding is not served here: send the body as it is")
     exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
     process.check_accepting()
-    process.tensors.try_serving(path.name, path.version)  # refused before the body is read
+    process.tensors.try_serving(exchange.model, exchange.version)  # refused before the body is read
     body = await exchange.read_body(process.bodies)
 
     async def run(entry: ModelEntry) -> bytes:
         return await _run(process, pool, exchange, entry, body)
 
-    answer = await process.tensors.serve(path.name, path.version, exchange.deadline_ns, run)
-    if path.action == _STREAM:
-        return Response(200, [*STREAM_HEADERS], b"data: %b\n\n" % answer)
-    return Response(200, [JSON], answer)
+    answer = await process.tensors.serve(exchange.model, exchange.version, exchange.deadline_ns, run)
+    if is_stream:
+        return [*STREAM_HEADERS], b"data: %b\n\n" % answer
+    return [JSON], answer
 
 
 async def _run(

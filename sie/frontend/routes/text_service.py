@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Final
 
 from sie.frontend.generation.run import Run
@@ -40,15 +41,13 @@ class TextService:
         return entry
 
     def begin(self, exchange: Exchange, entry: ModelEntry) -> None:
-        """Count a request as under way for a model, until `leave`."""
+        """Count a request as under way for a model, until its exchange is over."""
         exchange.known_model = entry.card.id
         exchange.decoded_ns = time.monotonic_ns()
-        self._process.generation_metrics.begin(*_labels(exchange))
-
-    def leave(self, exchange: Exchange) -> None:
-        """Count a request as ended, with or without success."""
-        if exchange.known_model:
-            self._process.generation_metrics.end(*_labels(exchange))
+        metrics, route = self._process.generation_metrics, exchange.route
+        labels = exchange.scope.method, route.template if route is not None else "", entry.card.id
+        metrics.begin(*labels)
+        exchange.leave = partial(metrics.end, *labels)
 
     async def start(
         self, exchange: Exchange, entry: ModelEntry, request: GenerateRequest, *, echoes: bool = False
@@ -62,8 +61,3 @@ class TextService:
         for pending in run.pendings:
             process.watch_client(pending, exchange.protocol)
         return run
-
-
-def _labels(exchange: Exchange) -> tuple[str, str, str]:
-    route = exchange.route
-    return exchange.scope.method, route.template if route is not None else "", exchange.known_model

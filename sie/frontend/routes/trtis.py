@@ -17,7 +17,6 @@ from sie.frontend.dialects.trtis.infer import Answered, InferHead
 from sie.frontend.dialects.trtis.status import Described
 from sie.frontend.http.exchange import Exchange
 from sie.frontend.http.response import Response
-from sie.frontend.http.routes import COUNTED
 from sie.frontend.http.threads import offload
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes.kserve import KServe
@@ -137,7 +136,7 @@ class Trtis:
         path = split_version(exchange.model, self._tensors.table)
         if path is None:
             return NO_ROUTE
-        exchange.route = COUNTED["/api/infer/{model}"]
+        exchange.model, exchange.version = path.name, path.version
         head = None
         try:
             head = self._head(exchange)

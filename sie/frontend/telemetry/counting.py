@@ -6,15 +6,11 @@ import time
 from typing import Final
 
 from sie.frontend.http.exchange import Exchange
-from sie.frontend.http.routes import COUNTED
 from sie.frontend.telemetry.metrics import UNKNOWN_MODEL, FrontendMetrics
 from sie.values.errors import ClientGone, Overloaded, SieError
 
 _NO_REQUEST: Final = frozenset({204, 401, 403, 405, 429})
 """Requests with these statuses never reached a model, so `sie_requests_total` does not count them."""
-
-_TEXT_ROUTES: Final = frozenset(route for route in COUNTED.values() if route.endpoint == "generate")
-"""Routes whose requests name their model in the body, which may be unreadable."""
 
 _HOUSEKEEPING: Final = frozenset({"/", "/health", "/metrics", "/docs", "/openapi.json", "/api-doc/openapi.json"})
 """Routes that are not counted; OPTIONS requests are not counted either. Source: generation API reference, section 11."""
@@ -25,9 +21,9 @@ def count_exchange(metrics: FrontendMetrics, exchange: Exchange, status: int, er
     """Count a finished exchange, whether it was answered or its client left."""
     route, timing, model = exchange.route, exchange.timing, exchange.known_model
     total_s = (time.monotonic_ns() - exchange.began_ns) / 1e9
-    if timing is not None and error is None and route is not None and route.endpoint and model:
+    if timing is not None and error is None and route is not None and route.label and model:
         metrics.record_served(
-            exchange.scope.method, route.template, route.endpoint, model, status, total_s,
+            exchange.scope.method, route.template, route.label, model, status, total_s,
             exchange.body_bytes, timing,
         )  # fmt: skip
         return
@@ -35,7 +31,7 @@ def count_exchange(metrics: FrontendMetrics, exchange: Exchange, status: int, er
         if exchange.scope.method == "OPTIONS" or (route is not None and route.template in _HOUSEKEEPING):
             return
         # An unreadable body is refused before its model is looked up, but the path may name the model.
-        is_counted = route is not None and (route.endpoint or route in _TEXT_ROUTES)
+        is_counted = route is not None and route.label
         model = exchange.model or UNKNOWN_MODEL if is_counted else ""
     metrics.record_http(
         exchange.scope.method, route.template if route is not None else _UNMATCHED, model, status,
@@ -43,15 +39,15 @@ def count_exchange(metrics: FrontendMetrics, exchange: Exchange, status: int, er
     )  # fmt: skip
     if error is not None and error.retryable:
         metrics.record_refusal(error.code)
-    if route is None or not route.endpoint or status in _NO_REQUEST:
+    if route is None or not route.label or status in _NO_REQUEST:
         return
     outcome = "success" if error is None else _outcome_of(error)
     model = model or UNKNOWN_MODEL
     if timing is None:
-        metrics.record_request(model, route.endpoint, outcome, total_s)
+        metrics.record_request(model, route.label, outcome, total_s)
     else:
         metrics.record_request(
-            model, route.endpoint, outcome, total_s, queue_s=timing.queue_ms / 1e3,
+            model, route.label, outcome, total_s, queue_s=timing.queue_ms / 1e3,
             tokenize_s=timing.tokenization_ms / 1e3, inference_s=timing.inference_ms / 1e3,
         )  # fmt: skip
 

@@ -112,7 +112,7 @@ class RequestTracing:
         A valid `traceparent` is continued and decides about recording. Otherwise the configured share decides.
         """
         route = exchange.route
-        if route is None or not route.endpoint:
+        if route is None or not route.label:
             return headers
         now_ns = time.monotonic_ns()
         to_unix_ns = time.time_ns() - now_ns
@@ -173,7 +173,7 @@ def _protocol_attributes(exchange: Exchange, route: Route, status: int) -> dict[
 
 
 def _attributes(exchange: Exchange, route: Route, status: int) -> dict[str, str | int | float]:
-    attributes = {**_protocol_attributes(exchange, route, status), "sie.endpoint": route.endpoint}
+    attributes = {**_protocol_attributes(exchange, route, status), "sie.endpoint": route.label}
     if exchange.known_model:
         attributes["sie.model"] = exchange.known_model
     if exchange.timing is not None:

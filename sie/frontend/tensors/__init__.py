@@ -1,1 +1,1 @@
-"""Owns requests of tensors, whichever of the two tensor dialects they come in: models, checks, images, replies."""
+"""Tensor requests of both tensor APIs: models, checks, images and replies."""

@@ -1,4 +1,4 @@
-"""Owns the best classes of an output: which elements of each batch item are the largest, and their labels. Pure.
+"""Finds the best classes of an output: the largest elements of each batch item, and their labels. Pure.
 
 Source: Triton's classification extension; TensorRT Inference Server v1, InferResponseHeader.Output.Class.
 """

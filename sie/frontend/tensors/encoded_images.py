@@ -1,4 +1,4 @@
-"""Owns encoded images as inputs of tensor models: which inputs take them, and the tensors that they become.
+"""Takes encoded images as inputs of tensor models: decides which inputs take them, and makes the tensors.
 
 An input with the shape of an image takes, beside its own datatype, BYTES of shape [n]: n files, each decoded, resized to
 the model's height and width, and cast. Colours are BGR unless the model's configuration says otherwise; values 0 to 255.

@@ -1,4 +1,4 @@
-"""Owns what the tensor dialects tell about the work of a model: the figures of `/metrics`, put together by version."""
+"""Collects the statistics of a model for the tensor APIs from the figures of `/metrics`, by version."""
 
 from __future__ import annotations
 

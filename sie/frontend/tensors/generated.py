@@ -1,4 +1,4 @@
-"""Owns tensor requests to models that generate: `text_input` and parameters in, the whole text in `text_output`.
+"""Serves tensor requests to models that generate: `text_input` and parameters in, the whole text in `text_output`.
 
 What they run is what `/v2/models/{model}/generate` runs, and the parameters are the same. It imports a template engine, so
 it is imported by the first such request.

@@ -1,4 +1,4 @@
-"""Owns how long the outputs of a tensor reply may be read: they are views of memory that the worker gets back."""
+"""Holds a tensor reply while its outputs are read: they are views of memory that the worker gets back."""
 
 from __future__ import annotations
 

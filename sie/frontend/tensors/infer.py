@@ -1,4 +1,4 @@
-"""Owns tensor requests between a dialect and the engine: is the model served, does the request fit it, run it, read the reply."""
+"""Serves tensor requests between a dialect and the engine: checks the model and the request, runs it, reads the reply."""
 
 from __future__ import annotations
 

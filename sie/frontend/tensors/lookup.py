@@ -1,4 +1,4 @@
-"""Owns how a tensor dialect finds a model: by name and version. Source: KServe v2 sheet, sections 1, 4 and 8."""
+"""Finds a model by name and version for the tensor APIs. Source: KServe v2 sheet, sections 1, 4 and 8."""
 
 from __future__ import annotations
 

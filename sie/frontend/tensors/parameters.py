@@ -1,4 +1,4 @@
-"""Owns the parameters of KServe v2 requests, over HTTP and gRPC: which values they may have, whoever reads them. Pure.
+"""Checks the parameters of KServe v2 requests, over HTTP and gRPC. Pure.
 
 Source: Open Inference Protocol v2 and Triton's parameters, sequence and schedule policy extensions.
 """

@@ -1,4 +1,4 @@
-"""Owns the paths below `/v2/models/`, `/api/infer/` and the like: which model, version and action they mean. Pure.
+"""Reads the paths below `/v2/models/` and `/api/infer/`: the model, its version and the action. Pure.
 
 A model's name may itself hold slashes, so the names that are known decide: the longest one that the path begins with.
 Source: KServe v2 sheet, section 1; a version is decimal digits, or the path is no route.

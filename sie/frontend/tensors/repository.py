@@ -1,4 +1,4 @@
-"""Owns loading and unloading models of a repository from one frontend process, for whichever tensor dialect is asked."""
+"""Loads and unloads models of a repository from one frontend process, for both tensor APIs."""
 
 from __future__ import annotations
 

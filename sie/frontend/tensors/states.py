@@ -1,4 +1,4 @@
-"""Owns what every tensor dialect tells about a version of a model: its state, why, and what it has done. Pure."""
+"""Describes a version of a model for the tensor APIs: its state, the reason for it, and its statistics. Pure."""
 
 from __future__ import annotations
 

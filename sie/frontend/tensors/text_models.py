@@ -1,4 +1,4 @@
-"""Owns models of texts as models of tensors: what they look like to a tensor dialect, and how such a request is run.
+"""Offers text models as tensor models: their form in the tensor APIs, and how such a request is run.
 
 One that gives dense vectors takes `text` BYTES [-1] and gives `dense` FP32 [-1, d]; one that only scores takes `query`
 BYTES [1] and `documents` BYTES [-1] and gives `score` FP32 [-1]; one that only generates takes `text_input` and gives

@@ -1,4 +1,4 @@
-"""Owns the attention function under which a causal transformers model keeps its keys and values in blocks.
+"""The attention function under which a causal transformers model keeps its keys and values in blocks.
 
 Registered with `AttentionInterface`, it gets each layer's queries, keys and values of the step's row. As with
 `sie.workers.packed.attention`, no mask function is registered, so transformers builds no mask. A layer finds its blocks on its

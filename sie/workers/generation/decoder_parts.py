@@ -1,4 +1,4 @@
-"""Owns how a decoder of the Llama kind is recognised: by its parts, not by its name.
+"""Recognises a decoder of the Llama kind by its parts, not by its name.
 
 Embeddings, layers of attention and of two or three linear layers, each behind or between RMS norms, a norm and a head;
 linear layers packed, those that read one input joined, norms compiled; and no parameter besides. What such parts do not

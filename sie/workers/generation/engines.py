@@ -1,4 +1,4 @@
-"""Owns the engines of one worker: which request goes to which, and what the step loop asks of all of them.
+"""Holds the engines of one worker: routes each request to its engine, and answers the step loop for all of them.
 
 A model with something to run stands in the scheduler's state and competes there for its next step by the time it got.
 """

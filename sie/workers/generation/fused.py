@@ -1,4 +1,4 @@
-"""Owns the layers of a generating model on a GPU that one kernel computes in place of the library's many launches.
+"""Replaces layers of a generating model on a GPU by one kernel instead of the library's many launches.
 
 No family is known by name: a norm, the rotation that an attention layer calls, and a gated layer are replaced where they
 compute, on random numbers, what the kernel does. What does not stays as it is.

@@ -1,4 +1,4 @@
-"""Owns attention over blocks that gathers what each sequence sees and hands it to torch: CPUs, and what no kernel does.
+"""Attention over blocks that gathers what each sequence sees for torch: on CPUs, and where no kernel fits.
 
 Sequences that decode run together, each filled up to the longest of its group; their grouped queries are rows of one
 query, so that a key is read once for all its heads. A part of a prompt runs by itself. Blocks that follow each other are

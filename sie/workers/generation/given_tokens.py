@@ -1,4 +1,4 @@
-"""Owns the log probabilities of tokens that were given, from the logits of the positions before them.
+"""Computes the log probabilities of given tokens from the logits of the positions before them.
 
 Source: OpenAI API reference, completions, `echo` beside `logprobs`.
 """

@@ -1,4 +1,4 @@
-"""Owns grammars: a text of a known kind becomes a matcher over one model's vocabulary, within limits.
+"""Turns a grammar's text of a known kind into a matcher over one model's vocabulary, within limits.
 
 llguidance does the work.
 """

@@ -1,4 +1,4 @@
-"""Owns the compiling of grammars: on threads beside the step loop, so that a hard one makes only its own request wait."""
+"""Compiles grammars on threads beside the step loop, so that a hard one delays only its own request."""
 
 from __future__ import annotations
 

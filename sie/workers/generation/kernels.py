@@ -1,4 +1,4 @@
-"""Owns the Triton kernels of a decode step: keys and values into their blocks, and attention that reads them there.
+"""The Triton kernels of a decode step: keys and values into their blocks, and attention that reads them there.
 
 A decode step is bound by memory: every key and value that a sequence sees is read once, for all query heads that share
 it. One sequence alone would keep one processor of the GPU busy with each of its few key heads, so its tokens are cut into

@@ -1,4 +1,4 @@
-"""Owns which block of keys and values belongs to whom: shared, cached or free. Pure: numbers and hashes, no memory.
+"""Keeps the books of the blocks of keys and values: shared, cached or free. Pure: numbers and hashes, no memory.
 
 A block in use has as many holders as sequences that read it. A full one can be entered under a key, the hash of
 all tokens up to its end (`block_key`); it is then found by other sequences that begin alike, also when nobody holds it
@@ -19,9 +19,10 @@ def block_key(before: bytes, token_ids: memoryview | bytes) -> bytes:
     return hashlib.blake2b(token_ids, digest_size=_KEY_BYTES, key=before).digest()
 
 
-def first_key(salt: bytes) -> bytes:
-    """Return what stands for the block in front of the first one: prompts of different salts share nothing."""
-    return hashlib.blake2b(salt, digest_size=_KEY_BYTES, person=b"sie prefix").digest()
+def first_key(salt: bytes, rotary_length: int = 0) -> bytes:
+    """Return what stands for the block in front of the first one: prompts of different salts or factors share nothing."""
+    length = rotary_length.to_bytes(8, "little")
+    return hashlib.blake2b(salt, digest_size=_KEY_BYTES, salt=length, person=b"sie prefix").digest()
 
 
 class BlockPool:

@@ -1,5 +1,5 @@
-"""Owns the Triton kernels of what lies between a model's products: norms, rotations of queries and keys, gates;
-and of a product with one row.
+"""The Triton kernels between a model's products: norms, rotations of queries and keys, gates; and a product with one
+row.
 
 The library computes each with five to ten launches. Those of a recorded step of one sequence are some forty in each layer,
 of about two microseconds: half as long as its products. All compute in float32 and round once. A product with

@@ -1,4 +1,4 @@
-"""Owns what grammars keep a step's draws from choosing, and the thread that finds it beside the forward pass.
+"""Computes the tokens that grammars forbid in a step's draws, on a thread beside the forward pass.
 
 A matcher belongs to one thread at a time: whoever begins a step's masks touches its matchers again only once they are
 there, also where the forward pass fails.

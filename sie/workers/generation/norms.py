@@ -1,4 +1,4 @@
-"""Owns the root mean square norms of a generating model on a CPU: one compiled call in place of eight of the library.
+"""The root mean square norms of a generating model on a CPU: one compiled call instead of eight of the library.
 
 A model has several in each layer, and over a prompt they take as long as its products. No family is known by name: a
 module that is called a norm is replaced when it computes what one of two formulas does.

@@ -1,4 +1,4 @@
-"""Owns the choice, at load, of what multiplies one row on a GPU: the library or a kernel, for each shape by measurement.
+"""Chooses at load what multiplies one row on a GPU, the library or a kernel, for each shape by measurement.
 
 A stream by itself decodes as fast as its weights are read. How near to that a library comes depends on the shape, the
 device and its version, so both are timed: in a recording, as they will run, over weights that no cache can hold together.

@@ -1,4 +1,4 @@
-"""Owns the proof, made once a load, that a causal model runs on paged keys and values, and how many blocks there are.
+"""Proves once at load that a causal model runs on paged keys and values, and computes the number of blocks.
 
 No family is known by name. Each layer must come through the attention function, with the window that the configuration
 gives it; then the library's own attention over a whole sequence is the oracle of a step that mixes parts of prompts and
@@ -175,7 +175,7 @@ def _compare(runner: TextGenerator, cache: PagedCache, sequence: NDArray[np.int3
     try:
         for number, (first, last) in enumerate(pairwise(cuts)):
             slots = [
-                Slot(sequence[first:last], first, own, _DRAWN),
+                Slot(sequence[first:last], first, own, _DRAWN, rotary_length=runner.least_length(length)),
                 Slot(sequence[-1 - number : length - number], number, other),
             ]
             distances.append(relative_distance(runner.run_logits(slots)[0], expected[last - 1]))

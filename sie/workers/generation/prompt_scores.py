@@ -1,4 +1,4 @@
-"""Owns the log probabilities of a prompt's own tokens while its request runs: what is known of them, and what was sent. Pure.
+"""Keeps the log probabilities of a prompt's own tokens while its request runs: the known ones and the sent ones. Pure.
 
 A token is judged by the logits of the position before it, so the first one has none, and each is known once the model has
 read what stands before it. Nothing is told of them before the first token of an answer.

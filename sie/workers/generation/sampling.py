@@ -1,4 +1,4 @@
-"""Owns how a step's logits become tokens: penalties, bias, temperature, filters and the draw, in the order of `Sampling`.
+"""Turns a step's logits into tokens: penalties, bias, temperature, filters and the draw, in the order of `Sampling`.
 
 All draws of a step go together, on the device, with one wait for it; log probabilities, and a nucleus of very many tokens,
 cost another. What a draw chooses depends on its own logits and

@@ -1,4 +1,4 @@
-"""Owns linear layers that read the same input: they become one, whose output they share.
+"""Joins linear layers that read the same input into one layer, whose output they share.
 
 Queries, keys and values, or the two halves of a gated layer: no family is known by name. Which layers get one and the
 same tensor is seen in a forward pass. Fewer, larger products read their weights faster, and each call less is time that

@@ -1,4 +1,4 @@
-"""Owns one forward pass of a generating model: slots from a plan's parts, and what is left of the pass when it fails.
+"""Runs one forward pass of a generating model: slots from a plan's parts, and the recovery when the pass fails.
 
 No part of a failed pass has given a token, so its parts can run again: writing the same keys and values twice changes
 nothing.
@@ -60,7 +60,7 @@ def _run(
         start = sequence.num_computed
         draws = sequence.draws() if is_last else ()
         ids = sequence.tokens.view(start, start + count)
-        slots.append(Slot(ids, start, sequence.blocks, draws, sequence.scored(count)))
+        slots.append(Slot(ids, start, sequence.blocks, draws, sequence.scored(count), sequence.rotary_length))
     return runner.run_step(slots, copies)
 
 

@@ -1,4 +1,4 @@
-"""Owns where the tokens of a generating step lie: in its row, in the blocks of keys and values, and what each may see.
+"""Lays out the tokens of a generating step: in its row, in the blocks of keys and values, and what each may see.
 
 Pure arithmetic on numbers of blocks, in numpy. A step's row holds the sequences that decode one token first, those of
 like length side by side, and behind them the parts of prompts one after another.
@@ -70,6 +70,12 @@ class StepLayout(NamedTuple):
     def num_tokens(self) -> int:
         """Tokens of the step."""
         return len(self.token_ids)
+
+    def rotary_lengths(self) -> NDArray[np.int64]:
+        """Return of each token (t,) the length of the sequence whose rotary factors it has (`Slot`)."""
+        slots = (*self.decodes, *self.prompts)
+        least = np.repeat([slot.rotary_length for slot in slots], [len(slot.token_ids) for slot in slots])
+        return np.maximum(self.positions + 1, least)
 
     def reach(self, window: int | None) -> Reach:
         """Return what the tokens see where a token sees `window` positions, its own the last of them; None: all."""

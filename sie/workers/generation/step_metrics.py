@@ -1,4 +1,4 @@
-"""Owns what a generating model publishes: its sequences, its blocks and its steps, in the worker's counter page."""
+"""Publishes the figures of a generating model: its sequences, blocks and steps, in the worker's counter page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the runner of a stub that generates: its prompt again, by way of paged memory that holds tokens.
+"""The runner of a stub that generates: it repeats its prompt, by way of paged memory that holds tokens.
 
 The rule is in `sie.catalog.stub`. What it continues it reads from its blocks, as a model reads keys and values from
 its own, so that a wrong block shows in the text. Never imports torch.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,6 @@ class StubGenerator:
     Building it takes the card's `load_ms`.
     """
 
-    takes: Literal["generate"] = "generate"
     dtype = "float32"
 
     def __init__(self, card: ModelCard, block_tokens: int, slot: int = 0) -> None:
@@ -43,6 +42,7 @@ class StubGenerator:
         self.card = card
         self.block_tokens = block_tokens
         self.num_blocks = card.stub.blocks
+        self.restart_length = 0
         self.vocab_size = _VOCABULARY
         self.memory_bytes = card.stub.memory_mb << 20
         self._options = card.stub
@@ -71,6 +71,11 @@ class StubGenerator:
             tuple(_choose(draw, ids) for draw in slot.draws) if ids is not None else ()
             for slot, ids in zip(slots, read, strict=True)
         ]
+
+    def least_length(self, length: int) -> int:
+        """Return 0: nothing here is rotated."""
+        del length
+        return 0
 
     def compile_grammar(self, kind: str, text: str) -> Matcher:
         """Return what follows the text of the grammar, whatever its kind, after `grammar_ms`."""

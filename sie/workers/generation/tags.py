@@ -1,4 +1,4 @@
-"""Owns the tokens that llguidance never takes for text, though the text of an answer may hold theirs.
+"""Lists the tokens that llguidance never takes for text, even if an answer's text contains theirs.
 
 The library sets apart every added token that is special or written `<...>`, such as Qwen's `<tool_call>`, which is text to
 the tokenizer. It never allows one where a grammar has its text, but where only one text can follow it may force one all

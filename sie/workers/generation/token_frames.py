@@ -1,4 +1,4 @@
-"""Owns how tokens become records and frames: everything since the last index that was sent, in pieces of bounded size. Pure."""
+"""Turns tokens into records and frames: everything since the last sent index, in pieces of bounded size. Pure."""
 
 from __future__ import annotations
 

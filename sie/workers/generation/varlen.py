@@ -1,4 +1,4 @@
-"""Owns attention over blocks on a GPU in half precision.
+"""Attention over blocks on a GPU in half precision.
 
 Tokens that decode read their blocks in place (`kernels`). Parts of prompts go through torch's flash attention, with what
 they see brought together first; what that does not compute (capped scores, sinks, widths of its own) `gathered` does.

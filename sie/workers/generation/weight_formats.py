@@ -1,4 +1,4 @@
-"""Owns what the settings of a generating model's weights mean on its device, and brings a model into that format."""
+"""Brings a generating model into the weight format that its settings mean on its device."""
 
 from __future__ import annotations
 

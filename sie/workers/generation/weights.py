@@ -1,4 +1,4 @@
-"""Owns the formats that a generating model's weights can have on a CPU, and the layers that compute with them.
+"""The weight formats of a generating model on a CPU, and the layers that compute with them.
 
 A model that generates reads all of its weights for every token, so their bytes are its speed. Linear layers are packed as
 the compiled kernels read them (`sie.native.linear`): bfloat16 as it is, or eight or four bits with a float16 scale for

@@ -1,4 +1,4 @@
-"""Owns the runners of classifiers whose logits the frontend reads: one row a token, or one row a pair of texts."""
+"""The runners of classifiers whose logits the frontend reads: one row for each token, or one for each pair of texts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from sie.values.card import ModelCard
 from sie.values.extract import TokenClassification
-from sie.workers.model_api import Pair
+from sie.workers.model_api import Pair, RowStep, StepOutputs
 from sie.workers.packed.batch import PackedBatch, pack_sequences
 from sie.workers.runners.encode import Backbone, Execution, weight_bytes
 from sie.workers.runners.score import HeadView, ScoreModel, pack_pairs
@@ -59,6 +59,10 @@ class TokenClassifyRunner:
         self.memory_bytes = model.memory_bytes + model.backbone.compiled_bytes
         self._model = model
 
+    def run(self, step: RowStep) -> StepOutputs:
+        """Return the logits of each token of a step; see `RowRunner`."""
+        return StepOutputs(token_logits=self.run_token_logits(step.inputs))
+
     def run_token_logits(self, token_ids: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         """Return the logits (t_i, classes) of each sequence (t_i,), which may be empty. Raises as `Backbone.check`."""
         filled = [item for item, ids in enumerate(token_ids) if len(ids)]
@@ -87,6 +91,10 @@ class PairClassifyRunner:
         """Format of the weights: float32, bfloat16 or float16."""
         self.memory_bytes = model.memory_bytes + model.backbone.compiled_bytes
         self._model = model
+
+    def run(self, step: RowStep) -> StepOutputs:
+        """Return the logits of each pair of a step; see `RowRunner`."""
+        return StepOutputs(logits=self.run_logits(step.inputs))
 
     def run_logits(self, pairs: Sequence[Pair]) -> NDArray[np.float32]:
         """Return (n, classes) float32 logits, the caller's to keep. Raises as `Backbone.check` does."""

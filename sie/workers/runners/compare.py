@@ -1,4 +1,4 @@
-"""Owns how alike a query and its documents are, by the vectors of both: cosine, dot product of weights, MaxSim.
+"""Compares a query with its documents by their vectors: cosine, dot product of weights, MaxSim.
 
 All in float32, on the model's device. The query is kept from the step it ran in, each document is reduced to its score
 in its own step. Sources: ColBERT, arXiv 2004.12832, section 3.3 (MaxSim); M3-Embedding, arXiv 2402.03216, section 3.1.

@@ -1,4 +1,4 @@
-"""Owns how a transformer of the BERT kind becomes one call of the compiled library for each step.
+"""Runs a transformer of the BERT kind as one call of the compiled library for each step.
 
 A model is recognised by its parts, not by its name: embeddings, layers of attention and two linear layers, each with
 its norm, and no parameter besides (a pooler is not read). `sie.workers.runners.probe` then compares the two ways it can run.

@@ -1,4 +1,4 @@
-"""Owns what runners of detectors share: pixels as the model takes them, queries that are kept, and images that run together."""
+"""The parts that runners of detectors share: pixels in the model's form, cached queries, and images that run together."""
 
 from __future__ import annotations
 

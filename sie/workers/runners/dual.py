@@ -1,4 +1,4 @@
-"""Owns the runner of a dual encoder: texts and images of a step in, one float32 row an item out, in one space.
+"""The runner of a dual encoder: texts and images of a step in, one float32 row for each item out, in one space.
 
 Images are all of one size, so the image tower runs on rectangles. Texts run packed where the probe proves it, for
 CLIP's way of pooling; otherwise each length is a rectangle through the library's own get_text_features.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from sie.catalog.files import refuse
 from sie.values.card import ImageRule, ModelCard
 from sie.values.errors import Internal
 from sie.workers.device.device import move
-from sie.workers.model_api import ImageItem, StepOutputs, Want
+from sie.workers.model_api import ImageItem, RowStep, StepOutputs, Want
 from sie.workers.packed.batch import PackedBatch, pack_sequences
 from sie.workers.runners.encode import Backbone, Execution, weight_bytes
 from sie.workers.runners.probe import MAX_DIFFERENCE, choose_execution, difference, probe_sequences
@@ -93,8 +93,6 @@ class ImageTower:
 class DualRunner:
     """A loaded dual encoder. Built by `build_dual_runner`; used by one thread at a time."""
 
-    takes: Literal["wants"] = "wants"
-
     def __init__(self, card: ModelCard, texts: TextTower, images: ImageTower, weights: int, dtype: str) -> None:
         self.card = card
         self.dtype = dtype
@@ -107,6 +105,10 @@ class DualRunner:
     def execution(self) -> Execution:
         """How its texts run."""
         return self._texts.execution
+
+    def run(self, step: RowStep) -> StepOutputs:
+        """Return the dense rows of a step; see `RowRunner`."""
+        return self.run_wants(step.inputs, step.wants)
 
     def run_wants(self, inputs: Sequence[NDArray[np.int32] | ImageItem], wants: Sequence[Want]) -> StepOutputs:
         """Return dense rows; each input is a text's token ids (t_i,) or the images of an item.

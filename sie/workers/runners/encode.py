@@ -1,4 +1,4 @@
-"""Owns the runner of an encoder: token ids of a step in, one float32 row a text out, nothing padded.
+"""The runner of an encoder: token ids of a step in, one float32 row for each text out, without padding.
 
 Two ways lead to the same hidden states. Packed: the whole step is one row, under `sie.workers.packed.attention`. In
 rectangles: sequences of equal length form a batch without a mask, for architectures whose attention does not go
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from contextlib import nullcontext
 
 import msgspec
 import numpy as np
@@ -22,8 +22,10 @@ from sie.values.card import ModelCard
 from sie.values.errors import BadRequest, InputTooLong
 from sie.workers.device.device import move, read
 from sie.workers.lora.lora_layers import LoraAdapters, StepRows
+from sie.workers.model_api import RowStep, StepOutputs
 from sie.workers.packed.attention import Boundaries, packed_step
-from sie.workers.packed.batch import PackedBatch, pack_sequences, rounded_tokens, with_filler
+from sie.workers.packed.batch import PackedBatch, pack_sequences, rounded_tokens, token_lengths, with_filler
+from sie.workers.packed.rotation import find_rotations
 from sie.workers.packed.rounded_linear import RoundedLinear
 from sie.workers.runners.compiled_encoder import CompiledEncoder
 from sie.workers.runners.head import Head
@@ -46,6 +48,7 @@ class Backbone:
         self.vocab_size: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]  # an Embedding
         self.max_positions = _max_positions(model)
         self.lora_rows = StepRows(device)
+        self._rotations = find_rotations(model)
         self.compiled: CompiledEncoder | None = None
         """Runs the packed steps in which no adapter takes part, where the model has such a form."""
         self._compiled_tokens = 0
@@ -87,7 +90,9 @@ class Backbone:
         attended = None if batch.attended is None else self.move(batch.attended)
         boundaries = Boundaries(self.move(batch.cu_seqlens), batch.runs, batch.max_length, attended)
         positions = batch.position_ids + position_offset if position_offset else batch.position_ids
-        with packed_step(boundaries):
+        rotations = self._rotations
+        own = nullcontext() if rotations is None else rotations.row(token_lengths(batch))
+        with packed_step(boundaries), own:
             hidden = self.model(
                 input_ids=self.move(batch.input_ids)[None],
                 position_ids=self.move(positions)[None],
@@ -142,8 +147,6 @@ class Backbone:
 class EncodeRunner:
     """A loaded encoder. Built by `sie.workers.loading.loader`; used by one thread at a time."""
 
-    takes: Literal["tokens"] = "tokens"
-
     def __init__(self, card: ModelCard, backbone: Backbone, head: Head, execution: Execution, dtype: str) -> None:
         self.card = card
         self.execution = execution
@@ -153,6 +156,10 @@ class EncodeRunner:
         self._head = head
         self.adapters = lora_adapters(backbone, execution)
         self.memory_bytes = weight_bytes(backbone.model.parameters()) + backbone.compiled_bytes + head.memory_bytes
+
+    def run(self, step: RowStep) -> StepOutputs:
+        """Return the dense rows of a step; see `RowRunner`."""
+        return StepOutputs(self.run_tokens(step.inputs, step.loras))
 
     def run_tokens(self, token_ids: Sequence[NDArray[np.int32]], loras: Sequence[str] = ()) -> NDArray[np.float32]:
         """Return (n, d) float32 rows, the caller's to keep; the checkpoint's last normalise is not applied.

@@ -1,4 +1,4 @@
-"""Owns what `encoder_weights` means on a device, and brings an encoder into that format."""
+"""Brings an encoder into the weight format that `encoder_weights` means on a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the runner of a program of `torch.export`, built from an archive that was checked and written anew.
+"""The runner of a `torch.export` program, built from an archive that was checked and written anew.
 
 Inputs are copied: a program may change them in place, and the extents are read-only.
 """

@@ -1,4 +1,4 @@
-"""Owns the runner of a GLiClass model: token ids of a step in, one logit a label out.
+"""The runner of a GLiClass model: token ids of a step in, one logit for each label out.
 
 The library's model reads sequences side by side. Some of its poolings count padding in, so sequences run in rectangles
 of equal length and number of labels, and no result depends on its neighbours.
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 from sie.values.extract import Gliclass
+from sie.workers.model_api import RowStep, StepOutputs
+from sie.workers.packed.rotation import find_rotations
 from sie.workers.runners.encode import weight_bytes
 
 
@@ -31,8 +33,13 @@ class GliclassRunner:
         self.memory_bytes = weight_bytes(model.parameters())
         self._rule = card.extract
         self._model = model
+        find_rotations(model)  # each rectangle has the rotary factors of its own length
         self._device = device
         self._vocab_size: int = model.get_input_embeddings().num_embeddings
+
+    def run(self, step: RowStep) -> StepOutputs:
+        """Return the logits of each token of a step; see `RowRunner`."""
+        return StepOutputs(token_logits=self.run_token_logits(step.inputs))
 
     def run_token_logits(self, token_ids: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         """Return the logits (labels_i, 1) of each sequence (t_i,). Raises BadRequest for an id that is in no table."""

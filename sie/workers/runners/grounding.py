@@ -1,4 +1,4 @@
-"""Owns the runner of Grounding DINO: images and a text of labels in, boxes with a score for each token out.
+"""The runner of Grounding DINO: images and a text of labels in, boxes with a score for each token out.
 
 Image and text are read together, so images run in rectangles: those of one size that look for the same. A text's first
 layers do not depend on the image; they run once for as long as the text is remembered. The model computes in float32:
@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from sie.catalog.files import refuse
 from sie.values.card import ModelCard
 from sie.values.extract import Detection
-from sie.workers.model_api import SearchedImage
+from sie.workers.model_api import RowStep, SearchedImage, StepOutputs
 from sie.workers.runners.detect import PixelScale, Recent, check_queries, group_images, over_threshold, stack_pixels
 from sie.workers.runners.encode import weight_bytes
 
@@ -42,6 +42,10 @@ class GroundingRunner:
         self._vocab_size: int = model.config.text_config.vocab_size
         self._text = _RememberedText(model.model.text_backbone)
         model.model.text_backbone = self._text
+
+    def run(self, step: RowStep) -> StepOutputs:
+        """Return the boxes of each image of a step; see `RowRunner`."""
+        return StepOutputs(boxes=self.run_boxes(step.inputs, [task.threshold or 0.0 for task in step.tasks]))
 
     def run_boxes(self, images: Sequence[SearchedImage], thresholds: Sequence[float]) -> list[NDArray[np.float32]]:
         """Return (b, 5 + t) float32 for each image: score, centre, size, and the score of each token of its text.

@@ -1,4 +1,4 @@
-"""Owns what follows the transformer: pooling and the dense, normalise and layer-norm modules of the checkpoint."""
+"""The head after the transformer: pooling and the dense, normalise and layer-norm modules of the checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the runner of an ONNX model: onnxruntime's session, fed with views of the requests' extents.
+"""The runner of an ONNX model: onnxruntime's session, fed with views of the requests' extents.
 
 Requests that run together are put behind each other along their first dimension and their outputs cut apart again; one
 alone is run without a copy of its inputs.

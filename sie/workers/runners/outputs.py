@@ -1,4 +1,4 @@
-"""Owns the runner of models with outputs beside dense: one forward pass of a step, then each output's own head.
+"""The runner of models with outputs besides dense: one forward pass of a step, then each output's own head.
 
 Queries of a model that has a table of weights for them (`StaticQueries`) never reach the transformer.
 """
@@ -6,7 +6,7 @@ Queries of a model that has a table of weights for them (`StaticQueries`) never 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sie.values.card import ModelCard
 from sie.workers.device.device import move
-from sie.workers.model_api import Side, StepOutputs, Want
+from sie.workers.model_api import RowStep, Side, StepOutputs, Want
 from sie.workers.packed.batch import PackedBatch, pack_sequences
 from sie.workers.runners.compare import TextVectors, compare
 from sie.workers.runners.encode import Backbone, Execution, dense_rows, lora_adapters, weight_bytes
@@ -40,8 +40,6 @@ class Heads(NamedTuple):
 class OutputsRunner:
     """A loaded model with several outputs, or one that is not dense. Built by `sie.workers.loading.loader`."""
 
-    takes: Literal["wants"] = "wants"
-
     def __init__(self, card: ModelCard, backbone: Backbone, heads: Heads, execution: Execution, dtype: str) -> None:
         self.card = card
         self.execution = execution
@@ -54,6 +52,12 @@ class OutputsRunner:
         others = (heads.dense, heads.multivector, heads.static_queries)
         self.memory_bytes = weight_bytes((*backbone.model.parameters(), *sparse)) + backbone.compiled_bytes
         self.memory_bytes += sum(head.memory_bytes for head in others if head is not None)
+
+    def run(self, step: RowStep) -> StepOutputs:
+        """Return what each item wants, or the scores of a comparison; see `RowRunner`."""
+        if step.operation == "compare":
+            return StepOutputs(scores=self.run_comparisons(step.inputs, cast("Sequence[Side]", step.wants)))
+        return self.run_wants(step.inputs, step.wants, step.loras)
 
     def run_wants(
         self, inputs: Sequence[NDArray[np.int32]], wants: Sequence[Want], loras: Sequence[str] = ()

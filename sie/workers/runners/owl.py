@@ -1,4 +1,4 @@
-"""Owns the runner of OWL-ViT and OWLv2: images and labels of a step in, boxes out.
+"""The runner of OWL-ViT and OWLv2: images and labels of a step in, boxes out.
 
 Both towers run by themselves: every image of a step in one batch, whatever is looked for, and every label once for as
 long as it is remembered. The heads work in float32: in 16 bits boxes would move by pixels.
@@ -17,7 +17,7 @@ from torch import Tensor
 from sie.catalog.files import refuse
 from sie.values.card import ModelCard
 from sie.values.errors import Internal
-from sie.workers.model_api import SearchedImage
+from sie.workers.model_api import RowStep, SearchedImage, StepOutputs
 from sie.workers.runners.detect import PixelScale, Recent, check_queries, group_images, over_threshold, stack_pixels
 from sie.workers.runners.encode import weight_bytes
 from sie.workers.runners.square import to_square
@@ -43,6 +43,10 @@ class OwlRunner:
         self._rule = card.image
         self._scale = PixelScale(card.image, device)
         self._labels: Recent[bytes, Tensor] = Recent(_MAX_LABELS)
+
+    def run(self, step: RowStep) -> StepOutputs:
+        """Return the boxes of each image of a step; see `RowRunner`."""
+        return StepOutputs(boxes=self.run_boxes(step.inputs, [task.threshold or 0.0 for task in step.tasks]))
 
     def run_boxes(self, images: Sequence[SearchedImage], thresholds: Sequence[float]) -> list[NDArray[np.float32]]:
         """Return (b, 6) float32 for each image: score, centre, size, and which of its queries it is.

@@ -1,4 +1,4 @@
-"""Owns the proof, made once a load, that a model runs packed and that packing changes nothing.
+"""Proves once at load that a model runs packed and that packing changes nothing.
 
 The library's own attention, one sequence at a time, is the oracle. No family is known by name: whether packing works
 and where positions begin is found by trying.

@@ -1,4 +1,4 @@
-"""Owns the runner of a model that scores pairs: its transformer on the packed step, then its own head (`ModelHead`).
+"""The runner of a model that scores pairs: its transformer on the packed step, then its own head (`ModelHead`).
 
 For the head, sequences of one length are a rectangle of the packed row; and since most heads read only the first token
 or the last, the probe lets those see just the two ends of every sequence, all in one call.
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sie.values.card import ModelCard, ScoreRule
-from sie.workers.model_api import Pair
+from sie.workers.model_api import Pair, RowStep, StepOutputs
 from sie.workers.packed.batch import PackedBatch, pack_sequences
 from sie.workers.runners.encode import Backbone, Execution
 from sie.workers.runners.stand_in import ModelHead
@@ -105,6 +105,10 @@ class ScoreRunner:
         self.memory_bytes = model.memory_bytes + model.backbone.compiled_bytes
         self._model = model
         self._activation = activation
+
+    def run(self, step: RowStep) -> StepOutputs:
+        """Return the scores of a step; see `RowRunner`."""
+        return StepOutputs(scores=self.run_pairs(step.inputs))
 
     def run_pairs(self, pairs: Sequence[Pair]) -> NDArray[np.float32]:
         """Return (n, 1) float32 scores, the caller's to keep. Raises as `Backbone.check` does."""

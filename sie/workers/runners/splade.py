@@ -1,4 +1,4 @@
-"""Owns sparse vectors: the logits of a masked language model pooled over each sequence, and bge-m3's lexical weights.
+"""Sparse vectors: the logits of a masked language model pooled over each sequence, and bge-m3's lexical weights.
 
 Logits are never there for a whole step: tokens by vocabulary is gigabytes. Whole sequences go through the language
 model's head together until a chunk is full; a longer one is pooled piece by piece. Formulas: SPLADE v2, arXiv

@@ -1,4 +1,4 @@
-"""Owns how OWLv2 sees an image: filled up below and to the right to a square, blurred, and resized, on the device.
+"""Prepares an image as OWLv2 sees it: padded below and to the right to a square, blurred and resized, on the device.
 
 All of it is linear and acts on rows and columns alike, so each row of the result is a weighted sum of a few rows of the
 image, and then each column one of a few columns. Values stay between those of the image: the library's clipping, which

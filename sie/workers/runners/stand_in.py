@@ -1,4 +1,4 @@
-"""Owns running a model's head by itself, for any architecture: no head is known by name.
+"""Runs a model's head by itself, for any architecture: no head is known by name.
 
 The model's own forward runs with a stand-in where its transformer was, which answers with hidden states that are there
 already. So a transformer that runs packed, in a way of ours, keeps the head that its authors wrote.

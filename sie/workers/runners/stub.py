@@ -1,4 +1,4 @@
-"""Owns the runner of a stub model: rows from a hash of the text, after the time its options ask for.
+"""The runner of a stub model: rows from a hash of the text, after the time that its options ask for.
 
 The formulas are in `sie.catalog.stub`.
 
@@ -13,7 +13,6 @@ import struct
 import time
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +22,7 @@ from sie.shm.extent_headers import TensorForm, TensorTask
 from sie.values.card import AdapterSpec, ModelCard
 from sie.values.errors import Internal
 from sie.values.extract import Classification, DetectedObject, Entity, Extraction, ExtractTask
-from sie.workers.model_api import ImageItem, OutputTensor, StepOutputs, TensorInputs, Want
+from sie.workers.model_api import ImageItem, OutputTensor, RowStep, StepOutputs, TensorInputs, Want
 from sie.workers.runners.stub_faults import StubFaults
 
 _NUM_ENTRIES = 16
@@ -44,13 +43,19 @@ class StubRunner:
         self.card = card
         self._options = card.stub
         self.memory_bytes = card.stub.memory_mb << 20
-        is_plain = set(card.outputs) <= {"dense", "score", "extract"} and card.image is None
-        self.takes: Literal["text", "wants"] = "text" if is_plain else "wants"
         self.adapters = StubAdapters()
         self._faults = StubFaults(card.stub, slot) if card.stub.has_faults else None
         time.sleep(card.stub.load_ms / 1e3)
         if self._faults is not None:
             self._faults.load()
+
+    def run(self, step: RowStep) -> StepOutputs:
+        """Return the outputs of a step; see `RowRunner`."""
+        if step.operation == "score":
+            return StepOutputs(scores=self.run_pairs(step.inputs))
+        if step.operation == "extract":
+            return StepOutputs(extract=self.run_extract(step.inputs, step.tasks))
+        return self.run_wants(step.inputs, step.wants, step.loras)
 
     def run_texts(self, texts: Sequence[bytes | memoryview], loras: Sequence[str] = ()) -> NDArray[np.float32]:
         """Return (n, dense) float32 rows; sleeps `latency_ms` and `per_token_us` for each token of the step."""
@@ -113,11 +118,14 @@ class StubRunner:
         self._take_time(inputs)
         inputs = _adapted(inputs, loras)
         dense = self._dense(inputs) if "dense" in wanted else None
-        sparse = [self._sparse(text) if "sparse" in want.output_types else None
-                  for text, want in zip(inputs, wants, strict=True)]  # fmt: skip
-        vectors = [self._multivector(text) if "multivector" in want.output_types else None
-                   for text, want in zip(inputs, wants, strict=True)]  # fmt: skip
-        return StepOutputs(dense, sparse if "sparse" in wanted else None, vectors if "multivector" in wanted else None)
+        sparse = vectors = None
+        if "sparse" in wanted:
+            sparse = [self._sparse(text) if "sparse" in want.output_types else None
+                      for text, want in zip(inputs, wants, strict=True)]  # fmt: skip
+        if "multivector" in wanted:
+            vectors = [self._multivector(text) if "multivector" in want.output_types else None
+                       for text, want in zip(inputs, wants, strict=True)]  # fmt: skip
+        return StepOutputs(dense, sparse, vectors)
 
     def _sparse(self, text: bytes | memoryview) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         digest = hashlib.shake_256(b"sparse" + bytes(text)).digest(4 * _NUM_ENTRIES)

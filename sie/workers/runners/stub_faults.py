@@ -1,4 +1,4 @@
-"""Owns how a stub model fails on purpose, so that each failure can be seen from outside without breaking a device.
+"""Makes a stub model fail on purpose, so that each failure can be seen from outside without breaking a device.
 
 Settings refuse such a stub without `test`.
 """

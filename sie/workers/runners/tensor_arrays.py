@@ -1,4 +1,4 @@
-"""Owns what runners of tensors share: bytes to NumPy arrays and back, and whose fault a runtime's error is.
+"""The parts that runners of tensors share: bytes to NumPy arrays and back, and the blame for a runtime's error.
 
 BF16 crosses as its bits in uint16. The elements of BYTES are UTF-8 for a runtime, which knows no other strings.
 """

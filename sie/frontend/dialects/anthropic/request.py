@@ -1,4 +1,4 @@
-"""Owns the wire of `/v1/messages` and `/v1/messages/count_tokens`: bodies to a typed request.
+"""Decodes the bodies of `/v1/messages` and `/v1/messages/count_tokens` to a typed request.
 
 What is written back is in `sie.frontend.dialects.anthropic.reply`. Source: generation API reference, section 6, and the types
 of the anthropic client 2.12. Every mistake is a 400.

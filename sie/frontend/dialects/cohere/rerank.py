@@ -1,4 +1,4 @@
-"""Owns the wire of `/v1/rerank`, Cohere's shape: JSON both ways, errors in OpenAI's envelope.
+"""The wire format of `/v1/rerank`, in Cohere's form: JSON both ways, errors in OpenAI's envelope.
 
 Source: SIE API reference, section 10.
 """

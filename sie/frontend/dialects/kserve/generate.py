@@ -1,4 +1,4 @@
-"""Owns the wire of `/v2/models/{model}/generate` and `/generate_stream`: a text in, a text or pieces of it out.
+"""The wire format of `/v2/models/{model}/generate` and `/generate_stream`: a text in, a text or its pieces out.
 
 Source: Triton's generate extension and KServe v2 sheet, section 11. What is beside `text_input` may stand in
 `parameters` or at the top, where it counts first. Others than those named here have no effect, as on the other KServe routes.

@@ -1,4 +1,4 @@
-"""Owns the KServe v2 gRPC wire of inference: a ModelInferRequest's bytes to a typed request, a reply to bytes.
+"""The KServe v2 gRPC wire format of inference: a ModelInferRequest's bytes to a typed request, a reply to bytes.
 
 Pure. Tensors in `raw_input_contents` are views of the message; replies always fill `raw_output_contents`. Whether names,
 types and shapes are the model's is for `sie.frontend.tensors.checks`. Source: Open Inference Protocol v2, gRPC.

@@ -1,4 +1,4 @@
-"""Owns the KServe v2 REST wire of inference: a body and its binary tail to a typed request, a reply to bytes.
+"""The KServe v2 REST wire format of inference: a body and its binary tail to a typed request, a reply to bytes.
 
 Pure. The route has found the model before the body is read, so a request is judged against its rule at once where its
 form depends on it (a raw body). Whether names, types and shapes are the model's is for `sie.frontend.tensors.checks`.

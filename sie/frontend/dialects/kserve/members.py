@@ -1,4 +1,5 @@
-"""Owns the wire of `/v2/models/{model}/generate` for models of tensors: members of the body are inputs, outputs are members.
+"""The wire format of `/v2/models/{model}/generate` for tensor models: members of the body are inputs, outputs are
+members.
 
 A member that is called as an input is one: a scalar is a tensor of shape [1], a list one of shape [n], in a batch of one
 where the model has batches. `parameters` are those of a request to infer; other members have no effect.

@@ -1,4 +1,4 @@
-"""Owns the KServe v2 REST wire beside inference: bodies about the server, its models, their state and their figures.
+"""The KServe v2 REST bodies besides inference: the server, its models, their states and statistics.
 
 Pure: values come in, bytes go out. Sources: Open Inference Protocol v2; Triton's model repository and statistics
 extensions; OpenVINO Model Server's configuration API.

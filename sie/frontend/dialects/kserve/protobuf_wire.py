@@ -1,4 +1,4 @@
-"""Owns the little of protobuf's wire that is read and written without its library: fields of bytes, as views.
+"""Reads and writes the few parts of protobuf's wire format that need no library: fields of bytes, as views.
 
 A message class copies every field of bytes when it reads it and again when it writes it; tensors are such fields. Pure.
 Source: Protocol Buffers, Encoding.

@@ -1,4 +1,4 @@
-"""Owns how a tensor's elements are written in JSON, both ways. Pure. Source: Open Inference Protocol v2, section 5.1.
+"""Converts a tensor's elements to and from JSON. Pure. Source: Open Inference Protocol v2, section 5.1.
 
 The elements of a request come as the raw bytes of a JSON value whose syntax msgspec has checked. They are never a
 Python object each: integers are read by NumPy, numbers with a fraction in chunks. How many there are is compared with

@@ -1,4 +1,4 @@
-"""Owns what the trace and log settings of KServe v2 look like here: they can be read, and nothing is changed by them.
+"""The trace and log settings of KServe v2. They can be read, and changing them has no effect.
 
 Pure. How this server traces and logs is for its own settings to say (`sie serve --tracing`, `--log-level`).
 Source: Triton's trace and logging extensions.

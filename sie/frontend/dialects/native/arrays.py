@@ -1,4 +1,6 @@
-"""Owns the bytes of a NumPy array inside msgpack: fragments around rows that are joined, never copied before.
+"""Encodes a NumPy array in msgpack as fragments around its rows.
+
+The fragments are joined once, without an earlier copy.
 
     85                                    map of 5, keys are bin 8 (the SDK looks only for the bytes key `nd`)
     c4 02 "nd"    c3                      true: an array

@@ -1,4 +1,4 @@
-"""Owns the native SIE wire: encode bodies to a typed request, and errors to bytes; `sie_reply` has the replies.
+"""The native SIE wire format: encode bodies to a typed request, and errors to bytes. `encode_reply` has the replies.
 
 A request is read in two steps, because the order of the answers is part of the wire: `decode_encode` (a malformed body
 is 400 even for an unknown model), then the caller finds the model (404), then `resolve_encode` judges profile, options,

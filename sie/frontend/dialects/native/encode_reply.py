@@ -1,4 +1,4 @@
-"""Owns the replies to encode requests on the native SIE wire, as msgpack and as JSON.
+"""Encodes the replies to encode requests on the native SIE wire, as msgpack and as JSON.
 
 Rows are written straight from the reply's extent, and the tail of a small reply with one `struct` call.
 Source: SIE API reference, sections 2, 3, 5 and 11.

@@ -1,4 +1,4 @@
-"""Owns the native wire of `/v1/extract`. Source: SIE API reference, sections 7, 11, 12 and 19.
+"""The native wire format of `/v1/extract`. Source: SIE API reference, sections 7, 11, 12 and 19.
 
 Read in two steps, as encode is: `decode_extract` needs no model, `resolve_extract` judges the request against its card.
 """

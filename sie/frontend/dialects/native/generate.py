@@ -1,4 +1,4 @@
-"""Owns the wire of `/v1/generate/{model}`: JSON to a typed request; whole answers, streams and their errors to bytes.
+"""The wire format of `/v1/generate/{model}`: JSON to a typed request; whole answers, streams and their errors to bytes.
 
 Source: SIE API reference, section 10, the types of sie-sdk 0.10.1, and the reference server's own checks: it refuses
 fields that it does not know, and logprobs of an answer that is no stream.

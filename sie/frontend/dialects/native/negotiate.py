@@ -1,4 +1,4 @@
-"""Owns the choice between msgpack and JSON. Source: SIE API reference, section 3."""
+"""Chooses between msgpack and JSON. Source: SIE API reference, section 3."""
 
 from __future__ import annotations
 

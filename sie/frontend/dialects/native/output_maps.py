@@ -1,4 +1,4 @@
-"""Owns one item of an encode reply: the maps `dense`, `sparse` and `multivector`, as msgpack fragments and for JSON.
+"""Encodes one item of an encode reply: the maps `dense`, `sparse` and `multivector`, as msgpack fragments and for JSON.
 
     dense        {dims, dtype, values: [width]}
     sparse       {dims, dtype, indices: int32 [e], values: [e]}

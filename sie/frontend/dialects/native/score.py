@@ -1,4 +1,4 @@
-"""Owns the native wire of `/v1/score`. Source: SIE API reference, sections 6 and 11.
+"""The native wire format of `/v1/score`. Source: SIE API reference, sections 6 and 11.
 
 Read in two steps, as encode is: `decode_score` needs no model, `resolve_score` judges the request against its card.
 """

@@ -1,4 +1,4 @@
-"""Owns the fields and tools by which a client asks the server to act: run code, search, keep files and sessions.
+"""Lists the fields and tools by which a client asks the server to act: run code, search, keep files and sessions.
 
 Nothing of that is served; a request that asks for it is refused with the field's name.
 Source: generation API reference, sections 3.1 and 8.

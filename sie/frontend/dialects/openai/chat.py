@@ -1,4 +1,4 @@
-"""Owns the wire of `/v1/chat/completions`: bodies to a typed request, replies and events to bytes.
+"""The wire format of `/v1/chat/completions`: bytes to a typed request, replies and events to bytes.
 
 Source: generation API reference, section 3, and the types of the openai client 3.52.
 """

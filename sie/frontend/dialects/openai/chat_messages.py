@@ -1,4 +1,4 @@
-"""Owns the messages of a chat on the wire: roles, contents in parts, calls. Source: generation API reference, section 3.2."""
+"""Decodes the messages of a chat: roles, content parts and calls. Source: generation API reference, section 3.2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns tools and the choice among them on the wire of chat. Source: generation API reference, section 3.4."""
+"""Decodes the tools of a chat and `tool_choice`. Source: generation API reference, section 3.4."""
 
 from __future__ import annotations
 

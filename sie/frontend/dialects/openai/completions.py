@@ -1,4 +1,4 @@
-"""Owns the wire of `/v1/completions`: prompts without a template. Source: generation API reference, section 4."""
+"""The wire format of `/v1/completions`: prompts without a template. Source: generation API reference, section 4."""
 
 from __future__ import annotations
 

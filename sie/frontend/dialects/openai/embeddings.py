@@ -1,4 +1,4 @@
-"""Owns the OpenAI embeddings wire: `/v1/embeddings` bodies to a typed request, replies and errors to bytes.
+"""The wire format of `/v1/embeddings`: bodies to a typed request, replies and errors to bytes.
 
 Read in two steps, as the native dialect is: `decode_embeddings` needs no model, `resolve_embeddings` judges the request
 against the model's card. Always JSON, whatever `Accept` says. Sources: SIE API reference, section 9; the error

@@ -1,4 +1,4 @@
-"""Owns the bodies of `/v1/models`, one object that readers of the SIE, OpenAI and Anthropic forms all understand.
+"""Encodes the bodies of `/v1/models`: one object that clients of the SIE, OpenAI and Anthropic APIs all understand.
 
 A card is SIE's ModelInfo plus OpenAI's `id, object, created, owned_by` plus Anthropic's `type, display_name`.
 Source: SIE API reference, section 14.

@@ -1,4 +1,4 @@
-"""Owns where the tokens of a prompt stand in its text. Pure.
+"""Finds the position of each prompt token in the prompt's text. Pure.
 
 A token is found by its bytes, as several may make one character. A tokenizer may have changed the text before it cut it, or
 put something around it; then the places behind are near where they should be, and never outside the text.

@@ -1,4 +1,4 @@
-"""Owns the form of a stream on OpenAI's chat and completions: chunks under one head, the usage once, `[DONE]`.
+"""Encodes a stream of OpenAI's chat and completions: chunks with one head, the usage once, `[DONE]`.
 
 Source: generation API reference, sections 3.5 and 4.
 """

@@ -1,4 +1,4 @@
-"""Owns what OpenAI's chat and completions have in common on the wire: sampling fields, their checks, usage, errors.
+"""The parts that OpenAI's chat and completions share: sampling fields, their checks, usage and errors.
 
 Source: generation API reference, sections 2, 3.1 and 3.3. A field of the wrong type is 422, a wrong value 400; unknown
 fields are ignored.

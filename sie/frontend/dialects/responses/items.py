@@ -1,4 +1,4 @@
-"""Owns the items of `/v1/responses`: what a conversation is made of, on the wire, in the store, and for a template.
+"""The items of `/v1/responses`, which a conversation consists of: on the wire, in the store and for a template.
 
 Source: generation API reference, section 5.1. Items are kept as they are written here, so the answer to one request is
 read as the input of the next one.

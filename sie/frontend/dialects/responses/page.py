@@ -1,4 +1,4 @@
-"""Owns the queries about a response that is kept: which of its input items, which events of its stream.
+"""Decodes the queries about a stored response: a page of its input items, or the events of its stream from a number on.
 
 Source: the types of the openai client 3.52.
 """

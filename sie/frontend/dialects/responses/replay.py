@@ -1,4 +1,4 @@
-"""Owns the stream of a response that was made without one: its events, read from the object that is kept of it.
+"""Builds the stream of a response that was made without one, from the stored object.
 
 Each text is one delta, as nobody noted the pieces in which it came; everything else is as in a stream that was followed.
 The same object always has the same events, so a client can go on from the number of any of them.

@@ -1,4 +1,5 @@
-"""Owns what `/v1/responses` writes: the response object as it grows, and the events of its stream. Knows no clock.
+"""Encodes the replies of `/v1/responses`: the response object as it grows, and the events of its stream. Knows no
+clock.
 
 Source: generation API reference, sections 5.2 and 5.4, and the types of the openai client 3.52. Items stand in the order
 in which they happened. The last event is exactly one of completed, incomplete and failed.

@@ -1,4 +1,4 @@
-"""Owns the wire of `POST /v1/responses`: bodies to a typed call.
+"""Decodes the bodies of `POST /v1/responses` to a typed call.
 
 What is written back is in `sie.frontend.dialects.responses.reply`. Source: generation API reference, section 5.1, and the
 types of the openai client 3.52. A field of the wrong type is 422, a wrong value 400; unknown fields are ignored.

@@ -1,4 +1,4 @@
-"""Owns the TensorRT Inference Server v1 gRPC wire of inference, both generations of it. Pure.
+"""The TensorRT Inference Server v1 gRPC wire format of inference, in both of its generations. Pure.
 
 The generation shows in the bytes of the request's header alone: what the first calls an input's `byte_size`, one number,
 has the field number of the second's `dims`, packed. Source: TRTIS v1 sheet, sections 2 and 7.

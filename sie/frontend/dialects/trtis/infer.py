@@ -1,4 +1,5 @@
-"""Owns the wire of inference in the TensorRT Inference Server v1 API: `NV-InferRequest` and a body to a typed request.
+"""The wire format of inference in the TensorRT Inference Server v1 API: `NV-InferRequest` and a body to a typed
+request.
 
 Two generations of the API share a route. The first (releases 0.8 to 0.10) says the bytes of one item of the batch as
 `byte_size`; the second says `dims`, or nothing where the model's own are fixed, and `batch_byte_size`. A request in

@@ -1,4 +1,4 @@
-"""Owns what the TensorRT Inference Server v1 API says of requests, server and models: `NV-Status` and ServerStatus.
+"""Encodes `NV-Status` and ServerStatus of the TensorRT Inference Server v1 API: requests, server and models.
 
 Source: NVIDIA TensorRT Inference Server, request_status.proto and server_status.proto, release 1.15.
 """

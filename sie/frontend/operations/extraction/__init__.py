@@ -1,1 +1,1 @@
-"""Owns extraction, family by family: what a model is asked, and what of its answer is found in the item."""
+"""Extraction, family by family: the question to a model, and the findings in its answer."""

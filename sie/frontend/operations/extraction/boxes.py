@@ -1,4 +1,4 @@
-"""Owns detection up to the engine and after it: what is looked for as token ids, and boxes as objects of the image.
+"""Detection before and after the engine: the labels as token ids, and boxes as objects of the image.
 
 Source of prompts, defaults and labels: SIE API reference, section 19; of boxes: transformers 5.23
 post_process_grounded_object_detection of processing_owlv2.py and processing_grounding_dino.py.

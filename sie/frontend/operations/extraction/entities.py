@@ -1,4 +1,4 @@
-"""Owns how the classes of a text's tokens become entities. Pure.
+"""Turns the classes of a text's tokens into entities. Pure.
 
 Does what TokenClassificationPipeline of transformers 5 does, strategy by strategy, in float32: the same words, the same
 groups, the same scores.

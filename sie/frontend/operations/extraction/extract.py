@@ -1,4 +1,4 @@
-"""Owns the extract operation: a typed request to what was found in each item, whatever family the model is of.
+"""The extract operation: a typed request to the findings in each item, for every family of models.
 
 One request is one submit. Its work may have more items than the request, a window of a text or a text with a label
 each; the worker spreads them over steps, and the family's reading joins them again.

@@ -1,4 +1,4 @@
-"""Owns classification by GLiClass up to the engine and after it: what the model reads, and scores from its logits.
+"""Classification by GLiClass before and after the engine: the model's input, and scores from its logits.
 
 Labels, instruction, text and examples are one sequence, put together as gliclass 0.1.21 does it (pipeline.py,
 `prepare_input`, `format_examples_prompt`). Each label group is a sequence of its own. Source: SIE API reference,

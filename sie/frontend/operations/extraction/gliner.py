@@ -1,4 +1,4 @@
-"""Owns extraction by GLiNER up to the engine and after it: which tasks it refuses, windows of texts, and their entities.
+"""Extraction by GLiNER before and after the engine: refused tasks, windows of texts, and their entities.
 
 The labels stand before each window, in one sequence with it. Source: SIE API reference, section 19.
 """

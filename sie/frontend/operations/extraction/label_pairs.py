@@ -1,4 +1,4 @@
-"""Owns zero-shot classification by entailment, up to the engine and after it: each text with each label is one pair.
+"""Zero-shot classification by entailment, before and after the engine. Each text with each label is one pair.
 
 Does what ZeroShotClassificationPipeline of transformers 5 does; only the text is ever cut, never the sentence with
 the label.

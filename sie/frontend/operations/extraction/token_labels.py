@@ -1,4 +1,4 @@
-"""Owns token classification up to the engine and after it: windows of a text's tokens, and entities from their logits.
+"""Token classification before and after the engine: windows of a text's tokens, and entities from their logits.
 
 A text over the model's limit is read in windows that overlap by `stride` tokens, cut and joined again as
 TokenClassificationPipeline of transformers 5 does it with that argument.

@@ -1,4 +1,4 @@
-"""Owns extraction by models that read text and answer with whole extractions: their arrays, and how they are read."""
+"""Extraction by models that read text and answer with whole extractions: their arrays, and how answers are read."""
 
 from __future__ import annotations
 

@@ -2,55 +2,43 @@ from __future__ import annotations
 
 import pytest
 
-from sie.frontend.app import App
-from sie.frontend.http.routes import ROUTES, match, redirect_of
-from sie.frontend.routes.embed import Inference
-from sie.frontend.routes.generate import TextRoutes
-from sie.frontend.routes.kserve import KServe
-from sie.frontend.routes.trtis import Trtis
+from sie.frontend.routes.table import TABLE, find_route
 
 
 @pytest.mark.parametrize(
-    ("path", "handler", "model"),
+    ("path", "template", "model"),
     [
-        ("/v1/encode/m", "encode", "m"),
-        ("/v1/encode/org/model", "encode", "org/model"),
-        ("/v1/encode/org/model/", "encode", "org/model/"),
-        ("/v1/encode/", "encode", ""),
-        ("/v1/encode/v1/models", "encode", "v1/models"),
-        ("/v1/embeddings", "embeddings", ""),
-        ("/v1/models", "list_models", ""),
-        ("/v1/models/org/model:p", "show_model", "org/model:p"),
-        ("/healthz", "healthz", ""),
-        ("/readyz", "readyz", ""),
-        ("/health", "health", ""),
-        ("/metrics", "metrics", ""),
-        ("/", "home", ""),
+        ("/v1/encode/m", "/v1/encode/{model}", "m"),
+        ("/v1/encode/org/model", "/v1/encode/{model}", "org/model"),
+        ("/v1/encode/org/model/", "/v1/encode/{model}", "org/model/"),
+        ("/v1/encode/", "/v1/encode/{model}", ""),
+        ("/v1/encode/v1/models", "/v1/encode/{model}", "v1/models"),
+        ("/v1/embeddings", "/v1/embeddings", ""),
+        ("/v1/models", "/v1/models", ""),
+        ("/v1/models/org/model:p", "/v1/models/{model}", "org/model:p"),
+        ("/healthz", "/healthz", ""),
+        ("/readyz", "/readyz", ""),
+        ("/health", "/health", ""),
+        ("/metrics", "/metrics", ""),
+        ("/", "/", ""),
     ],
 )
-def test_path_finds_its_handler_and_its_model(path, handler, model):
-    found = match(path)
+def test_path_finds_its_route_and_its_model(path, template, model):
+    found = TABLE.match(path)
     assert found is not None
-    assert (found.route.handler, found.model) == (handler, model)
+    assert (found.route.template, found.model) == (template, model)
 
 
 @pytest.mark.parametrize(
     "path", ["", "/v1", "/v1/", "/v1/encode", "/v1/embeddings/", "/healthz/", "/V1/models", "//", "/x"]
 )
 def test_unknown_path_has_no_route(path):
-    assert match(path) is None
+    assert TABLE.match(path) is None
 
 
 @pytest.mark.parametrize(("path", "target"), [("/v1/encode", "/v1/encode/"), ("/v1/models", None), ("/x", None)])
 def test_missing_tail_is_redirected_unless_the_path_itself_is_served(path, target):
-    assert redirect_of(path) == target
-
-
-def test_every_route_has_a_handler():
-    owners = {"kserve": KServe, "trtis": Trtis, "text": TextRoutes, "anthropic": TextRoutes}
-    for route in ROUTES:
-        owner = owners.get(route.envelope) or (Inference if route.endpoint else App)
-        assert callable(getattr(owner, route.handler if owner is not App else f"_{route.handler}", None)), route
+    assert TABLE.redirect_of(path) == target
 
 
 @pytest.mark.parametrize(
@@ -64,7 +52,7 @@ def test_every_route_has_a_handler():
     ],
 )  # fmt: skip
 def test_a_models_name_may_stand_between(path, template, model):
-    found = match(path)
+    found = TABLE.match(path)
     assert found is not None
     assert (found.route.template, found.model) == (template, model)
 
@@ -73,5 +61,21 @@ def test_a_models_name_may_stand_between(path, template, model):
     "path", ["/v2/models/{model}/infer/x/y", "/v2/repository/models/m", "/v2/repository/models/m/explode"]
 )
 def test_a_template_is_no_path(path):
-    found = match(path)
+    found = TABLE.match(path)
     assert found is None or found.route.template in ("/v2/models/{model}", "/v2/repository/{model}")
+
+
+@pytest.mark.parametrize(
+    ("path", "known", "expected"),
+    [
+        ("/v2/models/m/infer", set(), ("/v2/models/{model}/infer", "m", "")),
+        ("/v2/models/m/versions/3/infer", {"m"}, ("/v2/models/{model}/infer", "m", "3")),
+        ("/v2/models/m/ready", {"m/ready"}, ("/v2/models/{model}", "m/ready", "")),
+        ("/v2/models/m/infer/infer", {"m/infer"}, ("/v2/models/{model}/infer", "m/infer", "")),
+        ("/v2/models/m/versions/x/infer", {"m"}, None),
+        ("/v2/models/m/trace/setting", {"m"}, ("/v2/models/{model}/trace/setting", "m", "")),
+    ],
+)
+def test_the_known_names_decide_which_part_of_a_path_is_the_model(path, known, expected):
+    found = find_route(path, known)
+    assert (found and (found.route.template, found.model, found.version)) == expected

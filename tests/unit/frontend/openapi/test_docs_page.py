@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sie.catalog.options import REFUSED
-from sie.frontend.http.routes import ROUTES, WEBSOCKETS
+from sie.frontend.routes.table import TABLE, WEBSOCKETS
 from sie.values import errors
 
 DOCS = Path(__file__).parents[4] / "docs"
@@ -26,9 +26,9 @@ _SILENT = {
     "UNSUPPORTED_MEDIA_TYPE",
 }
 """Codes of classes that are never sent as such, and of the tensor dialects, which send none or their own."""
-_OF_TENSORS = {route.template for route in ROUTES if route.envelope in ("kserve", "trtis")}
+_OF_TENSORS = {route.template for route in TABLE if route.envelope in ("kserve", "trtis")}
 
-_OF_TEXT = {route.template for route in ROUTES if route.envelope in ("text", "anthropic")}
+_OF_TEXT = {route.template for route in TABLE if route.envelope in ("text", "anthropic")}
 
 
 def codes() -> set[str]:
@@ -38,7 +38,7 @@ def codes() -> set[str]:
     return {kind.code for kind in kinds} | given
 
 
-@pytest.mark.parametrize("path", sorted({route.template for route in ROUTES} | WEBSOCKETS.keys()))
+@pytest.mark.parametrize("path", sorted({route.template for route in TABLE} | WEBSOCKETS.keys()))
 def test_route_is_there(path: str) -> None:
     name = path.removeprefix("/v1/models/") if path.startswith("/v1/models/") and "{" not in path else path
     page = TENSORS if path in _OF_TENSORS else GENERATION if path in _OF_TEXT else PAGE

@@ -12,24 +12,24 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from sie.catalog import options
 from sie.config.limits import Limits
 from sie.frontend.dialects.openai import embeddings
-from sie.frontend.http import routes
 from sie.frontend.http.html import page_headers
 from sie.frontend.openapi import docs_page, document, document_json, schemas
+from sie.frontend.routes.table import TABLE
 from sie.values import errors
 from sie.values.errors import ClientGone, SieError
 
 LIMITS = Limits(max_items=7, max_candidates=8, max_labels=9)
-INFERENCE = [route for route in routes.ROUTES if route.endpoint]
+INFERENCE = [route for route in TABLE if route.label not in ("", "infer", "generate")]
 
 
 @pytest.fixture(scope="module")
 def described():
-    return msgspec.json.decode(document_json(LIMITS))
+    return msgspec.json.decode(document_json(TABLE, LIMITS))
 
 
 @pytest.fixture(scope="module")
 def html():
-    return docs_page.page(LIMITS).decode()
+    return docs_page.page(TABLE, LIMITS).decode()
 
 
 def operation(described, template):
@@ -43,7 +43,7 @@ def test_document_is_valid_openapi(described):
 
 def test_every_route_has_its_row_and_method(described):
     assert {(path, method.upper()) for path, methods in described["paths"].items() for method in methods} == {
-        (route.template, method) for route in routes.ROUTES for method in route.methods
+        (route.template, method) for route in TABLE for method in route.methods
     }
 
 
@@ -77,7 +77,7 @@ def test_limits_are_those_of_the_settings(described):
     assert known["RerankBody"]["properties"]["documents"]["maxItems"] == 8
     (labels,) = [part for part in known["ExtractParams"]["properties"]["labels"]["anyOf"] if part["type"] == "array"]
     assert labels["maxItems"] == 9
-    assert document(Limits())["components"]["schemas"]["EncodeBody"]["properties"]["items"]["maxItems"] == 2048
+    assert document(TABLE, Limits())["components"]["schemas"]["EncodeBody"]["properties"]["items"]["maxItems"] == 2048
 
 
 def test_unknown_fields_are_refused_only_where_the_decoder_refuses_them(described):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sie.frontend.http.routes import match
+from sie.frontend.routes.table import TABLE
 from sie.frontend.telemetry.access_log import AccessLog
 from sie.values.encode import Timing
 from sie.values.errors import BadRequest, SieError
@@ -18,7 +18,7 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 
 def ended(path: str = "/v1/encode/a/b", **changes: Any) -> Any:
-    found = match(path)
+    found = TABLE.match(path)
     exchange = SimpleNamespace(
         scope=SimpleNamespace(method="POST", path=path), headers={}, began_ns=time.monotonic_ns() - 5_000_000,
         holder=None, route=found.route if found else None, known_model="a/b", request_id="", body_bytes=120, num_items=2,

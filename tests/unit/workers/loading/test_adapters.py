@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,6 +13,7 @@ from sie.ipc import messages
 from sie.ipc.messages import AdapterEntry, AdapterReport
 from sie.values.card import AdapterSpec, ModelCard
 from sie.values.errors import BadRequest, Internal, SieError, Unavailable
+from sie.workers.model_api import RowStep, StepOutputs
 from tests.unit.engine_rig import Rig, SumRunner, Worker, card, checksum, in_rig
 
 
@@ -50,11 +50,13 @@ class LoraRunner(SumRunner):
         self.adapters = FakeAdapters()
         self.loras: list[list[str]] = []
 
-    def run_tokens(self, token_ids: Any, loras: Sequence[str] = ()) -> Any:
-        rows = super().run_tokens(token_ids)
+    def run(self, step: RowStep) -> StepOutputs:
+        rows, loras = super().run_tokens(step.inputs), step.loras
         self.loras.append(list(loras))
         assert all(not lora or lora in self.adapters for lora in loras), "an adapter that a step names is there"
-        return rows + np.array([[1000.0 if lora else 0.0] for lora in loras or [""] * len(rows)], np.float32)
+        return StepOutputs(
+            rows + np.array([[1000.0 if lora else 0.0] for lora in loras or [""] * len(rows)], np.float32)
+        )
 
 
 def start(rig: Rig, *names: str) -> tuple[Worker, LoraRunner]:

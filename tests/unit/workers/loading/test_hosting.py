@@ -21,7 +21,6 @@ DEADLINE_S = 60.0
 
 
 class Runner:
-    takes = "tokens"
     memory_bytes = 11
     dtype = "float32"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from sie.frontend.engine.worker_link import Pending
 from sie.shm.extent_headers import WorkHeader
 from sie.values.card import LateInteraction, ModelCard
 from sie.values.errors import BadRequest, Internal, Overloaded
-from sie.workers.model_api import Side
+from sie.workers.model_api import RowStep, Side, StepOutputs
 from sie.workers.scheduling.waiting import Budget
 from tests.unit.engine_rig import FAR_NS, Rig, Worker, checksum, in_rig
 
@@ -26,21 +26,21 @@ MISSING = 999
 class ProductRunner:
     """Score a document with its sum times its query's, and remember each step: token ids, and whether of a query."""
 
-    takes = "wants"
     memory_bytes = 0
 
     def __init__(self, card: ModelCard) -> None:
         self.card = card
         self.steps: list[list[tuple[list[int], bool]]] = []
 
-    def run_comparisons(self, inputs: Sequence[Any], sides: Sequence[Side]) -> Any:
+    def run(self, step: RowStep) -> StepOutputs:
+        inputs, sides = step.inputs, cast("Sequence[Side]", step.wants)
         self.steps.append([(ids.tolist(), side.is_query) for ids, side in zip(inputs, sides, strict=True)])
         for ids, side in zip(inputs, sides, strict=True):
             if side.is_query:
                 side.comparison.query = float(ids.sum())
         scores = [0 if side.is_query else -np.inf if MISSING in ids else side.comparison.query * float(ids.sum())
                   for ids, side in zip(inputs, sides, strict=True)]  # fmt: skip
-        return np.array(scores, np.float32)[:, None]
+        return StepOutputs(scores=np.array(scores, np.float32)[:, None])
 
     @property
     def num_queries(self) -> int:

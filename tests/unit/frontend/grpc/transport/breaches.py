@@ -1,4 +1,4 @@
-"""Owns what a client may not send, and the code by which each breach ends its stream or its connection (RFC 9113)."""
+"""Lists what a client may not send, and the code by which each breach ends its stream or its connection (RFC 9113)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns a connection without a socket: what a client sent goes in, what it would receive comes out."""
+"""A connection without a socket: a client's bytes go in, the bytes it would receive come out."""
 
 from __future__ import annotations
 

@@ -1,0 +1,82 @@
+"""Handles `/v1/models` and the management of models. Reads the model table; the supervisor changes it."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from sie.frontend.dialects.openai import models as dialect
+from sie.frontend.http.exchange import Exchange
+from sie.frontend.http.response import JSON, Response
+from sie.frontend.models.not_found import model_not_found
+from sie.frontend.models.table import ModelTable
+from sie.frontend.process import FrontendProcess
+from sie.frontend.telemetry.access_log import id_headers
+from sie.frontend.telemetry.metrics import UNKNOWN_MODEL
+from sie.ipc.messages import ModelEntry
+from sie.values.encode import DEFAULT_MODEL
+from sie.values.errors import NotFound
+
+ERROR_CODE: Final = "x-sie-error-code"
+"""The header with SIE's own code of an error, on routes whose errors have another API's form."""
+
+
+class Cards:
+    """The handlers of one process."""
+
+    def __init__(self, process: FrontendProcess) -> None:
+        self._process = process
+
+    async def list_models(self, exchange: Exchange) -> Response:
+        """Answer `GET /v1/models` with all models, including the default."""
+        models = self._process.models
+        infos = [model_info(entry, models.created_s) for entry in models.entries.values()]
+        return Response(200, [JSON, *id_headers(exchange)], dialect.models_body(infos, _default_of(models)))
+
+    async def show_model(self, exchange: Exchange) -> Response:
+        """Answer `GET /v1/models/{model}`. The list's `default` also counts as a model."""
+        models, model = self._process.models, exchange.model
+        entry = models.find(model)
+        if entry is not None:
+            info = model_info(entry, models.created_s)
+        else:
+            entry = models.find(_default_of(models) or "") if model == DEFAULT_MODEL else None
+            if entry is None:
+                body = dialect.model_not_found_body(model_not_found(model, models.entries))
+                return Response(404, [JSON, (ERROR_CODE, NotFound.code), *id_headers(exchange)], body)
+            info = {**model_info(entry, models.created_s), "id": DEFAULT_MODEL}
+        return Response(200, [JSON, *id_headers(exchange)], dialect.model_body(info))
+
+    async def manage_model(self, exchange: Exchange) -> Response:
+        """Answer `POST /v1/models/load`, `unload`, `reload` and `status`. The app has checked the permission."""
+        process = self._process
+        exchange.deadline_ns = exchange.began_ns + process.timeout_ns(exchange.headers.get("x-sie-timeout-ms"))
+        body = await exchange.read_body(process.bodies)
+        verb = exchange.scope.path.rpartition("/")[2]
+        exchange.known_model = UNKNOWN_MODEL
+        answer = await process.admin.serve(verb, body, exchange.deadline_ns)
+        exchange.known_model = answer.model or UNKNOWN_MODEL
+        return Response(answer.http_status, [JSON, *id_headers(exchange)], answer.body)
+
+    async def show_admin(self, exchange: Exchange) -> Response:
+        """Answer `GET /v1/admin`: whether a page's buttons would work. The app has checked the permission."""
+        return Response(200, [JSON, *id_headers(exchange)], b'{"allowed":true}')
+
+
+def _default_of(models: ModelTable) -> str | None:
+    return models.default_of("dense") or models.default_of("generate")
+
+
+def model_info(entry: ModelEntry, created_s: int) -> dict[str, Any]:
+    """Return the description of a model for clients."""
+    error = entry.error
+    last_error = None
+    if error is not None:
+        extras = error.extras
+        last_error = {
+            "code": error.code,
+            "message": error.message,
+            "attempts": extras.get("attempts", 1),
+            "permanent": extras.get("permanent", False),
+        }
+    loras = {name: adapter.state for name, adapter in entry.adapters.items()}
+    return dialect.model_info(entry.card, entry.state, last_error, created_s, loras, is_reloading=entry.reloading)

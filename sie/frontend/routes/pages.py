@@ -1,0 +1,71 @@
+"""Handles health checks, metrics, the documentation and the dashboard. Runs no model."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sie.frontend import dashboard, openapi
+from sie.frontend.dialects.native import negotiate
+from sie.frontend.http.exchange import Exchange
+from sie.frontend.http.html import page_headers
+from sie.frontend.http.response import JSON, Headers, Response
+from sie.frontend.http.routes import RouteTable
+from sie.frontend.openapi import docs_page
+from sie.frontend.process import FrontendProcess
+from sie.frontend.telemetry.access_log import id_headers
+from sie.frontend.telemetry.metrics import CONTENT_TYPE, render
+
+_TEXT: Final = ("content-type", "text/plain; charset=utf-8")
+
+
+class Pages:
+    """The handlers of one process. table is the route table that the documentation describes."""
+
+    def __init__(self, process: FrontendProcess, table: RouteTable) -> None:
+        self._process = process
+        self._table = table
+
+    async def make_ticket(self, exchange: Exchange) -> Response:
+        """Answer `POST /v1/watch-ticket` with a token for the websocket, because a browser can set no header there."""
+        access = self._process.access
+        ticket = access.make_ticket(exchange.holder) if access is not None else ""
+        headers = [JSON, ("cache-control", "no-store")]
+        return _answer(exchange, headers, b'{"ticket":"%b"}' % ticket.encode())
+
+    async def healthz(self, exchange: Exchange) -> Response:
+        """Answer `GET /healthz`: the process is alive."""
+        return _answer(exchange, [_TEXT], b"ok")
+
+    async def readyz(self, exchange: Exchange) -> Response:
+        """Answer `GET /readyz`: the required models are loaded."""
+        is_ready = self._process.is_ready
+        return _answer(exchange, [_TEXT], b"ok" if is_ready else b"not ready", 200 if is_ready else 503)
+
+    async def health(self, exchange: Exchange) -> Response:
+        """Answer `GET /health`. sie-sdk asks for JSON, to tell a cluster's gateway from a server."""
+        if negotiate.JSON in (exchange.headers.get("accept") or ""):
+            return _answer(exchange, [JSON], b'{"status":"ok","type":"worker"}')
+        return _answer(exchange, [_TEXT], b"OK")
+
+    async def metrics(self, exchange: Exchange) -> Response:
+        """Answer `GET /metrics` with the metrics of all processes."""
+        return _answer(exchange, [("content-type", CONTENT_TYPE)], render(self._process.pages))
+
+    async def openapi(self, exchange: Exchange) -> Response:
+        """Answer `GET /openapi.json`."""
+        return _answer(exchange, [JSON], openapi.document_json(self._table, self._process.settings.limits))
+
+    async def docs(self, exchange: Exchange) -> Response:
+        """Answer `GET /docs`: the same as a page."""
+        page = docs_page.page(self._table, self._process.settings.limits)
+        return _answer(exchange, page_headers(page), page)
+
+    async def home(self, exchange: Exchange) -> Response:
+        """Answer `GET /`: the dashboard for a browser, and `OK` for other clients."""
+        if "text/html" in (exchange.headers.get("accept") or ""):
+            return _answer(exchange, dashboard.headers(), dashboard.page())
+        return _answer(exchange, [_TEXT], b"OK")
+
+
+def _answer(exchange: Exchange, headers: Headers, body: bytes, status: int = 200) -> Response:
+    return Response(status, [*headers, *id_headers(exchange)], body)

@@ -1,0 +1,45 @@
+"""Holds the handlers of one process. Those with large libraries are made by the first request that needs them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from sie.frontend.http.routes import RouteTable
+from sie.frontend.process import FrontendProcess
+from sie.frontend.routes.cards import Cards
+from sie.frontend.routes.embed import Inference
+from sie.frontend.routes.kserve import KServe
+from sie.frontend.routes.pages import Pages
+
+if TYPE_CHECKING:
+    from sie.frontend.routes.generate import TextRoutes
+    from sie.frontend.routes.trtis import Trtis
+
+
+class Services:
+    """One group of handlers for each API. identity is the headers by which SIE's clients know the server."""
+
+    def __init__(
+        self, process: FrontendProcess, identity: tuple[tuple[str, str], ...], table: RouteTable
+    ) -> None:  # fmt: skip
+        self._process = process
+        self._identity = identity
+        self.embed = Inference(process, identity)
+        self.kserve = KServe(process, self.embed.pool)
+        self.cards = Cards(process)
+        self.pages = Pages(process, table)
+
+    @cached_property
+    def texts(self) -> TextRoutes:
+        """The text generation routes. Their module brings a template engine: import it on a thread first."""
+        from sie.frontend.routes.generate import TextRoutes
+
+        return TextRoutes(self._process, self.embed.pool, self._identity)
+
+    @cached_property
+    def trtis(self) -> Trtis:
+        """The routes of the TensorRT Inference Server v1 API. Their module brings protobuf: import it on a thread first."""
+        from sie.frontend.routes.trtis import Trtis
+
+        return Trtis(self._process, self.kserve, self.embed.pool)

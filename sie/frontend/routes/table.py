@@ -1,0 +1,155 @@
+"""Lists every HTTP route: its path, method, handler, dialect, metric label and required scope. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Container
+from typing import TYPE_CHECKING, Final
+
+from sie.frontend.http.exchange import Exchange
+from sie.frontend.http.response import Response
+from sie.frontend.http.routes import Match, Route, RouteTable, Row
+from sie.frontend.http.stream import Streamed
+from sie.frontend.routes.services import Services
+from sie.frontend.tensors.paths import split_model_path
+from sie.values.api_key import Need
+
+if TYPE_CHECKING:
+    from sie.frontend.routes.generate import TextHandler, TextRoutes
+
+Handler = Callable[[Exchange], Awaitable[Response | Streamed]]
+"""Serves one request. Raises; the app's error boundary answers with the error."""
+Find = Callable[[Services], Handler]
+"""Finds a handler among the services of a process."""
+
+_MODEL: Final = "/v2/models/{model}"
+_GENERATION: Final = "sie.frontend.routes.generate"
+_PROTOBUF: Final = "sie.frontend.routes.trtis"
+
+
+def _sie(
+    template: str, method: str, handler: Find, envelope: str = "sie", *, label: str = "", need: Need = "infer"
+) -> Row:
+    return Row(template, method, envelope, label, need, handler=handler)
+
+
+def _text(
+    template: str,
+    method: str,
+    handler: Callable[[TextRoutes], TextHandler],
+    envelope: str = "text",
+    *,
+    label: str = "generate",
+) -> Row:
+    def find(services: Services) -> Handler:
+        return services.texts.served(handler(services.texts))
+
+    return Row(template, method, envelope, label, handler=find, imports=_GENERATION)
+
+
+def _v2(template: str, method: str, handler: Find, *, label: str = "", need: Need = "infer", also: str = "") -> Row:
+    return Row(template, method, "kserve", label, need, also, handler=handler)
+
+
+def _v1(template: str, method: str, handler: Find, *, label: str = "", need: Need = "infer", also: str = "") -> Row:
+    return Row(template, method, "trtis", label, need, also, handler=handler, imports=_PROTOBUF)
+
+
+ENCODE: Final = _sie("/v1/encode/{model}", "POST", lambda s: s.embed.encode, label="encode")
+INFER: Final = _v2(f"{_MODEL}/infer", "POST", lambda s: s.kserve.infer, label="infer")
+"""The two routes with a fast path."""
+TABLE: Final = RouteTable((
+    ENCODE,
+    _sie("/v1/score/{model}", "POST", lambda s: s.embed.score, label="score"),
+    _sie("/v1/extract/{model}", "POST", lambda s: s.embed.extract, label="extract"),
+    _sie("/v1/rerank", "POST", lambda s: s.embed.rerank, "openai", label="score"),
+    _sie("/v1/embeddings", "POST", lambda s: s.embed.embeddings, "openai", label="embeddings"),
+    _sie("/v1/models", "GET", lambda s: s.cards.list_models, "models"),
+    _sie("/v1/models/{model}", "GET", lambda s: s.cards.show_model, "models"),
+    _sie("/v1/models/load", "POST", lambda s: s.cards.manage_model, need="admin"),
+    _sie("/v1/models/unload", "POST", lambda s: s.cards.manage_model, need="admin"),
+    _sie("/v1/models/reload", "POST", lambda s: s.cards.manage_model, need="admin"),
+    _sie("/v1/models/status", "POST", lambda s: s.cards.manage_model, need="admin"),
+    _sie("/v1/admin", "GET", lambda s: s.cards.show_admin, need="admin"),
+    _sie("/v1/watch-ticket", "POST", lambda s: s.pages.make_ticket, need="metrics"),
+    _sie("/healthz", "GET", lambda s: s.pages.healthz, need="open"),
+    _sie("/readyz", "GET", lambda s: s.pages.readyz, need="open"),
+    _sie("/health", "GET", lambda s: s.pages.health, need="open"),
+    _sie("/metrics", "GET", lambda s: s.pages.metrics, need="metrics"),
+    _sie("/", "GET", lambda s: s.pages.home, need="open"),
+    _sie("/docs", "GET", lambda s: s.pages.docs, need="open"),
+    _sie("/openapi.json", "GET", lambda s: s.pages.openapi, need="open"),
+    _sie("/api-doc/openapi.json", "GET", lambda s: s.pages.openapi, need="open"),
+    _text("/v1/chat/completions", "POST", lambda t: t.chat),
+    _text("/v1/completions", "POST", lambda t: t.completions),
+    _text("/v1/messages", "POST", lambda t: t.messages, "anthropic"),
+    _text("/v1/messages/count_tokens", "POST", lambda t: t.count_tokens, "anthropic", label=""),
+    _text("/v1/responses", "POST", lambda t: t.responses),
+    _text("/v1/responses/input_tokens", "POST", lambda t: t.count_input, label=""),
+    _text("/v1/responses/{response_id}", "GET", lambda t: t.show_response, label=""),
+    _text("/v1/responses/{response_id}", "DELETE", lambda t: t.delete_response, label=""),
+    _text("/v1/responses/{response_id}/cancel", "POST", lambda t: t.cancel_response, label=""),
+    _text("/v1/responses/{response_id}/input_items", "GET", lambda t: t.list_input_items, label=""),
+    _text("/v1/generate/{model}", "POST", lambda t: t.generate, "sie"),
+    _text(f"{_MODEL}/generate", "POST", lambda t: t.generate_tensor, "kserve"),
+    _text(f"{_MODEL}/generate_stream", "POST", lambda t: t.generate_tensor_stream, "kserve"),
+    _v2("/v2", "GET", lambda s: s.kserve.server),
+    _v2("/v2/health/live", "GET", lambda s: s.kserve.live, need="open"),
+    _v2("/v2/health/ready", "GET", lambda s: s.kserve.ready, need="open"),
+    _v2("/v2/models/stats", "GET", lambda s: s.kserve.statistics),
+    _v2(_MODEL, "GET", lambda s: s.kserve.model_metadata),
+    _v2(f"{_MODEL}/ready", "GET", lambda s: s.kserve.model_ready),
+    _v2(f"{_MODEL}/config", "GET", lambda s: s.kserve.model_config),
+    _v2(f"{_MODEL}/stats", "GET", lambda s: s.kserve.model_statistics),
+    INFER,
+    _v2("/v2/repository/index", "POST", lambda s: s.kserve.index),
+    _v2("/v2/repository/models/{model}/load", "POST", lambda s: s.kserve.load, need="admin"),
+    _v2("/v2/repository/models/{model}/unload", "POST", lambda s: s.kserve.unload, need="admin"),
+    _v2("/v2/repository/{model}", "POST", lambda s: s.kserve.named_repository),
+    _v2("/v2/systemsharedmemory/status", "GET", lambda s: s.kserve.shared_memory_status),
+    _v2("/v2/systemsharedmemory/unregister", "POST", lambda s: s.kserve.unregister),
+    _v2("/v2/systemsharedmemory/region/{model}", "POST", lambda s: s.kserve.region, also="GET"),
+    _v2("/v2/cudasharedmemory/status", "GET", lambda s: s.kserve.shared_memory_status),
+    _v2("/v2/cudasharedmemory/unregister", "POST", lambda s: s.kserve.unregister),
+    _v2("/v2/cudasharedmemory/region/{model}", "POST", lambda s: s.kserve.region, also="GET"),
+    _v2("/v2/trace/setting", "GET", lambda s: s.kserve.trace, also="POST"),
+    _v2(f"{_MODEL}/trace/setting", "GET", lambda s: s.kserve.trace, also="POST"),
+    _v2("/v2/logging", "GET", lambda s: s.kserve.logging, also="POST"),
+    _v2("/v1/config", "GET", lambda s: s.kserve.config_statuses),
+    _v2("/v1/config/reload", "POST", lambda s: s.kserve.reload_config, need="admin"),
+    _v1("/api/health/live", "GET", lambda s: s.trtis.live, need="open"),
+    _v1("/api/health/ready", "GET", lambda s: s.trtis.ready, need="open"),
+    _v1("/api/status", "GET", lambda s: s.trtis.status),
+    _v1("/api/status/{model}", "GET", lambda s: s.trtis.status),
+    _v1("/api/infer/{model}", "POST", lambda s: s.trtis.infer, label="infer"),
+    _v1("/api/modelcontrol/{model}", "POST", lambda s: s.trtis.control, need="admin"),
+    _v1("/api/repository/index", "GET", lambda s: s.trtis.repository_index),
+    _v1("/api/sharedmemorycontrol/{model}", "POST", lambda s: s.trtis.refuse_shared_memory, also="GET"),
+    _v1("/api/profile", "GET", lambda s: s.trtis.refuse_profile),
+))  # fmt: skip
+WEBSOCKETS: Final[dict[str, Need]] = {"/ws/status": "metrics"}
+"""The path of each websocket and the scope it needs."""
+
+_ACTIONS: Final = ("", "ready", "config", "stats", "infer", "generate", "generate_stream")
+"""The actions that may follow a model's name, or its version, in a path of KServe."""
+_ROWS_OF_ACTION: Final = {
+    action: next(row for row in TABLE if row.template == (f"{_MODEL}/{action}" if action else _MODEL))
+    for action in _ACTIONS
+}
+_OF_MODELS: Final = frozenset(_ROWS_OF_ACTION.values())
+
+
+def find_route(path: str, known: Container[str]) -> Match | None:
+    """Return the route of a path, or None if unknown. known is the names of the tensor models.
+
+    A name of a KServe model may hold slashes, so the known names decide which part of a path is the name.
+    """
+    found = TABLE.match(path)
+    if found is None or found.route not in _OF_MODELS:
+        return found
+    below = split_model_path(path.removeprefix("/v2/models/"), _ACTIONS, known)
+    return Match(_ROWS_OF_ACTION[below.action], below.name, below.version) if below is not None else None
+
+
+def is_unknown_action(route: Route, model: str, known: Container[str]) -> bool:
+    """Return whether a path of KServe goes on behind a model's name with an unknown action."""
+    return route.template == _MODEL and "/" in model and model not in known
