@@ -133,7 +133,7 @@ class FrontendProcess:
 
     @functools.cached_property
     def generator(self) -> Generator:
-        """What starts requests to generate; it imports a template engine, which others need not wait for."""
+        """What starts requests to generate; imported when the first one comes."""
         from sie.frontend.generation.start import Generator
 
         return Generator(self.engine, self.models, self.settings.generation, self.generation_metrics)
@@ -213,6 +213,8 @@ class FrontendProcess:
         self._channel.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._images.close()
+        if "generator" in vars(self):
+            self.generator.close()
 
     def _spawn(self, work: Any) -> None:
         task = self._loop.create_task(work)

@@ -19,6 +19,7 @@ from sie.catalog.profiles import entry_cards, fold_default, model_of
 from sie.frontend.inputs.profile_options import gives, is_own_entry
 from sie.frontend.inputs.tokenize import Tokenizer
 from sie.ipc.messages import ModelEntry, Models, WorkerEntry
+from sie.native.preempt import free
 from sie.runtime.gil_stalls import seconds_to_read
 from sie.runtime.logs import get_logger
 from sie.values.encode import DEFAULT_MODEL
@@ -78,12 +79,16 @@ class ModelTable:
         for entry in self.entries.values():
             if entry.card.tokenizer_file and entry.state in ("loading", "loaded"):
                 self._start_tokenizer(entry)
-            elif entry.state in ("unloading", "available"):  # the file may have changed at the next load
-                for known_as in (entry.card.id, model_of(entry.card.id)):
-                    self._tokenizers.pop(known_as, None)
-        for gone in self._tokenizers.keys() - self.entries.keys() - self._hosted.keys():
-            del self._tokenizers[gone]
+        self._drop_tokenizers()
         self.announce()
+
+    def _drop_tokenizers(self) -> None:
+        """Let go of the tokenizers of models that are gone, or whose file may have changed at the next load."""
+        idle = {name for name, entry in self.entries.items() if entry.state in ("unloading", "available")}
+        gone = self._tokenizers.keys() - (self.entries.keys() | self._hosted.keys())
+        gone |= self._tokenizers.keys() & (idle | {model_of(name) for name in idle})
+        if gone:
+            self._pool.submit(free, [self._tokenizers.pop(name) for name in gone])
 
     def announce(self) -> None:
         """Wake all waiters, after a change of models or when the server stops."""
@@ -235,7 +240,7 @@ class ModelTable:
         return known[1]
 
     def _announce_stall(self, path: str) -> None:
-        """Announce a stall of the event loop, because reading a large tokenizer holds the GIL."""
+        """Announce a stall of the event loop: reading a large tokenizer holds the GIL where it cannot be preempted."""
         if seconds := seconds_to_read(path):
             self.on_stall(seconds)
 
