@@ -1,7 +1,7 @@
 """Reads request bodies, with limits on size, stalls and rate. Handlers must read bodies only through `BodyReader`.
 
-Granian limits neither size nor time. A body that the client cut short looks complete when Granian iterates it, so the
-length is compared with Content-Length.
+Granian limits neither size nor time, nor the number of chunks. It hides why a body ended: where the body was cut or
+malformed, it hands over an empty chunk, and one more at the end. Trailers, which nothing here reads, look the same.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from sie.values.errors import BadRequest, ClientGone, InputTooLong, SieError
 
 _WHOLE_BYTES = 256 * 1024
 """A body of known length up to this size is read in one call, a larger one in chunks."""
+_FREE_CHUNKS = 4096
+_MIN_CHUNK_BYTES = 1024
+"""Each chunk wakes the event loop. A body may have _FREE_CHUNKS, and one more for each _MIN_CHUNK_BYTES that it has."""
 
 
 class Headers(Protocol):
@@ -163,15 +166,23 @@ class BodyReader:
 
     async def _read_chunks(self, reading: Reading, protocol: HttpProtocol, length: int | None) -> bytes:
         body = bytearray()
+        num_chunks = num_empty = 0
         async for chunk in protocol:
-            if chunk:
-                reading.last_ns = time.monotonic_ns()
-                body += chunk
-                reading.num_bytes = len(body)
-                if len(body) > self._max_bytes:
-                    raise self._too_long()
+            if not chunk:
+                num_empty += 1
+                continue
+            reading.last_ns = time.monotonic_ns()
+            body += chunk
+            reading.num_bytes = len(body)
+            num_chunks += 1
+            if len(body) > self._max_bytes:
+                raise self._too_long()
+            if num_chunks > _FREE_CHUNKS + len(body) // _MIN_CHUNK_BYTES:
+                raise BadRequest(f"The request body has {num_chunks} chunks for {len(body)} bytes: send larger chunks")
         if length is not None and len(body) != length:
             raise _client_gone()
+        if num_empty > 1:
+            raise BadRequest("The request body is cut, its chunks are malformed, or trailers follow it")
         return bytes(body)
 
     def _too_long(self) -> InputTooLong:
