@@ -218,7 +218,9 @@ class TextRoutes:
     async def _read(self, exchange: Exchange, decode: Callable[..., _T]) -> _T:
         body = await self.read_body(exchange)
         content_type = exchange.headers.get("content-type")
-        return await offload(self._pool, len(body), decode, body, content_type, self._process.settings.limits)
+        decoded = await offload(self._pool, len(body), decode, body, content_type, self._process.settings.limits)
+        exchange.release_body(self._process.bodies)  # generating may take long
+        return decoded
 
     async def _wait_serving(self, exchange: Exchange, entry: ModelEntry) -> ModelEntry:
         """Return the entry of a model that can be served. exchange.waits decides whether to wait for a loading model."""
