@@ -24,6 +24,10 @@ class CallConnection(Protocol):
         """Address and port of the client."""
         ...
 
+    def hold(self, num_bytes: int) -> None:
+        """Count bytes that the connection holds; negative if released."""
+        ...
+
     def on_taken(self, call: Call) -> None:
         """Record that a queued message of the call was taken."""
         ...
@@ -190,6 +194,10 @@ class Call:
         waiter = self.incoming.waiter if self.incoming is not None else None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+
+    def hold(self, num_bytes: int) -> None:
+        """Count bytes of a message while it is served; negative when it is answered."""
+        self._connection.hold(num_bytes)
 
     # --- the answer -----------------------------------------------------------------------------------------------
 

@@ -80,7 +80,8 @@ class Connection(asyncio.Protocol):
         self._allowance = Allowance(listener.limits.max_grpc_idle_frames_per_s)
         self.opened_ns = time.monotonic_ns()
         self.held_bytes = 0
-        """Bytes of incomplete, queued and unsent messages."""
+        """Bytes of messages that are incomplete, queued, being served or unsent."""
+        self._num_written = 0
         self.closing_ns = 0
         """Time when closing started, or 0."""
         self.paused_ns = 0
@@ -100,6 +101,7 @@ class Connection(asyncio.Protocol):
         """Cancel the work of every call, and unregister."""
         self._is_over = True
         self._drop_calls()
+        self._hold_written(0)
         self._outbox.disconnect()
         self._listener.on_lost(self)
         del self._inbox  # breaks a reference cycle; the garbage collector runs rarely
@@ -108,14 +110,21 @@ class Connection(asyncio.Protocol):
         """Hold back answers, and stop reading, because the socket's buffer is full."""
         self._outbox.is_paused = True
         self.paused_ns = time.monotonic_ns()
+        self._hold_written(self._transport.get_write_buffer_size())
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
         """Continue to send and read."""
         self._outbox.is_paused = False
         self.paused_ns = 0
+        self._hold_written(0)
         self._transport.resume_reading()
         self._outbox.pump()
+
+    def _hold_written(self, num_bytes: int) -> None:
+        """Count what the full buffer of the socket holds. It may be a whole answer, of any size."""
+        self.hold(num_bytes - self._num_written)
+        self._num_written = num_bytes
 
     @property
     def client(self) -> str:

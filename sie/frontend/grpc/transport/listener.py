@@ -9,6 +9,7 @@ import asyncio
 import socket
 import ssl
 import time
+from collections.abc import Callable
 from typing import Final
 
 from sie.config.grpc_limits import Grpc
@@ -38,7 +39,10 @@ class Listener:
         self.connections: set[Connection] = set()
         self.linger_ns = _LINGER_NS
         self._unflushed: list[Outbox] = []
-        self._held_bytes = 0
+        self.held_bytes = 0
+        """The bytes that all connections hold."""
+        self.on_cut: Callable[[], None] = lambda: None
+        """Called for each connection that is cut because all hold too much."""
         self._is_cutting = False
         self._server: asyncio.Server | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -112,17 +116,18 @@ class Listener:
 
     def hold(self, num_bytes: int) -> None:
         """Count held bytes of a connection; negative if released. Over the limit, the largest holder is cut."""
-        self._held_bytes += num_bytes
-        if self._held_bytes > self.limits.max_grpc_held_bytes and not self._is_cutting:
+        self.held_bytes += num_bytes
+        if self.held_bytes > self.limits.max_grpc_held_bytes and not self._is_cutting:
             self._is_cutting = True
             asyncio.get_running_loop().call_soon(self._cut)
 
     def _cut(self) -> None:
         self._is_cutting = False
-        if self._held_bytes > self.limits.max_grpc_held_bytes and self.connections:
+        if self.held_bytes > self.limits.max_grpc_held_bytes and self.connections:
             greediest = max(self.connections, key=lambda connection: connection.held_bytes)
             _log.warning("max_grpc_held_bytes: cutting a connection that holds %d bytes", greediest.held_bytes)
             greediest.abort()
+            self.on_cut()
 
     # --- the end --------------------------------------------------------------------------------------------------
 
