@@ -17,7 +17,6 @@ import termios
 import time
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from pathlib import Path
 from typing import Final, NamedTuple, TypeVar, cast
 
 _TCP_INFO_BYTES: Final = 128
@@ -108,10 +107,14 @@ class Backlog:
 
 
 class Sockets:
-    """The TCP connections of this process by their clients. One look at all descriptors finds them all."""
+    """The TCP connections of this process by their clients. One look at all descriptors finds them all.
+
+    To ask each socket for its peer takes long, where there are thousands. So a descriptor is asked once for each inode.
+    """
 
     def __init__(self) -> None:
         self._fds: dict[_Address, int] = {}
+        self._peers: dict[int, tuple[int, _Address | None]] = {}
         self._is_fresh = False
 
     def expire(self) -> None:
@@ -120,12 +123,24 @@ class Sockets:
 
     def find(self, client: _Address) -> int:
         """Return this process's descriptor of the connection to a client, or -1."""
-        fd = _use(self._fds.get(client, -1), client, socket.socket.fileno)
+        fd = _use(self._fds.get(client, -1), client, socket.SocketType.fileno)
         if fd is None and not self._is_fresh:
             self._is_fresh = True
-            self._fds = {peer: fd for fd in open_files() if (peer := _peer(fd)) is not None}
+            self._look()
             fd = self._fds.get(client)
         return fd if fd is not None else -1
+
+    def _look(self) -> None:
+        """Read which descriptors are connections, and to whom."""
+        before, self._peers = self._peers, {}
+        for fd in open_files():
+            try:
+                inode = os.fstat(fd).st_ino
+            except OSError:  # closed meanwhile
+                continue
+            known = before.get(fd)
+            self._peers[fd] = known if known is not None and known[0] == inode else (inode, _peer(fd))
+        self._fds = {peer: fd for fd, (_, peer) in self._peers.items() if peer is not None}
 
 
 class TcpState(NamedTuple):
@@ -142,7 +157,7 @@ def measure(fd: int) -> TcpState | None:
     return _with_socket(fd, _measure)
 
 
-def _measure(sock: socket.socket) -> TcpState:
+def _measure(sock: socket.SocketType) -> TcpState:
     queued: int = struct.unpack("=i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))[0]
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
@@ -171,7 +186,7 @@ def _plain(host: str) -> str:
 def open_files() -> Iterable[int]:
     """Return the open descriptors, or all possible ones where none is left to look with."""
     try:
-        return [int(path.name) for path in Path("/proc/self/fd").iterdir()]
+        return map(int, os.listdir("/proc/self/fd"))  # noqa: PTH208  # there may be thousands
     except OSError:
         return range(_MAX_FILES)
 
@@ -200,12 +215,12 @@ def _peer(fd: int) -> _Address | None:
     return _with_socket(fd, _address)
 
 
-def _address(sock: socket.socket) -> _Address | None:
+def _address(sock: socket.SocketType) -> _Address | None:
     peer = cast("tuple[str, int] | str | bytes", sock.getpeername())
     return (_plain(peer[0]), peer[1]) if isinstance(peer, tuple) else None
 
 
-def _use(fd: int, client: _Address, work: Callable[[socket.socket], _T]) -> _T | None:
+def _use(fd: int, client: _Address, work: Callable[[socket.SocketType], _T]) -> _T | None:
     """Run work on the socket behind fd, or return None if fd is not, or is no longer, the client's connection.
 
     The descriptor stays with its owner. It is never copied: a copy would keep a connection open after its owner closes it.
@@ -213,12 +228,12 @@ def _use(fd: int, client: _Address, work: Callable[[socket.socket], _T]) -> _T |
     return _with_socket(fd, lambda sock: work(sock) if _address(sock) == client else None)
 
 
-def _with_socket(fd: int, work: Callable[[socket.socket], _T | None]) -> _T | None:
+def _with_socket(fd: int, work: Callable[[socket.SocketType], _T | None]) -> _T | None:
     """Run work on the socket behind fd, or return None if fd is not a socket, or work failed."""
     try:
         if fd < 0 or not stat.S_ISSOCK(os.fstat(fd).st_mode):
             return None
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=fd)
+        sock = socket.SocketType(socket.AF_INET, socket.SOCK_STREAM, 0, fd)  # without Python around it
     except OSError:
         return None
     try:
