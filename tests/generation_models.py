@@ -71,14 +71,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("BloomConfig", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 3, "n_head": 4}),
     "mpt": ("MptConfig", {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 256}),
     "mamba": ("MambaConfig", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "state_size": 4}),
+    "bamba": ("BambaConfig", {**_GROUPED, "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16,
+              "mamba_d_state": 8, "mamba_n_groups": 1}),
     "lfm2": ("Lfm2Config", {**_GROUPED, "layer_types": ["conv", "full_attention", "conv"], "block_dim": 32}),
     "codegen": ("CodeGenConfig", {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256, "rotary_dim": 4}),
 }  # fmt: skip
+_FACTORS = {"short_factor": [1.0, 1.2, 1.1, 1.5], "long_factor": [3.0, 9.0, 5.0, 7.0]}
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 32, **_FACTORS}
+BY_LENGTH: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3-longrope": ("Phi3Config", {**_GROUPED, "original_max_position_embeddings": 32, "rope_parameters": _LONGROPE}),
+    "phimoe-longrope": ("PhimoeConfig", {**_GROUPED, "num_local_experts": 4, "rope_parameters":
+                        {**_LONGROPE, "short_mscale": 1.1, "long_mscale": 1.6}}),
+    "llama-longrope": ("LlamaConfig", {**_GROUPED, "rope_parameters": _LONGROPE}),
+    "llama-dynamic": ("LlamaConfig", {**_GROUPED, "max_position_embeddings": 32, "rope_parameters":
+                      {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 8.0}}),
+}  # fmt: skip
+"""Families whose rotary factors change where a sequence has more than 32 tokens."""
 
 
 def save(directory: Path, name: str) -> Path:
     """Write the checkpoint of a family, with weights large enough that its logits lie apart."""
-    config_class, values = FAMILIES[name]
+    config_class, values = {**FAMILIES, **BY_LENGTH}[name]
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**values))
     with torch.no_grad():
@@ -167,17 +180,17 @@ class Oracle(NamedTuple):
         return True
 
 
-def generate(model: Any, prompt: Sequence[int], num_tokens: int) -> Oracle:
-    """Run the library's own greedy generation of a prompt by itself."""
+def generate(model: Any, prompt: Sequence[int], num_tokens: int, *, without: Sequence[int] = ()) -> Oracle:
+    """Run the library's own greedy generation of a prompt by itself, without some tokens."""
     found = model.generate(
         torch.tensor([[int(token) for token in prompt]]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         generation_config=transformers.GenerationConfig(
             do_sample=False, max_new_tokens=num_tokens, eos_token_id=None, pad_token_id=0,
-            output_logits=True, return_dict_in_generate=True,
+            suppress_tokens=list(without) or None, output_scores=True, return_dict_in_generate=True,
         ),
     )  # fmt: skip
-    best = torch.cat(found.logits).topk(2).values
+    best = torch.cat(found.scores).topk(2).values
     return Oracle(found.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).tolist())
 
 

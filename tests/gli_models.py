@@ -28,6 +28,14 @@ _ENCODERS: dict[str, dict[str, Any]] = {
     },
     "modernbert": {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3},
 }  # fmt: skip
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 12, "factor": 4.0,
+             "short_factor": [1.0, 1.2, 1.1, 1.5], "long_factor": [3.0, 9.0, 5.0, 7.0]}  # fmt: skip
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 8.0}
+for _name, _rope in (("longrope", _LONGROPE), ("dynamic", _DYNAMIC)):
+    _ENCODERS[f"modernbert {_name}"] = {
+        **_ENCODERS["modernbert"], "max_position_embeddings": 12,
+        "rope_parameters": {"full_attention": _rope, "sliding_attention": _rope},
+    }  # fmt: skip
 GLINER_VARIANTS: dict[str, dict[str, Any]] = {
     "span": {},
     "token": {"span_mode": "token_level"},
@@ -95,7 +103,7 @@ def save_gliclass(
     torch.manual_seed(6)
     markers = ("<<LABEL>>", "<<SEP>>", "<<EXAMPLE>>")
     size = save_tokenizer(directory, extra=markers, max_length=max_length)
-    encoder_config = {"model_type": encoder, "vocab_size": size, **_SMALL, **_ENCODERS[encoder]}
+    encoder_config = {"model_type": encoder.split(maxsplit=1)[0], "vocab_size": size, **_SMALL, **_ENCODERS[encoder]}
     config = gliclass.GLiClassModelConfig(
         encoder_config=encoder_config, encoder_model="tiny", class_token_index=size - 3, text_token_index=size - 2,
         example_token_index=size - 1, vocab_size=size, prompt_first=prompt_first, scorer_num_heads=4,
@@ -116,7 +124,7 @@ def change_json(path: Path, **changes: Any) -> None:
 
 def _save_encoder(directory: Path, encoder: str) -> None:
     size = save_tokenizer(directory)
-    config = transformers.CONFIG_MAPPING[encoder](vocab_size=size, **_SMALL, **_ENCODERS[encoder])
+    config = transformers.CONFIG_MAPPING[encoder.split(maxsplit=1)[0]](vocab_size=size, **_SMALL, **_ENCODERS[encoder])
     transformers.AutoModel.from_config(config).save_pretrained(directory)
 
 

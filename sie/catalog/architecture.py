@@ -8,31 +8,72 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from sie.catalog.files import refuse
+from sie.catalog.files import decode_json, refuse
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from sie.values.errors import ModelLoadFailed
 
 
 def read_model_config(model_id: str, directory: str, changes: dict[str, Any]) -> PretrainedConfig:
     """Return the configuration of a checkpoint, as the class that transformers itself has for its model_type.
 
     changes take the place of values in config.json. `auto_map`, which names Python files of the checkpoint, is dropped before anything sees it. Raises
-    ModelLoadFailed for a model_type that transformers does not know.
+    ModelLoadFailed for a model_type that transformers does not know, and for values that it does not accept.
     Source: fault sheet S5 (three CVEs of code that ran although it was not trusted).
     """
     from transformers import CONFIG_MAPPING
 
-    config: dict[str, Any] = msgspec.json.decode(Path(directory, "config.json").read_bytes())
+    config: dict[str, Any] = _with_floats(decode_json(Path(directory, "config.json").read_bytes(), dict[str, Any]))
     remote = config.pop("auto_map", None)
     config.update(changes)
     model_type = str(config.get("model_type", ""))
     if model_type not in CONFIG_MAPPING:
         code = " and needs code of its own (auto_map), which is never run" if remote else ""
         raise refuse(model_id, f"model_type {model_type!r} is not known to this transformers{code}")
-    return CONFIG_MAPPING[model_type].from_dict(config)  # pyright: ignore[reportUnknownMemberType]
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(config)  # pyright: ignore[reportUnknownMemberType]
+    except Exception as error:  # whatever the checks of a family raise
+        raise refuse(model_id, f"transformers cannot read its config.json: {_one_line(error)}") from error
+
+
+def build_refusal(model_id: str, config: PretrainedConfig, error: Exception) -> ModelLoadFailed:
+    """Return the refusal of a model that transformers cannot build from its configuration, with the reason."""
+    from transformers import __version__
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if isinstance(error, KeyError) and error.args[:1] and error.args[0] in _rope_types(config):
+        known = ", ".join(["default", *sorted(ROPE_INIT_FUNCTIONS)])
+        return refuse(
+            model_id, f"its rope type {error.args[0]!r} is none that transformers {__version__} computes: {known}"
+        )
+    name = (config.architectures or [config.model_type])[0]
+    return refuse(model_id, f"transformers cannot build {name}: {type(error).__name__}: {_one_line(error)}")
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a configuration with numbers for what transformers 5 writes where JSON has none: {"__float__": "NaN"}."""
+    if isinstance(value, list):
+        return [_with_floats(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    text = value.get("__float__")
+    if len(value) == 1 and text in ("Infinity", "-Infinity", "NaN"):
+        return float(text)
+    return {key: _with_floats(item) for key, item in value.items()}
+
+
+def _rope_types(config: PretrainedConfig) -> list[Any]:
+    """Return the types of a configuration's rotary embeddings: it has one, or one for each type of layer."""
+    parameters: Any = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    each = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
+    return [part.get("rope_type") for part in each]
+
+
+def _one_line(error: Exception) -> str:
+    text = error.args[0] if isinstance(error, KeyError) and len(error.args) == 1 else error
+    return " ".join(str(text).split())
 
 
 def text_encoder_class(model_id: str, config: PretrainedConfig) -> type[Any]:

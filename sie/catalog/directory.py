@@ -280,7 +280,7 @@ def _read_config(transformer: Checkpoint, *, is_bare: bool) -> dict[str, Any]:
     if is_bare and architecture.endswith(_HEADS):
         raise refuse(transformer.id, f"{architecture} is not a text encoder")
     name = architecture or config["model_type"]
-    if "vision_config" in config:
+    if config.get("vision_config") is not None:
         reason = f"{name} reads images beside text (vision_config in config.json)"
         raise refuse(transformer.id, f"{reason}; such models are not served yet, nor is their text part alone")
     if not isinstance(config.get("vocab_size"), int):

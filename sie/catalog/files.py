@@ -7,6 +7,7 @@ Source: fault sheet S31.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,20 @@ T = TypeVar("T")
 def refuse(model_id: str, reason: str, error_class: str = "CONFIG") -> ModelLoadFailed:
     """Return the error of a checkpoint that will not be served. CONFIG is permanent, STORAGE is tried again."""
     return ModelLoadFailed(f"Model '{model_id}' cannot be loaded: {reason}", extras={"error_class": error_class})
+
+
+def decode_json(data: bytes, form: type[T]) -> T:
+    """Return the JSON in data in the given form, also with the Infinity and NaN that Python writes. Raises DecodeError."""
+    try:
+        return msgspec.json.decode(data, type=form)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError as error:
+        try:
+            value = json.loads(data)
+        except ValueError:
+            raise error from None
+        return msgspec.convert(value, form)
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -63,7 +78,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
         try:
             if path.stat().st_size > _MAX_JSON_BYTES:
                 raise refuse(self.id, f"{name} is over {_MAX_JSON_BYTES} bytes")
-            return msgspec.json.decode(path.read_bytes(), type=form)
+            return decode_json(path.read_bytes(), form)
         except OSError as error:
             raise refuse(self.id, f"{name}: {error.strerror}", "STORAGE") from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -43,7 +43,16 @@ def check_served(checkpoint: Checkpoint, config: dict[str, Any]) -> None:
     """Raise ModelLoadFailed for a checkpoint of a kind that is known not to be served; the message names the kind."""
     model_type = str(config.get("model_type", ""))
     kind = _KIND_OF.get(model_type)
-    if kind is None and "audio_config" in config:
-        kind = "audio"
+    if kind is None:
+        kind = _kind_by_parts(config)
     if kind is not None:
         raise refuse(checkpoint.id, f"its model_type {model_type!r} ({kind}) is of a kind that is not served yet")
+
+
+def _kind_by_parts(config: dict[str, Any]) -> str | None:
+    """Return the kind of a model of another type that has a part for sounds; one for images alone is told of later."""
+    parts = [part for part in (config, config.get("thinker_config")) if isinstance(part, dict)]
+    hears, sees = (any(part.get(name) is not None for part in parts) for name in ("audio_config", "vision_config"))
+    if not hears:
+        return None
+    return "images and audio beside text" if sees else "audio"

@@ -255,7 +255,8 @@ class Slot(NamedTuple):
     token_ids (t,) int32 are at positions start, start + 1, ... The keys and values of position p are in block blocks[p
     // block_tokens], row p % block_tokens; those before start exist already. Without draws no token is chosen, as after
     every prefill chunk except the last. When the prompt is complete, the choices of a request have one draw each, from
-    one slot. scored: the log probabilities to compute for the tokens themselves.
+    one slot. scored: the log probabilities to compute for the tokens themselves. rotary_length: a position has the rotary
+    factors of a sequence of so many tokens, or of one that ends with it if that is longer.
     """
 
     token_ids: NDArray[np.int32]
@@ -263,6 +264,7 @@ class Slot(NamedTuple):
     blocks: Sequence[int]
     draws: tuple[Draw, ...] = ()
     scored: Scored | None = None
+    rotary_length: int = 0
 
 
 class Chosen(NamedTuple):
@@ -284,6 +286,13 @@ class GenerateRunner(Protocol):
     """The width of a row of logits."""
     num_blocks: int
     """The number of blocks of keys and values that fit in memory, numbered from 0."""
+    restart_length: int
+    """A sequence that grows to so many tokens has all its keys computed again, with the rotary factors of this length; 0:
+    none has."""
+
+    def least_length(self, length: int) -> int:
+        """Return the least length with the rotary factors of a sequence of this length; 0: those of the shortest."""
+        ...
 
     def run_step(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> Sequence[tuple[Chosen, ...]]:
         """Copy blocks (from, to), run all slots in one forward pass, and return the tokens of each slot's draws.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -15,8 +16,9 @@ from sie.values.card import ModelCard
 from sie.workers.device.device import move
 from sie.workers.generation.gathered import attend_one, band_mask
 from sie.workers.generation.paged_cache import LayerCache, PagedCache, Rule
-from sie.workers.packed.batch import PackedBatch, pack_sequences
+from sie.workers.packed.batch import PackedBatch, pack_sequences, token_lengths
 from sie.workers.packed.flash import attend_flash, can_attend_flash
+from sie.workers.packed.rotation import Rotations
 from sie.workers.runners.encode import dense_rows
 from sie.workers.runners.head import Head
 
@@ -49,8 +51,9 @@ class UnkeptStep:
 class Embedder:
     """What makes one vector of each sequence, with the model that generates."""
 
-    def __init__(self, card: ModelCard, model: Any, cache: PagedCache) -> None:
+    def __init__(self, card: ModelCard, model: Any, cache: PagedCache, rotations: Rotations | None) -> None:
         """Take a model whose layers have their blocks in the cache."""
+        self._rotations = rotations
         self._model = model.base_model
         self._cache = cache
         self._head = Head(card.id, card.pipeline, cache.device)
@@ -68,12 +71,14 @@ class Embedder:
     def _run_packed(self, batch: PackedBatch) -> NDArray[np.float32]:
         device = self._cache.device
         self._cache.step = UnkeptStep(batch, device)
+        rotations = self._rotations
         try:
-            hidden = self._model(
-                input_ids=move(torch.from_numpy(batch.input_ids)[None], device),
-                position_ids=move(torch.from_numpy(batch.position_ids)[None], device),
-                use_cache=False,
-            ).last_hidden_state[0]
+            with nullcontext() if rotations is None else rotations.row(token_lengths(batch)):
+                hidden = self._model(
+                    input_ids=move(torch.from_numpy(batch.input_ids)[None], device),
+                    position_ids=move(torch.from_numpy(batch.position_ids)[None], device),
+                    use_cache=False,
+                ).last_hidden_state[0]
         finally:
             self._cache.step = None
         return dense_rows(self._head, hidden, batch)

@@ -111,7 +111,8 @@ class Engine:
     def start(self, job: Job, matchers: list[Matcher]) -> None:
         """Let a job's prompt wait for its first step; matchers has one for each choice, or none."""
         job.matchers = matchers
-        sequence = Sequence(job, 0, Tokens(job.request.inputs[0]))
+        prompt = Tokens(job.request.inputs[0])
+        sequence = Sequence(job, 0, prompt, self.runner.least_length(len(prompt)))
         job.sequences.append(sequence)
         self.planner.add(sequence)
 
@@ -260,6 +261,8 @@ class Engine:
             self._finish(sequence, "stop")
         elif sequence.num_generated >= job.task.max_tokens or len(sequence.tokens) >= self.max_tokens:
             self._finish(sequence, "length")
+        elif len(sequence.tokens) == self.runner.restart_length:
+            self.planner.restart(sequence, self.runner.least_length(len(sequence.tokens)))
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         sequence.finish = reason

@@ -25,8 +25,8 @@ _LARGEST = 256
 _WARM_UPS = 2
 """Runs before the recording, in which kernels are compiled and chosen and libraries take their workspaces."""
 
-Forward = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Takes token ids and positions (1, n) and None, all rows being wanted; returns (n, vocabulary)."""
+Forward = Callable[[Tensor, Tensor, None, Tensor], Tensor]
+"""Takes token ids and positions (1, n), None, all rows being wanted, and rotary lengths (n,); returns (n, vocabulary)."""
 
 
 class Answers(NamedTuple):
@@ -43,10 +43,10 @@ class StepInputs:
         """Make room for sequences of up to max_blocks blocks."""
         is_locked = device.type == "cuda"
         self.size = size
-        self._numbers = torch.zeros(3, size, dtype=torch.int64, pin_memory=is_locked)
+        self._numbers = torch.zeros(4, size, dtype=torch.int64, pin_memory=is_locked)
         self._blocks = torch.zeros(max_blocks, size, dtype=torch.int32, pin_memory=is_locked)
-        self.numbers = torch.zeros(3, size, dtype=torch.int64, device=device)
-        """Token ids, positions and the rows that keep them."""
+        self.numbers = torch.zeros(4, size, dtype=torch.int64, device=device)
+        """Token ids, positions, the rows that keep them, and their rotary lengths (`Slot`)."""
         self.blocks = torch.zeros(max_blocks, size, dtype=torch.int32, device=device)
         """As in `kernels.Tables`."""
 
@@ -63,7 +63,8 @@ class StepInputs:
         numbers[2, :count] = [
             slot.blocks[slot.start // block_tokens] * block_tokens + slot.start % block_tokens for slot in slots
         ]
-        numbers[:, count:] = [[0], [0], [spare_block * block_tokens]]
+        numbers[3, :count] = [max(slot.start + 1, slot.rotary_length) for slot in slots]
+        numbers[:, count:] = [[0], [0], [spare_block * block_tokens], [1]]
         fill_blocks(blocks, slots, block_tokens)
         blocks[0, count:] = spare_block
         num_seen = max(starts) // block_tokens + 1  # no more of a table that may hold a very long context
@@ -115,11 +116,11 @@ class DecodeGraphs:
         inputs = StepInputs(size, self._max_blocks, device)
         inputs.blocks[0] = cache.num_blocks
         inputs.numbers[2] = cache.num_blocks * cache.block_tokens
-        token_ids, positions, rows = inputs.numbers
+        token_ids, positions, rows, lengths = inputs.numbers
         cache.step = DecodeStep(rows, Tables(positions, inputs.blocks))
 
         def run() -> Answers:
-            logits = forward(token_ids[None], positions[None], None)
+            logits = forward(token_ids[None], positions[None], None, lengths)
             return Answers(logits, likeliest(logits))
 
         try:

@@ -19,9 +19,10 @@ def block_key(before: bytes, token_ids: memoryview | bytes) -> bytes:
     return hashlib.blake2b(token_ids, digest_size=_KEY_BYTES, key=before).digest()
 
 
-def first_key(salt: bytes) -> bytes:
-    """Return what stands for the block in front of the first one: prompts of different salts share nothing."""
-    return hashlib.blake2b(salt, digest_size=_KEY_BYTES, person=b"sie prefix").digest()
+def first_key(salt: bytes, rotary_length: int = 0) -> bytes:
+    """Return what stands for the block in front of the first one: prompts of different salts or factors share nothing."""
+    length = rotary_length.to_bytes(8, "little")
+    return hashlib.blake2b(salt, digest_size=_KEY_BYTES, salt=length, person=b"sie prefix").digest()
 
 
 class BlockPool:

@@ -175,7 +175,7 @@ def _compare(runner: TextGenerator, cache: PagedCache, sequence: NDArray[np.int3
     try:
         for number, (first, last) in enumerate(pairwise(cuts)):
             slots = [
-                Slot(sequence[first:last], first, own, _DRAWN),
+                Slot(sequence[first:last], first, own, _DRAWN, rotary_length=runner.least_length(length)),
                 Slot(sequence[-1 - number : length - number], number, other),
             ]
             distances.append(relative_distance(runner.run_logits(slots)[0], expected[last - 1]))

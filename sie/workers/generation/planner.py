@@ -171,6 +171,13 @@ class Planner:
         self.add(sequence)
         self.num_preempted += 1
 
+    def restart(self, sequence: Sequence, rotary_length: int) -> None:
+        """Let a running sequence be read again from its beginning, with the rotary factors of another length."""
+        self._let_go(sequence)
+        self.running.remove(sequence)
+        sequence.rotate_as(rotary_length)
+        self.add(sequence)
+
     def _let_go(self, sequence: Sequence) -> None:
         for block in sequence.blocks if self._copies else ():
             if block in self._copies:
@@ -231,7 +238,7 @@ class Planner:
         keys, size = sequence.keys, self.limits.block_tokens
         while len(keys) <= index:
             start = len(keys) * size
-            before = keys[-1] if keys else sequence.job.first_key
+            before = keys[-1] if keys else sequence.first_key
             keys.append(block_key(before, sequence.tokens.view(start, start + size).tobytes()))
         return keys[index]
 

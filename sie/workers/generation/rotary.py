@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sie.workers.packed.rotation import scalings_of
+
 _LEAST_POSITIONS = 1024
-_BY_LENGTH = ("dynamic", "longrope")
-"""Kinds of rotation, as transformers names them, that depend on the longest position of a step."""
 
 
 class RotaryCall:
@@ -30,8 +30,7 @@ class RotaryCall:
     @property
     def is_by_position(self) -> bool:
         """Whether a position turns alike in every step."""
-        kinds: Any = getattr(self.module, "rope_type", "")
-        return not any(kind in _BY_LENGTH for kind in (kinds.values() if isinstance(kinds, dict) else (kinds,)))
+        return not scalings_of(self.module)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines (1, t, width), float32, at positions (1, t)."""

@@ -30,6 +30,7 @@ from sie.workers.generation.step_layout import StepLayout, lay_out
 from sie.workers.generation.varlen import MixedStep, can_attend
 from sie.workers.generation.weights import PackedLinear
 from sie.workers.model_api import Chosen, Draw, Matcher, RowStep, Slot, StepOutputs
+from sie.workers.packed.rotation import Lengths, find_rotations
 
 
 class TextGenerator:
@@ -50,6 +51,8 @@ class TextGenerator:
         self.model = model
         self._cache = cache
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self._rotations = find_rotations(model)
+        self.restart_length = 0 if self._rotations is None else _restart_length(model)
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._grammars = GrammarCompiler(card)
         self._masks = MaskThread()
@@ -60,7 +63,7 @@ class TextGenerator:
             cache.device, cache.dtype, {width for form in cache.layers for width in form.widths}
         )
         """Whether a GPU's kernels read the blocks; else they are gathered."""
-        self._embedder = Embedder(card, model, cache) if "dense" in card.outputs else None
+        self._embedder = Embedder(card, model, cache, self._rotations) if "dense" in card.outputs else None
 
     def run_step(self, slots: Sequence[Slot], copies: Sequence[tuple[int, int]] = ()) -> list[tuple[Chosen, ...]]:
         """Return what each slot's draws chose (`GenerateRunner`).
@@ -130,6 +133,10 @@ class TextGenerator:
             self._check(ids)
         return self._embedder.run(token_ids)
 
+    def least_length(self, length: int) -> int:
+        """Return the least length with the rotary factors of a sequence of this length (`GenerateRunner`)."""
+        return 0 if self._rotations is None else self._rotations.least_length(length)
+
     def compile_grammar(self, kind: str, text: str) -> Matcher:
         """Return a fresh matcher (`GenerateRunner`). Raises BadRequest."""
         return self._grammars.compile(kind, text, self.vocab_size)
@@ -170,15 +177,29 @@ class TextGenerator:
                     torch.from_numpy, (layout.token_ids[None], layout.positions[None], np.array(rows, np.int64))
                 )
             )
-            return self._run_model(token_ids, positions, kept)
+            lengths = None if self._rotations is None else layout.rotary_lengths()
+            return self._run_model(token_ids, positions, kept, lengths)
         finally:
             cache.step = None
 
-    def _run_model(self, token_ids: Tensor, positions: Tensor, kept: Tensor | None) -> Tensor:
-        """Return the logits (k, vocabulary) of the kept rows (k,) of a row (1, t); None: of all."""
+    def _run_model(self, token_ids: Tensor, positions: Tensor, kept: Tensor | None, lengths: Lengths | None) -> Tensor:
+        """Return the logits (k, vocabulary) of the kept rows (k,) of a row (1, t); None: of all.
+
+        lengths are the tokens' rotary lengths (t,), read where the model's factors follow them.
+        """
         rows = {"logits_to_keep": kept} if self._takes_rows and kept is not None else {}
-        logits = self.model(input_ids=token_ids, position_ids=positions, use_cache=False, **rows).logits[0]
+        rotations = self._rotations
+        with nullcontext() if rotations is None or lengths is None else rotations.row(lengths):
+            logits = self.model(input_ids=token_ids, position_ids=positions, use_cache=False, **rows).logits[0]
         return logits if self._takes_rows or kept is None else logits[kept]
+
+
+def _restart_length(model: Any) -> int:
+    """Return the length at which the library's own generation drops a cache of keys (Phi-3 and its kin), 0 for never."""
+    name = "original_max_position_embeddings"
+    is_dropped = name in type(model).prepare_inputs_for_generation.__code__.co_names
+    original = getattr(model.config, name, None)
+    return original + 1 if is_dropped and original else 0
 
 
 def _count_bytes(model: nn.Module, cache: PagedCache) -> int:

@@ -49,7 +49,7 @@ class Job:
     """One request to generate. number tells which came first."""
 
     __slots__ = (
-        "first_key", "first_token_ns", "forbidden", "is_alone", "is_proven", "last_token_ns", "matchers", "num_cached",
+        "first_token_ns", "forbidden", "is_alone", "is_proven", "last_token_ns", "matchers", "num_cached",
         "num_generated", "num_prompt", "number", "request", "scores", "sequences", "started_ns", "stops", "task",
     )  # fmt: skip
 
@@ -71,7 +71,6 @@ class Job:
         """Its request was running when a worker died: until it is proven, it shares no step."""
         self.is_proven = False
         """Whether it has come through a decode step: until then its request is suspected if the worker dies."""
-        self.first_key = first_key(task.salt)
         ends = () if task.ignore_eos else eos_token_ids
         self.stops = frozenset((*ends, *task.stop_token_ids))
         self.forbidden = tuple(set(eos_token_ids) - self.stops)
@@ -105,19 +104,19 @@ class Sequence:
     """One choice of a job; before the prompt has been read, the first one stands for all."""
 
     __slots__ = (
-        "age", "blocks", "choice", "finish", "is_first", "job", "keys", "logprobs", "num_computed", "num_sent",
-        "num_unsent", "tokens",
+        "age", "blocks", "choice", "finish", "first_key", "is_first", "job", "keys", "logprobs", "num_computed",
+        "num_sent", "num_unsent", "rotary_length", "tokens",
     )  # fmt: skip
 
-    def __init__(self, job: Job, choice: int, tokens: Tokens) -> None:
+    def __init__(self, job: Job, choice: int, tokens: Tokens, rotary_length: int = 0) -> None:
+        """Begin with a prompt, whose positions have the rotary factors of rotary_length (`Slot`)."""
         self.job = job
         self.choice = choice
         self.age = (job.number, choice)
         """The smaller, the older; it decides who waits for whom."""
         self.tokens = tokens
         self.blocks: list[int] = []
-        self.keys: list[bytes] = []
-        """Of its full blocks, as far as they were needed."""
+        self.rotate_as(rotary_length)
         self.num_computed = 0
         """Positions whose keys and values are in its blocks."""
         self.num_sent = self.num_unsent = 0
@@ -127,6 +126,13 @@ class Sequence:
         self.finish = ""
         self.is_first = choice == 0
         """Whether its next draw is that of all choices: it is the prompt."""
+
+    def rotate_as(self, rotary_length: int) -> None:
+        """Take the rotary factors of another length; nothing of what it has computed is its own any more."""
+        self.rotary_length = rotary_length
+        self.first_key = first_key(self.job.task.salt, rotary_length)
+        self.keys: list[bytes] = []
+        """Of its full blocks, as far as they were needed."""
 
     @property
     def num_left(self) -> int:
@@ -167,7 +173,7 @@ class Sequence:
 
     def fork(self, choice: int) -> Sequence:
         """Return another choice behind the same prompt, which has its blocks, too; the caller holds them for it."""
-        other = Sequence(self.job, choice, Tokens(self.tokens.view(0, len(self.tokens))))
+        other = Sequence(self.job, choice, Tokens(self.tokens.view(0, len(self.tokens))), self.rotary_length)
         other.blocks = list(self.blocks)
         other.keys = list(self.keys)
         other.num_computed = self.num_computed

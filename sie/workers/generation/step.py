@@ -60,7 +60,7 @@ def _run(
         start = sequence.num_computed
         draws = sequence.draws() if is_last else ()
         ids = sequence.tokens.view(start, start + count)
-        slots.append(Slot(ids, start, sequence.blocks, draws, sequence.scored(count)))
+        slots.append(Slot(ids, start, sequence.blocks, draws, sequence.scored(count), sequence.rotary_length))
     return runner.run_step(slots, copies)
 
 

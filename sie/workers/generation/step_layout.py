@@ -71,6 +71,12 @@ class StepLayout(NamedTuple):
         """Tokens of the step."""
         return len(self.token_ids)
 
+    def rotary_lengths(self) -> NDArray[np.int64]:
+        """Return of each token (t,) the length of the sequence whose rotary factors it has (`Slot`)."""
+        slots = (*self.decodes, *self.prompts)
+        least = np.repeat([slot.rotary_length for slot in slots], [len(slot.token_ids) for slot in slots])
+        return np.maximum(self.positions + 1, least)
+
     def reach(self, window: int | None) -> Reach:
         """Return what the tokens see where a token sees `window` positions, its own the last of them; None: all."""
         groups = tuple(

@@ -42,6 +42,7 @@ class StubGenerator:
         self.card = card
         self.block_tokens = block_tokens
         self.num_blocks = card.stub.blocks
+        self.restart_length = 0
         self.vocab_size = _VOCABULARY
         self.memory_bytes = card.stub.memory_mb << 20
         self._options = card.stub
@@ -70,6 +71,11 @@ class StubGenerator:
             tuple(_choose(draw, ids) for draw in slot.draws) if ids is not None else ()
             for slot, ids in zip(slots, read, strict=True)
         ]
+
+    def least_length(self, length: int) -> int:
+        """Return 0: nothing here is rotated."""
+        del length
+        return 0
 
     def compile_grammar(self, kind: str, text: str) -> Matcher:
         """Return what follows the text of the grammar, whatever its kind, after `grammar_ms`."""

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from sie.catalog.architecture import (
+    build_refusal,
     causal_class,
     classifier_class,
     detector_class,
@@ -265,14 +266,18 @@ def _read_model(card: ModelCard, choose_class: ChooseClass, unused: str | None =
     transformers_logging.disable_progress_bar()
     config = read_model_config(card.id, card.directory, card.config_changes)
     config.use_cache = False  # a decoder would keep keys and values that are never read
-    model, report = choose_class(card.id, config).from_pretrained(
-        card.directory,
-        config=config,
-        dtype=torch.float32,
-        use_safetensors=True,
-        local_files_only=True,
-        output_loading_info=True,
-    )
+    auto = choose_class(card.id, config)
+    try:
+        model, report = auto.from_pretrained(
+            card.directory,
+            config=config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (ArithmeticError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
+        raise build_refusal(card.id, config, error) from error
     _check_complete(card, report, unused)
     return model.eval().requires_grad_(False)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 
 import msgspec
 import numpy as np
@@ -23,7 +24,8 @@ from sie.workers.device.device import move, read
 from sie.workers.lora.lora_layers import LoraAdapters, StepRows
 from sie.workers.model_api import RowStep, StepOutputs
 from sie.workers.packed.attention import Boundaries, packed_step
-from sie.workers.packed.batch import PackedBatch, pack_sequences, rounded_tokens, with_filler
+from sie.workers.packed.batch import PackedBatch, pack_sequences, rounded_tokens, token_lengths, with_filler
+from sie.workers.packed.rotation import find_rotations
 from sie.workers.packed.rounded_linear import RoundedLinear
 from sie.workers.runners.compiled_encoder import CompiledEncoder
 from sie.workers.runners.head import Head
@@ -46,6 +48,7 @@ class Backbone:
         self.vocab_size: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]  # an Embedding
         self.max_positions = _max_positions(model)
         self.lora_rows = StepRows(device)
+        self._rotations = find_rotations(model)
         self.compiled: CompiledEncoder | None = None
         """Runs the packed steps in which no adapter takes part, where the model has such a form."""
         self._compiled_tokens = 0
@@ -87,7 +90,9 @@ class Backbone:
         attended = None if batch.attended is None else self.move(batch.attended)
         boundaries = Boundaries(self.move(batch.cu_seqlens), batch.runs, batch.max_length, attended)
         positions = batch.position_ids + position_offset if position_offset else batch.position_ids
-        with packed_step(boundaries):
+        rotations = self._rotations
+        own = nullcontext() if rotations is None else rotations.row(token_lengths(batch))
+        with packed_step(boundaries), own:
             hidden = self.model(
                 input_ids=self.move(batch.input_ids)[None],
                 position_ids=self.move(positions)[None],

@@ -18,6 +18,7 @@ from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 from sie.values.extract import Gliclass
 from sie.workers.model_api import RowStep, StepOutputs
+from sie.workers.packed.rotation import find_rotations
 from sie.workers.runners.encode import weight_bytes
 
 
@@ -32,6 +33,7 @@ class GliclassRunner:
         self.memory_bytes = weight_bytes(model.parameters())
         self._rule = card.extract
         self._model = model
+        find_rotations(model)  # each rectangle has the rotary factors of its own length
         self._device = device
         self._vocab_size: int = model.get_input_embeddings().num_embeddings
 

@@ -19,6 +19,7 @@ from sie.values.errors import BadRequest
 from sie.values.extract import Entity, Extraction, ExtractTask, Gliner, Relation
 from sie.values.spans import choose_spans
 from sie.workers.model_api import RowStep, StepOutputs
+from sie.workers.packed.rotation import find_rotations
 from sie.workers.runners.encode import weight_bytes
 
 _DEFAULT_THRESHOLD = 0.5
@@ -42,6 +43,8 @@ class GlinerRunner:
         self.memory_bytes = weight_bytes(model.parameters())
         self._relations = card.extract.relations
         self._model = model
+        # Padding would give a window the rotary factors of a longer one.
+        self._max_batch_words = _MAX_BATCH_WORDS if find_rotations(model) is None else 0
         self._collator = model.create_collator()
         self._split = model.data_processor.words_splitter
         self._finds_ends = model.config.span_mode == "token_level"
@@ -68,7 +71,7 @@ class GlinerRunner:
                 groups.setdefault(task, []).append(item)
         for task, members in groups.items():
             members.sort(key=lambda item: len(words[item]))
-            for batch in _batches(members, [len(words[item]) for item in members]):
+            for batch in _batches(members, [len(words[item]) for item in members], self._max_batch_words):
                 answers = self._run([words[item] for item in batch], task)
                 for item, (spans, relations) in zip(batch, answers, strict=True):
                     found[item] = _extraction(texts[item], words[item], spans, relations)
@@ -124,11 +127,11 @@ def _choose_best(spans: list[Any], flat_ner: bool = True, multi_label: bool = Fa
     return sorted((best_first[place] for place in kept), key=lambda span: span.start)
 
 
-def _batches(members: list[int], lengths: list[int]) -> Iterator[list[int]]:
-    """Yield the members, given in order of their lengths, in batches that are not too large with their padding."""
+def _batches(members: list[int], lengths: list[int], max_words: int) -> Iterator[list[int]]:
+    """Yield the members, given in order of their lengths, in batches of one, or of at most max_words with padding."""
     start = 0
     for place, length in enumerate(lengths):
-        if place > start and (place - start + 1) * length > _MAX_BATCH_WORDS:
+        if place > start and (place - start + 1) * length > max_words:
             yield members[start:place]
             start = place
     yield members[start:]

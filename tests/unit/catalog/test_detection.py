@@ -167,7 +167,12 @@ def test_pickled_weights_are_refused(write_files: Any):
         ({"model_type": "granite_docling"}, "Docling"),
         ({"model_type": "sam2"}, "SAM"),
         ({"model_type": "whisper"}, "audio"),
-        ({"model_type": "newly-published", "audio_config": {}}, "audio"),
+        ({"model_type": "newly-published", "audio_config": {}}, "audio)"),
+        ({"model_type": "gemma4", "audio_config": {}, "vision_config": {}}, "images and audio beside text)"),
+        (
+            {"model_type": "qwen2_5_omni", "thinker_config": {"audio_config": {}, "vision_config": {}}},
+            "images and audio",
+        ),
         ({"model_type": "mm-grounding-dino"}, "detector of other families"),
         ({"model_type": "yolos"}, "detector of other families or of fixed classes"),
     ],

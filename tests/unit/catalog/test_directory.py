@@ -207,6 +207,7 @@ def test_whole_set_of_shards_is_taken(write_files: Any) -> None:
         ({"config.json": {**CONFIG, "architectures": ["BertForQuestionAnswering"]}}, "not a text encoder"),
         ({"config.json": {"model_type": "vit", "hidden_size": 8}}, "not a text encoder"),
         ({"config.json": {**CONFIG, "vision_config": {}}}, "BertModel reads images beside text"),
+        ({"config.json": {**CONFIG, "vision_config": {}, "audio_config": None}}, "BertModel reads images beside text"),
         ({"config.json": {"model_type": "bert", "vocab_size": 9}}, "hidden_size"),
         ({"adapter_config.json": {}}, "adapter"),
         ({"tokenizer_config.json": {"model_max_length": 0.5}}, "maximum sequence length"),

@@ -23,7 +23,7 @@ COMPILED = (
 )  # fmt: skip
 OTHERS = [
     name for name in FAMILIES
-    if name not in (*COMPILED, "bloom", "codegen", "falcon", "gpt_neo", "gptj", "lfm2", "mamba", "mpt")
+    if name not in (*COMPILED, "bamba", "bloom", "codegen", "falcon", "gpt_neo", "gptj", "lfm2", "mamba", "mpt")
 ]  # fmt: skip
 PROMPTS = [random_prompt(length, seed) for seed, length in enumerate((5, 29, 18))]
 NUM_TOKENS = 10

@@ -99,9 +99,9 @@ class EagerGraph:
 
     def replay(self):
         _, inputs, found = self.recorded()
-        token_ids, positions, rows = inputs.numbers
+        token_ids, positions, rows, lengths = inputs.numbers
         self.runner._cache.step = DecodeStep(rows, paged_reference.Tables(positions, inputs.blocks))
-        found.logits.copy_(self.runner._run_model(token_ids[None], positions[None], None))
+        found.logits.copy_(self.runner._run_model(token_ids[None], positions[None], None, lengths))
         found.best.copy_(likeliest(found.logits))
         self.runner._cache.step = None
 
@@ -117,11 +117,40 @@ def eager_graphs(runner, sizes, max_blocks):
     return graphs
 
 
-def test_a_recorded_step_gets_its_values_and_is_filled_up(in_place, load_tiny):
-    runner = in_place("gemma3")
-    expected = answers(load_tiny("gemma3")[0])
+@pytest.mark.parametrize("name", ["gemma3", "phi3-longrope", "llama-longrope"])
+def test_a_recorded_step_gets_its_values_and_is_filled_up(name, in_place, load_tiny):
+    runner = in_place(name)
+    expected = answers(load_tiny(name)[0])
     runner._graphs = eager_graphs(runner, (1, 2, 4), 32)
     assert answers(runner) == expected
+
+
+def test_a_token_of_a_recorded_step_has_the_rotary_factors_of_its_own_sequence(in_place):
+    """One of a short sequence, one amid a long prompt, and one that decodes behind such a prompt."""
+    runner = in_place("phi3-longrope")
+    prompts = [Stream(random_prompt(length, length), range(8 * i, 8 * i + 8)) for i, length in enumerate((20, 20, 40))]
+    lengths = [runner.least_length(length) for length in (20, 50, 40)]
+    assert lengths == [0, 33, 33]
+
+    def slots(most):
+        parts = zip(prompts, lengths, strict=True)
+        return [stream.next_slot(most)._replace(rotary_length=length) for stream, length in parts]
+
+    runner.run_logits(slots(None))
+    for stream in prompts:
+        stream.num_read = len(stream.tokens)
+        stream.tokens.append(5)
+    expected = runner.run_logits(slots(1))
+    runner._graphs = eager_graphs(runner, (1, 2, 4), 32)
+    assert torch.allclose(runner.run_logits(slots(1)), expected, atol=1e-4)
+    lengths[1] = 0
+    assert not torch.allclose(runner.run_logits(slots(1))[1], expected[1], atol=1e-2)
+
+
+def test_steps_of_a_model_whose_every_length_has_its_own_rotary_factors_cannot_be_recorded(in_place):
+    ids = torch.zeros(1, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="cannot be recorded"):
+        in_place("llama-dynamic")._run_model(ids, ids, None, torch.ones(2, dtype=torch.int64))
 
 
 def test_a_recorded_step_answers_only_the_slots_that_draw(in_place):
@@ -174,7 +203,7 @@ def test_the_kernels_are_for_half_precision_on_a_gpu(device, dtype, width):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(IS_INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral", "gemma2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "phi3-longrope"])
 def test_on_a_gpu_recorded_steps_and_the_kernel_give_what_gathering_does(name, load_tiny):
     directory = load_tiny(name)[1]
     kernel = load(directory, device="cuda", dtype="bfloat16", max_sequences=4)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
+from sie.catalog.directory import read_card
+from sie.catalog.spec import ModelSpec
+from sie.config.generation import Generation
 from sie.values.errors import BadRequest, ModelLoadFailed
 from sie.workers.generation.weight_formats import choose_format
+from sie.workers.loading.loader import load_generator
 from tests.generation_models import VOCABULARY, Stream, load, random_prompt, save, step
 
 
 @pytest.mark.parametrize(
     ("name", "architecture"),
     [
+        ("bamba", "BambaForCausalLM"),
         ("bloom", "BloomForCausalLM"),
         ("codegen", "CodeGenForCausalLM"),
         ("falcon", "FalconForCausalLM"),
@@ -27,6 +34,36 @@ def test_models_that_bypass_the_attention_interface_are_refused_by_name(name, ar
     save(tmp_path / name, name)
     with pytest.raises(ModelLoadFailed, match=f"{architecture} cannot keep its keys and values in blocks: . of its"):
         load(tmp_path / name)
+
+
+def test_a_hybrid_whose_settings_are_infinite_is_refused_for_its_layers(tmp_path):
+    """As transformers before 5 wrote them; those that it writes now are in the test above."""
+    path = save(tmp_path / "bamba", "bamba") / "config.json"
+    path.write_text(path.read_text().replace('{\n      "__float__": "Infinity"\n    }', "Infinity"))
+    assert "Infinity\n" in path.read_text()
+    card = read_card(ModelSpec(id="m"), str(path.parent))
+    with pytest.raises(ModelLoadFailed, match="BambaForCausalLM cannot keep its keys and values in blocks: 1 of its 3"):
+        load_generator(card, "cpu", "float32", Generation(), lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("rope", "reason"),
+    [
+        (
+            {"rope_type": "ntk", "factor": 2.0},
+            "its rope type 'ntk' is none that transformers .* computes: default, dynamic,",
+        ),
+        ({"rope_type": "linear"}, r"transformers cannot read its config.json: .*'linear': {'factor'}"),
+        ({"rope_type": "longrope", "long_factor": [1.0] * 4}, r"cannot read its config.json: .*{'short_factor'}"),
+    ],
+)
+def test_rotary_settings_that_the_library_cannot_follow_are_refused_by_name(rope, reason, tmp_path):
+    path = save(tmp_path / "llama", "llama") / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "rope_parameters": {"rope_theta": 100.0, **rope}}))
+    with pytest.raises(ModelLoadFailed, match=reason) as caught:
+        load(path.parent)
+    assert caught.value.extras == {"error_class": "CONFIG"}
 
 
 def test_a_cache_without_room_is_refused_by_the_setting(tmp_path):

@@ -18,7 +18,7 @@ from tests.generation_models import (
     step,
 )
 
-REFUSED = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "lfm2", "mamba", "mpt")
+REFUSED = ("bamba", "bloom", "codegen", "falcon", "gpt_neo", "gptj", "lfm2", "mamba", "mpt")
 SERVED = [name for name in FAMILIES if name not in REFUSED]
 NUM_TOKENS = 12
 PROMPTS = [random_prompt(length, seed) for seed, length in enumerate((5, 29, 18))]

@@ -267,6 +267,19 @@ def test_window_keeps_within_the_encoders_positions(tmp_path: Path) -> None:
     served.extract([text], ExtractTask(labels=LABELS))
 
 
+@pytest.mark.parametrize("rope", ["longrope", "dynamic"])
+@pytest.mark.parametrize("save", [save_gliner, save_gliclass])
+def test_each_text_turns_by_the_factors_of_its_own_length(tmp_path: Path, save: Any, rope: str) -> None:
+    directory = save(tmp_path / "model", f"modernbert {rope}")
+    task = ExtractTask(labels=LABELS, threshold=0.2)
+    alone = [Served(directory).extract([text], task)[0] for text in TEXTS]
+    assert any(one.entities or one.classifications for one in alone)
+    served = Served(directory)
+    _assert_alike(served.extract(TEXTS, task), alone)
+    for text, expected in zip(TEXTS, alone, strict=True):  # the first one right behind the longest
+        _assert_alike(served.extract([text], task), [expected])
+
+
 @pytest.mark.parametrize("save", [save_gliner, save_gliclass])
 def test_lowered_maximum_is_kept(tmp_path: Path, save: Any) -> None:
     served = Served(save(tmp_path / "model"))

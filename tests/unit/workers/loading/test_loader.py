@@ -82,6 +82,47 @@ def test_row_is_the_same_alone_and_in_every_position(family: str, make_checkpoin
         np.testing.assert_allclose(np.roll(rows, shift, axis=0), alone, rtol=1e-3, atol=1e-5)
 
 
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 170, "factor": 4.0,
+             "short_factor": [1.0, 1.2, 1.1, 1.5], "long_factor": [3.0, 9.0, 5.0, 7.0]}  # fmt: skip
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 8.0}
+_PLAIN = {"rope_type": "default", "rope_theta": 100.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [
+        ("llama", _LONGROPE),
+        ("llama", _DYNAMIC),
+        ("qwen2", _DYNAMIC),
+        ("nomic_bert", _DYNAMIC),
+        ("modernbert", {"full_attention": _LONGROPE, "sliding_attention": _DYNAMIC}),
+        ("modernbert", {"full_attention": _DYNAMIC, "sliding_attention": _PLAIN}),
+    ],
+)
+def test_each_text_turns_by_the_factors_of_its_own_length(family: str, rope: Any, make_checkpoint: Any) -> None:
+    directory = make_checkpoint(family, rope_parameters=rope, max_position_embeddings=170)
+    runner = _load(directory)
+    assert runner.execution.packed
+    ids = [
+        np.random.default_rng(length).integers(9, 200, length, np.int32) for length in (171, 5, 300, 170, 240, 169, 5)
+    ]
+    expected = np.stack([_alone(directory, runner, item) for item in ids])
+    for order in ([*range(7)], [*range(6, -1, -1)]):
+        rows = runner.run_tokens([ids[item] for item in order])
+        np.testing.assert_allclose(rows, expected[order], rtol=2e-3, atol=2e-4)
+    for item in (2, 3, 0, 1):
+        np.testing.assert_allclose(runner.run_tokens([ids[item]])[0], expected[item], rtol=2e-3, atol=2e-4)
+
+
+def _alone(directory: Path, runner: EncodeRunner, token_ids: np.ndarray) -> np.ndarray:
+    """Return the vector of a text that is all that a model of the library ever sees."""
+    model = transformers.AutoModel.from_pretrained(directory, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        hidden = model(input_ids=torch.from_numpy(token_ids.astype(np.int64))[None]).last_hidden_state[0].numpy()
+    pooled = {"lasttoken": hidden[-1], "cls": hidden[0], "mean": hidden.mean(0)}
+    return pooled[runner.card.pipeline[0].config["modes"][0]]
+
+
 def test_causal_checkpoint_takes_its_last_token(make_checkpoint: Any, tokenize: Any, reference: Any) -> None:
     directory, texts = make_checkpoint("qwen3", tie_word_embeddings=True), _mixed_texts()
     config = json.loads((directory / "config.json").read_text())

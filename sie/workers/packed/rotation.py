@@ -1,0 +1,139 @@
+"""Rotates each sequence of a row by the rotary factors of its own length, whatever its neighbours' lengths are.
+
+A rotary module of transformers with dynamic or longrope scaling takes the factors of the longest position that it is
+given; a dynamic one also keeps them for shorter sequences that come later. No formula is repeated here: the module itself
+is asked, once for each set of factors.
+Source: transformers 5.23 modeling_rope_utils.py, dynamic_rope_update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+Factors = tuple[Tensor, Tensor]
+"""Cosines and sines (1, t, width)."""
+Ask = Callable[[Tensor, Tensor], Factors]
+Lengths = NDArray[np.int64] | Tensor
+"""Of each token of a row (t,), the tokens of the sequence whose factors it gets. A tensor is for a CUDA graph."""
+
+
+class Scaling(NamedTuple):
+    """How factors follow a length: they are equal up to `most` tokens; beyond, equal again, or each length's own."""
+
+    most: int
+    is_each: bool
+
+    def least_length(self, lengths: Any) -> Any:
+        """Return the least length that has the factors of each given one; 0: those of the shortest sequences."""
+        return np.where(lengths <= self.most, 0, lengths if self.is_each else self.most + 1)
+
+
+def scalings_of(module: nn.Module) -> dict[str | None, Scaling]:
+    """Return the scalings that follow a length, by the layers' type, None for all; empty for any other module."""
+    kinds: Any = getattr(module, "rope_type", None)
+    if isinstance(kinds, str):
+        kinds = {None: kinds}
+    scalings: dict[str | None, Scaling] = {}
+    for layer_type, kind in kinds.items() if isinstance(kinds, dict) else ():
+        owner: Any = module
+        if kind == "longrope":
+            parameters = owner.config.rope_parameters
+            parameters = parameters if layer_type is None else parameters[layer_type]
+            scalings[layer_type] = Scaling(int(parameters["original_max_position_embeddings"]), is_each=False)
+        elif "dynamic" in kind:
+            scalings[layer_type] = Scaling(int(owner.original_max_seq_len), is_each=True)
+    return scalings
+
+
+def find_rotations(model: nn.Module) -> Rotations | None:
+    """Return what rotates a model's sequences by their own lengths; None for a model whose factors are fixed."""
+    scalings = {module: found for module in model.modules() if (found := scalings_of(module))}
+    return Rotations(scalings) if scalings else None
+
+
+class Rotations:
+    """The rotary modules of one model whose factors follow a length. Used by one thread at a time."""
+
+    def __init__(self, scalings: dict[nn.Module, dict[str | None, Scaling]]) -> None:
+        """Take the place of the modules' forward passes."""
+        self._scalings = scalings
+        self._lengths: Lengths | None = None
+        for module in scalings:
+            module.forward = partial(self._rotate, module, module.forward)
+
+    def least_length(self, length: int) -> int:
+        """Return the least length that has the factors of a sequence of this length."""
+        return max(int(one.least_length(length)) for found in self._scalings.values() for one in found.values())
+
+    @contextmanager
+    def row(self, lengths: Lengths) -> Iterator[None]:
+        """Let forward passes of one row take each token's factors from these lengths.
+
+        Outside, the sequences of a forward pass are of one length.
+        """
+        self._lengths = lengths
+        try:
+            yield
+        finally:
+            self._lengths = None
+
+    def _rotate(
+        self, module: nn.Module, forward: Callable[..., Factors], x: Tensor, position_ids: Tensor,
+        layer_type: str | None = None,
+    ) -> Factors:  # fmt: skip
+        ask: Ask = forward if layer_type is None else partial(forward, layer_type=layer_type)
+        scaling = self._scalings[module].get(layer_type)
+        lengths = self._lengths
+        if scaling is None:
+            return ask(x, position_ids)
+        if lengths is not None and position_ids.shape != (1, len(lengths)):
+            raise ValueError(f"positions of shape {tuple(position_ids.shape)} for a row of {len(lengths)} tokens")
+        if isinstance(lengths, Tensor):
+            return _rotate_recorded(ask, x, position_ids, lengths, scaling)
+        if scaling.is_each:  # position 0 makes a dynamic module forget the longest sequence that it has seen
+            ask(x, torch.zeros_like(position_ids[..., :1]))
+        if lengths is None:
+            return ask(x, position_ids)
+        return _rotate_parts(ask, x, position_ids, scaling.least_length(lengths))
+
+
+def _rotate_parts(ask: Ask, x: Tensor, position_ids: Tensor, lengths: NDArray[np.int64]) -> Factors:
+    """Return the factors of a row (1, t) whose tokens have those of lengths (t,)."""
+    each: list[int] = np.unique(lengths).tolist()
+    if len(each) == 1:
+        return _ask_as(ask, x, position_ids, each[0])
+    parts: list[Factors] = []
+    for length in each:  # ascending, since a dynamic module only grows
+        rows = torch.from_numpy(np.flatnonzero(lengths == length)).to(position_ids.device)
+        parts.append(_ask_as(ask, x, position_ids[:, rows], length))
+    order = torch.from_numpy(np.argsort(np.argsort(lengths, kind="stable"))).to(position_ids.device)
+    cosines, sines = (torch.cat(tensors, 1)[:, order] for tensors in zip(*parts, strict=True))
+    return cosines, sines
+
+
+def _rotate_recorded(ask: Ask, x: Tensor, position_ids: Tensor, lengths: Tensor, scaling: Scaling) -> Factors:
+    """Return the same where lengths are known to the device only: of two sets of factors, both are computed."""
+    if scaling.is_each:
+        raise ValueError("a length has its own rotary factors, so that its steps cannot be recorded")
+    short = ask(x, position_ids.clamp(max=scaling.most - 1))
+    long = _ask_as(ask, x, position_ids, scaling.most + 1)
+    is_long = (lengths > scaling.most)[None, :, None]
+    cosines, sines = (torch.where(is_long, *both) for both in zip(long, short, strict=True))
+    return cosines, sines
+
+
+def _ask_as(ask: Ask, x: Tensor, position_ids: Tensor, length: int) -> Factors:
+    """Return the factors of positions (1, t) in a sequence of this length, whose last position the module gets, too."""
+    if not length:
+        return ask(x, position_ids)
+    last = position_ids.new_full((1, 1), length - 1)
+    cosines, sines = ask(x, torch.cat((position_ids, last), 1))
+    return cosines[:, :-1], sines[:, :-1]
