@@ -25,8 +25,6 @@ from sie.runtime import child_setup
 from sie.runtime.logs import LOG_CONFIG, configure
 
 _HEADER_TIMEOUT_MS = 30_000
-_READ_AHEAD_BYTES = 128 * 1024
-"""What Granian reads ahead of a connection; a head over it is 431. By default three times that, without being faster."""
 _MIN_BACKPRESSURE = 65_536
 """Granian's own bound counts connections, idle ones too; admission is ours, so it must not be the first to act."""
 _OWN_FILES = 1024
@@ -106,7 +104,7 @@ def main() -> int:
         websockets=True,
         backlog=launch.backlog,
         backpressure=max_connections(launch.backlog),
-        http1_settings=HTTP1Settings(header_read_timeout=_HEADER_TIMEOUT_MS, max_buffer_size=_READ_AHEAD_BYTES),
+        http1_settings=HTTP1Settings(header_read_timeout=_HEADER_TIMEOUT_MS),
         log_level=LogLevels.warning,
         log_dictconfig=LOG_CONFIG,
         respawn_failed_workers=False,
