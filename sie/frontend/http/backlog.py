@@ -24,6 +24,8 @@ _BYTES_ACKED: Final = struct.Struct("=120xQ")
 """`tcpi_bytes_acked`. Source: Linux, include/uapi/linux/tcp.h, struct tcp_info."""
 _EMPTY_NS: Final = 50_000_000
 """Granian writes within this time what the kernel has room for."""
+_NEARLY_BYTES: Final = 64 * 1024
+"""A client may delay an acknowledgement for 40 ms, and ask again meanwhile."""
 _MAX_FILES: Final = 1 << 16
 _Address = tuple[str, int]
 _T = TypeVar("_T")
@@ -49,6 +51,7 @@ class Backlog:
         self._unacked = 0
         self._acked_before: int | None = None
         self._empty_ns = 0
+        self._queued = 0
         self._fd = -1
 
     def add(self, nbytes: int) -> bool:
@@ -82,8 +85,14 @@ class Backlog:
         """Whether the kernel's queue was empty at the last query: the client has read all that there was."""
         return self._empty_ns > 0
 
+    @property
+    def is_nearly_read(self) -> bool:
+        """Whether so little is queued that the client may have read it, and its acknowledgement be under way."""
+        return self._queued < _NEARLY_BYTES
+
     def _check_empty(self, taken: TcpState) -> bool:
         """Return whether all was read: the queue is empty, and Granian, which may have more, adds nothing."""
+        self._queued = taken.queued
         if taken.queued:
             self._empty_ns = 0
             return False

@@ -60,10 +60,10 @@ class Unread:
     def update(self) -> bool:
         """Measure, and return whether anything may be unread.
 
-        The request of its key ends as soon as the kernel has nothing more to send.
+        The request of its key ends as soon as the kernel has little more to send.
         """
         self._held.put(self, self.measure())
-        if self._backlog.is_moving or not self.num_held:
+        if self._backlog.is_nearly_read or not self.num_held:
             self._end_key()
         return self.num_held > 0
 
