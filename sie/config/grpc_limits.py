@@ -43,8 +43,8 @@ class Grpc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=MIB,
             le=1 << 40,
-            description="Most bytes of messages that are not there whole, or that their clients have not read, of all "
-            "connections; an open stream counts for 32 KiB. Over it the one that holds most is cut.",
+            description="Most bytes of messages that are not there whole, that are being served, or that their clients "
+            "have not read, of all connections; an open stream counts for 32 KiB. Over it the one that holds most is cut.",
         ),
     ] = 1024 * MIB
     grpc_unread_timeout_s: Annotated[

@@ -24,6 +24,7 @@ from sie.frontend.http.near_routes import hint_for
 from sie.frontend.http.response import Response
 from sie.frontend.http.routes import Route, Row
 from sie.frontend.http.stream import STREAM_HEADERS, Streamed, send_stream
+from sie.frontend.http.unread import MIN_BYTES
 from sie.frontend.models.admin import check_admin
 from sie.frontend.process import FrontendProcess
 from sie.frontend.routes import error_envelopes
@@ -94,9 +95,12 @@ class App:
             if matched is not None:
                 exchange.route, exchange.model, exchange.version = matched
         access = self._process.access
-        await self.guard(
-            exchange, self._dispatch(exchange) if access is None else self._dispatch_for_holder(exchange, access)
-        )
+        try:
+            await self.guard(
+                exchange, self._dispatch(exchange) if access is None else self._dispatch_for_holder(exchange, access)
+            )
+        finally:
+            exchange.release_body(self._process.bodies)
 
     async def guard(self, exchange: Exchange, work: Awaitable[None]) -> None:
         """Do what answers a request; whatever it raises becomes the answer."""
@@ -210,11 +214,18 @@ class App:
         def begin() -> Any:
             return exchange.protocol.response_stream(200, headers)
 
-        error = await send_stream(answer, begin, exchange.scope.client, process.settings.generation)
+        settings = process.settings.generation
+        unread = process.unread.open_stream(exchange.scope.client, settings.stream_backlog_bytes)
+        try:
+            error = await send_stream(answer, begin, unread, settings.keep_alive_interval_ms / 1e3)
+        except BaseException:
+            unread.end()
+            raise
         exchange.timing = answer.run.timing(exchange.began_ns)
         for record in process.recorders:
             record(exchange, 200, [], error)
         count_exchange(process.metrics, exchange, 200, error)
+        process.unread.keep(exchange, unread)
 
     def _answer_mismatch(self, exchange: Exchange, route: Route | None) -> None:
         """Answer a request with an unknown path, or with a method that its route does not have."""
@@ -292,3 +303,5 @@ class App:
             headers = record(exchange, status, headers, error)
         exchange.protocol.response_bytes(status, headers, body)
         count_exchange(process.metrics, exchange, status, error)
+        if len(body) >= MIN_BYTES:
+            process.unread.add(exchange, len(body))

@@ -290,7 +290,7 @@ def _why_missing(record: Record) -> str:
     """Return why a model is not loaded, as anybody may read it: in one line, and without the server's paths."""
     if record.error is not None:
         return f"failed: {' '.join(without_paths(record.error).message.split())}"[:_MAX_REASON]
-    return "waits for memory" if record.waits_for_memory else _state(record, is_loaded=False)
+    return "waits for memory" if record.stage.waits_for_memory else _state(record, is_loaded=False)
 
 
 def _start(record: Record) -> None:

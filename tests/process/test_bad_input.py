@@ -13,6 +13,7 @@ import anthropic
 import msgpack
 import numpy as np
 import openai
+import psutil
 import pytest
 from sie_sdk import SIEClient
 from sie_sdk.client.errors import RequestError
@@ -334,6 +335,46 @@ def test_chunked_body_is_served(server):
     chunks = b"".join(b"%x\r\n%s\r\n" % (1, body[i : i + 1]) for i in range(len(body))) + b"0\r\n\r\n"
     head = raw_request(ENCODE, b"", {**PACKED, "transfer-encoding": "chunked"}, length=False)
     assert np.array_equal(dense_rows(send_raw(server.port, head + chunks)), stub_rows(["x"], 16))
+
+
+@pytest.mark.parametrize("end", [b"zz\r\n", b"5", b"", b"5\r\nab", b"0\r\nsum: 1\r\n\r\n"])
+def test_chunks_that_are_cut_or_malformed_are_400_on_every_route(server, end):
+    """What came before them is a whole request, but its client may have had more to say. Trailers look the same."""
+    bodies = {
+        ENCODE: (PACKED, msgpack.packb(GOOD)),
+        "/v1/embeddings": ({"content-type": "application/json"}, b'{"model":"stub/a","input":"x"}'),
+        "/v2/models/m/infer": ({"content-type": "application/octet-stream"}, b"\0" * 16),
+    }
+    for path, (headers, body) in bodies.items():
+        head = raw_request(path, b"", {**headers, "transfer-encoding": "chunked"}, length=False)
+        with connect(server.port) as sock:
+            sock.sendall(head + b"%x\r\n%s\r\n" % (len(body), body) + end)
+            if not end.endswith(b"\r\n"):
+                sock.shutdown(socket.SHUT_WR)
+            response = read_response(sock)
+        assert response.status in ((400, 404) if "/v2/" in path else (400,)), path
+    wait_no_extents(server.port)
+
+
+@pytest.mark.timing
+def test_tiny_chunks_are_refused_before_they_cost_much(server):
+    head = raw_request(ENCODE, b"", {**PACKED, "transfer-encoding": "chunked"}, length=False)
+    before_s = cpu_s(server)
+    with connect(server.port) as sock, contextlib.suppress(ConnectionError):
+        sock.sendall(head)
+        for _ in range(1000):
+            sock.sendall(b"1\r\nx\r\n" * 1000)
+    assert send_raw(server.port, raw_request("/healthz", method="GET")).status == 200
+    assert cpu_s(server) - before_s < 2.0
+    with connect(server.port) as sock:
+        sock.sendall(head + b"1\r\nx\r\n" * 4200)
+        response = read_response(sock)
+    assert (response.status, response.code()) == (400, "INVALID_INPUT")
+    assert b"larger chunks" in response.body
+
+
+def cpu_s(server) -> float:
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in server.frontends())
 
 
 def test_slow_bodies_are_408():

@@ -20,7 +20,7 @@ import tritonclient.grpc as triton
 from sie.frontend.grpc.transport import frames
 from sie.frontend.grpc.transport.frames import Code
 from tests.process.grpc_floods import a_request, flood
-from tests.process.harness import Server, eventually, free_port, start_server
+from tests.process.harness import Server, eventually, free_port, paused, start_server
 from tests.process.keys import INFER, write_keys
 from tests.process.test_listen import needs_openssl, pki  # noqa: F401  # a fixture
 from tests.process.wire import extents_in_use, total, wait_no_extents
@@ -239,6 +239,22 @@ def test_messages_that_never_end_cut_who_holds_most(server: Server, good: triton
         assert most - before < 200 << 20
         (ended,) = [frame for frame in small.frames(kinds=(frames.HEADERS,)) if frame[0] == frames.HEADERS]
         assert b"grpc-status\x014" in ended[3]  # it was too slow, and no more
+
+
+def test_messages_that_are_served_cut_who_holds_most(server: Server, good: triton.InferenceServerClient):
+    call = block(path=f"{KSERVE}/ModelInfer")
+    whole = prefixed(a_request("slow", 3 << 20))
+    num_cut = total(server.port, "sie_held_bytes_cuts_total")
+    with Raw(server) as raw, paused(server.worker()):
+        raw.send(OPENING)
+        for stream in range(1, 11, 2):  # 5 messages of 12 MiB
+            raw.send(headers(stream, call))
+            for at in range(0, len(whole), 1 << 20):
+                is_end = at + (1 << 20) >= len(whole)
+                raw.send(data(stream, whole[at : at + (1 << 20)], frames.END_STREAM if is_end else 0))
+        assert not any(kind == frames.DATA for kind, *_ in raw.frames())
+    assert total(server.port, "sie_held_bytes_cuts_total") == num_cut + 1
+    eventually(lambda: total(server.port, "sie_held_bytes") == 0, "nothing held")
 
 
 def test_many_idle_connections_cost_the_others_nothing(server: Server, good: triton.InferenceServerClient):

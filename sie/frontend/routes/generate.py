@@ -220,9 +220,11 @@ class TextRoutes:
     async def _read(self, exchange: Exchange, decode: Callable[..., _T]) -> _T:
         body = await self.read_body(exchange)
         content_type = exchange.headers.get("content-type")
-        return await decode_body(
+        decoded = await decode_body(
             exchange, self._pool, self._process.models, decode, body, content_type, self._process.settings.limits
         )
+        exchange.release_body(self._process.bodies)  # generating may take long
+        return decoded
 
     async def read_body(self, exchange: Exchange, *, waits: bool = True) -> bytes:
         """Check the headers and return the body. Raises SieError if the request cannot be served now.

@@ -94,7 +94,8 @@ class Connection(asyncio.Protocol):
         self._allowance = Allowance(listener.limits.max_grpc_idle_frames_per_s)
         self.opened_ns = time.monotonic_ns()
         self.held_bytes = 0
-        """Bytes of incomplete, queued and unsent messages."""
+        """Bytes of messages that are incomplete, queued, being served or unsent."""
+        self._num_written = 0
         self.closing_ns = 0
         """Time when closing started, or 0."""
         self.paused_ns = 0
@@ -119,6 +120,7 @@ class Connection(asyncio.Protocol):
         self._rest = b""
         self._set_reading()
         self._drop_calls()
+        self._hold_written(0)
         self._outbox.disconnect()
         self._listener.on_lost(self)
         del self._inbox  # breaks a reference cycle; the garbage collector runs rarely
@@ -127,14 +129,21 @@ class Connection(asyncio.Protocol):
         """Hold back answers, and stop reading, because the socket's buffer is full."""
         self._outbox.is_paused = True
         self.paused_ns = time.monotonic_ns()
+        self._hold_written(self._transport.get_write_buffer_size())
         self._set_reading()
 
     def resume_writing(self) -> None:
         """Continue to send and read."""
         self._outbox.is_paused = False
         self.paused_ns = 0
+        self._hold_written(0)
         self._set_reading()
         self._outbox.pump()
+
+    def _hold_written(self, num_bytes: int) -> None:
+        """Count what the full buffer of the socket holds. It may be a whole answer, of any size."""
+        self.hold(num_bytes - self._num_written)
+        self._num_written = num_bytes
 
     def _set_reading(self) -> None:
         """Read if answers can be written, and while few bytes wait for their turn. Count those that wait."""

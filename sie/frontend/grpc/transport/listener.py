@@ -46,7 +46,8 @@ class Listener:
         self.on_checked: Callable[[int, int], None] = lambda _connections, _waits: None
         """Called several times a second with the open connections, and the waits since the last time."""
         self._unflushed: list[Outbox] = []
-        self._held_bytes = 0
+        self.held_bytes = 0
+        """The bytes that all connections hold."""
         self._is_cutting = False
         self._server: asyncio.Server | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -129,14 +130,14 @@ class Listener:
 
     def hold(self, num_bytes: int) -> None:
         """Count held bytes of a connection; negative if released. Over the limit, the largest holder is cut."""
-        self._held_bytes += num_bytes
-        if self._held_bytes > self.limits.max_grpc_held_bytes and not self._is_cutting:
+        self.held_bytes += num_bytes
+        if self.held_bytes > self.limits.max_grpc_held_bytes and not self._is_cutting:
             self._is_cutting = True
             asyncio.get_running_loop().call_soon(self._cut)
 
     def _cut(self) -> None:
         self._is_cutting = False
-        if self._held_bytes > self.limits.max_grpc_held_bytes and self.connections:
+        if self.held_bytes > self.limits.max_grpc_held_bytes and self.connections:
             greediest = max(self.connections, key=lambda connection: connection.held_bytes)
             _log.warning("max_grpc_held_bytes: cutting a connection that holds %d bytes", greediest.held_bytes)
             greediest.abort()

@@ -52,11 +52,15 @@ class FakeTransport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.written = bytearray()
+        self.num_buffered = 0
         self.is_closed = self.is_cut = self.is_reading_paused = False
 
     def write(self, data: Any) -> None:
         assert not self.is_closed, "written after the end"
         self.written += data
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_buffered
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None: ...
 

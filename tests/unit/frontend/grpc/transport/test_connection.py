@@ -462,11 +462,13 @@ def test_a_client_that_gives_no_room_costs_the_others_nothing_and_is_cut_in_time
 
 def test_a_socket_that_takes_nothing_is_cut_in_time_and_answers_wait():
     peer = Peer(grpc=Grpc(grpc_unread_timeout_s=5)).opened()
+    peer.transport.num_buffered = 5_000_000
     peer.connection.pause_writing()
     assert peer.transport.is_reading_paused, "or it could ask for ever without reading an answer"
+    assert peer.connection.held_bytes == 5_000_000, "the socket's own buffer counts"
     start = len(peer.transport.written)
     peer.send(a_call(1))
-    assert peer.connection.held_bytes == 10
+    assert peer.connection.held_bytes == 5_000_010
     assert all(kind != frames.DATA for kind, *_ in split_frames(bytes(peer.transport.written[start:])))
     peer.connection.resume_writing()
     assert answered(split_frames(bytes(peer.transport.written[start:])), 1) == b"hello"
