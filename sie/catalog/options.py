@@ -53,6 +53,7 @@ REFUSED: Final[dict[str, str]] = {
 }
 """Options that the reference documents and this server does not serve, with the reason."""
 
+_BRACE: Final = re.compile(r"[{}]")
 _PLACEHOLDER: Final = re.compile(r"\{([^{}]*)\}")
 
 
@@ -71,6 +72,9 @@ def check_options(options: Mapping[str, Any], subject: str, path: str) -> None:
             raise BadRequest(
                 f"Expected `int` {'>= 1' if options[name] < 1 else f'<= {_MAX_LENGTH}'} - at `{path}.{name}`"
             )
+    for name in _TEMPLATES:
+        if options.get(name) is not None:
+            check_template(options[name])
     for name, reason in REFUSED.items():
         if options.get(name) is not None:
             raise BadRequest(f"{subject} does not support option '{name}' ({reason})")
@@ -86,9 +90,6 @@ def check_profile_options(options: Mapping[str, Any]) -> None:
         if name not in known:
             raise BadRequest(f"unknown option {name!r}{did_you_mean(name, known)}")
     check_options(options, "this version", "options")
-    for name in _TEMPLATES:
-        if options.get(name) is not None:
-            check_template(options[name])
     if (dtype := options.get("output_dtype")) is not None and dtype not in OUTPUT_DTYPES:
         raise BadRequest(f"unknown output_dtype {dtype!r}; the known ones are {', '.join(OUTPUT_DTYPES)}")
     if (outputs := options.get("output_types")) is not None:
@@ -98,7 +99,14 @@ def check_profile_options(options: Mapping[str, Any]) -> None:
 
 
 def check_template(template: str) -> None:
-    """Raise BadRequest for a placeholder other than `{text}` and `{instruction}`."""
+    """Raise BadRequest for a placeholder other than `{text}` and `{instruction}`, and for a brace without its other half."""
+    depth = 0
+    for brace in _BRACE.findall(template):
+        depth += 1 if brace == "{" else -1
+        if depth < 0:
+            raise BadRequest("A template has a '}' without its '{'")
+    if depth:
+        raise BadRequest("A template has a '{' that is not closed")
     for name in _PLACEHOLDER.findall(template):
         if name not in ("text", "instruction"):
             raise BadRequest(f"Unknown template placeholder '{{{name}}}'. Available: ['{{instruction}}', '{{text}}']")

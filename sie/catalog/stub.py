@@ -30,7 +30,8 @@ H(x) = SHAKE-256 of x and `text` the UTF-8 of the text:
                  is blank does not compile
 
 Values are float32. Queries and documents are alike. Options that lower the limit of tokens cut the UTF-8 at four bytes
-for each token left. With an adapter, `text` is "lora", its id in UTF-8, a zero byte and then the text's own bytes; how
+for each token left. A text over `max_tokens` is told of as cut, costs no more and is refused where that is asked for, as
+with a real model; yet values are those of all of it, and only what is extracted is of its first bytes. With an adapter, `text` is "lora", its id in UTF-8, a zero byte and then the text's own bytes; how
 many rows a multivector has follows from that, too.
 """
 
@@ -74,6 +75,7 @@ def stub_card(spec: ModelSpec) -> ModelCard:
         image=ImageRule() if spec.stub.image else None,
         outputs=(*dims, *(output for output, wanted in flags.items() if wanted)),
         dims=dims,
+        similarity="cosine" if spec.stub.dense else "dot" if spec.stub.sparse else "maxsim",
         max_sequence_length=spec.stub.max_tokens,
         matryoshka=True,
         stub=spec.stub,

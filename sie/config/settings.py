@@ -2,8 +2,8 @@
 
 A key `max_body_bytes` of the section `limits` is the flag `--max-body-bytes`, the variable `SIE_MAX_BODY_BYTES`, the
 TOML key `max_body_bytes` under `[limits]` and a row of docs/settings.md; names are unique over the whole tree. Order:
-default < file < environment < flag. An unknown or bad key stops the start. Nothing else reads the environment, and only
-a reload changes settings after the start (`sie.config.reloadable`). Imports nothing slow: every `sie` command waits for it.
+default < file < environment < flag. An unknown or bad key stops the start; an unknown variable warns. Nothing else reads
+the environment, and only a reload changes settings after the start (`sie.config.reloadable`). Imports nothing slow: every `sie` command waits for it.
 `sie.config.sections`, `sie.config.generation`, `sie.config.grpc_limits` and `sie.config.limits` have the keys, each in one place; `sie.config.sources` reads the values.
 """
 
@@ -42,6 +42,7 @@ from sie.config.sources import (
     read_environment,
     read_file,
     read_flags,
+    unknown_variables,
 )
 
 
@@ -68,6 +69,8 @@ class Loaded(msgspec.Struct, frozen=True):
 
     settings: Settings
     sources: dict[str, Source]
+    warnings: tuple[str, ...] = ()
+    """What a start goes on with, but its operator should know."""
 
     def value(self, key: Key) -> Any:
         """Return the value of `key`."""
@@ -105,7 +108,7 @@ def load_settings(config_file: str | None, environ: Mapping[str, str], flags: Ma
     sections = {section.name: section.type(**values[section.name]) for section in msgspec.structs.fields(Settings)}
     settings = Settings(**sections)
     _check_together(settings, sources)
-    return Loaded(settings, sources)
+    return Loaded(settings, sources, tuple(unknown_variables(keys, environ)))
 
 
 def _system_directories(keys: tuple[Key, ...], environ: Mapping[str, str]) -> Iterator[tuple[Key, str, Source]]:

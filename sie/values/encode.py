@@ -5,6 +5,7 @@ Imports nothing of ours but `sie.values.extract`; holds no behaviour beyond cons
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Literal
 
 import msgspec
@@ -46,6 +47,8 @@ class EncodeRequest(msgspec.Struct, kw_only=True):
     """Encoded images by the item's number, for a model that takes them; such an item's text is not read."""
     image_tokens: int = 0
     """What its images cost, once they are decoded."""
+    cuts: dict[int, int] = {}
+    """By the number of each item whose text was cut, the most tokens that the model reads; set once it is tokenised."""
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +111,8 @@ class EncodeReply(msgspec.Struct, kw_only=True):
     sparse: SparseRows | None = None
     multivector: TokenRows | None = None
     num_images: int = 0
+    cuts: Collection[int] = ()
+    """The numbers of the items whose texts were cut."""
 
 
 class ScoreRequest(msgspec.Struct, kw_only=True):
@@ -122,9 +127,11 @@ class ScoreRequest(msgspec.Struct, kw_only=True):
     instruction: str | None = None
     options: dict[str, Any] = {}
     non_text: str | None = None
-    """Path of the first item without a text, or with media; query and documents are empty then."""
+    """Path of the first item without a text, or with other media than images; query and documents are empty then."""
     compared: tuple[tuple[str, float], ...] = ()
     """As in `WorkHeader`; set when the request is judged against its card."""
+    cuts: dict[int, int] = {}
+    """As in `EncodeRequest`, by the document's number: it or the query was cut."""
 
 
 class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,6 +166,8 @@ class ExtractRequest(msgspec.Struct, kw_only=True):
     images: dict[int, list[memoryview]] | None = None
     """The encoded image of an item by its number, for a model that takes them; such an item's text is not read."""
     task: ExtractTask = ExtractTask()
+    cuts: dict[int, int] = {}
+    """As in `EncodeRequest`."""
 
 
 class ExtractReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ The contract between the tensor dialects and `sie.frontend.tensors.infer`: a dia
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final, Literal
 
 import msgspec
@@ -136,3 +136,5 @@ class TensorReply(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     outputs: list[Tensor]
     timing: Timing
+    cuts: Collection[int] = ()
+    """The numbers of the texts that a model of texts has cut."""

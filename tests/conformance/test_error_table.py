@@ -191,8 +191,10 @@ def rows() -> Iterator[Row]:
     yield Row("INVALID_INPUT", 400, "adapter", "score", "stub/all", RequestError, options={"lora_id": "late"})
     yield Row("INVALID_INPUT", 400, "adapter", "extract", "stub/all", RequestError, options={"lora_id": "late"})
     yield Row("LORA_LOADING", 503, "cold", "encode", "stub/all", LoraLoadingError, "1", options={"lora_id": "late"})
-    yield Row("INPUT_TOO_LONG", 400, "overflow_policy", "extract", "tiny/ner", InputTooLongError, text=" ".join(WORDS),
-              options={"overflow_policy": "error"})  # fmt: skip
+    for operation, model in (("encode", "tiny/dense"), ("score", "tiny/ce"), ("extract", "tiny/ner")):
+        yield Row("INPUT_TOO_LONG", 400, "overflow_policy", operation, model, InputTooLongError,
+                  text=" ".join(WORDS * 2), options={"overflow_policy": "error"},
+                  extras=frozenset({"model"}))  # fmt: skip
     yield Row("INFERENCE_ERROR", 500, "not finite", "encode", "tiny/dense", ServerError, text=POISON)
     yield Row("INFERENCE_ERROR", 500, "not finite", "score", "tiny/ce", ServerError, text=POISON)
     yield Row("INFERENCE_ERROR", 500, "not finite", "extract", "tiny/broken", ServerError, text=POISON)
@@ -338,6 +340,16 @@ OPENAI_ROWS = [
 ]
 
 
+_SIE_CODES = {
+    ("model_not_found", 404): "MODEL_NOT_FOUND",
+    ("invalid_request", 400): "INVALID_INPUT",
+    ("invalid_request", 413): "INPUT_TOO_LONG",
+    ("server_overloaded", 503): "QUEUE_FULL",
+    ("inference_error", 500): "INFERENCE_ERROR",
+}
+"""What `/v1/rerank` says in place of OpenAI's words."""
+
+
 @pytest.mark.parametrize("route", ["embeddings", "rerank"])
 @pytest.mark.parametrize("row", OPENAI_ROWS, ids=[f"{row.code}-{row.model}" for row in OPENAI_ROWS])
 def test_openai_row(server: Server, row: OpenAIRow, route: str) -> None:
@@ -349,7 +361,10 @@ def test_openai_row(server: Server, row: OpenAIRow, route: str) -> None:
         response = post_json(server.port, f"/v1/{route}", {field: body[field] for field in fields}, row.headers)
     assert (response.status, response.headers["content-type"]) == (row.status, "application/json"), response
     error = response.json()["error"]
-    assert (error["code"], bool(error["message"])) == (row.code, True)
+    code = row.code if route == "embeddings" else response.headers["x-sie-error-code"]
+    assert (error["code"], bool(error["message"])) == (code, True)
+    if route == "rerank":
+        assert code == _SIE_CODES.get((row.code, row.status), row.code)
     if row.status != 404:
         assert error["type"] == ("invalid_request_error" if row.status < 500 else "server_error")
     retry_after = response.headers.get("retry-after")

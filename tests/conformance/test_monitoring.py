@@ -41,7 +41,7 @@ def live():
     with start_server(*models, "--frontends", "1") as server:
         before = samples(server.port)
         assert encode(server.port, "stub/a", ["x", "y"]).status == 200
-        assert post_json(server.port, "/v1/rerank", {"query": "q", "documents": ["d"]}).status == 200
+        assert post_json(server.port, "/v1/rerank", {"model": "stub/a", "query": "q", "documents": ["d"]}).status == 200
         assert post_json(server.port, "/v1/encode/stub/a", {"items": []}).status == 400
         assert post_json(server.port, "/v1/chat/completions", {"messages": "hello"}).status == 200
         server.kill_worker()

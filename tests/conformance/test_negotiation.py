@@ -210,6 +210,7 @@ def test_output_types_come_after_the_profile_and_before_the_load(server: Server)
 def test_machine_profile_is_compared_without_case(server: Server, operation: str) -> None:
     body = body_of(operation)
     assert post_json(server.port, f"/v1/{operation}/stub/all", body, {"x-sie-machine-profile": "l4"}).status == 200
+    assert post_json(server.port, f"/v1/{operation}/stub/all", body, {"x-sie-machine-profile": ""}).status == 200
     refused = post_json(server.port, f"/v1/{operation}/stub/all", body, {"x-sie-machine-profile": "h100"})
     assert (refused.status, refused.code()) == (400, "INVALID_INPUT")
     detail = refused.json()["detail"]

@@ -95,6 +95,9 @@ def test_model_tells_what_it_takes_and_gives(server: Server) -> None:
     assert info["outputs"] == ["dense", "sparse", "multivector", "score", "json"]
     assert info["dims"] == {"dense": 16, "sparse": 50, "multivector": 8}
     assert model(server, "stub/only:toned")["max_sequence_length"] == 32
+    metrics = {"dense": "cosine", "sparse": "dot", "multivector": "maxsim"}
+    assert info["profiles"]["default"]["output_similarity"] == metrics
+    assert model(server, "stub/all:sparse")["profiles"]["default"]["output_similarity"] == {"sparse": "dot"}
 
 
 def test_profiles_are_listed_with_the_model_and_as_entries(server: Server) -> None:
@@ -154,7 +157,7 @@ COUNTERS = {
     "sie_oom_recoveries_succeeded", "sie_oom_terminal_failures", "sie_oom_cache_clears", "sie_oom_evictions_triggered",
     "sie_oom_batch_splits", "sie_idle_evictions", "sie_pressure_evictions", "sie_preemptions", "sie_prefix_cache_evictions",
     "sie_prefix_cache_hits", "sie_prefix_cache_lookups", "sie_prompt_tokens", "sie_generated_tokens",
-    "sie_sequences_completed",
+    "sie_sequences_completed", "sie_truncated_items",
 }  # fmt: skip
 
 
@@ -260,6 +263,25 @@ def test_requests_are_counted_by_entry_endpoint_and_outcome(server: Server) -> N
         before = total(server.port, "sie_requests_total", **labels)
         assert post_json(server.port, path, body).status == 200
         assert total(server.port, "sie_requests_total", **labels) == before + 1, labels
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "path", "body", "model"),
+    [
+        ("embeddings", "/v1/embeddings", {"model": "stub/only:toned", "input": 3}, "stub/only:toned"),
+        ("embeddings", "/v1/embeddings", {"model": "stub/all:default", "input": []}, "stub/all"),
+        ("embeddings", "/v1/embeddings", {"model": "made up", "input": 3}, "unknown"),
+        ("score", "/v1/rerank", {"model": "stub/all", "query": 3}, "stub/all"),
+        ("score", "/v1/rerank", {"query": 3}, "stub/all"),
+    ],
+)  # fmt: skip
+def test_a_bad_field_is_counted_for_the_model_of_its_body(
+    server: Server, endpoint: str, path: str, body: dict[str, Any], model: str
+) -> None:
+    labels = {"model": model, "endpoint": endpoint, "status": "error"}
+    before = total(server.port, "sie_requests_total", **labels)
+    assert post_json(server.port, path, body).status in {400, 422}
+    eventually(lambda: total(server.port, "sie_requests_total", **labels) == before + 1, "the error is counted")
 
 
 @pytest.mark.parametrize("operation", ["encode", "score", "extract"])

@@ -169,7 +169,7 @@ def test_errors_have_the_shape_of_their_route(server):
     openai = post_json(server.port, "/v1/embeddings", {}, bearer("sie_wrong")).json()["error"]
     assert (openai["code"], openai["type"]) == ("invalid_api_key", "invalid_request_error")
     forbidden = post_json(server.port, "/v1/rerank", {}, bearer(ADMIN)).json()["error"]
-    assert (forbidden["code"], forbidden["type"]) == ("insufficient_permissions", "permission_error")
+    assert (forbidden["code"], forbidden["type"]) == ("FORBIDDEN", "permission_error")
     both = get(server.port, "/v1/models").json()
     assert (both["detail"]["code"], both["error"]["code"]) == ("UNAUTHORIZED", "invalid_api_key")
 

@@ -254,6 +254,9 @@ def test_rerank_answers_in_coheres_shape(server: Server) -> None:
         ({"documents": ["x"] * (MAX_CANDIDATES + 1)}, 400, f"at most {MAX_CANDIDATES} entries"),
         ({"documents": [{"text": "x"}]}, 400, "$.documents[0]"),
         ({"documents": ["x" * 70_000]}, 400, "documents[0]"),
+        ({"query": ""}, 400, "Field 'query' must not be empty"),
+        ({"model": ""}, 400, "Field 'model' must not be empty"),
+        ({"model": None}, 400, "$.model"),
         ({"top_n": 0}, 400, "$.top_n"),
         ({"options": {"profile": "fast"}}, 400, "Profile 'fast' not found"),
         ({"model": "stub/dense"}, 400, "does not support scoring"),
@@ -269,6 +272,8 @@ def test_rerank_refusals_have_openais_envelope(
     error = response.json()["error"]
     assert part in error["message"]
     assert error["type"] == "invalid_request_error"
+    is_long = part == "documents[0]"
+    assert error["code"] == ("MODEL_NOT_FOUND" if status == 404 else "INPUT_TOO_LONG" if is_long else "INVALID_INPUT")
 
 
 @pytest.mark.parametrize(
@@ -279,10 +284,26 @@ def test_rerank_refusals_have_openais_envelope(
         ({"documents": ["x", 1]}, "documents"),
         ({"documents": []}, "documents"),
         ({"top_n": 0}, "top_n"),
+        ({"query": ""}, "query"),
+        ({"model": ""}, "model"),
+        ({"model": "nobody"}, "model"),
     ],
 )
 def test_rerank_names_the_field_that_it_refuses(server: Server, fields: dict[str, object], param: str) -> None:
     assert rerank(server, **fields).json()["error"]["param"] == param
+
+
+def test_rerank_wants_a_model(server: Server) -> None:
+    response = post_json(server.port, "/v1/rerank", {"query": "q", "documents": DOCUMENTS})
+    error = response.json()["error"]
+    assert (response.status, error["code"], error["param"]) == (400, "INVALID_INPUT", "model")
+
+
+def test_texts_beside_images_are_scored(server: Server) -> None:
+    plain = post_json(server.port, "/v1/score/stub/both", {"query": {"text": "q"}, "items": [{"text": "a"}]}).json()
+    image = {"images": [{"data": "AAAA"}]}
+    body = {"query": {"text": "q", **image}, "items": [{"text": "a", **image}]}
+    assert post_json(server.port, "/v1/score/stub/both", body).json()["scores"] == plain["scores"]
 
 
 def test_metrics_count_both_routes_as_score(server: Server) -> None:

@@ -65,6 +65,8 @@ class Operation(Struct, frozen=True, kw_only=True):
     faults: tuple[Fault, ...] = ()
     has_timing: bool = False
     """Whether a 200 has the headers that say where the time went."""
+    may_cut: bool = False
+    """Whether a 200 may have the header that names the items whose texts were cut."""
 
 
 class Reply(Struct, kw_only=True, forbid_unknown_fields=True):

@@ -125,7 +125,7 @@ class TrtisGrpc:
                 watch=watched.watch,
                 owner=exchange.owner,
             ) as reply:
-                exchange.timing = reply.timing
+                exchange.timing, exchange.cuts = reply.timing, reply.cuts
                 nbytes = sum(len(output.data) for output in reply.outputs)
                 answer: bytes = await offload(self._pool, nbytes, lambda: _answer(head, reply, rule))
         except asyncio.CancelledError:

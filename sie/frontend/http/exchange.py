@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, Final
 
 from sie.frontend.access.key_use import KeyHolder
-from sie.frontend.http.body import Body, BodyReader
+from sie.frontend.http.body import Body, BodyReader, HeldBody
 from sie.frontend.http.routes import Route
+
+_MOST_NAMED: Final = 1000
+"""Of the items in a header, which clients read up to 8 KiB of."""
 
 
 class Exchange:
     """One HTTP request while it is served, with the state that the error boundary needs to answer and count it."""
 
-    __slots__ = ("began_ns", "body", "body_bytes", "deadline_ns", "decoded_ns", "headers", "holder", "known_model",
-                 "leave", "model", "num_items", "protocol", "request_id", "route", "scope", "timing", "version", "waits")  # fmt: skip
+    __slots__ = ("began_ns", "body", "body_bytes", "cuts", "deadline_ns", "decoded_ns", "headers", "held_body", "holder",
+                 "known_model", "leave", "model", "num_items", "protocol", "request_id", "route", "scope", "timing",
+                 "version", "waits")  # fmt: skip
 
     def __init__(self, scope: Any, protocol: Any, began_ns: int) -> None:
         self.scope = scope
@@ -23,6 +27,8 @@ class Exchange:
         self.began_ns = began_ns
         self.body: Body | None = None
         """The future of a body that `sie.frontend.http.intake` requested before the handler started."""
+        self.held_body: HeldBody | None = None
+        """The bytes of a body that was waited for; they count until the request is answered."""
         self.deadline_ns = 0
         self.decoded_ns = 0
         self.route: Route | None = None
@@ -38,6 +44,8 @@ class Exchange:
         self.body_bytes = 0
         self.num_items = 0
         self.timing: Any = None
+        self.cuts: Collection[int] = ()
+        """The numbers of the items whose texts were cut; the answer says so in a header."""
         self.leave: Callable[[], None] | None = None
         """Called once when the exchange is over, if a handler has set it."""
         self.waits = False
@@ -48,11 +56,21 @@ class Exchange:
         """The name of the request's API key; empty on a server without keys."""
         return self.holder.key.name if self.holder is not None else ""
 
+    def cut_header(self) -> tuple[str, str]:
+        """Return the header that names the items whose texts were cut."""
+        return "x-sie-truncated", ",".join(map(str, sorted(self.cuts)[:_MOST_NAMED]))
+
     async def read_body(self, bodies: BodyReader) -> bytes:
         """Read the whole body, and record its size. Raises as `BodyReader.read` does."""
-        body = await bodies.read(self.headers, self.protocol, self.deadline_ns, self.body)
+        self.held_body = HeldBody()
+        body = await bodies.read(self.headers, self.protocol, self.deadline_ns, self.body, self.held_body)
         self.body_bytes = len(body)
         return body
+
+    def release_body(self, bodies: BodyReader) -> None:
+        """Stop counting the bytes of the body."""
+        if self.held_body is not None:
+            bodies.release(self.held_body)
 
     def take_body(self, bodies: BodyReader) -> bytes:
         """Return a body that has arrived, and record its size. Raises as `BodyReader.take` does."""

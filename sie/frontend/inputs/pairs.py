@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from sie.catalog.stub import BYTES_PER_TOKEN, count_stub_tokens
 from sie.frontend.inputs.profile_options import token_limit
 from sie.frontend.inputs.prompts import apply_pair_prompt
-from sie.frontend.inputs.tokenize import Tokenizer, bounds_of, pack_ids, unicode_error
+from sie.frontend.inputs.tokenize import Cuts, Tokenizer, bounds_of, pack_ids, unicode_error
 from sie.values.card import ModelCard, PairTemplate
 
 Arrays = list[tuple[str, NDArray[Any]]]
@@ -30,24 +30,25 @@ def pair_arrays(
     instruction: str | None,
     *,
     options: dict[str, Any] | None = None,
+    cuts: Cuts | None = None,
 ) -> Arrays:
     """Return a score request's arrays, the items' bounds first; tokenizer is None for a model that reads text.
 
-    `prompts.apply_pair_prompt` says what stands around the texts. Raises BadRequest for a text that is not valid
+    cuts gets the documents whose pairs were cut, in whichever text. `prompts.apply_pair_prompt` says what stands around the texts. Raises BadRequest for a text that is not valid
     Unicode, and as that does. Source: SIE API reference, sections 11 and 19.
     """
-    options = options or {}
+    options, cuts = options or {}, {} if cuts is None else cuts
     query, documents, instruction = apply_pair_prompt(card, query, documents, options, instruction)
     max_tokens = token_limit(options, is_query=False)
     template = card.score.template if card.score is not None else None
     if tokenizer is not None and template is not None:
         token_ids, cu_seqlens = _fill_template(
-            tokenizer, template, query, documents, instruction=instruction, max_tokens=max_tokens
+            tokenizer, template, query, documents, instruction=instruction, max_tokens=max_tokens, cuts=cuts
         )
         return [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]
     if tokenizer is None:
-        return _stub_arrays(card, query, documents, max_tokens)
-    token_ids, cu_seqlens, token_types = tokenizer.encode_pairs(query, documents, max_tokens)
+        return _stub_arrays(card, query, documents, max_tokens, cuts)
+    token_ids, cu_seqlens, token_types = tokenizer.encode_pairs(query, documents, max_tokens, cuts)
     arrays: Arrays = [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]
     return arrays if token_types is None else [*arrays, ("token_types", token_types)]
 
@@ -60,6 +61,7 @@ def _fill_template(
     *,
     instruction: str | None,
     max_tokens: int | None,
+    cuts: Cuts,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Tokenise a template's parts one by one; what is too long is cut from the end of the part with the document.
 
@@ -73,12 +75,17 @@ def _fill_template(
     limit = min((n for n in (tokenizer.card.max_sequence_length, max_tokens) if n is not None), default=None)
     fixed = tokenizer.encode_plain([_fill(part, values) for part in parts if "{document}" not in part])
     if limit is not None:
+        if any(len(ids) > limit * 3 // 4 for ids in fixed):
+            cuts |= dict.fromkeys(range(len(documents)), limit)
         fixed = [ids[: limit * 3 // 4] for ids in fixed]
     before = [token for ids in fixed[:place] for token in ids]
     after = [token for ids in fixed[place:] for token in ids]
     filled = [_fill(parts[place], {**values, "document": document}) for document in documents]
     room = None if limit is None else max(0, limit - len(before) - len(after))
-    return pack_ids([[*before, *ids[:room], *after] for ids in tokenizer.encode_plain(filled)])
+    rows = tokenizer.encode_plain(filled, cuts)
+    if limit is not None and room is not None:
+        cuts |= {index: limit for index, ids in enumerate(rows) if len(ids) > room}
+    return pack_ids([[*before, *ids[:room], *after] for ids in rows])
 
 
 def _fill(part: str, values: dict[str, str]) -> str:
@@ -86,7 +93,7 @@ def _fill(part: str, values: dict[str, str]) -> str:
     return _PLACEHOLDER.sub(lambda match: values[match[1]], part)
 
 
-def _stub_arrays(card: ModelCard, query: str, documents: Sequence[str], max_tokens: int | None) -> Arrays:
+def _stub_arrays(card: ModelCard, query: str, documents: Sequence[str], max_tokens: int | None, cuts: Cuts) -> Arrays:
     """Return pairs as a stub reads them; `WorkHeader` says how."""
     assert card.stub is not None
     try:
@@ -95,6 +102,9 @@ def _stub_arrays(card: ModelCard, query: str, documents: Sequence[str], max_toke
     except UnicodeEncodeError as exc:
         raise unicode_error((query, *documents), exc) from None
     head = _LENGTH.pack(len(head)) + head
+    limit = card.stub.max_tokens if max_tokens is None else min(max_tokens, card.stub.max_tokens)
+    room = limit * BYTES_PER_TOKEN + _LENGTH.size - len(head)
+    cuts |= {index: limit for index, document in enumerate(encoded) if len(document) > room}
     end = None if max_tokens is None else _LENGTH.size + max_tokens * BYTES_PER_TOKEN
     pairs = [(head + document)[:end] for document in encoded]
     costs = (count_stub_tokens(len(pair) - _LENGTH.size, card.stub.max_tokens) for pair in pairs)

@@ -9,6 +9,7 @@ from typing import Any
 
 from sie.catalog.options import OUTPUT_TYPES, check_options
 from sie.catalog.profiles import DEFAULT_PROFILE, model_of
+from sie.frontend.inputs.tokenize import Cuts, too_long
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
 
@@ -64,6 +65,16 @@ def token_limit(options: Options, is_query: bool) -> int | None:
     """Return the most tokens that the options leave a text, special ones included; None leaves it the model's own."""
     limits = (options.get("max_seq_length"), options.get("query_max_length") if is_query else None)
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def check_cuts(card: ModelCard, policy: str | None, cuts: Cuts) -> None:
+    """Raise InputTooLong for the first item that was cut, where overflow_policy is `error`: policy."""
+    if cuts and policy == "error":
+        index = min(cuts)
+        raise too_long(
+            card,
+            f"item {index} has more than the {cuts[index]} tokens that the model reads at once, and overflow_policy is 'error'",
+        )
 
 
 def shorter_expansion(card: ModelCard, options: Options) -> int | None:

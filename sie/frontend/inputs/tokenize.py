@@ -1,8 +1,8 @@
 """Turns text into token ids, and checks token ids that a client made itself.
 
-Truncation is silent, at the model's maximum, as sentence-transformers does it. Special tokens in a text are parsed,
-also as sentence-transformers does it. Arrays are NumPy int32, contiguous: `token_ids` (t,) holds the sequences back to
-back, `cu_seqlens` (n + 1,) their bounds, first 0, last t.
+A text is cut at the model's maximum, as sentence-transformers does it, and `Cuts` says which ones were. Special tokens
+in a text are parsed, also as sentence-transformers does it. Arrays are NumPy int32, contiguous: `token_ids` (t,) holds
+the sequences back to back, `cu_seqlens` (n + 1,) their bounds, first 0, last t.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ import tokenizers
 from numpy.typing import NDArray
 
 from sie.catalog.stub import BYTES_PER_TOKEN, count_stub_tokens
+from sie.native.preempt import preempted
 from sie.values.card import ModelCard
-from sie.values.errors import BadRequest, Internal, SieError
+from sie.values.errors import BadRequest, InputTooLong, Internal, SieError
 
 Int32Array = NDArray[np.int32]
 BytesArray = NDArray[np.uint8]
+Cuts = dict[int, int]
+"""The most tokens that a model reads of an item, by the number of each item that has more. Functions add to it."""
 
 LONG_TEXT_BYTES = 8192
 """From here tokenising takes over about 2 ms, and leaves the event loop (`is_long`)."""
@@ -95,22 +98,22 @@ class Tokenizer:
         return self._document.tokenizer
 
     def encode_texts(
-        self, texts: Sequence[str], is_query: bool = False, max_tokens: int | None = None
+        self, texts: Sequence[str], is_query: bool = False, max_tokens: int | None = None, cuts: Cuts | None = None
     ) -> tuple[Int32Array, Int32Array]:
         """Return (token_ids, cu_seqlens), special tokens included unless a table of weights reads the ids.
 
         is_query matters only to a model that reads queries in a way of their own; max_tokens only lowers the model's
-        limit. Raises BadRequest for a text that is not valid Unicode, and for a limit without room for a text.
+        limit; cuts gets the texts that were cut. Raises BadRequest for a text that is not valid Unicode, and for a limit without room for a text.
         """
         reader = self._query if is_query else self._document
-        tokenizer, _, prefix, add_special_tokens = reader
+        tokenizer, limit, prefix, add_special_tokens = reader
         if not self._is_plain:
             texts = [self._clean(text) for text in texts]
         if prefix:
             texts = [prefix + text for text in texts]
         try:
             if max_tokens is not None and (room := reader.room(max_tokens)) is not None:
-                return pack_ids(self._filled(_encode_short(reader, texts, room)))
+                return pack_ids(self._filled(_encode_short(reader, texts, room, max_tokens, cuts)))
             # The batch call, for one text, too: it keeps no offsets, which are a sixth of the work, and lets other threads
             # run. It starts no threads of its own where TOKENIZERS_PARALLELISM is false, as in a frontend.
             encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
@@ -118,25 +121,36 @@ class Tokenizer:
             raise unicode_error(texts, exc) from None
         if len(encodings) == 1 and self._filler is None:
             ids = encodings[0].ids
+            if limit is not None and len(ids) >= limit and cuts is not None:
+                _note_cuts(encodings, limit, cuts)
             return np.array(ids, np.int32), np.array((0, len(ids)), np.int32)
-        return pack_ids(self._filled([encoding.ids for encoding in encodings]))
+        rows = [encoding.ids for encoding in encodings]
+        if limit is not None and cuts is not None:
+            _note_cuts(encodings, limit, cuts)
+        return pack_ids(self._filled(rows))
 
     def encode_pairs(
-        self, query: str, documents: Sequence[str], max_tokens: int | None = None
+        self, query: str, documents: Sequence[str], max_tokens: int | None = None, cuts: Cuts | None = None
     ) -> tuple[Int32Array, Int32Array, BytesArray | None]:
         """Return (token_ids, cu_seqlens, token_types) of the query with each document, as the tokenizer joins two texts.
 
         A pair that is too long loses tokens of the longer text first. token_types (t,) uint8 is None for a model that
-        reads none. max_tokens and errors as in `encode_texts`.
+        reads none. max_tokens, cuts and errors as in `encode_texts`; a pair is cut with either of its texts.
         """
-        room = self._document.room(max_tokens, pair=True)
+        tokenizer, limit, _, _ = self._document
+        is_lower = self._document.room(max_tokens, pair=True) is not None
+        limit, cuts = max_tokens if is_lower else limit, {} if cuts is None else cuts
         if not self._is_plain:
             query, documents = self._clean(query), [self._clean(document) for document in documents]
         try:
-            if room is None:
-                encodings = self._document.tokenizer.encode_batch_fast([(query, document) for document in documents])
+            # Of a pair whose texts are both cut the library also joins each piece of one with each piece of the other,
+            # which takes a gigabyte for two texts of 10,000 words. So it is left to cut texts alone.
+            if limit is not None and (is_lower or len(query) > limit):
+                encodings = _pair_short(tokenizer, query, documents, limit, cuts)
             else:
-                encodings = _pair_short(self._document.tokenizer, query, documents, room)
+                encodings = tokenizer.encode_batch_fast([(query, document) for document in documents])
+                if limit is not None:
+                    _note_cuts(encodings, limit, cuts)
         except TypeError as exc:
             raise unicode_error((query, *documents), exc) from None
         token_ids, cu_seqlens = pack_ids([encoding.ids for encoding in encodings])
@@ -145,20 +159,22 @@ class Tokenizer:
         types = chain.from_iterable(encoding.type_ids for encoding in encodings)
         return token_ids, cu_seqlens, np.fromiter(types, np.uint8, len(token_ids))
 
-    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return each text's token ids without special tokens. Raises BadRequest as `encode_texts` does."""
+    def encode_plain(self, texts: Sequence[str], cuts: Cuts | None = None) -> list[list[int]]:
+        """Return each text's token ids without special tokens; cuts and BadRequest as in `encode_texts`."""
+        tokenizer, limit, _, _ = self._document
         try:
-            return [
-                encoding.ids for encoding in self._document.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            ]
+            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except TypeError as exc:
             raise unicode_error(texts, exc) from None
+        if limit is not None and cuts is not None:
+            _note_cuts(encodings, limit, cuts)
+        return [encoding.ids for encoding in encodings]
 
     def check_token_ids(
-        self, token_lists: Sequence[Sequence[int]], max_tokens: int | None = None
+        self, token_lists: Sequence[Sequence[int]], max_tokens: int | None = None, cuts: Cuts | None = None
     ) -> tuple[Int32Array, Int32Array]:
         """Return (token_ids, cu_seqlens) of token arrays that a client made, cut at the lower of max_tokens and the
-        model's maximum.
+        model's maximum; cuts as in `encode_texts`.
 
         The ids are used as they are: no special token is added. Raises BadRequest for an empty array and for an id
         outside the vocabulary.
@@ -173,6 +189,8 @@ class Tokenizer:
                     f"Token array {index} holds an id outside the vocabulary [0, {self.vocab_size})",
                     extras={"param": "input"},
                 )
+            if limit is not None and len(ids) > limit and cuts is not None:
+                cuts[index] = limit
         return pack_ids(self._filled(rows))
 
     def _filled(self, rows: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
@@ -198,7 +216,8 @@ class Tokenizer:
 def _open(card: ModelCard, path: str, limit: int | None) -> tokenizers.Tokenizer:
     """Return the tokenizer of a file that neither pads nor has a limit but this."""
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(path)
+        with preempted("tokenizers"):
+            tokenizer = tokenizers.Tokenizer.from_file(path)
     except Exception as exc:  # the library raises bare Exception for a missing and for a malformed file
         raise Internal(f"Model '{card.id}' has no readable tokenizer") from exc
     tokenizer.no_padding()
@@ -224,38 +243,59 @@ def _open_late(card: ModelCard, length: int | None, prefix: str) -> _Reader:
     return _Reader(_with_marker(_open(card, card.tokenizer_file, limit), prefix), limit, prefix)
 
 
-def _encode_short(reader: _Reader, texts: Sequence[str], room: int) -> list[list[int]]:
+def _note_cuts(encodings: Sequence[tokenizers.Encoding], limit: int, cuts: Cuts) -> None:
+    """Add the encodings that the library has cut at limit; it keeps what it cut off."""
+    for index, encoding in enumerate(encodings):
+        if len(encoding) >= limit and encoding.overflowing:
+            cuts[index] = limit
+
+
+def _encode_short(
+    reader: _Reader, texts: Sequence[str], room: int, max_tokens: int, cuts: Cuts | None
+) -> list[list[int]]:
     """Return each text's ids with at most room tokens beside the special ones.
 
     A tokenizer's own limit belongs to all who use it, so these are cut between the two halves of its work.
     """
     tokenizer = reader.tokenizer
     encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    for encoding in encodings:
+    for index, encoding in enumerate(encodings):
+        if len(encoding) > room and cuts is not None:
+            cuts[index] = max_tokens
         encoding.truncate(room)
     return [tokenizer.post_process(encoding, None, reader.add_special_tokens).ids for encoding in encodings]
 
 
 def _pair_short(
-    tokenizer: tokenizers.Tokenizer, query: str, documents: Sequence[str], room: int
+    tokenizer: tokenizers.Tokenizer, query: str, documents: Sequence[str], limit: int, cuts: Cuts
 ) -> list[tokenizers.Encoding]:
-    """Return the encodings of pairs with at most room tokens beside the special ones, cut as the library does it.
+    """Return the encodings of pairs with at most limit tokens, special ones included, cut as the library does it.
 
     Source: tokenizers 0.22, `truncate_encodings` with LongestFirst.
     """
+    room = limit - tokenizer.num_special_tokens_to_add(True)
     pairs: list[tokenizers.Encoding] = []
     whole_query, *encoded = tokenizer.encode_batch_fast([query, *documents], add_special_tokens=False)
-    for document in encoded:
+    query_tokens = _count_whole(whole_query)
+    for index, document in enumerate(encoded):
         head = tokenizers.Encoding.merge([whole_query], growing_offsets=False)  # a copy: `truncate` is in place
-        shorter, longer = sorted((len(head), len(document)))
+        document_tokens = _count_whole(document)
+        shorter, longer = sorted((query_tokens, document_tokens))
+        if shorter + longer > room:
+            cuts[index] = limit
         longer = min(longer, max(shorter, room - shorter))
         if shorter + longer > room:
             shorter, longer = room // 2, room - room // 2
-        is_head_longer = len(head) > len(document)
+        is_head_longer = query_tokens > document_tokens
         head.truncate(longer if is_head_longer else shorter)
         document.truncate(shorter if is_head_longer else longer)
         pairs.append(tokenizer.post_process(head, document))
     return pairs
+
+
+def _count_whole(encoding: tokenizers.Encoding) -> int:
+    """Return the tokens of a text, those included that the tokenizer's own limit has cut off."""
+    return len(encoding) + sum(map(len, encoding.overflowing))
 
 
 def _with_marker(tokenizer: tokenizers.Tokenizer, prefix: str) -> tokenizers.Tokenizer:
@@ -276,13 +316,13 @@ def _with_marker(tokenizer: tokenizers.Tokenizer, prefix: str) -> tokenizers.Tok
 
 
 def encode_stub_texts(
-    card: ModelCard, texts: Sequence[str], max_tokens: int | None = None
+    card: ModelCard, texts: Sequence[str], max_tokens: int | None = None, cuts: Cuts | None = None
 ) -> tuple[BytesArray, Int32Array, Int32Array]:
     """Return (text, text_offsets, cu_seqlens) for a stub model, which reads text and not tokens.
 
     text (bytes,) uint8 is the UTF-8 of all texts back to back and text_offsets (n + 1,) int32 bounds each;
-    cu_seqlens (n + 1,) int32 bounds their costs. max_tokens cuts what is longer. Raises BadRequest when the card is no stub or a text is not valid
-    Unicode.
+    cu_seqlens (n + 1,) int32 bounds their costs. max_tokens cuts what is longer; cuts gets what is over the
+    stub's own limit, too. Raises BadRequest when the card is no stub or a text is not valid Unicode.
     """
     if card.stub is None:
         raise BadRequest(f"Model '{card.id}' is not a stub")
@@ -290,6 +330,9 @@ def encode_stub_texts(
         encoded = [text.encode() for text in texts]
     except UnicodeEncodeError as exc:
         raise unicode_error(texts, exc) from None
+    limit = card.stub.max_tokens if max_tokens is None else min(max_tokens, card.stub.max_tokens)
+    if cuts is not None:
+        cuts |= {i: limit for i, part in enumerate(encoded) if len(part) > limit * BYTES_PER_TOKEN}
     if max_tokens is not None:
         encoded = [part[: max_tokens * BYTES_PER_TOKEN] for part in encoded]
     sizes = [len(part) for part in encoded]
@@ -297,14 +340,16 @@ def encode_stub_texts(
     return np.frombuffer(b"".join(encoded), np.uint8), bounds_of(sizes, len(texts)), bounds_of(costs, len(texts))
 
 
-def encode_stub_text(card: ModelCard, texts: Sequence[str]) -> tuple[bytes, int]:
-    """Return the UTF-8 of one text for a stub model, and its cost in tokens. Raises as `encode_stub_texts`."""
+def encode_stub_text(card: ModelCard, texts: Sequence[str], cuts: Cuts | None = None) -> tuple[bytes, int]:
+    """Return the UTF-8 of one text for a stub model, and its cost in tokens; cuts and errors as `encode_stub_texts`."""
     if card.stub is None:
         raise BadRequest(f"Model '{card.id}' is not a stub")
     try:
         encoded = texts[0].encode()
     except UnicodeEncodeError as exc:
         raise unicode_error(texts, exc) from None
+    if cuts is not None and len(encoded) > card.stub.max_tokens * BYTES_PER_TOKEN:
+        cuts[0] = card.stub.max_tokens
     return encoded, count_stub_tokens(len(encoded), card.stub.max_tokens)
 
 
@@ -330,6 +375,11 @@ def pack_ids(rows: Sequence[Sequence[int]]) -> tuple[Int32Array, Int32Array]:
 def bounds_of(sizes: Iterable[int], count: int) -> Int32Array:
     """Return the (count + 1,) int32 bounds of pieces that lie back to back."""
     return np.fromiter(accumulate(sizes, initial=0), np.int32, count + 1)
+
+
+def too_long(card: ModelCard, message: str) -> InputTooLong:
+    """Return the refusal of an input that is longer than a model reads, which it names."""
+    return InputTooLong(f"Model '{card.id}': {message}", extras={"model": card.id})
 
 
 def unicode_error(texts: Sequence[str], cause: Exception) -> SieError:

@@ -62,6 +62,10 @@ _TIMING_HEADERS = {
     "X-Total-Time": "Milliseconds from the request's headers to its answer.",
 }
 
+_CUT_HEADER = (
+    "The numbers of the items whose texts were longer than the model reads, from 0, as in `0,2`; only where some were."
+)
+
 
 @functools.lru_cache(maxsize=2)
 def document_json(table: RouteTable, limits: Limits) -> bytes:
@@ -126,7 +130,7 @@ def _operation(operation: Operation, route: Route, method: str) -> Document:
         content: Document = {media: {"schema": schemas.ref(operation.request)} for media in operation.media}
         content[JSON]["example"] = operation.example
         described["requestBody"] = {"required": True, "content": content}
-    responses = {str(answer.status): _answer(answer, operation.has_timing) for answer in operation.answers}
+    responses = {str(answer.status): _answer(answer, operation) for answer in operation.answers}
     is_open = route.need == "open"
     faults = {fault.status: fault for fault in (*(() if is_open else server_operations.ACCESS), *operation.faults)}
     responses |= {str(status): _fault(fault, route.envelope) for status, fault in faults.items()}
@@ -154,13 +158,18 @@ def _path_parameter(name: str, example: str) -> Document:
     }
 
 
-def _answer(answer: Answer, has_timing: bool) -> Document:
+def _answer(answer: Answer, operation: Operation) -> Document:
     described: Document = {"description": answer.description}
-    if has_timing:
-        described["headers"] = {
+    headers: Document = {}
+    if operation.has_timing:
+        headers |= {
             name: {"description": text, "required": True, "schema": {"type": "number"}}
             for name, text in _TIMING_HEADERS.items()
         } | {name: {"description": text, "schema": {"type": "string"}} for name, text in _TRACE_HEADERS.items()}
+    if operation.may_cut:
+        headers["X-SIE-Truncated"] = {"description": _CUT_HEADER, "schema": {"type": "string"}}
+    if headers:
+        described["headers"] = headers
     schema = {"type": "string"} if answer.type is None else schemas.ref(answer.type)
     content: Document = {}
     for media in answer.media:

@@ -13,7 +13,7 @@ import numpy as np
 from sie.frontend.inputs.pairs import Arrays
 from sie.frontend.inputs.profile_options import token_limit
 from sie.frontend.inputs.prompts import apply_prompt
-from sie.frontend.inputs.tokenize import Tokenizer
+from sie.frontend.inputs.tokenize import Cuts, Tokenizer
 from sie.values.card import ModelCard
 from sie.values.encode import ScoreRequest
 from sie.values.errors import BadRequest
@@ -70,15 +70,20 @@ def _check_weights(weights: Any) -> tuple[float, float, float]:
     )
 
 
-def comparison_arrays(card: ModelCard, tokenizer: Tokenizer, request: ScoreRequest) -> Arrays:
+def comparison_arrays(card: ModelCard, tokenizer: Tokenizer, request: ScoreRequest, cuts: Cuts | None = None) -> Arrays:
     """Return the arrays of a request that is scored by vectors, the items' bounds first: the query, then the documents.
 
     Both are read as encode reads them, templates and prompts of the checkpoint included; an instruction is the query's
-    alone. Raises BadRequest for a text that is not valid Unicode, or a template with an unknown placeholder.
+    alone. cuts gets the documents that were cut, and all of them where the query was. Raises BadRequest for a text that
+    is not valid Unicode, or a template with an unknown placeholder.
     """
+    cut_query: Cuts = {}
     query = apply_prompt(card, [request.query], request.options, request.instruction, is_query=True)
     documents = apply_prompt(card, request.documents, request.options, None, is_query=False)
-    query_ids, _ = tokenizer.encode_texts(query, True, token_limit(request.options, is_query=True))
-    document_ids, bounds = tokenizer.encode_texts(documents, False, token_limit(request.options, is_query=False))
+    query_ids, _ = tokenizer.encode_texts(query, True, token_limit(request.options, is_query=True), cut_query)
+    limit = token_limit(request.options, is_query=False)
+    document_ids, bounds = tokenizer.encode_texts(documents, False, limit, cuts)
+    if cuts is not None and cut_query:
+        cuts |= dict.fromkeys(range(len(documents)), cut_query[0])
     cu_seqlens = np.concatenate(([0], bounds + len(query_ids)), dtype=np.int32)
     return [("cu_seqlens", cu_seqlens), ("token_ids", np.concatenate((query_ids, document_ids)))]

@@ -21,9 +21,9 @@ from sie.frontend.engine.request_layout import TextEncodeKey, lay_out_text
 from sie.frontend.engine.worker_link import Pending
 from sie.frontend.inputs.image_reader import ImageReader
 from sie.frontend.inputs.mixed import mix_items
-from sie.frontend.inputs.profile_options import shorter_expansion, token_limit
+from sie.frontend.inputs.profile_options import check_cuts, shorter_expansion, token_limit
 from sie.frontend.inputs.prompts import apply_prompt, check_prompted, count_prompted
-from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, encode_stub_text, encode_stub_texts, is_long
+from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Cuts, Tokenizer, encode_stub_text, encode_stub_texts, is_long
 from sie.frontend.models.adapters import requested_adapter
 from sie.frontend.models.table import ModelTable
 from sie.frontend.operations.reply_reader import count_items
@@ -67,6 +67,7 @@ class Encoder:
             arrays = await self._prepare_later(entry, request)
         else:
             arrays = await self._prepare_mixed(entry, request, request.images, deadline_ns)
+        check_cuts(entry.card, request.options.get("overflow_policy"), request.cuts)
         num_tokens = int(arrays[0][1][-1])
         took_ns = time.monotonic_ns() - began_ns
         if request.images is None:
@@ -80,11 +81,12 @@ class Encoder:
         began_ns = time.monotonic_ns()
         texts = request.texts
         if texts is not None and len(texts) == 1 and not request.options and not request.instruction:
-            return self._try_start_text(entry, self._key_of(entry, request), texts, deadline_ns, began_ns)
+            return self._try_start_text(entry, request, texts, deadline_ns, began_ns)
         header = self._header(entry, request)
         arrays = self._try_prepare(entry, request)
         if arrays is None:
             return None
+        check_cuts(entry.card, request.options.get("overflow_policy"), request.cuts)
         num_tokens = int(arrays[0][1][-1])
         took_ns = time.monotonic_ns() - began_ns
         return self._engine.submit(header, arrays, num_tokens, deadline_ns), took_ns
@@ -97,21 +99,22 @@ class Encoder:
         return card.id, output_dtype, _wants_normalize(request, entry), width, output_types
 
     def _try_start_text(
-        self, entry: ModelEntry, key: TextEncodeKey, texts: list[str], deadline_ns: int, began_ns: int
+        self, entry: ModelEntry, request: EncodeRequest, texts: list[str], deadline_ns: int, began_ns: int
     ) -> tuple[Pending, int] | None:
         """Submit one text with its layout key: the same bytes as by NumPy arrays, in less time. None as `try_start`."""
-        card = entry.card
+        card, key = entry.card, self._key_of(entry, request)
+        request.cuts = cuts = Cuts()
         if card.prompts or card.default_prompt:
             texts = apply_prompt(card, texts, {}, None, is_query=False)
         if card.tokenizer_file:
             tokenizer = self._models.ready_tokenizer(entry)
             if tokenizer is None or is_long(texts, LONG_TEXT_BYTES):
                 return None
-            token_ids, _ = tokenizer.encode_texts(texts)
+            token_ids, _ = tokenizer.encode_texts(texts, cuts=cuts)
             cost = len(token_ids)
             layout, parts = lay_out_text(key, cost, None), [_pack_bounds(0, cost), token_ids.tobytes()]
         else:
-            text, cost = encode_stub_text(card, texts)
+            text, cost = encode_stub_text(card, texts, cuts)
             parts = [_pack_bounds(0, cost), text, _pack_bounds(0, len(text))]
             layout = lay_out_text(key, cost, len(text))
         took_ns = time.monotonic_ns() - began_ns
@@ -160,6 +163,8 @@ class Encoder:
         if texts:
             own = msgspec.structs.replace(request, texts=texts)
             text_arrays = self._try_prepare(entry, own) or await self._prepare_later(entry, own)
+            places = [item for item in range(count_items(request)) if item not in images]
+            request.cuts = {places[number]: limit for number, limit in own.cuts.items()}
         read = await self._images.read(images, rule, deadline_ns)
         arrays = mix_items(count_items(request), read, rule, text_arrays)
         request.image_tokens = read.count_tokens(rule)
@@ -195,17 +200,18 @@ def _wants_normalize(request: EncodeRequest, entry: ModelEntry) -> bool | None:
 
 
 def _prepare(entry: ModelEntry, request: EncodeRequest, tokenizer: Tokenizer | None) -> list[tuple[str, NDArray[Any]]]:
-    """Return the arrays of a request's extent, the items' bounds first. Runs on the loop or on a thread."""
+    """Return the arrays of a request's extent, the items' bounds first, and set its cuts. Runs on the loop or on a thread."""
+    request.cuts = cuts = Cuts()
     is_query = bool(request.options.get("is_query"))
     max_tokens = token_limit(request.options, is_query) if request.options else None
     if request.token_lists is not None:
         if tokenizer is None:
             raise BadRequest(f"Model '{entry.card.id}' requires text input, not token arrays")
-        token_ids, cu_seqlens = tokenizer.check_token_ids(request.token_lists, max_tokens)
+        token_ids, cu_seqlens = tokenizer.check_token_ids(request.token_lists, max_tokens, cuts)
         return [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]
     texts = apply_prompt(entry.card, request.texts or [], request.options, request.instruction, is_query)
     if tokenizer is None:
-        text, text_offsets, cu_seqlens = encode_stub_texts(entry.card, texts, max_tokens)
+        text, text_offsets, cu_seqlens = encode_stub_texts(entry.card, texts, max_tokens, cuts)
         return [("cu_seqlens", cu_seqlens), ("text", text), ("text_offsets", text_offsets)]
-    token_ids, cu_seqlens = tokenizer.encode_texts(texts, is_query, max_tokens)
+    token_ids, cu_seqlens = tokenizer.encode_texts(texts, is_query, max_tokens, cuts)
     return [("cu_seqlens", cu_seqlens), ("token_ids", token_ids)]

@@ -51,6 +51,8 @@ def read_reply(
         raise Internal("the worker's reply has another shape than the request")
     if request.images is not None:
         answer.num_images = sum(map(len, request.images.values()))
+    if request.cuts:
+        answer.cuts = request.cuts.keys()
     return answer
 
 

@@ -16,7 +16,15 @@ _DENSE_ONLY = ("dense",)
 
 
 def check_media(media: MediaItems, card: ModelCard) -> None:
-    """Raise BadRequest unless every item is a text or images, for a model that takes both."""
+    """Raise BadRequest unless every item has a text, or images for a model that takes them, and nothing else.
+
+    Images beside a text are no fault: a model of texts reads the text.
+    """
+    if card.image is None:
+        for index, text in enumerate(media.texts):
+            if text is None or (media.other or "").startswith(f"$.items[{index}]."):
+                raise BadRequest(f"Model '{card.id}' requires text input - at `$.items[{index}]`")
+        return
     if media.other is not None:
         kind = media.other.rpartition(".")[2]
         raise BadRequest(f"Model '{card.id}' does not take {kind} input - at `{media.other}`")
@@ -42,12 +50,10 @@ def resolve_encode(request: EncodeRequest, card: ModelCard) -> EncodeRequest:
     if request.instruction is None:
         request.instruction = options.get("instruction")
     if request.non_text_item is not None:
-        media = request.media
-        if media is None or card.image is None:
-            raise BadRequest(f"Model '{card.id}' requires text input - at `$.items[{request.non_text_item}]`")
-        check_media(media, card)
-        request.texts = [text or "" for text in media.texts]
-        request.images = media.images or None
+        assert request.media is not None  # the two are set together
+        check_media(request.media, card)
+        request.texts = [text or "" for text in request.media.texts]
+        request.images = (card.image is not None and request.media.images) or None
     return request
 
 
@@ -107,7 +113,7 @@ def resolve_rerank(request: ScoreRequest, card: ModelCard) -> ScoreRequest:
 
 
 def resolve_embeddings(request: EncodeRequest, card: ModelCard) -> EncodeRequest:
-    """Return the request with the default profile's options, and the outputs that this route always has: dense, float32.
+    """Return the request with the default profile's options under its own, and the outputs that this route always has: dense, float32.
 
     Raises BadRequest for a model without dense vectors, for token ids to a model that does not take them, and for
     `dimensions` that the model cannot be cut to.
@@ -119,7 +125,7 @@ def resolve_embeddings(request: EncodeRequest, card: ModelCard) -> EncodeRequest
     if request.dimensions is not None:
         _check_dimensions(request.dimensions, card)
     if card.profiles:
-        request.options = merge_options(card, {}, "$.options")
+        request.options = merge_options(card, request.options, "$.options")
         request.instruction = request.options.get("instruction")
     request.output_types = ("dense",)
     request.output_dtype = "float32"

@@ -70,19 +70,17 @@ def resolve_extract(request: ExtractRequest, card: ModelCard) -> ExtractRequest:
 def _resolve_media(request: ExtractRequest, card: ModelCard) -> None:
     """Let the items be images, one each, or texts where the model takes both."""
     media = request.media
-    if "text" in card.inputs and (media is None or card.image is None):
-        raise BadRequest(f"Model '{card.id}' requires text input - at `$.items[{request.non_text_item}]`")
     if media is None:
         raise BadRequest(f"Model '{card.id}' requires image input - at `$.items[0]`")
     check_media(media, card)
-    for item in range(len(media.texts)):
+    for item in range(len(media.texts) if card.image is not None else 0):
         num_images = len(media.images.get(item, ()))
         if not num_images and "text" not in card.inputs:
             raise BadRequest(f"Model '{card.id}' requires image input - at `$.items[{item}]`")
         if num_images > 1:
             raise BadRequest(f"Model '{card.id}' takes one image an item - at `$.items[{item}].images`")
     request.texts = [text or "" for text in media.texts]
-    request.images = media.images or None
+    request.images = (card.image is not None and media.images) or None
 
 
 def _resolve_task(request: ExtractRequest, card: ModelCard, rule: ExtractRule) -> ExtractTask:

@@ -18,7 +18,7 @@ from sie.config.limits import Limits
 from sie.frontend.engine.interface import Engine
 from sie.frontend.engine.worker_link import Pending, Reply
 from sie.frontend.inputs.pairs import Arrays, pair_arrays
-from sie.frontend.inputs.profile_options import shorter_expansion
+from sie.frontend.inputs.profile_options import check_cuts, shorter_expansion
 from sie.frontend.inputs.prompts import check_prompted, count_prompted
 from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
 from sie.frontend.models.table import ModelTable
@@ -51,10 +51,11 @@ class Scorer:
     async def start(self, entry: ModelEntry, request: ScoreRequest, deadline_ns: int) -> tuple[Pending, int]:
         """Tokenise and submit a resolved request; return its record and the nanoseconds that tokenising took.
 
-        Raises what admission and the tokenizer raise.
+        Raises what admission and the tokenizer raise, and InputTooLong with overflow_policy `error`.
         """
         began_ns = time.monotonic_ns()
         arrays = await self._prepare(entry, request)
+        check_cuts(entry.card, request.options.get("overflow_policy"), request.cuts)
         took_ns = time.monotonic_ns() - began_ns
         if request.compared:
             header = WorkHeader(entry.card.id, "score", len(request.documents) + 1, (),
@@ -86,9 +87,13 @@ def _count_chars(card: ModelCard, request: ScoreRequest) -> int:
 
 
 def _arrays(card: ModelCard, tokenizer: Tokenizer | None, request: ScoreRequest) -> Arrays:
+    request.cuts = {}
     if request.compared and tokenizer is not None:
-        return comparison_arrays(card, tokenizer, request)
-    return pair_arrays(card, tokenizer, request.query, request.documents, request.instruction, options=request.options)
+        return comparison_arrays(card, tokenizer, request, request.cuts)
+    return pair_arrays(
+        card, tokenizer, request.query, request.documents, request.instruction,
+        options=request.options, cuts=request.cuts,
+    )  # fmt: skip
 
 
 def read_scores(reply: Reply, request: ScoreRequest, began_ns: int, tokenization_ns: int) -> ScoreReply:

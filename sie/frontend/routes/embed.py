@@ -28,6 +28,7 @@ from sie.frontend.operations.resolve import resolve_embeddings, resolve_encode, 
 from sie.frontend.operations.resolve_extract import resolve_extract
 from sie.frontend.operations.score import read_scores
 from sie.frontend.process import FrontendProcess
+from sie.frontend.routes.decode_body import decode_body
 from sie.frontend.telemetry.access_log import id_headers
 from sie.ipc.messages import ModelEntry
 from sie.values.encode import EncodeReply, EncodeRequest, ExtractReply, ExtractRequest, ScoreReply, ScoreRequest, Timing
@@ -56,13 +57,12 @@ class Inference:
         self.check_headers(exchange)
         body = await exchange.read_body(self._process.bodies)
         is_msgpack = negotiate.is_msgpack(headers.get("content-type"))
-        if len(body) < LARGE_BYTES:  # as `_decode`, but without the cost of its coroutine: most requests are small
-            request = sie.decode_encode(body, is_msgpack, exchange.model, self._limits)
-        else:
-            request = await self._decode(sie.decode_encode, body, is_msgpack, exchange.model, self._limits)
+        request = await decode_body(
+            exchange, self.pool, self.models, sie.decode_encode, body, is_msgpack, exchange.model, self._limits
+        )
         entry = self.find(exchange, exchange.model)
         if not entry.is_read:
-            entry = await self._wait_serving(exchange, entry)
+            entry = await self.models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
         request = resolve_encode(request, entry.card)
         return await self.run_encode(exchange, entry, request)
 
@@ -100,10 +100,12 @@ class Inference:
         self.check_headers(exchange)
         body = await exchange.read_body(self._process.bodies)
         is_msgpack = negotiate.is_msgpack(exchange.headers.get("content-type"))
-        request = await self._decode(score.decode_score, body, is_msgpack, exchange.model, self._limits)
+        request = await decode_body(
+            exchange, self.pool, self.models, score.decode_score, body, is_msgpack, exchange.model, self._limits
+        )
         entry = self.find(exchange, exchange.model)
         if not entry.is_read:
-            entry = await self._wait_serving(exchange, entry)
+            entry = await self.models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
         request = resolve_score(request, entry.card)
         reply = await self._run_score(exchange, entry, request)
         wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
@@ -116,10 +118,12 @@ class Inference:
         self.check_headers(exchange)
         body = await exchange.read_body(self._process.bodies)
         is_msgpack = negotiate.is_msgpack(exchange.headers.get("content-type"))
-        request = await self._decode(extract.decode_extract, body, is_msgpack, exchange.model, self._limits)
+        request = await decode_body(
+            exchange, self.pool, self.models, extract.decode_extract, body, is_msgpack, exchange.model, self._limits
+        )
         entry = self.find(exchange, exchange.model)
         if not entry.is_read:
-            entry = await self._wait_serving(exchange, entry)
+            entry = await self.models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
         request = resolve_extract(request, entry.card)
         reply, is_large = await self._run_extract(exchange, entry, request)
         wants_msgpack = negotiate.wants_msgpack(exchange.headers.get("accept"))
@@ -134,12 +138,12 @@ class Inference:
         """Answer `/v1/rerank`."""
         self.check_headers(exchange)
         body = await exchange.read_body(self._process.bodies)
-        call = await self._decode(rerank.decode_rerank, body, self._limits)
+        call = await decode_body(exchange, self.pool, self.models, rerank.decode_rerank, body, self._limits)
         request = call.request
         request.model = self._process.models.resolve_default(request.model, "score")
         entry = self.find(exchange, request.model)
         if not entry.is_read:
-            entry = await self._wait_serving(exchange, entry)
+            entry = await self.models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
         request = resolve_rerank(request, entry.card)
         reply = await self._run_score(exchange, entry, request)
         answer = rerank.encode_ranking(call, reply)
@@ -149,12 +153,15 @@ class Inference:
         """Answer `/v1/embeddings`."""
         self.check_headers(exchange)
         body = await exchange.read_body(self._process.bodies)
-        call = await self._decode(openai.decode_embeddings, body, exchange.headers.get("content-type"), self._limits)
+        content_type = exchange.headers.get("content-type")
+        call = await decode_body(
+            exchange, self.pool, self.models, openai.decode_embeddings, body, content_type, self._limits
+        )
         request = call.request
         request.model = self._process.models.resolve_default(request.model, "dense")
         entry = self.find(exchange, request.model)
         if not entry.is_read:
-            entry = await self._wait_serving(exchange, entry)
+            entry = await self.models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
         request = resolve_embeddings(request, entry.card)
         reply, raw = await self._run(exchange, entry, request)
         try:
@@ -169,11 +176,11 @@ class Inference:
     def check_headers(self, exchange: Exchange) -> None:
         """Set the deadline, and check the headers before the body is read. Raises BadRequest and other SieErrors."""
         process, headers = self._process, exchange.headers
-        is_openai = exchange.route is not None and exchange.route.envelope == "openai"
-        exchange.waits = is_openai or process.settings.models.wait_for_load
+        is_shared = exchange.route is not None and exchange.route.envelope != "sie"
+        exchange.waits = is_shared or process.settings.models.wait_for_load
         exchange.deadline_ns = exchange.began_ns + process.timeout_ns(headers.get("x-sie-timeout-ms"))
         profile = headers.get("x-sie-machine-profile")
-        if profile is not None:
+        if profile:
             process.check_machine_profile(profile)
         remote = headers.get("x-sie-remote")
         if remote is not None and remote != "forbid":
@@ -191,27 +198,16 @@ class Inference:
             exchange.decoded_ns = time.monotonic_ns()
         return entry
 
-    async def _wait_serving(self, exchange: Exchange, entry: ModelEntry) -> ModelEntry:
-        """Return the entry of a model that can be served. exchange.waits decides whether to wait for a loading model.
-
-        A reload is always waited for, because the request must be tokenised for the new model.
-        """
-        models = self._process.models
-        if exchange.waits or entry.reloading:
-            return await models.wait_serving(entry, exchange.deadline_ns)
-        models.check_serving(entry)
-        return entry
-
     async def _run(self, exchange: Exchange, entry: ModelEntry, request: EncodeRequest) -> tuple[EncodeReply, Reply]:
         """Return the rows of a request and the reply that holds them. The caller must release the reply."""
         process = self._process
         adapter = requested_adapter(request)
         if adapter is not None:
             process.adapters.check_declared(entry, adapter)
-        if entry.state == "loaded" and entry.workers:  # as `_wait_serving`, but without the cost of its coroutine
+        if entry.state == "loaded" and entry.workers:  # as `serving`, but without the cost of its coroutine
             process.models.check_serving(entry)
         else:
-            entry = await self._wait_serving(exchange, entry)
+            entry = await self.models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
         if adapter is not None:
             entry = await process.adapters.serving(entry, adapter, exchange.deadline_ns if exchange.waits else 0)
         try:
@@ -224,7 +220,7 @@ class Inference:
 
     async def _run_score(self, exchange: Exchange, entry: ModelEntry, request: ScoreRequest) -> ScoreReply:
         process = self._process
-        entry = await self._wait_serving(exchange, entry)
+        entry = await self.models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
         try:
             pending, tokenization_ns = await process.scorer.start(entry, request, exchange.deadline_ns)
             process.watch_client(pending, exchange.protocol)
@@ -237,6 +233,7 @@ class Inference:
             raw.release()
         exchange.timing = reply.timing
         exchange.num_items = len(request.documents)
+        exchange.cuts = request.cuts
         return reply
 
     async def _run_extract(
@@ -244,7 +241,7 @@ class Inference:
     ) -> tuple[ExtractReply, bool]:
         """Return the extractions, and whether they are large enough to be encoded in a thread."""
         process = self._process
-        entry = await self._wait_serving(exchange, entry)
+        entry = await self.models.serving(entry, exchange.deadline_ns, waits=exchange.waits)
         try:
             submitted = await process.extractor.start(entry, request, exchange.deadline_ns)
             process.watch_client(submitted.pending, exchange.protocol)
@@ -262,17 +259,12 @@ class Inference:
             raw.release()
         exchange.timing = reply.timing
         exchange.num_items = len(request.texts)
+        exchange.cuts = request.cuts
         return reply, is_large
 
     @property
     def _limits(self) -> Limits:
         return self._process.settings.limits
-
-    async def _decode(self, decode: Callable[..., Any], body: bytes, *args: Any) -> Any:
-        """Decode a body, in a thread if it is large."""
-        if len(body) < LARGE_BYTES:
-            return decode(body, *args)
-        return await self._on_thread(decode, body, *args)
 
     async def _on_thread(self, work: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.pool, work, *args)
@@ -289,6 +281,7 @@ def read(
         raise
     exchange.timing = reply.timing
     exchange.num_items = reply.num_items
+    exchange.cuts = reply.cuts
     return reply
 
 

@@ -61,7 +61,7 @@ TABLE: Final = RouteTable((
     ENCODE,
     _sie("/v1/score/{model}", "POST", lambda s: s.embed.score, label="score"),
     _sie("/v1/extract/{model}", "POST", lambda s: s.embed.extract, label="extract"),
-    _sie("/v1/rerank", "POST", lambda s: s.embed.rerank, "openai", label="score"),
+    _sie("/v1/rerank", "POST", lambda s: s.embed.rerank, "rerank", label="score"),
     _sie("/v1/embeddings", "POST", lambda s: s.embed.embeddings, "openai", label="embeddings"),
     _sie("/v1/models", "GET", lambda s: s.cards.list_models, "models"),
     _sie("/v1/models/{model}", "GET", lambda s: s.cards.show_model, "models"),

@@ -133,7 +133,8 @@ class TextTensors:
         except BaseException:
             raw.release()
             raise
-        return HeldReply(TensorReply(model=model, outputs=[output], timing=reply.timing), raw)
+        answer = TensorReply(model=model, outputs=[output], timing=reply.timing, cuts=reply.cuts)
+        return HeldReply(answer, raw)
 
     async def _score(
         self,
@@ -155,7 +156,7 @@ class TextTensors:
             raw.release()
         values = np.array(reply.scores, "<f4").tobytes()
         output = Tensor("score", "FP32", (len(documents),), memoryview(values))
-        return HeldReply(TensorReply(model=model, outputs=[output], timing=reply.timing))
+        return HeldReply(TensorReply(model=model, outputs=[output], timing=reply.timing, cuts=request.cuts))
 
 
 async def _answer(pending: Pending, watch: Watch | None) -> Reply:

@@ -17,7 +17,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from sie.catalog.stub import adapted_text, count_stub_tokens
+from sie.catalog.stub import BYTES_PER_TOKEN, adapted_text, count_stub_tokens
 from sie.shm.extent_headers import TensorForm, TensorTask
 from sie.values.card import AdapterSpec, ModelCard
 from sie.values.errors import Internal
@@ -42,6 +42,7 @@ class StubRunner:
             raise Internal(f"model {card.id!r} is not a stub")
         self.card = card
         self._options = card.stub
+        self._max_bytes = card.stub.max_tokens * BYTES_PER_TOKEN
         self.memory_bytes = card.stub.memory_mb << 20
         self.adapters = StubAdapters()
         self._faults = StubFaults(card.stub, slot) if card.stub.has_faults else None
@@ -82,7 +83,7 @@ class StubRunner:
         """Return entities and classifications of texts, objects of images; takes as long as `run_texts`."""
         self._take_time([_bytes_of(item) if isinstance(item, ImageItem) else item for item in inputs])
         return [
-            _detect(item, task) if isinstance(item, ImageItem) else _extract(bytes(item), task)
+            _detect(item, task) if isinstance(item, ImageItem) else _extract(bytes(item)[: self._max_bytes], task)
             for item, task in zip(inputs, tasks, strict=True)
         ]
 
@@ -193,7 +194,7 @@ def _adapted(texts: Sequence[bytes | memoryview], loras: Sequence[str]) -> Seque
 
 
 def _extract(utf8: bytes, task: ExtractTask) -> Extraction:
-    text, least = utf8.decode(), task.threshold or 0.0
+    text, least = utf8.decode(errors="ignore"), task.threshold or 0.0  # a cut may go through a character
     labels = task.labels or ("word",)
     entities: list[Entity] = []
     for word in _WORD.finditer(text):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 from msgspec import UNSET, UnsetType
 
 from sie.frontend.dialects.cohere.rerank import RerankBody
-from sie.frontend.dialects.openai.openapi import EMBEDDINGS_FAULTS
-from sie.frontend.dialects.operation import INFERENCE, Answer, Operation, Reply, Usage
+from sie.frontend.dialects.openai.openapi import EMBEDDINGS_FAULTS, OpenAIError
+from sie.frontend.dialects.operation import INFERENCE, POISON, Answer, Operation, Reply, Usage
 
 
 class RerankDocument(Reply):
@@ -19,6 +19,7 @@ class RerankResult(Reply):
     index: int
     relevance_score: float
     document: RerankDocument | UnsetType = UNSET
+    truncated: Literal[True] | UnsetType = UNSET
 
 
 class RerankAnswer(Reply):
@@ -27,6 +28,7 @@ class RerankAnswer(Reply):
     usage: Usage
 
 
+ERRORS: Final = {"rerank": OpenAIError}
 OPERATIONS: Final[tuple[Operation, ...]] = (
     Operation(
         template="/v1/rerank",
@@ -35,13 +37,14 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         description="In Cohere's form. A model that loads is waited for.",
         request=RerankBody,
         example={
-            "model": "BAAI/bge-reranker-v2-m3",
+            "model": "default",
             "query": "what is a fox?",
             "documents": ["A quick brown fox", "A stone"],
             "top_n": 1,
         },
         answers=(Answer(200, "The best documents, best first.", type=RerankAnswer),),
-        faults=EMBEDDINGS_FAULTS,
+        faults=tuple(POISON if fault.status == POISON.status else fault for fault in EMBEDDINGS_FAULTS),
         has_timing=True,
+        may_cut=True,
     ),
 )

@@ -1,4 +1,4 @@
-"""The wire format of `/v1/rerank`, in Cohere's form: JSON both ways, errors in OpenAI's envelope.
+"""The wire format of `/v1/rerank`, in Cohere's form: JSON both ways, errors in OpenAI's envelope with SIE's codes.
 
 Source: SIE API reference, section 10.
 """
@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import msgspec
 
 from sie.config.limits import Limits
-from sie.frontend.dialects.openai.embeddings import field_of
+from sie.frontend.dialects.openai.embeddings import error_object, field_of
 from sie.frontend.inputs.bounded_json import check_json, decode_free_form, decode_typed
-from sie.values.encode import DEFAULT_MODEL, ScoreReply, ScoreRequest
-from sie.values.errors import BadRequest, InputTooLong
+from sie.values.encode import ScoreReply, ScoreRequest
+from sie.values.errors import BadRequest, InputTooLong, NotFound, SieError
 
 _MOST_DOCUMENTS = 65_536  # the most that settings allow; the setting itself is checked after decoding
 _ABSENT = msgspec.Raw(b"")
@@ -21,7 +21,7 @@ _to_json = msgspec.json.Encoder().encode
 
 
 class RerankBody(msgspec.Struct, gc=False, kw_only=True, forbid_unknown_fields=True):
-    model: str | None = None
+    model: str
     query: str
     documents: Annotated[list[str], msgspec.Meta(max_length=_MOST_DOCUMENTS)]
     top_n: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
@@ -51,6 +51,9 @@ def decode_rerank(body: bytes, limits: Limits) -> RerankCall:
     except BadRequest as error:
         raise BadRequest(error.message, extras={"param": field_of(error.message)}) from None
     documents = call.documents
+    for name, text in (("model", call.model), ("query", call.query)):
+        if not text.strip():
+            raise BadRequest(f"Field '{name}' must not be empty", extras={"param": name})
     if not documents:
         raise BadRequest("Field 'documents' must not be empty", extras={"param": "documents"})
     if len(documents) > limits.max_candidates:
@@ -62,7 +65,7 @@ def decode_rerank(body: bytes, limits: Limits) -> RerankCall:
     if len(body) > limits.max_item_text_bytes:  # JSON escapes only shrink, so no text can be longer
         _check_sizes(call, limits.max_item_text_bytes)
     options = decode_free_form(call.options, msgpack=False, path="$.options", max_depth=limits.max_depth)
-    request = ScoreRequest(model=call.model or DEFAULT_MODEL, query=call.query, documents=documents, options=options)
+    request = ScoreRequest(model=call.model, query=call.query, documents=documents, options=options)
     return RerankCall(request, call.top_n, bool(call.return_documents))
 
 
@@ -73,6 +76,14 @@ def _check_sizes(call: RerankBody, max_bytes: int) -> None:
             raise InputTooLong(f"Field '{name}' must hold at most {max_bytes} bytes of UTF-8 text")
 
 
+def error_body(error: SieError) -> bytes:
+    """Return `{"error": {message, type, param, code, ...}, "message"}`, the code as SIE has it."""
+    described = {**error_object(error), "code": error.code}
+    if error.code == NotFound.code:
+        described["param"] = "model"
+    return _to_json({"error": described, "message": error.message})
+
+
 def encode_ranking(call: RerankCall, reply: ScoreReply) -> bytes:
     """Return the body of a rerank reply: the best top_n documents, best first."""
     results: list[dict[str, Any]] = []
@@ -80,5 +91,7 @@ def encode_ranking(call: RerankCall, reply: ScoreReply) -> bytes:
         result: dict[str, Any] = {"index": index, "relevance_score": reply.scores[index]}
         if call.return_documents:
             result["document"] = {"text": call.request.documents[index]}
+        if index in call.request.cuts:
+            result["truncated"] = True
         results.append(result)
     return _to_json({"model": reply.model, "results": results, "usage": {"input_tokens": reply.input_tokens}})

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from sie.frontend.dialects.kserve.infer import InferCall, Wanted
+from sie.frontend.dialects.kserve.infer import TRUNCATED, InferCall, Wanted, cut_text
 from sie.frontend.dialects.kserve.protobuf_wire import append_bytes, cut_views, parse
 from sie.frontend.tensors.parameters import (
     EMPTY_FINAL_RESPONSE,
@@ -224,6 +224,10 @@ def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule, *, is_fi
     head = (_response_head if len(forms) <= _MAX_KEPT_OUTPUTS else _response_head.__wrapped__)(
         rule.name, rule.version, forms, is_final=is_final
     )
+    if reply.cuts:
+        parameters = _RESPONSE()
+        parameters.parameters[TRUNCATED].string_param = cut_text(reply.cuts)
+        head += parameters.SerializeToString()  # fields of a message may come in any order
     if call.request.id:
         head = append_bytes(head, _RESPONSE_ID, [call.request.id.encode()])
     return append_bytes(head, _RAW_OUTPUTS, [output.data for output in reply.outputs])

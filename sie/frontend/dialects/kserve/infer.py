@@ -9,7 +9,7 @@ docs/tensors.md says what is done.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Annotated, Any, Final, NamedTuple
@@ -29,6 +29,8 @@ from sie.values.tensor import ITEM_BYTES, MAX_RANK, Tensor, TensorReply, TensorR
 _MAX_TENSORS: Final = 1024
 _ABSENT: Final = msgspec.Raw(b"")
 _INTEGER: Final = re.compile(r"-?[0-9]+")
+TRUNCATED: Final = "truncated"
+"""The parameter of a reply that names the texts that were cut."""
 _RAW_INPUT: Final = "raw_input"
 _SIZE_LIMIT: Final = 1 << 63
 _MAX_KEPT_HEAD_BYTES: Final = 2048
@@ -311,7 +313,7 @@ def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule) -> tuple
     are_binary = all(ways.get(output.name, call.is_binary) for output in reply.outputs)
     if are_binary and 0 < len(reply.outputs) <= _MAX_KEPT_OUTPUTS:
         forms = tuple([(output.name, output.datatype, output.shape, len(output.data)) for output in reply.outputs])
-        text = _head_start(rule.name, rule.version, call.request.id) + _binary_outputs(forms)
+        text = _head_start(rule, call.request.id, reply.cuts) + _binary_outputs(forms)
         return b"".join([text, *[output.data for output in reply.outputs]]), len(text)
     entries: list[dict[str, Any]] = []
     tails: list[memoryview] = []
@@ -322,14 +324,23 @@ def encode_infer(call: InferCall, reply: TensorReply, rule: TensorRule) -> tuple
         else:
             elements = msgspec.Raw(elements_to_json(output.data, output.name, output.datatype))
             entries.append({"name": output.name, "datatype": output.datatype, "shape": output.shape, "data": elements})
-    text = _head_start(rule.name, rule.version, call.request.id) + _to_json(entries) + b"}"
+    text = _head_start(rule, call.request.id, reply.cuts) + _to_json(entries) + b"}"
     return (b"".join([text, *tails]), len(text)) if tails else (text, None)
 
 
-def _head_start(name: str, version: str, request_id: str) -> bytes:
-    """Return the JSON of a reply up to the list of its outputs."""
-    head = {"model_name": name, "model_version": version}
-    return _to_json({**head, "id": request_id} if request_id else head)[:-1] + b',"outputs":'
+def _head_start(rule: TensorRule, request_id: str, cuts: Collection[int]) -> bytes:
+    """Return the JSON of a reply up to the list of its outputs. A parameter names the texts that were cut."""
+    head: dict[str, Any] = {"model_name": rule.name, "model_version": rule.version}
+    if request_id:
+        head["id"] = request_id
+    if cuts:
+        head["parameters"] = {TRUNCATED: cut_text(cuts)}
+    return _to_json(head)[:-1] + b',"outputs":'
+
+
+def cut_text(cuts: Collection[int]) -> str:
+    """Return the value of the parameter TRUNCATED: the numbers of the texts, since no parameter is a list."""
+    return ",".join(map(str, sorted(cuts)))
 
 
 @lru_cache(maxsize=256)

@@ -122,6 +122,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         example={"inputs": [{"name": "INPUT0", "shape": [1, 2], "datatype": "FP32", "data": [1.5, 2.5]}]},
         answers=(Answer(200, "The outputs.", (JSON, BINARY)),),
         faults=_INFER,
+        may_cut=True,
     ),
     _row("/v2/repository/index", "Every version of every model, with its state", _list("All of them."), (BAD, STALLED, _TOO_LARGE)),
     _row("/v2/repository/models/{model}/load", "Load a model of a repository", _bare("It is loaded."), _CONTROL),

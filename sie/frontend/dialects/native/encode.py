@@ -169,10 +169,10 @@ def _check_metadata(raw: msgspec.Raw, msgpack: bool, body_bytes: int, field: str
         raise BadRequest(f"{error.message} - in `$.{field}.metadata`") from None
 
 
-def find_non_text(items: Sequence[Item]) -> int | None:
-    """Return the index of the first item without a text, or with media beside it."""
+def find_non_text(items: Sequence[Item], *, allows_images: bool = False) -> int | None:
+    """Return the index of the first item without a text, or with media beside it; allows_images: other than images."""
     for index, item in enumerate(items):
-        if item.text is None or item.images or item.audio or item.video or item.document:
+        if item.text is None or (item.images and not allows_images) or item.audio or item.video or item.document:
             return index
     return None
 
@@ -185,9 +185,9 @@ def error_body(error: SieError) -> bytes:
     return _to_json({"detail": {"code": error.code, "message": error.message, **error.extras}})
 
 
-def not_found_body() -> bytes:
+def not_found_body(text: str = "Not Found") -> bytes:
     """Return the body of a 404 for an unknown path."""
-    return b'{"detail":"Not Found"}'
+    return _to_json({"detail": text})
 
 
 def method_not_allowed_body() -> bytes:

@@ -125,7 +125,8 @@ class _ReplyBody(msgspec.Struct, frozen=True):
 
 
 def encode_extractions(request: ExtractRequest, reply: ExtractReply, msgpack: bool) -> bytes:
-    """Return the body of an extract reply: every key of every result is there, `error` only where there is one.
+    """Return the body of an extract reply: every key of every result is there, `error` and `truncated` only where
+    there is an error, and where the text was cut.
 
     An item without an id is called `item-<index>`.
     """
@@ -133,6 +134,8 @@ def encode_extractions(request: ExtractRequest, reply: ExtractReply, msgpack: bo
         _item((request.ids[index] if request.ids else None) or f"item-{index}", found)
         for index, found in enumerate(reply.extractions)
     ]
+    for index in request.cuts:
+        items[index]["truncated"] = True
     body = _ReplyBody(reply.model, items, _Usage(reply.input_tokens, reply.num_images))
     return pack(body) if msgpack else _to_json(body)
 

@@ -66,6 +66,7 @@ class EncodeResult(Reply):
     dense: DenseVector | UnsetType = UNSET
     sparse: SparseVector | UnsetType = UNSET
     multivector: TokenVectors | UnsetType = UNSET
+    truncated: Literal[True] | UnsetType = UNSET
 
 
 class EncodeAnswer(Reply):
@@ -79,6 +80,7 @@ class ScoreResult(Reply):
     item_id: str
     score: float
     rank: int
+    truncated: Literal[True] | UnsetType = UNSET
 
 
 class ScoreAnswer(Reply):
@@ -96,6 +98,7 @@ class ExtractResult(Reply):
     objects: list[DetectedObject]
     data: dict[str, Any]
     error: ItemError | UnsetType = UNSET
+    truncated: Literal[True] | UnsetType = UNSET
 
 
 class ExtractAnswer(Reply):
@@ -146,6 +149,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         answers=(Answer(200, "A result for each item.", _BOTH, EncodeAnswer),),
         faults=_FAULTS,
         has_timing=True,
+        may_cut=True,
     ),
     Operation(
         template="/v1/score/{model}",
@@ -159,6 +163,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         answers=(Answer(200, "A score for each item, best first.", _BOTH, ScoreAnswer),),
         faults=_FAULTS,
         has_timing=True,
+        may_cut=True,
     ),
     Operation(
         template="/v1/extract/{model}",
@@ -172,6 +177,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         answers=(Answer(200, "What was found in each item.", _BOTH, ExtractAnswer),),
         faults=_FAULTS,
         has_timing=True,
+        may_cut=True,
     ),
     Operation(
         template="/v1/generate/{model}",

@@ -4,7 +4,8 @@
     sparse       {dims, dtype, indices: int32 [e], values: [e]}
     multivector  {token_dims, num_tokens, dtype, values: [num_tokens, width]}
 
-An item has its id first, if it came with one, then these keys in this order. Source: SIE API reference, section 5.
+An item has its id first, if it came with one, then these keys in this order, and `truncated: true` where its text was
+cut. Source: SIE API reference, section 5.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def msgpack_items(reply: EncodeReply) -> list[Any]:
     row_bytes = reply.values.nbytes // reply.num_items
     for item in range(reply.num_items):
         id_ = reply.ids[item] if reply.ids else None
-        parts.append(_map_header(num_outputs + (id_ is not None)))
+        is_cut = item in reply.cuts
+        parts.append(_map_header(num_outputs + (id_ is not None) + is_cut))
         if id_ is not None:
             parts += (_ID, pack(id_))
         if reply.width:
@@ -38,6 +40,8 @@ def msgpack_items(reply: EncodeReply) -> list[Any]:
             parts += _sparse_parts(reply.sparse, item)
         if reply.multivector is not None:
             parts += _token_parts(reply.multivector, item, reply.output_dtype)
+        if is_cut:
+            parts.append(_TRUNCATED)
     return parts
 
 
@@ -54,6 +58,7 @@ def wire_dtype(output_dtype: str) -> str:
 
 
 _ID = pack("id")
+_TRUNCATED = pack("truncated") + pack(True)
 
 
 def _map_header(num_keys: int) -> bytes:
@@ -116,6 +121,8 @@ def json_items(reply: EncodeReply) -> list[dict[str, Any]]:
         _add_sparse(items, reply.sparse)
     if reply.multivector is not None:
         _add_vectors(items, reply.multivector, dtype)
+    for item in reply.cuts:
+        items[item]["truncated"] = True
     return items
 
 

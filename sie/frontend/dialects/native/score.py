@@ -27,10 +27,11 @@ class ScoreBody(msgspec.Struct, gc=False):
     options: msgspec.Raw = _ABSENT
 
 
-class _Score(msgspec.Struct, frozen=True):
+class _Score(msgspec.Struct, frozen=True, omit_defaults=True):
     item_id: str
     score: float
     rank: int
+    truncated: bool = False
 
 
 class _Usage(msgspec.Struct, frozen=True):
@@ -75,16 +76,22 @@ def decode_score(body: bytes, msgpack: bool, model: str, limits: Limits) -> Scor
 
 
 def _find_non_text(call: ScoreBody) -> str | None:
-    if find_non_text([call.query]) is not None:
+    """Return the path of the first item that has no text to score; images beside one are not read."""
+    if find_non_text([call.query], allows_images=True) is not None:
         return "$.query"
-    index = find_non_text(call.items)
+    index = find_non_text(call.items, allows_images=True)
     return None if index is None else f"$.items[{index}]"
 
 
 def encode_scores(request: ScoreRequest, reply: ScoreReply, msgpack: bool) -> bytes:
     """Return the body of a score reply, best first; an item without an id is called `item-<index>`."""
     scores = [
-        _Score((request.ids[index] if request.ids else None) or f"item-{index}", reply.scores[index], rank)
+        _Score(
+            (request.ids[index] if request.ids else None) or f"item-{index}",
+            reply.scores[index],
+            rank,
+            index in request.cuts,
+        )
         for rank, index in enumerate(reply.ranking())
     ]
     body = _ReplyBody(reply.model, request.query_id, scores, _Usage(reply.input_tokens))

@@ -52,6 +52,7 @@ class EmbeddingsBody(msgspec.Struct, gc=False, kw_only=True):
     dimensions: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     """What no model can give, 0 too, is the model's to refuse: 400, not 422."""
     user: str | None = None
+    overflow_policy: Literal["default", "error", "truncate_text"] | None = None
 
 
 class EmbeddingsCall(msgspec.Struct, frozen=True):
@@ -80,6 +81,8 @@ def decode_embeddings(body: bytes, content_type: str | None, limits: Limits) -> 
     except BadRequest as exc:
         raise _from_decoder(exc.message) from None
     request = EncodeRequest(model=call.model or DEFAULT_MODEL, dimensions=call.dimensions)
+    if call.overflow_policy is not None:
+        request.options = {"overflow_policy": call.overflow_policy}
     _read_input(call.input, request)
     _check_sizes(request, limits, len(body))
     return EmbeddingsCall(request, call.encoding_format == "base64")
@@ -141,11 +144,13 @@ def encode_embeddings(reply: EncodeReply, base64: bool) -> bytes:
     for index, row in enumerate(rows):
         comma = b"," if index else b""
         parts += (comma, b'{"object":"embedding","index":%d,"embedding":' % index, row, b"}")
-    usage = {
+    usage: dict[str, Any] = {
         "prompt_tokens": reply.input_tokens,
         "total_tokens": reply.input_tokens,
         "sie_token_source": "worker",
     }
+    if reply.cuts:
+        usage["sie_truncated"] = sorted(reply.cuts)
     parts += (b'],"model":', _to_json(reply.model), b',"usage":', _to_json(usage), b"}")
     return b"".join(parts)
 

@@ -7,7 +7,7 @@ Source: SIE API reference, section 14.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -18,6 +18,7 @@ from sie.values.errors import SieError
 OWNER = "local"
 """Source: generation API reference, section 1.4."""
 
+_SIMILARITIES: Final = {"dense": "cosine", "sparse": "dot", "multivector": "maxsim"}
 _to_json = msgspec.json.Encoder().encode
 
 
@@ -54,37 +55,39 @@ def model_info(
         "revision": card.revision,
         "capabilities": None,
         "routing": {"policy": None, "upstream_kind": None},
-        **(
-            _generator_facts(card, "loading" if is_reloading and state not in ("loaded", "failed") else state)
-            if card.generate is not None
-            else {}
-        ),
+        **_generation_facts(card, "loading" if is_reloading and state not in ("loaded", "failed") else state),
         **({"encoder_weights": card.encoder_weights} if card.encoder_weights != "auto" else {}),
         **({"accept_token_ids": True} if card.accept_token_ids else {}),
         **({"loras": [{"id": name, "state": lora_state} for name, lora_state in loras.items()]} if loras else {}),
     }
 
 
-def _generator_facts(card: ModelCard, state: ModelState) -> dict[str, Any]:
+def _generation_facts(card: ModelCard, state: ModelState) -> dict[str, Any]:
     """Return what readers of the generation API look for. Source: generation API reference, section 1.4."""
-    rule = card.generate
-    assert rule is not None
     status = {"loaded": "loaded", "loading": "reloading"}.get(state, "unloaded")
-    has_tools = bool(rule.tool_chat_template) or "tools" in rule.chat_template
-    return {"status": status, "root": card.id, "tools_available": has_tools}
+    facts: dict[str, Any] = {"status": status, "root": card.id}
+    rule = card.generate
+    if rule is not None:
+        facts["tools_available"] = bool(rule.tool_chat_template) or "tools" in rule.chat_template
+    return facts
 
 
 def _profile(card: ModelCard, name: str) -> dict[str, Any]:
-    narrowed = card.profiles.get(name, {}).get("output_types")
+    outputs = card.profiles.get(name, {}).get("output_types") or card.wire_outputs
     return {
         "is_default": name == DEFAULT_PROFILE,
-        "output_types": list(narrowed) if narrowed else card.wire_outputs,
-        "output_similarity": card.similarity,
+        "output_types": list(outputs),
+        "output_similarity": {output: _similarity(card, output) for output in outputs if output in card.dims},
         "identity": None,
         "remote_contract_sha256": None,
         "remote_execution_sha256": None,
         "runtime_instance_id": None,
     }
+
+
+def _similarity(card: ModelCard, output: str) -> str:
+    """Return how vectors of an output are compared. A card's own metric is that of its first one."""
+    return card.similarity if output == next(iter(card.dims)) else _SIMILARITIES[output]
 
 
 def models_body(infos: Sequence[dict[str, Any]], default: str | None = None) -> bytes:

@@ -49,6 +49,7 @@ class EmbeddingsUsage(Reply):
     prompt_tokens: int
     total_tokens: int
     sie_token_source: Literal["worker"]
+    sie_truncated: list[int] | UnsetType = UNSET
 
 
 class EmbeddingsAnswer(Reply):
@@ -61,7 +62,7 @@ class EmbeddingsAnswer(Reply):
 class Profile(Reply):
     is_default: bool
     output_types: list[str]
-    output_similarity: str
+    output_similarity: dict[str, str]
     identity: str | None
     remote_contract_sha256: str | None
     remote_execution_sha256: str | None
@@ -104,8 +105,8 @@ class ModelInfo(Reply):
     revision: str | None
     capabilities: dict[str, Any] | None
     routing: Routing
-    status: Literal["loaded", "unloaded", "reloading"] | UnsetType = UNSET
-    root: str | UnsetType = UNSET
+    status: Literal["loaded", "unloaded", "reloading"]
+    root: str
     tools_available: bool | UnsetType = UNSET
     encoder_weights: Literal["int8"] | UnsetType = UNSET
     accept_token_ids: Literal[True] | UnsetType = UNSET
@@ -291,6 +292,7 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
         example={"model": "sentence-transformers/all-MiniLM-L6-v2", "input": ["A quick brown fox", "jumps over"]},
         answers=(Answer(200, "An embedding for each input.", type=EmbeddingsAnswer),),
         faults=EMBEDDINGS_FAULTS,
+        may_cut=True,
     ),
     Operation(
         template="/v1/models",

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from sie.frontend.inputs.image_reader import ReadImages
 from sie.frontend.inputs.pairs import Arrays
-from sie.frontend.inputs.tokenize import Tokenizer, pack_ids, unicode_error
-from sie.values.errors import BadRequest, InputTooLong, Internal
+from sie.frontend.inputs.tokenize import Cuts, Tokenizer, pack_ids, too_long, unicode_error
+from sie.values.errors import BadRequest, Internal
 from sie.values.extract import DetectedObject, Detection, Extraction, ExtractTask
 
 _OWL_PROMPT: Final = "a photo of {}"
@@ -58,6 +58,8 @@ class BoxReading:
         self._labels_of: dict[str, str | None] = {}
         """The nearest label of each phrase so far; many boxes have the same."""
         self._own_sizes: NDArray[np.int32] = np.empty((0, 2), np.int32)
+        self.cuts: Cuts = {}
+        """Of the labels."""
 
     @property
     def texts(self) -> list[str]:
@@ -148,15 +150,18 @@ class BoxReading:
     def _cut(self, text: str, num_tokens: int, limit: int, label: int) -> tokenizers.Encoding:
         """Return the prompt of a long label without its end; a text of all labels is never cut."""
         if not self._rule.needs_labels:
-            raise InputTooLong(
-                f"The text that is looked for has {num_tokens} tokens, and the model reads at most {limit} at once; "
-                "split the labels over several requests - at `$.params.labels`"
+            raise too_long(
+                self._tokenizer.card,
+                f"the text that is looked for has {num_tokens} tokens, and the model reads at most {limit} at "
+                "once; split the labels over several requests - at `$.params.labels`",
             )
         if self._task.overflow_policy == "error":
-            raise InputTooLong(
+            raise too_long(
+                self._tokenizer.card,
                 f"{num_tokens} tokens with their prompt, and the model reads at most {limit} "
-                f"- at `$.params.labels[{label}]`"
+                f"- at `$.params.labels[{label}]`",
             )
+        self.cuts[label] = limit
         library = self._tokenizer.backend
         (short,) = library.encode_batch([text], add_special_tokens=False)  # `encode` would stop the event loop
         short.truncate(limit - library.num_special_tokens_to_add(False))

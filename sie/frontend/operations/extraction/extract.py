@@ -21,7 +21,7 @@ from sie.frontend.engine.worker_link import Pending, Reply
 from sie.frontend.inputs.image_reader import ImageReader
 from sie.frontend.inputs.mixed import mix_items
 from sie.frontend.inputs.pairs import Arrays
-from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, is_long
+from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Cuts, Tokenizer, is_long
 from sie.frontend.models.table import ModelTable
 from sie.frontend.operations.extraction import boxes, gliclass, gliner, label_pairs, token_labels
 from sie.frontend.operations.extraction.boxes import BoxReading
@@ -55,6 +55,9 @@ _MAX_TASK_BYTES: Final = MAX_HEADER_BYTES // 2
 
 class Reading(Protocol):
     """One family's way from a request's texts to work, and from the worker's answer to extractions."""
+
+    cuts: Cuts
+    """The texts that `prepare` has cut; of a detector the labels."""
 
     def prepare(self, texts: Sequence[str]) -> Arrays:
         """Return the arrays of the request's extent, the bounds of the work's items first."""
@@ -109,7 +112,7 @@ class Extractor:
         reading = _reading(card, task, tokenizer, self._limits)
         if request.images is None:
             arrays = await self._prepare(reading, request.texts, task, rule)
-            input_tokens = int(arrays[0][1][-1])
+            input_tokens, request.cuts = int(arrays[0][1][-1]), reading.cuts
         else:
             arrays, input_tokens = await self._prepare_images(reading, request, card, request.images, deadline_ns)
         cu_seqlens = arrays[0][1]
@@ -138,9 +141,12 @@ class Extractor:
             queries = await self._prepare(reading, reading.texts, request.task, rule)
             read = await self._images.read(images, image_rule, deadline_ns)
             reading.see(read)
+            request.cuts = dict.fromkeys(range(num_items), min(reading.cuts.values())) if reading.cuts else {}
             return [*mix_items(num_items, read, image_rule, None), *queries], len(queries[0][1])
         texts = [text for item, text in enumerate(request.texts) if item not in images]
         arrays = await self._prepare(reading, texts, request.task, rule) if texts else None
+        places = [item for item in range(num_items) if item not in images]
+        request.cuts = {places[number]: limit for number, limit in reading.cuts.items()}
         read = await self._images.read(images, image_rule, deadline_ns)
         num_tokens = 0 if arrays is None else int(arrays[0][1][-1])
         return mix_items(num_items, read, image_rule, arrays), num_tokens
@@ -218,7 +224,7 @@ def _reading(card: ModelCard, task: ExtractTask, tokenizer: Tokenizer | None, li
         return PairReading(rule, task, tokenizer)
     if isinstance(rule, Detection) and tokenizer is not None:
         return BoxReading(rule, task, tokenizer)
-    return TextReading(card)
+    return TextReading(card, task.overflow_policy)
 
 
 def read_extractions(reply: Reply, submitted: Submitted, request: ExtractRequest, began_ns: int) -> ExtractReply:

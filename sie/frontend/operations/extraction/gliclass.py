@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from sie.config.limits import Limits
 from sie.frontend.inputs.pairs import Arrays
-from sie.frontend.inputs.tokenize import Tokenizer, pack_ids, unicode_error
-from sie.values.errors import BadRequest, InputTooLong, Internal
+from sie.frontend.inputs.tokenize import Cuts, Tokenizer, pack_ids, too_long, unicode_error
+from sie.values.errors import BadRequest, Internal
 from sie.values.extract import Classification, Extraction, ExtractTask, Gliclass, LabelGroup
 
 _LABEL: Final = "<<LABEL>>"
@@ -90,6 +90,7 @@ class LabelReading:
         self._groups = _groups_of(task)
         self._max_chars = limits.max_body_bytes
         self._max_tokens = tokenizer.card.max_sequence_length
+        self.cuts: Cuts = {}
 
     def prepare(self, texts: Sequence[str]) -> Arrays:
         """Return the arrays of the request's extent.
@@ -153,14 +154,16 @@ class LabelReading:
         if limit is None or len(ids) <= limit:
             return ids
         excess, policy = len(ids) - limit, self._task.overflow_policy
+        self.cuts[index] = limit
         own = [number for number, (a, b) in enumerate(encoding.offsets) if start <= a < b <= end]
         if policy == "truncate_text" and excess < len(own):
             behind = own[-1] + 1
             return ids[: behind - excess] + ids[behind:]
         if policy != "default":
-            raise InputTooLong(
-                f"{len(ids)} tokens, and the model reads at most {limit}; {len(ids) - len(own)} of them are not the "
-                f"text's - at `$.items[{index}].text`"
+            raise too_long(
+                self._tokenizer.card,
+                f"{len(ids)} tokens, and the model reads at most {limit}; {len(ids) - len(own)} of them are not "
+                f"the text's - at `$.items[{index}].text`",
             )
         num_behind = encoding.special_tokens_mask[::-1].index(0)
         return [*ids[: limit - num_behind], *ids[len(ids) - num_behind :]]
@@ -170,9 +173,10 @@ class LabelReading:
         if found > num_labels:  # a normaliser made the mark of other characters
             raise BadRequest(f"A text must not hold {_LABEL} - at `$.items[{index}].text`")
         if found < num_labels:
-            raise InputTooLong(
-                f"The labels do not fit in the {self._max_tokens} tokens that the model reads; send fewer or "
-                f"shorter labels, a shorter text, or overflow_policy 'truncate_text' - at `$.items[{index}]`"
+            raise too_long(
+                self._tokenizer.card,
+                f"the labels do not fit in the {self._max_tokens} tokens that the model reads; send fewer or "
+                f"shorter labels, a shorter text, or overflow_policy 'truncate_text' - at `$.items[{index}]`",
             )
 
     def _read_text(self, pieces: Sequence[NDArray[Any]]) -> Extraction:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from sie.config.limits import Limits
 from sie.frontend.inputs.pairs import Arrays
 from sie.frontend.inputs.text_windows import Window, merge_adjacent, merge_windows, plan_windows, split_words
-from sie.frontend.inputs.tokenize import Tokenizer, bounds_of, unicode_error
+from sie.frontend.inputs.tokenize import Cuts, Tokenizer, bounds_of, too_long, unicode_error
 from sie.frontend.operations.extraction.whole_texts import read_whole
 from sie.values.errors import BadRequest, InputTooLong
 from sie.values.extract import Extraction, ExtractTask, Gliner, Relation
@@ -61,6 +61,7 @@ class WindowReading:
         self._tokenizer = tokenizer
         self._limits = limits
         self._plans: list[_Plan] = []
+        self.cuts: Cuts = {}
 
     def prepare(self, texts: Sequence[str]) -> Arrays:
         """Return the arrays of the request's extent.
@@ -128,18 +129,21 @@ class WindowReading:
         if not words:
             raise BadRequest(f"A text must not be blank - at `$.items[{index}].text`")
         if len(words) > max_windows * rule.max_words and policy == "default":
-            raise _too_long(index, f"{len(words)} words need over {max_windows} windows of {rule.max_words}")
+            raise self._too_long(index, f"{len(words)} words need over {max_windows} windows of {rule.max_words}")
+        room = self._room(prompt_tokens)
+        is_cut = len(words) > rule.max_words
         if policy == "truncate_text":
             words = words[: rule.max_words]
-        room = self._room(prompt_tokens)
         words, costs = self._fit_words(index, text, words, room)
         windows = plan_windows(words, costs, max_words=rule.max_words, max_tokens=room)
         if policy == "truncate_text":
+            if is_cut or len(windows) > 1:
+                self.cuts[index] = room
             return windows[:1]
         if policy == "error" and len(windows) > 1:
-            raise _too_long(index, f"{len(words)} words, and the model reads at most {rule.max_words} at once")
+            raise self._too_long(index, f"{len(words)} words, and the model reads at most {rule.max_words} at once")
         if len(windows) > max_windows:
-            raise _too_long(index, f"it needs {len(windows)} windows, over max_text_windows ({max_windows})")
+            raise self._too_long(index, f"it needs {len(windows)} windows, over max_text_windows ({max_windows})")
         return windows
 
     def _room(self, prompt_tokens: int) -> int:
@@ -150,9 +154,10 @@ class WindowReading:
             return most
         taken = _SPECIAL_TOKENS + (0 if self._rule.reads_labels_apart else prompt_tokens)
         if taken >= limit:
-            raise InputTooLong(
-                f"The labels take {prompt_tokens} tokens of the {limit} that the model reads at once, and leave none "
-                "for the text"
+            raise too_long(
+                self._tokenizer.card,
+                f"the labels take {prompt_tokens} tokens of the {limit} that the model reads at once, and leave "
+                "none for the text",
             )
         return min(most, limit - taken)
 
@@ -172,12 +177,14 @@ class WindowReading:
                 elif middle > start:
                     pieces += [(start, middle), (middle, end)]
                 else:
-                    raise InputTooLong(
-                        f"A character takes {cost} tokens, and the labels leave room for {room} "
-                        f"- at `$.items[{index}].text`"
+                    raise self._too_long(
+                        index, f"a character takes {cost} tokens, and the labels leave room for {room}"
                     )
             words = pieces
         return words, costs
+
+    def _too_long(self, index: int, reason: str) -> InputTooLong:
+        return too_long(self._tokenizer.card, f"the text is too long: {reason} - at `$.items[{index}].text`")
 
     def _count_words(self, text: str, words: Sequence[tuple[int, int]]) -> list[int]:
         """Return how many tokens each word has by itself, as the library tokenises words."""
@@ -196,7 +203,3 @@ def _best(relations: Sequence[Relation]) -> list[Relation]:
         if key not in best or relation.score > best[key].score:
             best[key] = relation
     return list(best.values())
-
-
-def _too_long(index: int, reason: str) -> InputTooLong:
-    return InputTooLong(f"The text is too long: {reason} - at `$.items[{index}].text`")

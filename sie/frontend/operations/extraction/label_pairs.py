@@ -15,8 +15,8 @@ import tokenizers
 from numpy.typing import NDArray
 
 from sie.frontend.inputs.pairs import Arrays
-from sie.frontend.inputs.tokenize import Tokenizer, pack_ids, unicode_error
-from sie.values.errors import BadRequest, InputTooLong
+from sie.frontend.inputs.tokenize import Cuts, Tokenizer, pack_ids, too_long, unicode_error
+from sie.values.errors import BadRequest
 from sie.values.extract import Classification, Extraction, ExtractTask, ZeroShot
 
 _DEFAULT_TEMPLATE: Final = "This text is about {}."
@@ -24,10 +24,14 @@ _PLACE: Final = "{}"
 
 
 def check_task(task: ExtractTask) -> None:
-    """Raise BadRequest for a template without exactly one place for the label."""
+    """Raise BadRequest for a template without exactly one place for the label, or with other braces."""
     template = task.hypothesis_template
-    if template is not None and template.count(_PLACE) != 1:
+    if template is None:
+        return
+    if template.count(_PLACE) != 1:
         raise BadRequest(f"Option 'hypothesis_template' must hold '{{}}' once, got {template!r}")
+    if template.count("{") + template.count("}") != len(_PLACE):
+        raise BadRequest(f"Option 'hypothesis_template' must hold no brace beside its '{{}}', got {template!r}")
 
 
 class PairReading:
@@ -37,6 +41,7 @@ class PairReading:
         self._rule = rule
         self._task = task
         self._tokenizer = tokenizer
+        self.cuts: Cuts = {}
 
     def prepare(self, texts: Sequence[str]) -> Arrays:
         """Return the arrays of the request's extent. Raises BadRequest, InputTooLong with overflow_policy `error`."""
@@ -82,17 +87,24 @@ class PairReading:
         self, premise: tokenizers.Encoding, hypothesis: tokenizers.Encoding, item: int, place: int
     ) -> tokenizers.Encoding:
         """Return a pair as the tokenizer joins two texts, cut to the model's limit."""
-        library, limit = self._tokenizer.backend, self._tokenizer.card.max_sequence_length
+        library, card = self._tokenizer.backend, self._tokenizer.card
+        limit = card.max_sequence_length
         if limit is not None:
             room = limit - len(hypothesis) - library.num_special_tokens_to_add(True)
             if room < 1:
-                raise InputTooLong(f"The label leaves no room for a text - at `$.params.labels[{place}]`")
+                raise too_long(
+                    card,
+                    f"the label leaves no room for a text in the {limit} tokens that the model reads "
+                    f"- at `$.params.labels[{place}]`",
+                )
             if len(premise) > room:
                 if self._task.overflow_policy == "error":
-                    raise InputTooLong(
+                    raise too_long(
+                        card,
                         f"{len(premise)} tokens, and beside label {place} the model reads at most {room} "
-                        f"- at `$.items[{item}].text`"
+                        f"- at `$.items[{item}].text`",
                     )
+                self.cuts[item] = room
                 premise = tokenizers.Encoding.merge([premise], growing_offsets=False)  # a copy: `truncate` is in place
                 premise.truncate(room)
         return library.post_process(premise, hypothesis, True)

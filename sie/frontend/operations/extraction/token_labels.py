@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from sie.config.limits import Limits
 from sie.frontend.inputs.pairs import Arrays
-from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Tokenizer, pack_ids, unicode_error
+from sie.frontend.inputs.tokenize import LONG_TEXT_BYTES, Cuts, Tokenizer, pack_ids, too_long, unicode_error
 from sie.frontend.operations.extraction.entities import (
     OUTSIDE,
     Window,
@@ -24,7 +24,7 @@ from sie.frontend.operations.extraction.entities import (
     needs_words,
     read_window,
 )
-from sie.values.errors import BadRequest, InputTooLong
+from sie.values.errors import BadRequest
 from sie.values.extract import AGGREGATION_STRATEGIES, Entity, Extraction, ExtractTask, TokenClassification
 
 _DEFAULT_STRATEGY: Final = "simple"
@@ -56,6 +56,7 @@ class TokenReading:
         self._tokenizer = tokenizer
         self._windows: list[list[Window]] = []
         """Of each text."""
+        self.cuts: Cuts = {}
 
     def prepare(self, texts: Sequence[str]) -> Arrays:
         """Return the arrays of the request's extent.
@@ -118,8 +119,12 @@ class TokenReading:
             return range(1)
         policy = self._task.overflow_policy
         if policy == "error":
-            raise InputTooLong(f"{num_tokens} tokens, and the model reads at most {room} - at `$.items[{index}].text`")
+            raise too_long(
+                self._tokenizer.card,
+                f"{num_tokens} tokens, and the model reads at most {room} - at `$.items[{index}].text`",
+            )
         if policy == "truncate_text":
+            self.cuts[index] = room
             return range(1)
         stride = room // _STRIDE_PART if self._task.stride is None else self._task.stride
         if stride >= room:

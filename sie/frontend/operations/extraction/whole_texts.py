@@ -9,7 +9,8 @@ import msgspec
 from numpy.typing import NDArray
 
 from sie.frontend.inputs.pairs import Arrays
-from sie.frontend.inputs.tokenize import encode_stub_texts
+from sie.frontend.inputs.profile_options import check_cuts
+from sie.frontend.inputs.tokenize import Cuts, encode_stub_texts
 from sie.values.card import ModelCard
 from sie.values.errors import Internal
 from sie.values.extract import Extraction
@@ -20,12 +21,18 @@ _decoder: Final = msgspec.msgpack.Decoder(Extraction)
 class TextReading:
     """A request whose work has one item for each text."""
 
-    def __init__(self, card: ModelCard) -> None:
+    def __init__(self, card: ModelCard, policy: str) -> None:
         self._card = card
+        self._policy = policy
+        self.cuts: Cuts = {}
 
     def prepare(self, texts: Sequence[str]) -> Arrays:
-        """Return the arrays of the request's extent. Raises BadRequest for a text that is not valid Unicode."""
-        text, text_offsets, cu_seqlens = encode_stub_texts(self._card, texts)
+        """Return the arrays of the request's extent.
+
+        Raises BadRequest for a text that is not valid Unicode, InputTooLong with overflow_policy `error`.
+        """
+        text, text_offsets, cu_seqlens = encode_stub_texts(self._card, texts, cuts=self.cuts)
+        check_cuts(self._card, self._policy, self.cuts)
         return [("cu_seqlens", cu_seqlens), ("text", text), ("text_offsets", text_offsets)]
 
     def read(self, pieces: Sequence[NDArray[Any]]) -> list[Extraction]:

@@ -156,3 +156,37 @@ def test_stub_reads_the_querys_length_and_both_texts() -> None:
     offsets = arrays["text_offsets"]
     assert [arrays["text"][a:b].tobytes() for a, b in itertools.pairwise(offsets)] == expected
     assert np.diff(arrays["cu_seqlens"]).tolist() == [1, 1, 3]
+
+
+@pytest.mark.parametrize("limit", [5, 6, 9, 10])
+@pytest.mark.parametrize("num_query", [0, 1, 4, 9, 40])
+def test_pairs_of_long_texts_are_cut_as_the_library_does(make_tokenizer: Any, limit: int, num_query: int) -> None:
+    """A query of more characters than the limit is joined here, so that no piece of one text meets those of the other."""
+    tokenizer, query = make_tokenizer(limit), "w1 " * num_query
+    library = tokenizers.Tokenizer.from_file(tokenizer.card.tokenizer_file)
+    library.enable_truncation(limit)
+    documents = ["w2 " * count for count in (0, 1, 4, 8, 9, 10, 39, 40, 41)]
+    expected = library.encode_batch([(query, document) for document in documents])
+    cuts: dict[int, int] = {}
+    token_ids, bounds, _ = tokenizer.encode_pairs(query, documents, cuts=cuts)
+    assert np.split(token_ids, bounds[1:-1])[0].dtype == np.int32
+    assert [row.tolist() for row in np.split(token_ids, bounds[1:-1])] == [one.ids for one in expected]
+    assert cuts == {number: limit for number, one in enumerate(expected) if one.overflowing}
+
+
+def test_cut_pairs_are_told_whatever_makes_them(make_tokenizer: Any) -> None:
+    def cut(
+        tokenizer: Tokenizer | None, card: ModelCard, query: str, *documents: str, **options: Any
+    ) -> dict[int, int]:
+        cuts: dict[int, int] = {}
+        pair_arrays(card, tokenizer, query, documents, None, options=options, cuts=cuts)
+        return cuts
+
+    plain = make_tokenizer(8)
+    assert cut(plain, plain.card, "w1", "w2", "w2 " * 4, "w2 " * 5) == {2: 8}
+    assert cut(plain, plain.card, "w1", "w2", "w2 " * 4, max_seq_length=7) == {1: 7}
+    filled = make_tokenizer(8, template=PairTemplate(parts=("query {query}", "{document}", "}")))
+    assert cut(filled, filled.card, "w1", "w2 " * 5, "w2 " * 6) == {1: 8}
+    assert cut(filled, filled.card, "w1 " * 6, "w2", "w2") == {0: 8, 1: 8}, "the query is cut beside both"
+    stub = ModelCard(id="stub", kind="stub", stub=StubOptions(score=True, max_tokens=2))
+    assert cut(None, stub, "ab", "x" * 6, "x" * 7) == {1: 2}

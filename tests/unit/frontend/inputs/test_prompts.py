@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from sie.catalog.options import check_options
 from sie.frontend.inputs.prompts import apply_prompt
 from sie.values.card import ModelCard
 from sie.values.errors import BadRequest
@@ -54,6 +55,14 @@ def test_braces_of_a_text_are_kept():
 def test_other_placeholders_are_refused_by_name(template):
     with pytest.raises(BadRequest, match="placeholder"):
         apply_prompt(PLAIN, ["x"], {"query_template": template}, None, True)
+
+
+@pytest.mark.parametrize("template", ["{text", "{text} {", "{text}}", "}{text}{", "{"])
+def test_a_brace_without_its_other_half_is_refused(template):
+    with pytest.raises(BadRequest, match=r"is not closed|without its"):
+        apply_prompt(PLAIN, ["x"], {"query_template": template}, None, True)
+    with pytest.raises(BadRequest, match=r"is not closed|without its"):
+        check_options({"doc_template": template}, "Model 'm'", "$.options")
 
 
 @pytest.mark.parametrize("name", ["query_template", "default_instruction"])

@@ -169,13 +169,18 @@ def test_a_mutated_body_is_read_or_refused_and_never_crashes(msgpack, edits, len
 class TestResolve:
     @pytest.mark.parametrize(
         "item",
-        [{}, {"images": [{"data": b""}]}, {"text": "x", "images": [{"data": b"a"}]}, {"text": "x", "audio": {"data": b"a"}},
+        [{}, {"images": [{"data": b""}]}, {"text": "x", "audio": {"data": b"a"}},
          {"video": {"data": b"a"}}, {"document": {"data": b"a", "format": "pdf"}}],
     )  # fmt: skip
     def test_an_item_that_is_not_text_is_refused_after_the_model_is_known(self, item):
         request = decode({"items": [{"text": "x"}, item]})
         assert request.texts is None
         assert "requires text input - at `$.items[1]`" in refusal(resolve_encode, request, CARD).message
+
+    def test_a_text_beside_images_is_read_by_a_model_of_texts(self):
+        request = decode({"items": [{"text": "x", "images": [{"data": b"a"}]}, {"text": "y"}]})
+        resolved = resolve_encode(request, CARD)
+        assert (resolved.texts, resolved.images) == (["x", "y"], None)
 
     def test_output_types_options_beat_params(self):
         card = ModelCard(id="m", kind="encoder", outputs=("dense", "sparse"))

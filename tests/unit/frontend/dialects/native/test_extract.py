@@ -137,6 +137,10 @@ def test_schema_of_many_bytes_is_refused():
             "Option 'hypothesis_template' must hold '{}' once, got 'about it'",
         ),
         (
+            NLI, {"labels": ["a"], "options": {"hypothesis_template": "{} about {"}},
+            "Option 'hypothesis_template' must hold no brace beside its '{}', got '{} about {'",
+        ),
+        (
             ModelCard(id="org/e", kind="encoder"), {},
             "Model 'org/e' does not support extraction. Its outputs are ['dense']; choose a model whose outputs include 'json'",
         ),
@@ -209,6 +213,11 @@ def test_a_model_of_both_takes_texts_and_images():
     assert request.images is not None
     assert (request.texts, list(request.images)) == (["a", ""], [1])
     assert resolve_items(SEES, [{"text": "a"}]).images is None
+
+
+def test_a_text_beside_an_image_is_read_by_an_extractor_of_texts():
+    request = resolve_items(STUB, [{"text": "a", **IMAGE}, {"text": "b"}])
+    assert (request.texts, request.images) == (["a", "b"], None)
 
 
 @pytest.mark.parametrize(

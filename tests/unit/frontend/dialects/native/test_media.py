@@ -63,7 +63,9 @@ def test_images_of_another_shape_are_refused(images: Any):
         decode([{"images": images}])
 
 
-@pytest.mark.parametrize("item", [{"images": [IMAGE]}, {"text": "x", "images": [IMAGE]}, {"audio": {"data": b""}}, {}])
+@pytest.mark.parametrize(
+    "item", [{"images": [IMAGE]}, {"text": "x", "audio": {"data": b""}}, {"audio": {"data": b""}}, {}]
+)
 def test_a_model_of_texts_takes_nothing_else(item: dict[str, Any]):
     assert refusal([{"text": "x"}, item], TEXTS) == "Model 't' requires text input - at `$.items[1]`"
 

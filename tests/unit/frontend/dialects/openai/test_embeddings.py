@@ -203,6 +203,13 @@ def test_models_that_cannot_serve_the_input_are_named():
     assert "accept_token_ids" not in message, "it would stop the start"
 
 
+def test_a_profile_decides_what_happens_to_long_texts_unless_the_request_does():
+    card = ModelCard(id="m", kind="encoder", profiles={"default": {"overflow_policy": "error"}})
+    assert resolve_embeddings(decode({"input": "a"}).request, card).options["overflow_policy"] == "error"
+    request = decode({"input": "a", "overflow_policy": "default"}).request
+    assert resolve_embeddings(request, card).options["overflow_policy"] == "default"
+
+
 def reply_of(rows):
     view = memoryview(rows.view(np.uint8).reshape(len(rows), -1)).toreadonly()
     return EncodeReply(

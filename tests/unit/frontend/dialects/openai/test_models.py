@@ -16,13 +16,27 @@ CARD = ModelCard(id="org/m", kind="encoder", dims={"dense": 384}, max_sequence_l
 def test_a_card_serves_sie_openai_and_anthropic_readers():
     info = json.loads(model_body(model_info(CARD, "loaded", created=17)))
     profile = info["profiles"].pop("default")
-    assert (profile["is_default"], profile["output_types"], profile["output_similarity"]) == (True, ["dense"], "cosine")
+    assert (profile["is_default"], profile["output_types"]) == (True, ["dense"])
+    assert profile["output_similarity"] == {"dense": "cosine"}
     assert info == {
         "id": "org/m", "object": "model", "created": 17, "owned_by": "local", "type": "model", "display_name": "org/m",
         "name": "org/m", "inputs": ["text"], "outputs": ["dense"], "dims": {"dense": 384}, "loaded": True,
         "max_sequence_length": 256, "profiles": {}, "state": "loaded", "last_error": None, "revision": "abc",
-        "capabilities": None, "routing": {"policy": None, "upstream_kind": None},
+        "capabilities": None, "routing": {"policy": None, "upstream_kind": None}, "status": "loaded", "root": "org/m",
     }  # fmt: skip
+
+
+def test_similarity_is_a_map_from_output_to_metric():
+    every = ("dense", "sparse", "multivector", "score", "json")
+    card = ModelCard(
+        id="m", kind="encoder", outputs=every, dims={"dense": 8, "sparse": 90, "multivector": 8}, similarity="dot",
+        profiles={"default": {}, "late": {"output_types": ["multivector"]}},
+    )  # fmt: skip
+    profiles = model_info(card)["profiles"]
+    assert profiles["default"]["output_similarity"] == {"dense": "dot", "sparse": "dot", "multivector": "maxsim"}
+    assert profiles["late"]["output_similarity"] == {"multivector": "maxsim"}
+    late = ModelCard(id="m", kind="encoder", outputs=("multivector",), dims={"multivector": 8}, similarity="maxsim")
+    assert model_info(late)["profiles"]["default"]["output_similarity"] == {"multivector": "maxsim"}
 
 
 def test_a_format_of_weights_is_shown_where_it_was_asked_for():
@@ -80,11 +94,12 @@ def test_not_found_speaks_to_both_readers():
         ("available", True, "reloading"), ("loaded", True, "loaded"), ("failed", True, "unloaded"),
     ],
 )  # fmt: skip
-def test_a_generators_card_has_what_readers_of_that_api_look_for(state, is_reloading, status):
+def test_a_card_has_what_readers_of_the_generation_api_look_for(state, is_reloading, status):
     rule = GenerateRule(context_length=8, chat_template="{{ tools }}")
     info = model_info(ModelCard(id="g", kind="stub", generate=rule), state, is_reloading=is_reloading)
     assert (info["status"], info["root"], info["tools_available"]) == (status, "g", True)
-    assert "status" not in model_info(CARD, state)
+    info = model_info(CARD, state, is_reloading=is_reloading)
+    assert (info["status"], info["root"], "tools_available" in info) == (status, "org/m", False)
 
 
 def test_the_openai_librarys_type_accepts_a_card():
