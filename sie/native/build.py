@@ -25,7 +25,7 @@ _FLAGS: Final = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math
 _AVX2: Final = ("-mavx2", "-mfma", "-mf16c")
 _AVX512: Final = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 _AVX512_BF16: Final = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
-"""`features.cpp` reports BF16 only together with VNNI, since every processor with one has the other."""
+"""Every processor with BF16 also has VNNI; `features.cpp` checks both."""
 _LEVELS: Final = {
     "avx2": _AVX2,
     "avx512": _AVX512,

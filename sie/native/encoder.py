@@ -95,7 +95,7 @@ def choose_int8_level(*, is_bf16: bool) -> int | None:
 
 
 def pack_panels(weight: int, outputs: int, inputs: int, *, is_bf16: bool) -> NDArray[np.uint32]:
-    """Return a 64-byte aligned copy, in `Dense.panels` layout, of the weight (outputs, inputs) at an address, row-major."""
+    """Copy a row-major weight (outputs, inputs) at an address to `Dense.panels` layout, 64-byte aligned."""
     words = inputs // 2 if is_bf16 else inputs
     panels = empty_aligned(-(-outputs // _PANEL) * _PANEL * words * 4).view(np.uint32)
     native.loaded().sie_pack_panels(
