@@ -1,9 +1,9 @@
 """Captures decode steps on a GPU as CUDA graphs: steps in which every sequence has one token.
 
 When sequences are few, launching a model's kernels one by one takes longer than running them. All graphs are captured
-at load, for powers of two of sequences. A step takes the next larger graph and pads it with sequences of one token in
-the spare block, which nobody reads. The graph includes each sequence's likeliest token. So a greedy step is two copies
-in, one launch and one copy out. All other sampling runs outside the graph.
+at load, for sequence counts that are powers of two. A step takes the next larger graph and pads it with sequences of
+one token in the spare block, which nobody reads. The graph includes each sequence's likeliest token. So a greedy step
+is two copies in, one launch and one copy out. All other sampling runs outside the graph.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class StepInputs:
         self.blocks[:num_seen].copy_(self._blocks[:num_seen], non_blocking=True)
 
 
-class _Recorded(NamedTuple):
+class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: StepInputs
     answers: Answers
@@ -85,12 +85,12 @@ class DecodeGraphs:
         """Capture the steps. max_blocks is the most blocks of one sequence. Raises any error of the library."""
         self._cache = cache
         self._max_blocks = max_blocks
-        self._recorded: dict[int, _Recorded] = {}
+        self._captured: dict[int, _Captured] = {}
         self._copied = torch.cuda.Event()
         pool = torch.cuda.graph_pool_handle()
         size = 1 << (min(max_sequences, _LARGEST) - 1).bit_length()
         while size:  # largest first, so that the others can use the memory in its pool
-            self._recorded[size] = self._record(forward, size, pool)
+            self._captured[size] = self._capture(forward, size, pool)
             size //= 2
 
     def run(self, slots: Sequence[Slot]) -> Answers | None:
@@ -99,17 +99,17 @@ class DecodeGraphs:
         The next step overwrites them.
         """
         count = len(slots)
-        recorded = self._recorded.get(1 << max(count - 1, 0).bit_length())
-        if recorded is None or any(len(slot.token_ids) > 1 for slot in slots):
+        captured = self._captured.get(1 << max(count - 1, 0).bit_length())
+        if captured is None or any(len(slot.token_ids) > 1 for slot in slots):
             return None
         self._copied.synchronize()
-        recorded.inputs.fill(slots, self._cache.block_tokens, self._cache.num_blocks)
+        captured.inputs.fill(slots, self._cache.block_tokens, self._cache.num_blocks)
         self._copied.record()
-        recorded.graph.replay()
-        answers = recorded.answers
+        captured.graph.replay()
+        answers = captured.answers
         return Answers(answers.logits[:count], None if answers.best is None else answers.best[:count])
 
-    def _record(self, forward: Forward, size: int, pool: Any) -> _Recorded:
+    def _capture(self, forward: Forward, size: int, pool: Any) -> _Captured:
         from sie.workers.generation.kernels import Tables
 
         cache, device = self._cache, self._cache.device
@@ -136,10 +136,10 @@ class DecodeGraphs:
                 answers = run()
         finally:
             cache.step = None
-        return _Recorded(graph, inputs, answers)
+        return _Captured(graph, inputs, answers)
 
 
-def try_record(cache: PagedCache, forward: Forward, max_sequences: int, max_blocks: int) -> DecodeGraphs | None:
+def try_capture(cache: PagedCache, forward: Forward, max_sequences: int, max_blocks: int) -> DecodeGraphs | None:
     """Return captured steps, or None if the model cannot be captured: it reads from the device during its step."""
     try:
         with torch.inference_mode():

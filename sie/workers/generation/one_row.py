@@ -52,7 +52,7 @@ def choose_products(model: nn.Module, measure: Measure | None = None) -> int:
     for shape, layers in by_shape.items():
         try:
             with torch.inference_mode():
-                is_faster = _is_faster(layers, measure or measure_recorded)
+                is_faster = _is_faster(layers, measure or measure_captured)
         except Exception as error:  # a compiler or the device's library may raise anything
             _log.info("products with one row keep the library's implementation: %s: %s", type(error).__name__, error)
             return count
@@ -93,7 +93,7 @@ def _multiply(layer: nn.Linear, states: Tensor) -> Tensor:
     return multiply_row(states, layer.weight, layer.bias)
 
 
-def measure_recorded(multiply: Multiply, states: Tensor, layers: Sequence[nn.Linear]) -> float:
+def measure_captured(multiply: Multiply, states: Tensor, layers: Sequence[nn.Linear]) -> float:
     """Return the least milliseconds of a CUDA graph that holds one product with each layer."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(states.device)
     stream.wait_stream(torch.cuda.current_stream(states.device))

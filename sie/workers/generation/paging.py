@@ -76,12 +76,12 @@ def make_pageable(
         runner.reads_in_place = False
         _compare(runner, cache, sequence, expected)
     runner.decoder = choose_decoder(runner, cache, recorder.rules)
-    if runner.record_decoding(settings.max_sequences, per_choice):
+    if runner.capture_decoding(settings.max_sequences, per_choice):
         try:
             _compare(runner, cache, sequence, expected)
         except ModelLoadFailed as error:
             _log.warning("decode steps run without CUDA graphs: %s", error)
-            runner.forget_recording()
+            runner.drop_graphs()
     return runner
 
 

@@ -22,7 +22,7 @@ from sie.workers.generation.embedding import Embedder
 from sie.workers.generation.gathered import GatheredStep
 from sie.workers.generation.given_tokens import drawing_rows, kept_tokens, score
 from sie.workers.generation.grammar import GrammarCompiler, GrammarMatcher
-from sie.workers.generation.graphs import Answers, DecodeGraphs, try_record
+from sie.workers.generation.graphs import Answers, DecodeGraphs, try_capture
 from sie.workers.generation.masks import FindHidden, MaskThread, find_hidden
 from sie.workers.generation.paged_cache import PagedCache
 from sie.workers.generation.sampling import choose
@@ -105,12 +105,12 @@ class TextGenerator:
         self._cache.copy(copies)
         if self.decoder is not None:
             return Answers(self.decoder.run(slots))
-        recorded = None if self._graphs is None else self._graphs.run(slots)
-        if recorded is not None and all(slot.draws for slot in slots):
-            return recorded
-        if recorded is not None:
+        captured = None if self._graphs is None else self._graphs.run(slots)
+        if captured is not None and all(slot.draws for slot in slots):
+            return captured
+        if captured is not None:
             kept = [i for i, slot in enumerate(slots) if kept_tokens(slot)]
-            return Answers(recorded.logits[move(torch.tensor(kept, dtype=torch.int64), self._cache.device)])
+            return Answers(captured.logits[move(torch.tensor(kept, dtype=torch.int64), self._cache.device)])
         layout = lay_out(slots, self.block_tokens, self.num_blocks)
         if not self.reads_in_place:  # the kernels read only rows that were written
             self._cache.clear(layout.unfilled)
@@ -155,13 +155,13 @@ class TextGenerator:
         if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.vocab_size:
             raise BadRequest(f"a token id is outside the vocabulary of {self.vocab_size}")
 
-    def record_decoding(self, max_sequences: int, max_blocks: int) -> bool:
+    def capture_decoding(self, max_sequences: int, max_blocks: int) -> bool:
         """Capture decode steps as CUDA graphs, if the kernels read blocks in place; return whether that succeeded."""
         if self.reads_in_place:
-            self._graphs = try_record(self._cache, self._run_model, max_sequences, max_blocks)
+            self._graphs = try_capture(self._cache, self._run_model, max_sequences, max_blocks)
         return self._graphs is not None
 
-    def forget_recording(self) -> None:
+    def drop_graphs(self) -> None:
         """Run decode steps without CUDA graphs from now on."""
         self._graphs = None
 
