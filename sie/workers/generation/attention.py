@@ -92,6 +92,6 @@ def attend(
     refused = [name for name in _REFUSED if kwargs.get(name) is not None]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if place is None or attention_mask is not None or refused or not causal or query.shape[0] != 1:
-        raise NotPageableError(", ".join(refused) or "a layer is not causal, or has a mask of its own")
+        raise NotPageableError(", ".join(refused) or "a layer is not causal, or has its own mask")
     place.add(module, key[0], value[0], sliding_window, rule)
     return attend_one(query[0], key[0], value[0], None, rule).unsqueeze(0), None

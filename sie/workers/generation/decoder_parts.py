@@ -84,9 +84,9 @@ def find_parts(model: Any) -> DecoderParts:
     modules = list(getattr(body, "layers", ()))
     norm = getattr(body, "norm", None)
     if not (modules and isinstance(embeddings, nn.Embedding) and isinstance(head, PackedLinear)):
-        raise UnknownPartsError("embeddings, layers or head of another kind")
+        raise UnknownPartsError("unsupported embeddings, layers or head")
     if not isinstance(norm, CompiledNorm):
-        raise UnknownPartsError("a norm of another kind")
+        raise UnknownPartsError("an unsupported last norm")
     layers = [_layer(module) for module in modules]
     blocks = [module.mlp for module in modules]
     parts = DecoderParts(
@@ -109,7 +109,7 @@ def _layer(layer: Any) -> LayerParts:
     attention, block = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     names = frozenset(name for name, child in layer.named_children() if isinstance(child, CompiledNorm))
     if attention is None or block is None or names not in _ORDERS:
-        raise UnknownPartsError("layers of another kind")
+        raise UnknownPartsError("unsupported layers")
     norms = tuple(None if name is None else getattr(layer, name) for name in _ORDERS[names])
     up = _joined(block, ("gate_proj", "up_proj"), "gate_up_proj") or getattr(block, "up_proj", None)
     linears = (_joined(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj"), getattr(attention, "o_proj", None), up,
@@ -120,7 +120,7 @@ def _layer(layer: Any) -> LayerParts:
     if any(norm is not None and not isinstance(norm, CompiledNorm) for norm in inner) or (inner[0] is None) != (
         inner[1] is None
     ):
-        raise UnknownPartsError("norms of queries and keys of another kind")
+        raise UnknownPartsError("unsupported norms of queries and keys")
     return LayerParts(attention, *linears, norms, *inner, bool(getattr(attention, "use_rope", True)))  # type: ignore[arg-type]
 
 
@@ -132,7 +132,7 @@ def _joined(parent: nn.Module, names: tuple[str, ...], whole: str) -> Any:
 def _is_gated(layers: list[LayerParts]) -> bool:
     widths = {layer.up.out_features / layer.down.in_features for layer in layers}
     if widths not in ({1.0}, {2.0}):
-        raise UnknownPartsError("a block of another kind")
+        raise UnknownPartsError("an unsupported MLP")
     return widths == {2.0}
 
 
@@ -145,7 +145,7 @@ def _activation(blocks: list[Any]) -> int:
         found.add(next((name for name, formula in _FORMULAS.items() if _is_close(values, formula(_SAMPLE))), None))
     name = found.pop()
     if found or name is None:
-        raise UnknownPartsError("an activation of another kind")
+        raise UnknownPartsError("an unsupported activation")
     return ACTIVATIONS[name]
 
 
@@ -157,9 +157,9 @@ def _check_complete(model: nn.Module, parts: DecoderParts) -> None:
     known = [parts.embeddings, parts.norm, parts.head, *(module for layer in parts.layers for module in layer.modules)]
     linears = {id(module) for module in known if isinstance(module, PackedLinear)}
     if linears != {id(module) for module in model.modules() if isinstance(module, PackedLinear)}:
-        raise UnknownPartsError("more linear layers")
+        raise UnknownPartsError("additional linear layers")
     own = {id(parameter) for module in known for parameter in module.parameters()}
     if own != {id(parameter) for parameter in model.parameters()}:
-        raise UnknownPartsError("more parameters")
+        raise UnknownPartsError("additional parameters")
     if len({norm.epsilon for module in known if isinstance(norm := module, CompiledNorm)}) != 1:
-        raise UnknownPartsError("norms that differ")
+        raise UnknownPartsError("norms with different epsilons")

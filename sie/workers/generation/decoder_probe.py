@@ -49,17 +49,17 @@ def choose_decoder(runner: TextGenerator, cache: PagedCache, rules: Sequence[Rul
             decoder = _compile(runner, cache, rules)
             distance = _compare(runner, cache, decoder)
     except UnknownPartsError as error:
-        _log.info("%s: each layer runs by itself: %s", model_id, error)
+        _log.info("%s: steps run without the compiled decoder: %s", model_id, error)
         return None
     if not distance < _MAX_DIFFERENCE[cache.dtype]:
-        _log.warning("%s: each layer runs by itself: compiled, its logits differ by %.2g", model_id, distance)
+        _log.warning("%s: steps run without the compiled decoder: its logits differ by %.2g", model_id, distance)
         return None
     return decoder
 
 
 def _compile(runner: TextGenerator, cache: PagedCache, rules: Sequence[Rule]) -> CompiledDecoder:
     if cache.dtype not in _MAX_DIFFERENCE or not can_decode(is_bf16=cache.dtype == torch.bfloat16):
-        raise UnknownPartsError("there are no kernels for it")
+        raise UnknownPartsError("no kernels for its format on this processor")
     parts = find_parts(runner.model)
     _check_shapes(parts, cache, rules)
     with _watching(runner.model, parts) as seen:
@@ -91,11 +91,11 @@ def _check_shapes(parts: DecoderParts, cache: PagedCache, rules: Sequence[Rule])
             and norms <= {width}
             and turned <= {(head, head), (heads * head, num_keys * head)}
         ):
-            raise UnknownPartsError("shapes that differ")
+            raise UnknownPartsError("unsupported shapes")
     if head % 2 or head > MAX_WIDTH or heads % num_keys or any(rule.sinks is not None for rule in rules):
-        raise UnknownPartsError("heads of another kind")
+        raise UnknownPartsError("unsupported attention heads")
     if parts.embeddings.weight.dtype != cache.dtype or not parts.embeddings.weight.is_contiguous():
-        raise UnknownPartsError("embeddings of another format")
+        raise UnknownPartsError("embeddings in an unsupported format")
 
 
 class _Seen:
@@ -144,13 +144,13 @@ def _rotary_tables(parts: DecoderParts, seen: _Seen, head_width: int) -> list[Ro
             by_layer.append(None)
             continue
         if call is None or not call.is_by_position:
-            raise UnknownPartsError("a rotation of another kind")
+            raise UnknownPartsError("an unsupported rotation")
         if id(call) not in tables:
             tables[id(call)] = RotaryTable(call)
         by_layer.append(tables[id(call)])
     widths = {table.cosines.shape[1] for table in tables.values()}
     if len(widths) > 1 or max(widths, default=0) > head_width:
-        raise UnknownPartsError("rotations of another width")
+        raise UnknownPartsError("rotations of unsupported widths")
     return by_layer
 
 
@@ -159,13 +159,13 @@ def _embedding_scale(runner: TextGenerator, parts: DecoderParts, seen: _Seen) ->
     config: Any = runner.model.config.get_text_config()
     table = parts.embeddings.weight[torch.from_numpy(_tokens(parts.embeddings, 5)).long()].float()
     if seen.first is None or seen.first.shape[1:] != table.shape:
-        raise UnknownPartsError("embeddings that are more than looked up")
+        raise UnknownPartsError("the first layer's input does not have the embeddings' shape")
     first = seen.first[0].float()
     shown = float((first * table).sum() / table.square().sum().clamp_min(1e-30))
     known = (1.0, parts.embeddings.embedding_dim**0.5, float(getattr(config, "embedding_multiplier", None) or 1.0))
     scale = min(known, key=lambda factor: abs(factor - shown))
     if float((first - scale * table).norm()) > 0.02 * float(first.norm()):
-        raise UnknownPartsError("embeddings that are more than multiplied")
+        raise UnknownPartsError("the first layer's input is not the embeddings times a known factor")
     return scale
 
 

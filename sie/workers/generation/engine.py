@@ -281,7 +281,7 @@ class Engine:
             for part in sorted(parts, key=lambda part: part.sequence.age)[self._sequence_ceiling.num_tokens :]:
                 self.planner.preempt(part.sequence)
         else:
-            text = f"Model '{self.runner.card.id}': no memory for one token, even alone"
+            text = f"Model '{self.runner.card.id}': no memory for a step of one token"
             self.fail(parts[0].sequence.job, ResourceExhausted(text, retry_after_s=self.limits.oom_retry_after_s))
             return True
         return False

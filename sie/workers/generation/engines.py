@@ -234,11 +234,11 @@ def read_task(request: Request, card: ModelCard) -> GenerateTask:
     """Return the task of a request. Raises BadRequest if the model cannot serve it, even if a frontend accepted it."""
     prompt = request.inputs[0]
     if request.header.num_items != 1 or prompt.dtype != "<i4" or not len(prompt):
-        raise BadRequest("prompt: one sequence of at least one token")
+        raise BadRequest("prompt must be one sequence of at least one token")
     try:
         task = _decoder.decode(request.header.task)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise BadRequest("the request is not one to generate") from error
+        raise BadRequest("the request is not a generation request") from error
     if task.max_tokens < 0:
         raise BadRequest(f"max_tokens is {task.max_tokens}, but must be at least 0")
     if task.prompt_logprobs is not None and not 0 <= task.prompt_logprobs <= MAX_PROMPT_LOGPROBS:

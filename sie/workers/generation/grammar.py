@@ -142,7 +142,7 @@ def _executor() -> LLExecutor:
 def _problem_of(matcher: LLMatcher) -> str:
     """Return the matcher's error text, without the library's internals."""
     text = matcher.get_error().removesuffix("<non-verbose/>").strip()
-    return "nothing that it allows can follow" if text.startswith("NoExtension") else text
+    return "no token can follow" if text.startswith("NoExtension") else text
 
 
 def _read_tokenizer(card: ModelCard, vocab_size: int) -> LLTokenizer:

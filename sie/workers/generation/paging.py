@@ -131,7 +131,7 @@ def _record(model_id: str, model: Any, sequence: NDArray[np.int32], device: torc
         attention.stop_recording(modules)
     num_layers = model.config.get_text_config().num_hidden_layers
     if len(recorder.layers) != num_layers:
-        text = f"{len(recorder.layers)} of its {num_layers} layers go through transformers' attention interface"
+        text = f"{len(recorder.layers)} of its {num_layers} layers use transformers' attention interface"
         raise _cannot_page(model_id, model, text)
     return recorder
 
@@ -150,7 +150,7 @@ def _check_layers(model_id: str, config: Any, forms: list[LayerForm]) -> None:
     by_mask = [i for i, kind in enumerate(kinds) if kind == "sliding_attention" and forms[i].window is None]
     is_on = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     if by_mask or (is_on and all(form.window is None for form in forms)):
-        raise refuse(model_id, "its sliding window reaches its layers only as a mask, which is never built")
+        raise refuse(model_id, "its layers get the sliding window only as a mask, and masks are never built")
 
 
 def _count_blocks(model_id: str, block_bytes: int, most: int, device: torch.device, settings: Generation) -> int:

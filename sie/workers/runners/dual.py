@@ -83,7 +83,7 @@ class ImageTower:
         """Return (m, d) features in the model's format. Raises Internal for an image of another size."""
         shape = (self._rule.height, self._rule.width, 3)
         if any(image.shape != shape for image in images):
-            raise Internal("an image did not reach the worker in the model's size")
+            raise Internal("an image that reached the worker does not have the model's size")
         on_host = torch.empty((len(images), *shape), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         np.stack(images, out=on_host.numpy())
         pixels = on_host.to(self._device, non_blocking=True)

@@ -75,7 +75,7 @@ class OwlRunner:
         else:
             shape = (self._rule.height, self._rule.width, 3)
             if any(image.shape != shape for image in images):
-                raise Internal("an image did not reach the worker in the model's size")
+                raise Internal("an image that reached the worker does not have the model's size")
             values = stack_pixels(images, self._device)
         feature_map = self._model.image_embedder(self._scale(values).to(self._model.dtype))[0].float()
         features = feature_map.flatten(1, 2)

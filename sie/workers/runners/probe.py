@@ -82,7 +82,7 @@ def _choose_compiled(
     if compiled is None:
         return
     if not difference(compiled.run(batch, position_offset), expected) < _max_difference(backbone, expected):
-        _log.warning("%s: its compiled form gives other values and is not used", model_id)
+        _log.warning("%s: its compiled form gives different values and is not used", model_id)
         return
     short = pack_sequences(probe_sequences(backbone)[:1])
     for part, max_tokens in ((batch, None), (short, _SHORT_STEP_TOKENS)):

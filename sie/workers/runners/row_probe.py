@@ -28,7 +28,7 @@ _TOLERANCE: Final = {"FP16": 2e-2, "BF16": 2e-2}
 
 def probe_rows(runner: TensorRunner, rule: TensorRule) -> TensorRule:
     """Return the rule, set to join requests if every row gave the same values alone and beside others."""
-    refusal = "it takes or gives strings" if _has_strings(rule) else ""
+    refusal = "it has string inputs or outputs" if _has_strings(rule) else ""
     for size in () if refusal else _SIZES:
         try:
             refusal = "" if _treats_rows_independently(runner, rule, size) else "rows give other values beside others"

@@ -65,7 +65,7 @@ def take_head(model_id: str, model: PreTrainedModel) -> tuple[PreTrainedModel, L
     """
     encoder = model.base_model
     if encoder is model or not isinstance(encoder, PreTrainedModel):
-        raise refuse(model_id, f"{type(model).__name__} has no encoder of its own")
+        raise refuse(model_id, f"{type(model).__name__} has no separate encoder")
     ids = torch.arange(4, 12, device=model.device)[None]
     with torch.inference_mode():
         expected = model(input_ids=ids).logits[0]
@@ -76,7 +76,7 @@ def take_head(model_id: str, model: PreTrainedModel) -> tuple[PreTrainedModel, L
         except Exception as error:  # an unknown architecture may raise anything without its encoder
             raise refuse(model_id, f"the head of {type(model).__name__} cannot be run by itself: {error}") from error
         if logits.shape != expected.shape or float((logits - expected).abs().max()) > _MAX_DIFFERENCE:
-            raise refuse(model_id, f"the head of {type(model).__name__} gives other logits by itself")
+            raise refuse(model_id, f"the head of {type(model).__name__} gives different logits by itself")
     return encoder, head
 
 

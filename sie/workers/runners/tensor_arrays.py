@@ -105,7 +105,7 @@ def cut_rows(
     bounds = rows_of(requests)
     is_shared = len(requests) > 1
     if is_shared and any(array.ndim == 0 or len(array) != bounds[-1] for array in arrays):
-        raise Internal(f"Model '{model_id}' gives another number of rows than it was given")
+        raise Internal(f"Model '{model_id}' returns a different number of rows than it received")
     return [
         tuple(
             as_output(name, datatypes[name], array[start:end] if is_shared else array)
