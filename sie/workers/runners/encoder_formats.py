@@ -64,6 +64,7 @@ def warn_without_kernels(model_id: str, backbone: Backbone) -> None:
     """Log a warning if torch computes rounded layers: vectors are the same, but the requested speed is not reached."""
     if backbone.rounded_bytes and backbone.compiled is None:
         _log.warning(
-            "%s: encoder_weights int8 has no compiled kernels here; torch gives the same vectors, but slower",
+            "%s: encoder_weights int8 has no compiled kernels here; torch gives the same vectors, slower than "
+            "without int8",
             model_id,
         )
