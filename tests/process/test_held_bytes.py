@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import select
 import socket
 import time
@@ -119,6 +120,16 @@ def test_a_key_has_its_request_back_when_the_answer_is_read(server: Server):
             sock.sendall(ask(100, ONE))
             assert read_response(sock).status == 200
             assert send_raw(server.port, ask(100, ONE)).status == 200
+
+
+def test_a_long_refusal_gives_a_key_its_request_back_once(server: Server):
+    for path, fields in (("/v1/embeddings", {"model": "x" * 20_000}), (PATH, {"items": [{"text": "a"}], "model": 1})):
+        body = json.dumps({"input": "a", "params": {"output_types": ["y" * 20_000]}, **fields}).encode()
+        refused = send_raw(server.port, raw_request(path, body, {"content-type": "application/json", **bearer(ONE)}))
+        assert refused.status in {400, 404}
+        assert len(refused.body) > 16_384
+    eventually(lambda: metric(server, "sie_held_bytes") == 0, "it is read")
+    assert metric(server, "sie_api_key_running") == 0
 
 
 @pytest.mark.timing
