@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Protocol
 
 from sie.runtime.logs import get_logger
@@ -62,14 +63,9 @@ class HeldBytes:
             return
         for holding in list(self._holdings):
             self.put(holding, min(holding.num_held, holding.measure()))
-        while self.num_bytes > self.max_bytes:
-            greediest = max(
-                (holding for holding in self._holdings if holding.can_be_cut),
-                key=lambda holding: holding.num_held,
-                default=None,
-            )
-            if greediest is None:
-                return
+        waiting = sorted(filter(attrgetter("can_be_cut"), self._holdings), key=attrgetter("num_held"))
+        while waiting and self.num_bytes > self.max_bytes:
+            greediest = waiting.pop()
             self._warn(greediest)
             self.put(greediest, 0)
             greediest.is_cut = True
