@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+import sie.frontend.http.backlog as backlog_module
 from sie.frontend.http.backlog import Backlog, _parse
 
 LIMIT = 1 << 20
@@ -79,6 +82,29 @@ def test_address_that_is_none_is_never_over(pair: Pair) -> None:
         assert not any(backlog.add(LIMIT) for _ in range(5))
         backlog.cut()
     assert pair[0].fileno() >= 0
+
+
+def test_a_cut_never_meets_the_next_connection_on_the_same_descriptor(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    """Granian's threads close and accept while this one looks, so the number may be another's before it is used."""
+    ours, client, address = pair
+    backlog, find_address = Backlog(address, LIMIT), backlog_module._address
+    backlog.add(LIMIT)
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as other:
+        accepted, _ = listener.accept()
+        with accepted:
+
+            def close_behind(sock: socket.SocketType) -> Any:
+                address = find_address(sock)
+                os.dup2(accepted.fileno(), ours.fileno())
+                return address
+
+            monkeypatch.setattr(backlog_module, "_address", close_behind)
+            backlog.cut()
+            accepted.sendall(b"well")
+            assert other.recv(4) == b"well"
+    client.settimeout(5)
+    while client.recv(65536):
+        pass
 
 
 @pytest.mark.parametrize(
