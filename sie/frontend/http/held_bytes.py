@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Protocol
 
 from sie.runtime.logs import get_logger
@@ -63,7 +62,8 @@ class HeldBytes:
             return
         for holding in list(self._holdings):
             self.put(holding, min(holding.num_held, holding.measure()))
-        waiting = sorted(filter(attrgetter("can_be_cut"), self._holdings), key=attrgetter("num_held"))
+        waiting = [holding for holding in self._holdings if holding.can_be_cut]
+        waiting.sort(key=lambda holding: holding.num_held)
         while waiting and self.num_bytes > self.max_bytes:
             greediest = waiting.pop()
             self._warn(greediest)
