@@ -186,7 +186,7 @@ def _parse(client: str) -> _Address | None:
 @lru_cache(1024)
 def _plain(host: str) -> str:
     """Return an IP address in its shortest form. An IPv4-mapped IPv6 address becomes IPv4."""
-    address = ipaddress.ip_address(host)
+    address = ipaddress.ip_address(host.partition("%")[0])  # a scope is a number or a name
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return str(mapped or address)
 
@@ -258,7 +258,8 @@ def _with_socket(fd: int, work: Callable[[socket.SocketType], _T | None]) -> _T 
     try:
         if fd < 0 or not stat.S_ISSOCK(os.fstat(fd).st_mode):
             return None
-        sock = socket.SocketType(socket.AF_INET, socket.SOCK_STREAM, 0, fd)  # without Python around it
+        # Without Python around it. The family is the one with the longest address: Python cuts others to its length.
+        sock = socket.SocketType(socket.AF_INET6, socket.SOCK_STREAM, 0, fd)
     except OSError:
         return None
     try:

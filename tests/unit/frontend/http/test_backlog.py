@@ -119,3 +119,18 @@ def test_a_cut_never_meets_the_next_connection_on_the_same_descriptor(pair: Pair
 )
 def test_addresses(text: str, parsed: tuple[str, int] | None) -> None:
     assert _parse(text) == parsed
+
+
+def test_client_over_ipv6_is_measured() -> None:
+    with (
+        socket.create_server(("::1", 0), family=socket.AF_INET6) as listener,
+        socket.create_connection(listener.getsockname()[:2]) as client,
+    ):
+        ours, _ = listener.accept()
+        with ours:
+            ours.send(bytes(4096))
+            backlog = Backlog(f"[::1]:{client.getsockname()[1]}", LIMIT)
+            backlog.add(4096)
+            backlog.measure()
+            assert backlog.num_bytes in {0, 4096}
+            assert backlog._fd == ours.fileno()
