@@ -304,4 +304,4 @@ class App:
         exchange.protocol.response_bytes(status, headers, body)
         count_exchange(process.metrics, exchange, status, error)
         if len(body) >= MIN_BYTES:
-            process.unread.add(exchange, len(body))
+            process.unread.add(exchange, len(body), is_error=error is not None)

@@ -1,4 +1,4 @@
-"""Measures the unacknowledged bytes of a response, and cuts slow connections. Must never copy a socket's descriptor.
+"""Measures the unacknowledged bytes of a response, and cuts slow connections. Must never keep a copy of a descriptor.
 
 Granian buffers everything it is given, so its return value says nothing. Only the kernel knows the acknowledged bytes.
 The socket is one of this process's own descriptors, found by the client's address. That works in every sandbox, even
@@ -105,8 +105,7 @@ class Backlog:
     def cut(self) -> None:
         """Shut the connection down at once, and drop the bytes that are still queued."""
         if self._client is not None:
-            fd = self._fd if self._fd >= 0 else self._sockets.find(self._client)
-            _use(fd, self._client, lambda sock: sock.shutdown(socket.SHUT_RDWR))
+            _shut_down(self._fd if self._fd >= 0 else self._sockets.find(self._client), self._client)
 
     def _query(self) -> TcpState | None:
         assert self._client is not None
@@ -187,7 +186,7 @@ def _parse(client: str) -> _Address | None:
 @lru_cache(1024)
 def _plain(host: str) -> str:
     """Return an IP address in its shortest form. An IPv4-mapped IPv6 address becomes IPv4."""
-    address = ipaddress.ip_address(host)
+    address = ipaddress.ip_address(host.partition("%")[0])  # a scope is a number or a name
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return str(mapped or address)
 
@@ -232,9 +231,26 @@ def _address(sock: socket.SocketType) -> _Address | None:
 def _use(fd: int, client: _Address, work: Callable[[socket.SocketType], _T]) -> _T | None:
     """Run work on the socket behind fd, or return None if fd is not, or is no longer, the client's connection.
 
-    The descriptor stays with its owner. It is never copied: a copy would keep a connection open after its owner closes it.
+    The descriptor stays with its owner, whose threads may close it at any time. What is only read may then be another
+    connection's.
     """
     return _with_socket(fd, lambda sock: work(sock) if _address(sock) == client else None)
+
+
+def _shut_down(fd: int, client: _Address) -> None:
+    """Shut down a client's connection, and never the next one with the same descriptor.
+
+    A copy of the descriptor keeps the connection while it is checked and shut down, and no longer: until then its owner
+    cannot end it.
+    """
+    try:
+        copy = os.dup(fd)
+    except OSError:  # closed meanwhile
+        return
+    try:
+        _use(copy, client, lambda sock: sock.shutdown(socket.SHUT_RDWR))
+    finally:
+        os.close(copy)
 
 
 def _with_socket(fd: int, work: Callable[[socket.SocketType], _T | None]) -> _T | None:
@@ -242,7 +258,8 @@ def _with_socket(fd: int, work: Callable[[socket.SocketType], _T | None]) -> _T 
     try:
         if fd < 0 or not stat.S_ISSOCK(os.fstat(fd).st_mode):
             return None
-        sock = socket.SocketType(socket.AF_INET, socket.SOCK_STREAM, 0, fd)  # without Python around it
+        # Without Python around it. The family is the one with the longest address: Python cuts others to its length.
+        sock = socket.SocketType(socket.AF_INET6, socket.SOCK_STREAM, 0, fd)
     except OSError:
         return None
     try:

@@ -165,8 +165,9 @@ class BodyReader:
         try:
             if body is None and (length is None or length > _WHOLE_BYTES):
                 return await self._read_chunks(reading, protocol, length, kept)
-            self._held.put(kept, length or 0)
-            return await (protocol() if body is None else body)
+            data: bytes = await (protocol() if body is None else body)
+            self._held.put(kept, len(data))  # what was only announced is no reason to cut others
+            return data
         except asyncio.CancelledError:
             if reading.error is None:
                 raise

@@ -62,14 +62,10 @@ class HeldBytes:
             return
         for holding in list(self._holdings):
             self.put(holding, min(holding.num_held, holding.measure()))
-        while self.num_bytes > self.max_bytes:
-            greediest = max(
-                (holding for holding in self._holdings if holding.can_be_cut),
-                key=lambda holding: holding.num_held,
-                default=None,
-            )
-            if greediest is None:
-                return
+        waiting = [holding for holding in self._holdings if holding.can_be_cut]
+        waiting.sort(key=lambda holding: holding.num_held)
+        while waiting and self.num_bytes > self.max_bytes:
+            greediest = waiting.pop()
             self._warn(greediest)
             self.put(greediest, 0)
             greediest.is_cut = True

@@ -93,20 +93,25 @@ class UnreadAnswers:
         """Return the counter of an answer that comes in parts, with its own limit. `keep` or `end` must follow."""
         return Unread(self._held, Backlog(client, limit_bytes))
 
-    def add(self, exchange: Exchange, num_bytes: int) -> None:
-        """Count an answer that was just sent. The request of its key ends when it is read."""
+    def add(self, exchange: Exchange, num_bytes: int, *, is_error: bool = False) -> None:
+        """Count an answer that was just sent. The request of its key ends when it is read.
+
+        is_error: the request has ended, or was never admitted, so its key stays as it is.
+        """
         unread = Unread(self._held, Backlog(exchange.scope.client, _NO_LIMIT, self._sockets))
         unread.add(num_bytes)
-        self.keep(exchange, unread)
+        self.keep(exchange, unread, is_error=is_error)
 
-    def keep(self, exchange: Exchange, unread: Unread) -> None:
+    def keep(self, exchange: Exchange, unread: Unread, *, is_error: bool = False) -> None:
         """Count the rest of an answer that was sent. The request of its key ends when it is read."""
         if unread.num_held < MIN_BYTES:
             unread.end()
             return
         client: str = exchange.scope.client
-        key = unread.key = exchange.holder
-        exchange.holder = None
+        key = None
+        if not is_error:
+            key, exchange.holder = exchange.holder, None
+            unread.key = key
         before = self._answers.pop(client, None)
         if before is not None:
             before.end()
