@@ -21,6 +21,8 @@ Progress = Callable[[float, str], None]
 """Takes the fraction that is done, 0 to 1, and what is being done."""
 
 ALLOWED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "artifact.metadata"]
+CONFIGURATION = ["*config.json", "modules.json"]
+"""What says, in a few kilobytes, whether the weights are worth fetching."""
 IGNORED = ["onnx/*", "openvino/*", "coreml/*", "runs/*", "checkpoint-*/*"]
 _DIGESTS = {64: "sha256", 40: "sha1"}  # a blob is named by its LFS or by its git hash
 _CHUNK_BYTES = 1 << 20

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
@@ -17,10 +18,11 @@ import msgspec
 from sie.catalog.architecture import read_model_config
 from sie.catalog.cards import complete_card, make_card
 from sie.catalog.chat_pairs import read_pair_template
+from sie.catalog.directory import check_before_weights
 from sie.catalog.files import open_checkpoint
 from sie.catalog.generation import finish_generator
 from sie.catalog.gguf_file import find_gguf
-from sie.catalog.hub import Progress, fetch
+from sie.catalog.hub import CONFIGURATION, Progress, fetch
 from sie.catalog.lora import CONFIG_FILE, WEIGHTS_FILE
 from sie.catalog.spec import ModelSpec, RepositoryModel
 from sie.catalog.text_ends import with_text_ends
@@ -90,7 +92,7 @@ def prepare(request: Request, on_progress: Progress) -> ModelCard:
         from sie.catalog.tensor_rule import read_tensor_card  # imports protobuf
 
         return read_tensor_card(spec)
-    directory = spec.directory or fetch(spec, on_progress)
+    directory = spec.directory or _fetch(spec, on_progress)
     if gguf := find_gguf(spec.id, directory):
         return finish_generator(_read_gguf(spec, gguf, request, on_progress), request.chat_template)
     card = make_card(spec, directory)
@@ -109,6 +111,14 @@ def prepare(request: Request, on_progress: Progress) -> ModelCard:
     if card.generate is not None:
         card = finish_generator(card, request.chat_template)
     return with_num_weights(card)
+
+
+def _fetch(spec: ModelSpec, on_progress: Progress) -> str:
+    """Return the directory of a model's snapshot; its weights are fetched only if its configuration does not refuse it."""
+    directory = fetch(spec, lambda _fraction, _text: on_progress(0.0, "reading the configuration"), CONFIGURATION)
+    check_before_weights(spec.id, directory)
+    commit = Path(directory).name
+    return fetch(msgspec.structs.replace(spec, revision=commit), on_progress)
 
 
 def _read_gguf(spec: ModelSpec, path: str, request: Request, on_progress: Progress) -> ModelCard:

@@ -107,6 +107,37 @@ def test_of_an_adapter_only_its_two_files_are_fetched(prepare: Prepare) -> None:
         assert {path.name for path in Path(message.directory).iterdir()} == hub.downloads()
 
 
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"config.json": {**CONFIG, "quantization_config": {"quant_method": "awq"}}}, "quantised with AWQ"),
+        ({"quantize_config.json": {"bits": 4}}, "quantised with GPTQ"),
+        ({"hf_quant_config.json": {"quantization": {"quant_algo": "FP8"}}}, "quantised with ModelOpt"),
+        ({"modules.json": [{"path": "0_T", "type": "sentence_transformers.models.Transformer"}],
+          "0_T/config.json": {**CONFIG, "quantization_config": {"quant_method": "fp8"}}}, "quantised with FP8"),
+        ({"config.json": {**CONFIG, "model_type": "whisper"}}, "a kind that is not served yet"),
+    ],
+)  # fmt: skip
+def test_what_small_files_refuse_is_refused_before_its_weights_are_fetched(
+    hub: FakeHub, prepare: Prepare, files: dict[str, Any], reason: str
+) -> None:
+    hub.files.update({name: json.dumps(content).encode() for name, content in files.items()})
+    hub.served.update(hub.files)
+    message = prepare(SPEC, hub)
+    assert _error_class(message) == "CONFIG"
+    assert reason in message.error.message  # type: ignore[union-attr]
+    assert not {name for name in hub.downloads() if name.endswith((".safetensors", "tokenizer.json"))}
+
+
+def test_the_hub_is_asked_once_for_what_a_revision_is(hub: FakeHub, prepare: Prepare) -> None:
+    prepare(SPEC, hub)
+    asked = [path for _, path, _ in hub.requests if path.startswith("/api/")]
+    assert len(asked) == len(set(asked)) == 2
+    hub.requests.clear()
+    prepare(SPEC, hub)
+    assert len(hub.requests) == 1
+
+
 def test_cached_model_starts_while_the_hub_is_down(hub: FakeHub, prepare: Prepare) -> None:
     first = prepare(SPEC, hub)
     hub.stop()
