@@ -54,6 +54,34 @@ def fetch(spec: ModelSpec, on_progress: Progress, allowed: Sequence[str] = ALLOW
     return directory
 
 
+def find_cached(spec: ModelSpec, allowed: Sequence[str] = ALLOWED) -> str:
+    """Return the directory of the model's snapshot, or empty unless all of those files are known to be on this machine.
+
+    Never asks the hub.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        from huggingface_hub import get_cached_repo_tree
+        from huggingface_hub.errors import CachedRepoTreeNotFoundError
+    except ImportError:  # an older library keeps no list of a snapshot's files
+        return ""
+    try:
+        get_cached_repo_tree(spec.id, revision=spec.revision)
+        return huggingface_hub.snapshot_download(  # pyright: ignore[reportUnknownMemberType]
+            spec.id,
+            revision=spec.revision,
+            allow_patterns=list(allowed),
+            ignore_patterns=IGNORED,
+            local_files_only=True,
+        )
+    except (CachedRepoTreeNotFoundError, LocalEntryNotFoundError):  # a snapshot without a list may be partial
+        return ""
+    except HFValidationError as error:
+        raise refuse(spec.id, _first_line(error)) from error
+
+
 def classify(error: BaseException) -> str:
     """Return the `error_class` of what a download raised. Source: SIE API reference, section 12."""
     from huggingface_hub import errors as hub
