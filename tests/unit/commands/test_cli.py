@@ -229,11 +229,9 @@ def test_models_says_what_preparing_them_refuses(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    code = {"model_type": "bert-of-mine", "auto_map": {"AutoConfig": "evil.Config"}}
     directories = {
         "good": _checkpoint(tmp_path / "good"),
         "wordless": _checkpoint(tmp_path / "wordless", tokenizer=None),
-        "coded": _checkpoint(tmp_path / "coded", config={**code, "architectures": ["LlamaForCausalLM"]}),
         "quantised": _checkpoint(tmp_path / "quantised", config={"quantization_config": {"quant_method": "awq"}}),
     }
     (tmp_path / "gguf").mkdir()
@@ -245,7 +243,6 @@ def test_models_says_what_preparing_them_refuses(
     found = {row["id"]: row for row in msgspec.json.decode(capsys.readouterr().out)}
     reasons = {
         "wordless": "neither a tokenizer.json nor a vocabulary",
-        "coded": "needs code of its own (auto_map), which is never run",
         "quantised": "quantised with AWQ",
         "gguf": "the GGUF file is damaged",
     }
@@ -307,7 +304,9 @@ def test_profile_whose_adapter_is_not_declared_stops_the_start(supervisor: FakeS
 def test_models_shows_what_profiles_are_offered_as(capsys, catalog):
     assert cli.main(["models", "--lazy-model", STUB, "--catalog", catalog]) == 0
     _, *rows = capsys.readouterr().out.splitlines()
-    assert rows[0].split() == ["a", "lazy", "ok", "dense", "8", "8192", "stub", "stub"], "the flag says where a model is"
+    assert rows[0].split() == ["a", "lazy", "ok", "dense", "8", "8192", "stub", "stub"], (
+        "the flag says where a model is"
+    )
     assert rows[1] == "  a:short: max_seq_length=8"
     assert rows[2].split() == ["intfloat/e5-small", "preload", "unknown", "-", "-", "-", "hub@v1"]
     assert rows[3] == '  intfloat/e5-small: query_template="query: {text}", doc_template="passage: {text}"'
@@ -350,8 +349,8 @@ def test_models_shows_every_output_and_the_size_of_those_with_one(capsys):
     assert cli.main(["models", *(part for stub in stubs for part in ("--model", stub))]) == 0
     heading, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert heading[3] == "OUTPUTS"
-    assert [row[2] for row in rows] == ["generate", "dense"]
-    assert " ".join(rows[1][2:5]) == "dense 8,sparse 9,score"
+    assert [row[3] for row in rows] == ["generate", "dense"]
+    assert " ".join(rows[1][3:6]) == "dense 8,sparse 9,score"
 
 
 def test_models_as_json_can_be_read_back(capsys):

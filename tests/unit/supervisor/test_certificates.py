@@ -15,8 +15,8 @@ from sie.supervisor.host_resources import StartError
 
 
 def _copies() -> list[str]:
-    links = (os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd"))
-    return [os.readlink(link) for link in links if os.path.lexists(link) and "memfd:tls" in os.readlink(link)]
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]  # not that of the listing itself
+    return [name for name in (str(link.readlink()) for link in links) if "memfd:tls" in name]
 
 
 @pytest.mark.parametrize("failing", ["memfd_create", "write"])
@@ -25,7 +25,7 @@ def test_a_copy_that_fails_leaves_no_other_open(tmp_path: Path, monkeypatch: pyt
     for path in paths:
         path.write_text("PEM")
     real = getattr(os, failing)
-    calls = []
+    calls: list[tuple[object, ...]] = []
 
     def fail_second(*arguments: object) -> object:
         calls.append(arguments)
