@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
@@ -22,7 +24,8 @@ from sie.values.errors import Internal, WireError, from_wire, to_wire
 
 _MAX_LINE_BYTES = 16 << 20
 _MAX_READERS = 4
-"""Helpers that read repository models at the same time. There may be many models, and each takes about a second."""
+"""Helpers that read repository models, or check models, at the same time. There may be many models, and each takes about a second."""
+_CHECK_TIMEOUT_S: Final = 60.0
 
 
 class Preparer:
@@ -39,10 +42,13 @@ class Preparer:
         """Apply reloaded settings to helpers that start from now on."""
         self._timeout_s = settings.models.load_timeout_s
 
-    async def prepare(self, spec: ModelSpec) -> ModelCard | WireError:
-        """Return the card of a model that is now on disk, or the error."""
-        async with self._readers if spec.tensor is not None else contextlib.nullcontext():
-            last = await self._run(Request(spec=spec, cache_dir=self._cache_dir, chat_template=self._chat_template))
+    async def prepare(self, spec: ModelSpec, *, is_check: bool = False) -> ModelCard | WireError:
+        """Return the card of a model that is now on disk, or the error. With is_check nothing is downloaded."""
+        request = Request(
+            spec=spec, cache_dir=self._cache_dir, is_check=is_check, chat_template=self._chat_template
+        )  # fmt: skip
+        async with self._readers if spec.tensor is not None or is_check else contextlib.nullcontext():
+            last = await self._run(request)
         if isinstance(last, Ready):
             return last.card
         return last.error if isinstance(last, Failed) else failed(spec, "the prepare helper mixed things up", "ENGINE")
@@ -90,6 +96,30 @@ class Preparer:
             else:
                 return message
         return Failed(failed(spec, "the prepare helper ended without an answer", "ENGINE"))
+
+
+def check_models(settings: Settings, specs: Sequence[ModelSpec]) -> dict[str, ModelCard | WireError]:
+    """Return the card or the error that `Preparer.prepare` has for each model, by id, without downloading any.
+
+    All together may take _CHECK_TIMEOUT_S; models that are not done by then have no entry.
+    """
+    return asyncio.run(_check_models(settings, specs))
+
+
+async def _check_models(settings: Settings, specs: Sequence[ModelSpec]) -> dict[str, ModelCard | WireError]:
+    progress = Progress(sys.stderr, "text")
+    preparer = Preparer(settings, progress)
+    found: dict[str, ModelCard | WireError] = {}
+
+    async def check(spec: ModelSpec) -> None:
+        found[spec.id] = await preparer.prepare(spec, is_check=True)
+
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_CHECK_TIMEOUT_S), asyncio.TaskGroup() as group:
+            for spec in specs:
+                group.create_task(check(spec))
+    progress.close()
+    return found
 
 
 def failed(spec: ModelSpec, reason: str, error_class: str) -> WireError:
