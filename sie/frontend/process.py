@@ -266,7 +266,7 @@ class FrontendProcess:
                 self._attaching.begin(slot, generation, fds)
             case messages.WorkerDown(slot, generation, suspects):
                 self._attaching.end(generation)
-                self.engine.bury(slot, generation, suspects)
+                self.engine.fail_over(slot, generation, suspects)
                 self.engine.place_held()
             case messages.WorkerLate(slot, generation, is_late, running):
                 self.engine.set_late(slot, generation, running, is_late=is_late)

@@ -175,7 +175,7 @@ async def test_work_of_a_frontend_that_was_replaced_never_runs(rig: Rig) -> None
     assert await successor.rows(theirs) == [checksum([2])]
     assert worker.ran == [[[2]]]
     successor.close()
-    rig.engine.bury(0, generation, ())
+    rig.engine.fail_over(0, generation, ())
     rig.engine.abandon(pending, Overloaded("the test is over"))
     assert isinstance(await rig.error(pending), Overloaded)
 
