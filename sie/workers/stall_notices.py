@@ -39,7 +39,7 @@ def importing() -> Iterator[None]:
 def reading(path: str, library: str = "tokenizers") -> Iterator[None]:
     """Announce a stall while the block reads a tokenizer file, if the file is large, and keep it short.
 
-    Other threads run meanwhile where the compiled library is there (`sie.native.preempt`).
+    Other threads run meanwhile if the compiled library is installed (`sie.native.preempt`).
     """
     with _stalling(seconds_to_read(path)), preempted(library):
         failpoints.reach("load.tokenizer")
