@@ -156,7 +156,7 @@ _STAGES: Final[dict[Stage, dict[Event, Stage]]] = {
         Event.SHORT: Stage.RELOAD_WAITING, Event.FITS: Stage.SERVING, Event.KEEP: Stage.SERVING,
         Event.RENEW: Stage.RENEWING, Event.RELOAD: Stage.LEAVING,
     },
-    # Another worker may get it meanwhile: the reload goes on.
+    # Another worker may get it meanwhile, and the reload continues.
     Stage.RENEWING: {
         Event.LOADED: Stage.RENEWING, Event.KEEP: Stage.SERVING, Event.RENEW: Stage.RENEWING,
         Event.RELOAD: Stage.LEAVING, Event.SHORT: Stage.RELOAD_WAITING, Event.FITS: Stage.RELOADING,

@@ -93,7 +93,7 @@ class Place(NamedTuple):
         return self.held.fd if isinstance(self.held, UnixListener) else -1
 
     def stop_listening(self) -> None:
-        """Close a Unix socket, in whose queue a new client would wait for nobody. Does nothing for TCP."""
+        """Close a Unix socket: new clients would wait in its queue for ever. Does nothing for TCP."""
         if isinstance(self.held, UnixListener):
             self.held.close()
 

@@ -197,7 +197,7 @@ class Loads:
         self.broadcast()
 
     def keep(self, record: Record, error: WireError) -> None:
-        """Record the reason why a model cannot be loaded anew, and keep serving it as it was loaded."""
+        """Record the reason why a model cannot be reloaded, and keep serving the loaded copy."""
         self.cancel_staged(record.spec.id)
         self._refuse(record, error)
         if record.loaded_on:

@@ -30,7 +30,7 @@ Spawn = Callable[[Coroutine[Any, Any, None]], None]
 
 
 class _Begun(msgspec.Struct):
-    """What an action has begun: fields as in `Managed`."""
+    """The models that an action changes; fields as in `Managed`."""
 
     models: list[str] = []
     has_changed: bool = False

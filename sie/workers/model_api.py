@@ -256,7 +256,7 @@ class Slot(NamedTuple):
     // block_tokens], row p % block_tokens; those before start exist already. Without draws no token is chosen, as after
     every prefill chunk except the last. When the prompt is complete, the choices of a request have one draw each, from
     one slot. scored: the log probabilities to compute for the tokens themselves. rotary_length: a position has the rotary
-    factors of a sequence of so many tokens, or of one that ends with it if that is longer.
+    factors of a sequence of this length, or of one that ends with the position if that is longer.
     """
 
     token_ids: NDArray[np.int32]
@@ -287,8 +287,7 @@ class GenerateRunner(Protocol):
     num_blocks: int
     """The number of blocks of keys and values that fit in memory, numbered from 0."""
     restart_length: int
-    """A sequence that grows to so many tokens has all its keys computed again, with the rotary factors of this length; 0:
-    none has."""
+    """A sequence that grows to this length has all its keys computed again, with its rotary factors; 0: no sequence does."""
 
     def least_length(self, length: int) -> int:
         """Return the least length with the rotary factors of a sequence of this length; 0: those of the shortest."""

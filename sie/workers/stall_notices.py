@@ -47,7 +47,7 @@ def reading(path: str, library: str = "tokenizers") -> Iterator[None]:
 
 
 def read_tokenizer(path: str) -> Tokenizer:
-    """Return the tokenizer of a file. Raises what the library raises."""
+    """Return the tokenizer of a file. Raises the library's errors."""
     from tokenizers import Tokenizer  # a worker with only stubs never needs it
 
     with reading(path):

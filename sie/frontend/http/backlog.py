@@ -63,7 +63,7 @@ class Backlog:
 
     @property
     def num_bytes(self) -> int:
-        """The backlog at the last query, and what was added since; 0 for a connection that cannot be measured."""
+        """The backlog at the last query, plus the bytes added since; 0 for a connection that cannot be measured."""
         return self._unacked if self._client is not None else 0
 
     def measure(self) -> int:
@@ -153,7 +153,7 @@ class Sockets:
 
 
 class TcpState(NamedTuple):
-    """What the peer of a connection has read."""
+    """The progress of a connection's peer."""
 
     acked: int
     """Bytes acknowledged since the connection was opened."""

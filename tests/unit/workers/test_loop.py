@@ -218,7 +218,7 @@ async def test_large_reply_for_a_frontend_that_has_gone_harms_nobody(rig: Rig) -
 
 
 @pytest.mark.parametrize("deed", ["kind", "release", "doorbell", "socket", "retire"])
-def test_frontend_that_breaks_the_protocol_is_accused_and_dropped(deed: str) -> None:
+def test_frontend_that_breaks_the_protocol_is_reported_and_dropped(deed: str) -> None:
     @in_rig()
     async def run(rig: Rig) -> None:
         worker = rig.start_worker("m")
