@@ -23,6 +23,7 @@ from sie.values.card import AdapterSpec, ModelCard
 from sie.values.errors import Internal, WireError, from_wire, to_wire
 
 _MAX_LINE_BYTES = 16 << 20
+_UNEXPECTED = "the prepare helper sent an unexpected message"
 _MAX_READERS = 4
 """Helpers that read repository models, or check models, at the same time. There may be many models, and each takes about a second."""
 _CHECK_TIMEOUT_S: Final = 60.0
@@ -51,7 +52,7 @@ class Preparer:
             last = await self._run(request)
         if isinstance(last, Ready):
             return last.card
-        return last.error if isinstance(last, Failed) else failed(spec, "the prepare helper mixed things up", "ENGINE")
+        return last.error if isinstance(last, Failed) else failed(spec, _UNEXPECTED, "ENGINE")
 
     async def find_models(self, repositories: tuple[str, ...], only: str = "") -> list[RepositoryModel] | WireError:
         """Return the models of the repositories, all or only the one named `only`, or the error."""
@@ -59,7 +60,7 @@ class Preparer:
         last = await self._run(Request(spec=spec, cache_dir=self._cache_dir, repositories=repositories))
         if isinstance(last, Found):
             return last.models
-        return last.error if isinstance(last, Failed) else failed(spec, "the prepare helper mixed things up", "ENGINE")
+        return last.error if isinstance(last, Failed) else failed(spec, _UNEXPECTED, "ENGINE")
 
     async def fetch_adapter(self, adapter: AdapterSpec) -> str | WireError:
         """Return the directory of an adapter that is now on disk, or the error."""
@@ -67,7 +68,7 @@ class Preparer:
         last = await self._run(Request(spec=spec, cache_dir=self._cache_dir, is_adapter=True))
         if isinstance(last, Fetched):
             return last.directory
-        reason = reason_of(from_wire(last.error)) if isinstance(last, Failed) else "the prepare helper mixed things up"
+        reason = reason_of(from_wire(last.error)) if isinstance(last, Failed) else _UNEXPECTED
         return to_wire(refuse_adapter(adapter.id, reason))
 
     async def _run(self, request: Request) -> Ready | Fetched | Found | Failed:

@@ -23,9 +23,9 @@ _TCP_INFO_BYTES: Final = 128
 _BYTES_ACKED: Final = struct.Struct("=120xQ")
 """`tcpi_bytes_acked`. Source: Linux, include/uapi/linux/tcp.h, struct tcp_info."""
 _EMPTY_NS: Final = 50_000_000
-"""Granian writes within this time what the kernel has room for."""
+"""Granian fills the free space of the kernel's queue within this time."""
 _NEARLY_BYTES: Final = 64 * 1024
-"""A client may delay an acknowledgement for 40 ms, and ask again meanwhile."""
+"""So little may be read already: a client may delay an acknowledgement for 40 ms, and send its next request before."""
 _MAX_FILES: Final = 1 << 16
 _Address = tuple[str, int]
 _T = TypeVar("_T")
@@ -34,9 +34,9 @@ _T = TypeVar("_T")
 class Backlog:
     """The bytes that were sent to one client and that it has not acknowledged.
 
-    The kernel is first queried when half of the limit may be unacknowledged; a smaller backlog needs no query. That first
-    query does not tell how many bytes were acknowledged before it. So a client that never caught up until then is cut
-    somewhere between half of the limit and the whole limit.
+    The kernel is first queried when half of the limit may be unacknowledged; a smaller backlog needs no query. That
+    first query does not tell how many bytes were acknowledged before it. So a client that never caught up until then is
+    cut somewhere between half of the limit and the whole limit.
     """
 
     def __init__(self, client: str, limit_bytes: int, sockets: Sockets | None = None) -> None:
@@ -63,7 +63,7 @@ class Backlog:
 
     @property
     def num_bytes(self) -> int:
-        """The backlog at the last query, and what was added since; 0 for a connection that cannot be measured."""
+        """The backlog at the last query, plus the bytes added since; 0 for a connection that cannot be measured."""
         return self._unacked if self._client is not None else 0
 
     def measure(self) -> int:
@@ -115,9 +115,9 @@ class Backlog:
 
 
 class Sockets:
-    """The TCP connections of this process by their clients. One look at all descriptors finds them all.
+    """The TCP connections of this process by their clients. One scan of all descriptors finds them all.
 
-    To ask each socket for its peer takes long, where there are thousands. So a descriptor is asked once for each inode.
+    Querying the peers of thousands of sockets takes long. So a descriptor is queried once for each inode.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class Sockets:
         self._is_fresh = False
 
     def expire(self) -> None:
-        """Look at the descriptors again for the next client that is not known."""
+        """Have the next unknown client cause a new scan of the descriptors."""
         self._is_fresh = False
 
     def find(self, client: _Address) -> int:
@@ -139,7 +139,7 @@ class Sockets:
         return fd if fd is not None else -1
 
     def _look(self) -> None:
-        """Read which descriptors are connections, and to whom."""
+        """Scan the descriptors for connections and their clients."""
         before, self._peers = self._peers, {}
         for fd in open_files():
             try:
@@ -152,7 +152,7 @@ class Sockets:
 
 
 class TcpState(NamedTuple):
-    """What the peer of a connection has read."""
+    """The progress of a connection's peer."""
 
     acked: int
     """Bytes acknowledged since the connection was opened."""
@@ -161,7 +161,7 @@ class TcpState(NamedTuple):
 
 
 def measure(fd: int) -> TcpState | None:
-    """Return the state of a connection by its descriptor, also of one over a Unix socket; None of what is no connection."""
+    """Return the state of the connection behind a descriptor, also of one over a Unix socket, or None without one."""
     return _with_socket(fd, _measure)
 
 
@@ -192,7 +192,7 @@ def _plain(host: str) -> str:
 
 
 def open_files() -> Iterable[int]:
-    """Return the open descriptors, or all possible ones where none is left to look with."""
+    """Return the open descriptors, or all possible ones if no descriptor is free to list them."""
     try:
         return map(int, os.listdir("/proc/self/fd"))  # noqa: PTH208  # there may be thousands
     except OSError:
@@ -202,7 +202,8 @@ def open_files() -> Iterable[int]:
 def limit_unread_time(timeout_s: float) -> None:
     """Have the kernel reset the connections whose clients read nothing, or acknowledge nothing, for this time.
 
-    A connection has the limit of its listener, which is one of this process's descriptors. Source: tcp(7), TCP_USER_TIMEOUT.
+    A connection has the limit of its listener, which is one of this process's descriptors. Source: tcp(7),
+    TCP_USER_TIMEOUT.
     """
     for fd in open_files():
         try:

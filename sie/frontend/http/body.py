@@ -147,11 +147,13 @@ class BodyReader:
     ) -> bytes:  # fmt: skip
         """Return the whole body. body is Granian's future of a small body that was requested before.
 
-        held counts the bytes of the body; the caller must `release` it. Without it they count until the end of the read. Raises InputTooLong (413) over max_body_bytes.
-        Raises BadRequest for malformed length headers, and for chunks that are cut, malformed or too many. Raises SieError
-        408 when the body stalls for body_idle_timeout_s, is slower than min_body_bytes_per_s, or misses the request's
-        deadline. Raises Overloaded when all bodies and answers together are too large, and this is the largest. Raises
-        ClientGone when the client left or cut the body short.
+        held counts the bytes of the body; the caller must `release` it. Without it they count until the end of the
+        read.
+
+        Raises InputTooLong (413) over max_body_bytes. Raises BadRequest for malformed length headers, and for chunks
+        that are cut, malformed or too many. Raises SieError 408 when the body stalls for body_idle_timeout_s, is slower
+        than min_body_bytes_per_s, or misses the request's deadline. Raises Overloaded when all bodies and answers
+        together are too large, and this is the largest. Raises ClientGone when the client left or cut the body short.
         """
         if body is not None and body.done():
             return self.take(body)

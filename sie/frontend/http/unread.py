@@ -1,9 +1,9 @@
-"""Counts the answers that their clients have yet to read. Must cost a small answer nothing.
+"""Counts the answers that their clients have not read yet. Must cost nothing for a small answer.
 
-A whole answer is given to Granian at once; only the kernel knows how much of it was read (`Backlog`). Until all was, it counts
-towards `max_held_bytes`, and its request towards its key's `max_concurrent`. On one connection a request is handed over
-only after the answer before it has left Granian. An answer under MIN_BYTES is thereby bounded by the number of
-connections. How long a client may read nothing is the kernel's to limit (`limit_unread_time`).
+A whole answer is given to Granian at once; only the kernel knows how much of it was read (`Backlog`). Until all of it
+was read, it counts towards `max_held_bytes`, and its request towards its key's `max_concurrent`. On one connection a
+request is handed over only after the answer before it has left Granian. So the number of connections bounds the answers
+under MIN_BYTES. The kernel limits how long a client may read nothing (`limit_unread_time`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MIN_BYTES: Final = 16 * 1024
 """A smaller answer is not counted."""
 _NO_LIMIT: Final = 1 << 62
 _SOON_S: Final = 0.002
-"""When most clients have read an answer, and may send the next request of their key."""
+"""After this time most clients have read an answer, and may send the next request of their key."""
 _WATCH_S: Final = 0.05
 _CHECK_NS: Final = 100_000_000
 _MIN_REST: Final = 20
@@ -40,7 +40,7 @@ class Unread:
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether the client has yet to read what it was sent."""
+        """Whether the client has unread bytes."""
         return not self._backlog.is_moving
 
     def add(self, num_bytes: int) -> bool:
@@ -134,7 +134,7 @@ class UnreadAnswers:
             self._watched.discard(key)
 
     def tick(self, now_ns: int) -> None:
-        """Look now and then at what was read. The process's tick calls this."""
+        """Check now and then which answers were read. The process's tick calls this."""
         if not self._answers or now_ns < self._check_ns:
             return
         self._update(list(self._answers))
