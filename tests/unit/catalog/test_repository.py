@@ -114,10 +114,10 @@ def test_nothing_of_a_model_may_be_a_link_out_of_it(tmp_path: Path, part: str):
     ("location", "reason"),
     [
         ("../../outside/secret.bin", "leads out"),
-        ("/etc/hostname", "no relative path"),
+        ("/etc/hostname", "not a relative path"),
         ("link.bin", "leads out"),
         ("missing.bin", "not there"),
-        ("", "no relative path"),
+        ("", "not a relative path"),
     ],
 )
 def test_external_data_stays_beneath_the_model(tmp_path: Path, location: str, reason: str):

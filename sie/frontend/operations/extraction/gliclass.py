@@ -36,7 +36,7 @@ def check_task(rule: Gliclass, task: ExtractTask) -> None:
     if task.classification_type not in (None, *_TYPES):
         raise BadRequest(f"Invalid classification_type {task.classification_type!r}. Valid: {list(_TYPES)}")
     if task.label_groups and task.labels:
-        raise BadRequest("Labels and 'label_groups' exclude each other")
+        raise BadRequest("Send 'labels' or 'label_groups', not both")
     for group in task.label_groups:
         _check_group(group, is_single=task.classification_type != "multi-label")
     groups = _groups_of(task)
@@ -71,7 +71,7 @@ def _check_examples(task: ExtractTask, groups: Sequence[LabelGroup]) -> None:
         unknown = sorted(set(example.labels) - known)
         if unknown:
             raise BadRequest(
-                f"An example has other labels than the request: {unknown} - at `$.params.options.examples[{index}]`"
+                f"An example has labels that the request does not have: {unknown} - at `$.params.options.examples[{index}]`"
             )
 
 
