@@ -168,7 +168,7 @@ def test_the_file_is_one_of_the_version(tmp_path: Path, name: str):
         ("max_batch_size: -1", "max_batch_size is -1"),
         ('name: "other"', "name is 'other', but its directory is 'm'"),
         ('platform: "tensorrt_plan"', "platform 'tensorrt_plan' is not one of"),
-        ('backend: "python"', "backend 'python' is none of"),
+        ('backend: "python"', "backend 'python' is not one of"),
         ("sequence_batching { }", "sequence_batching is not supported"),
         ("ensemble_scheduling { }", "ensemble_scheduling is not supported"),
         ("model_transaction_policy { decoupled: true }", "decoupled is not supported"),

@@ -119,7 +119,7 @@ def test_a_start_that_is_refused_is_one_line_and_status_78(supervisor: FakeSuper
         (["--config", "/nonexistent/sie.toml"], "sie: /nonexistent/sie.toml: cannot be read: No such file"),
         (["--model", "/srv/m"], "sie: model (from flag --model): model spec '/srv/m' is a path without an id"),
         (["--model", STUB, "--lazy-model", "a"], "sie: lazy_model (from flag --lazy-model): 'a' is named twice"),
-        (["--model", STUB, "--default-model", "z"], "sie: default_model (from flag --default-model): 'z' is none"),
+        (["--model", STUB, "--default-model", "z"], "sie: default_model (from flag --default-model): 'z' is not one"),
     ],
 )
 def test_what_stops_a_start_is_one_line_and_status_78(supervisor: FakeSupervisor, capsys, args, message):
@@ -189,7 +189,7 @@ def test_models_shows_adapters_below_their_model(capsys):
         (["a"], "names no adapter"),
         (["b=tone=stub:"], "'b', of adapter 'tone', is not one of the served models"),
         (["a=tone=stub:", "a=tone=stub:load_ms=1"], "'tone' of 'a' is named twice"),
-        (["a=tone=/srv/tone"], "a stub's adapters are stubs"),
+        (["a=tone=/srv/tone"], "a stub's adapters must be stubs"),
         (["org/m=tone=stub:"], "a stub's adapters must be stubs, and only those"),
     ],
 )
