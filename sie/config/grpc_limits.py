@@ -11,7 +11,7 @@ from sie.config.limits import MIB
 
 
 class Grpc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one connection to the gRPC listener may hold and do; `max_grpc_message_bytes` is in `limits`."""
+    """Limits of one connection to the gRPC listener; `max_grpc_message_bytes` is in `limits`."""
 
     max_grpc_streams: Annotated[
         int, Meta(ge=1, le=65536, description="Most calls of one connection at a time; clients queue the rest.")
@@ -24,7 +24,7 @@ class Grpc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=65_535,
             le=1024 * MIB,
-            description="Bytes that a client may send of one call before they are read; of a connection four times that.",
+            description="Bytes that a client may send in one call before they are read; in a connection four times that.",
         ),
     ] = 4 * MIB
     max_grpc_held_bytes: Annotated[
@@ -32,20 +32,20 @@ class Grpc(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=MIB,
             le=1 << 40,
-            description="Most bytes of messages that are not there whole, or that their clients have not read, of all "
-            "connections; over it the one that holds most is cut.",
+            description="Most bytes of incomplete or unread messages of all connections; over it the connection with most "
+            "bytes is cut.",
         ),
     ] = 1024 * MIB
     grpc_unread_timeout_s: Annotated[
         float,
-        Meta(ge=0.1, le=600, description="Longest time in which a client reads nothing of an answer; then it is cut."),
+        Meta(ge=0.1, le=600, description="Longest time that a client may read nothing of an answer; then it is cut."),
     ] = 30.0
     max_grpc_idle_frames_per_s: Annotated[
         int,
         Meta(
             ge=10,
             le=1 << 20,
-            description="Frames that bring no message (pings, resets, settings, empty data), on average over ten "
-            "seconds; over it the connection is ended.",
+            description="Frames without a message (pings, resets, settings, empty data), on average over ten "
+            "seconds; over it the connection is closed.",
         ),
     ] = 1000
